@@ -1,0 +1,8 @@
+// quire._native: the one Python module of the native code. Each part binds itself in its own file.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+NB_MODULE(_native, m) {
+    m.doc() = "Quire's native back end: block manager, attention, linear.";
+}

@@ -1,0 +1,1 @@
+"""Quire: the memory system of LLM inference."""

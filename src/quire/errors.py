@@ -1,0 +1,76 @@
+"""Every exception Quire raises on purpose.
+
+    QuireError
+    ├── ArgumentError (also ValueError)   what the caller gave is wrong; nothing was changed
+    │   ├── ConfigError                   a model's config cannot be understood
+    │   ├── PromptError                   an empty prompt, a token id out of range, too long a prompt
+    │   └── SequenceClosedError           a sequence was used after it was closed
+    ├── CapacityError                     the request can never fit in this cache, with the numbers
+    ├── UnsupportedModelError             the model cannot be run exactly, with its type and the reason
+    ├── LoadError                         a model folder, a weights file or a tokenizer cannot be read
+    ├── BackendError                      the native extension is asked for and is not there, or the like
+    ├── CancelledError                    the request was aborted by its owner
+    └── InvariantError                    `check()` found a broken invariant: a bug in Quire
+
+Messages have one grammar: what was expected, what was given, where, and what to do, with numbers.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "BackendError",
+    "CancelledError",
+    "CapacityError",
+    "ConfigError",
+    "InvariantError",
+    "LoadError",
+    "PromptError",
+    "QuireError",
+    "SequenceClosedError",
+    "UnsupportedModelError",
+]
+
+
+class QuireError(Exception):
+    """Root of all of Quire's own exceptions."""
+
+
+class ArgumentError(QuireError, ValueError):
+    """An argument is out of its range or of the wrong form; nothing was changed."""
+
+
+class ConfigError(ArgumentError):
+    """A model's config is missing a field or holds one Quire cannot interpret."""
+
+
+class PromptError(ArgumentError):
+    """A prompt that cannot be served: empty, a token id out of range, longer than the model allows."""
+
+
+class SequenceClosedError(ArgumentError):
+    """A sequence was used after `Cache.close`."""
+
+
+class CapacityError(QuireError):
+    """A request that can never fit, however long it waits; the message holds the numbers."""
+
+
+class UnsupportedModelError(QuireError):
+    """A model whose attention Quire cannot run exactly; it is refused, never answered wrongly."""
+
+
+class LoadError(QuireError):
+    """A model folder, weights file or tokenizer that cannot be read."""
+
+
+class BackendError(QuireError):
+    """A back end that is not available here."""
+
+
+class CancelledError(QuireError):
+    """The request was aborted by its owner."""
+
+
+class InvariantError(QuireError):
+    """An invariant does not hold: a bug in Quire, reported with the numbers."""

@@ -1,0 +1,194 @@
+"""What a token costs: the shape of a model's KV cache, layer by layer and group by group.
+
+A `KVSpec` knows no tensors and no blocks in use; it is arithmetic over a model's config, and works from a
+`config.json` alone. It is what a planner reads and what `quire.Cache` is built from.
+
+Invariants
+    K1  every layer that stores KV belongs to exactly one group; a layer that reads another layer's KV
+        (`shares_kv_with`) belongs to none and costs nothing.
+    K2  the layers of a group have one retention rule and one shape.
+    K3  `unit_bytes(block_size)` is the largest `bytes_per_block` of any group, so that one pool of units of
+        that size serves them all.
+
+Cost: every call is O(number of layers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.errors import ArgumentError
+
+__all__ = ["DTYPE_BYTES", "KVGroup", "KVSpec", "LayerSpec", "Retention"]
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which past tokens a layer still needs.
+
+    `full`: all. `window`: a query at position q sees keys k with q - k < size. `chunked`: those with
+    k // size == q // size.
+    """
+
+    kind: Literal["full", "window", "chunked"] = "full"
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("full", "window", "chunked"):
+            raise ArgumentError(
+                f"expected full, window or chunked, got {self.kind!r} as a retention kind"
+            )
+        if (self.kind == "full") != (self.size == 0) or self.size < 0:
+            raise ArgumentError(
+                f"expected a positive size for a window or chunk and 0 for full, got {self.kind} of {self.size}"
+            )
+
+    def first_needed(self, position: int) -> int:
+        """First token position that the query at `position` may read."""
+        if self.kind == "window":
+            return max(0, position - self.size + 1)
+        if self.kind == "chunked":
+            return position - position % self.size
+        return 0
+
+    def num_kept(self, num_tokens: int) -> int:
+        """Most tokens a layer has to hold at once for a sequence of `num_tokens` tokens."""
+        return num_tokens if self.kind == "full" else min(num_tokens, self.size)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer's KV: its retention and shape (elements), or whose KV it reads instead."""
+
+    retention: Retention
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    shares_kv_with: int | None = None
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements of K and V together that one token adds to this layer; 0 for a shared layer."""
+        if self.shares_kv_with is not None:
+            return 0
+        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers with one retention rule and one shape, which share a block table."""
+
+    index: int
+    layers: tuple[int, ...]
+    retention: Retention
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    dtype_bytes: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        return (
+            len(self.layers)
+            * self.num_kv_heads
+            * (self.k_head_dim + self.v_head_dim)
+            * self.dtype_bytes
+        )
+
+    def bytes_per_block(self, block_size: int) -> int:
+        return self.bytes_per_token * block_size
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes this group has to keep for one sequence of `num_tokens` (a window keeps its window)."""
+        return self.bytes_per_token * self.retention.num_kept(num_tokens)
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """The KV cache of a model: layers, dtype, and the groups made of them.
+
+    Build it with `from_config`, or by hand from `LayerSpec`s for an engine of one's own.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    dtype: str = "bfloat16"
+    max_model_len: int | None = None
+    vocab_size: int | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ArgumentError(f"expected a dtype of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
+        if not any(layer.shares_kv_with is None for layer in self.layers):
+            raise ArgumentError("expected at least one layer that stores KV, got none")
+
+    @classmethod
+    def from_config(
+        cls, config: Any | str | Path | dict[str, Any], *, dtype: str | None = None
+    ) -> KVSpec:
+        """The spec of a transformers config object, of a folder or `config.json` path, or of its dict."""
+        raise NotImplementedError
+
+    @classmethod
+    def uniform(
+        cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloat16"
+    ) -> KVSpec:
+        """A spec of equal full-attention layers."""
+        layer = LayerSpec(Retention(), num_kv_heads, head_dim, head_dim)
+        return cls(layers=(layer,) * num_layers, dtype=dtype)
+
+    @cached_property
+    def groups(self) -> tuple[KVGroup, ...]:
+        """The groups, full-attention ones first (group 0 is a full one where the model has any).
+
+        A group has as many layers as the rarest kind of layer has, so that the units of all groups have
+        about equal bytes; where that does not divide, a kind's last group is smaller (its unit is padded).
+        """
+        kinds: dict[tuple[Retention, int, int, int], list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.shares_kv_with is None:
+                kind = (layer.retention, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim)
+                kinds.setdefault(kind, []).append(index)
+        size = min(len(members) for members in kinds.values())
+        full_first = sorted(kinds.items(), key=lambda item: item[0][0].kind != "full")
+        groups: list[KVGroup] = []
+        for (retention, num_kv_heads, k_head_dim, v_head_dim), members in full_first:
+            for start in range(0, len(members), size):
+                groups.append(
+                    KVGroup(
+                        index=len(groups),
+                        layers=tuple(members[start : start + size]),
+                        retention=retention,
+                        num_kv_heads=num_kv_heads,
+                        k_head_dim=k_head_dim,
+                        v_head_dim=v_head_dim,
+                        dtype_bytes=self.dtype_bytes,
+                    )
+                )
+        return tuple(groups)
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes one more token adds to all layers together (while it is inside every window)."""
+        return sum(group.bytes_per_token for group in self.groups)
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block of tokens in all layers together."""
+        return self.bytes_per_token * block_size
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes one sequence of `num_tokens` has to keep in all layers together."""
+        return sum(group.bytes_for(num_tokens) for group in self.groups)
+
+    def unit_bytes(self, block_size: int) -> int:
+        """Bytes of one unit of the pool (K3): a block of any one group."""
+        return max(group.bytes_per_block(block_size) for group in self.groups)
