@@ -47,7 +47,7 @@ ThreadPool::~ThreadPool() {
     if (process_id_ == getpid()) {
         stop();
     } else {
-        // Forked child (T4): the threads do not exist here; their handles must not be joined or destroyed.
+        // Forked child (T5): the threads do not exist here; their handles must not be joined or destroyed.
         for (auto& worker : workers_) worker.detach();
     }
 }
@@ -103,9 +103,22 @@ void ThreadPool::work(std::uint32_t seen) {
         }
         seen = now;
         if (stopping_.load()) return;
+        if (!join_job()) continue;  // T4: it came too late
         take_tasks();
-        if (num_working_.fetch_sub(1, std::memory_order_acq_rel) == 1) num_working_.notify_one();
+        leave_job();
     }
+}
+
+bool ThreadPool::join_job() {
+    std::uint32_t job = job_.load(std::memory_order_acquire);
+    while (job & kOpen) {
+        if (job_.compare_exchange_weak(job, job + 1, std::memory_order_acq_rel)) return true;
+    }
+    return false;
+}
+
+void ThreadPool::leave_job() {
+    if (job_.fetch_sub(1, std::memory_order_acq_rel) == 1) job_.notify_one();
 }
 
 void ThreadPool::run_erased(std::int64_t num_tasks, Function function, void* context) {
@@ -119,17 +132,16 @@ void ThreadPool::run_erased(std::int64_t num_tasks, Function function, void* con
     context_ = context;
     num_tasks_ = num_tasks;
     next_task_.store(0, std::memory_order_relaxed);
-    num_working_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
+    job_.store(kOpen, std::memory_order_release);
     generation_.fetch_add(1, std::memory_order_release);
     generation_.notify_all();
     take_tasks();
-    int spins = 0;
-    for (int working = num_working_.load(std::memory_order_acquire); working != 0;
-         working = num_working_.load(std::memory_order_acquire)) {
+    std::uint32_t job = job_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
+    for (int spins = 0; job != 0; job = job_.load(std::memory_order_acquire)) {
         if (++spins < kSpins) {
             pause_briefly();
         } else {
-            num_working_.wait(working, std::memory_order_acquire);
+            job_.wait(job, std::memory_order_acquire);
         }
     }
 }

@@ -8,7 +8,9 @@
 //   T2  Idle workers sleep (futex). Between the products of one step they spin for at most about 50 us first, because
 //       waking a sleeper costs more than that in all over a step's hundreds of products.
 //   T3  A task must not throw.
-//   T4  After fork() the child has no workers and runs everything on the calling thread.
+//   T4  A worker that is late (its processor is busy with something else) is not waited for: the caller takes the tasks
+//       itself, closes the job, and waits only for workers that have begun.
+//   T5  After fork() the child has no workers and runs everything on the calling thread.
 #pragma once
 
 #include <atomic>
@@ -50,6 +52,8 @@ class ThreadPool {
     void start(int num_threads);
     void stop();
     void work(std::uint32_t seen);
+    bool join_job();
+    void leave_job();
     void take_tasks();
 
     std::mutex owner_;
@@ -57,10 +61,12 @@ class ThreadPool {
     int process_id_ = 0;
     std::vector<std::thread> workers_;
 
-    // The job under way. `generation_` announces it; workers read the fields after seeing the new value.
+    // The job under way. `generation_` announces it; `job_` is kOpen while it may be joined, plus the number of workers
+    // that have joined. A worker reads the fields below only between joining and leaving.
+    static constexpr std::uint32_t kOpen = 1u << 31;
     std::atomic<std::uint32_t> generation_{0};
+    std::atomic<std::uint32_t> job_{0};
     std::atomic<bool> stopping_{false};
-    std::atomic<int> num_working_{0};
     Function function_ = nullptr;
     void* context_ = nullptr;
     std::int64_t num_tasks_ = 0;
