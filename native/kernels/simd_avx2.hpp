@@ -28,6 +28,10 @@ struct Avx2 {
         for (int i = 0; i < n; ++i) lanes[i] = from[i];
         return load(lanes);
     }
+    static Vec held(Vec v) {
+        __asm__("" : "+x"(v));
+        return v;
+    }
     static void store(float* to, Vec v) { _mm256_storeu_ps(to, v); }
     static void store(bf16* to, Vec v) {
         const __m256i bits = _mm256_castps_si256(v);

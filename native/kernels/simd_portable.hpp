@@ -30,6 +30,12 @@ struct Portable {
         for (int i = 0; i < n; ++i) lanes[i] = to_float(from[i]);
         return load(lanes);
     }
+    static Vec held(Vec v) {
+#if defined(__x86_64__)
+        __asm__("" : "+x"(v));
+#endif
+        return v;
+    }
     static void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
     template <class T>
     static void store(T* to, Vec v) {
