@@ -24,6 +24,7 @@ from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.paged import PagedStorage
 from quire.memory.view import KVView
+from quire.model.step import ForwardStep
 from quire.spec import KVSpec
 
 __all__ = ["KVTag", "PagedCache", "tag_of"]
@@ -67,33 +68,35 @@ class PagedCache(Cache):
         self._tags = [KVTag(self, layer) for layer in range(len(spec.layers))]
         self._group_of = {layer: group.index for group in spec.groups for layer in group.layers}
         self._views: list[KVView] = []
-        self._plans: tuple[AttentionPlan, ...] = ()
-        self._slots: tuple[torch.Tensor, ...] = ()
+        self._step: ForwardStep | None = None
 
-    def begin(self, plans: tuple[AttentionPlan, ...], slots: tuple[torch.Tensor, ...]) -> None:
+    def begin(self, step: ForwardStep) -> None:
         """Take over the step's plans and slot mappings, one per group."""
-        if len(plans) != len(self.spec.groups):
-            raise ArgumentError(f"expected a plan for each of {len(self.spec.groups)} groups, got {len(plans)}")
+        if len(step.plans) != len(self.spec.groups):
+            raise ArgumentError(
+                f"expected a plan for each of {len(self.spec.groups)} groups, got {len(step.plans)}"
+            )
         if not self._views or self._views[0].num_blocks != self.storage.num_blocks:
             self._views = [self.storage.view(layer) for layer in range(len(self.spec.layers))]
-        self._plans, self._slots, self.num_attended = plans, slots, 0
+        self._step, self.num_attended = step, 0
 
     def end(self) -> None:
         """Forget the step."""
-        self._plans, self._slots = (), ()
+        self._step = None
 
     def view(self, layer: int) -> KVView:
         return self._views[layer]
 
     def plan(self, layer: int) -> AttentionPlan:
         """The current step's plan for the group of `layer`, a layer that stores KV."""
-        return self._plans[self._group_of[layer]]
+        assert self._step is not None  # M1
+        return self._step.plans[self._group_of[layer]]
 
     def update(  # type: ignore[override]  # the base class also takes None
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new K `[1, Hkv, T, Dk]` and V `[1, Hkv, T, Dv]`; returns them as given, tagged."""
-        if not self._plans:
+        if self._step is None:
             raise ArgumentError("expected a step before PagedCache.update; PreparedModel.forward begins it")
         group = self._group_of.get(layer_idx)
         if group is None:
@@ -101,7 +104,7 @@ class PagedCache(Cache):
                 f"model type {self.model_type}: layer {layer_idx} stores K and V, where its config lets it share "
                 f"another layer's or knows only {len(self.spec.layers)} layers"
             )
-        slots, layer = self._slots[group], self.spec.layers[layer_idx]
+        slots, layer = self._step.slot_mappings[group], self.spec.layers[layer_idx]
         expected_k = (1, layer.num_kv_heads, slots.numel(), layer.k_head_dim)
         expected_v = (*expected_k[:3], layer.v_head_dim)
         if key_states.shape != expected_k or value_states.shape != expected_v:
@@ -118,8 +121,15 @@ class PagedCache(Cache):
 
     # What models ask a cache before they attend: as if it were empty, since positions come with the step.
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:  # type: ignore[override]
+        """0; for a layer that asks for itself, int64 [T], what each row has to add to its number to get its position.
+
+        Llama 4's attention computes positions of its own, `arange(T) + get_seq_length(layer)`, for its temperature.
+        """
+        if layer_idx is None or self._step is None:
+            return 0
+        positions = self._step.position_ids
+        return positions - torch.arange(positions.numel())
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0

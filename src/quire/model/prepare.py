@@ -98,7 +98,7 @@ class PreparedModel:
         arguments: dict[str, Any] = {"use_cache": True}
         if "logits_to_keep" in self._parameters:
             arguments["logits_to_keep"] = step.logits_rows
-        cache.begin(step.plans, step.slot_mappings)
+        cache.begin(step)
         try:
             with torch.inference_mode(), self._switched():
                 output = self._model(
