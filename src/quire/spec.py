@@ -131,8 +131,15 @@ class KVSpec:
     def from_config(
         cls, config: Any | str | Path | dict[str, Any], *, dtype: str | None = None
     ) -> KVSpec:
-        """The spec of a transformers config object, of a folder or `config.json` path, or of its dict."""
-        raise NotImplementedError
+        """The spec of a transformers config object, of a folder or `config.json` path, or of its dict.
+
+        `dtype` overrides the config's own (one that names none counts as float32, as in transformers).
+        raises: ConfigError naming the field; UnsupportedModelError for layers that keep something else than
+        K and V per token (latent, state); LoadError where the file cannot be read.
+        """
+        from quire.config import spec_of
+
+        return spec_of(config, dtype=dtype)
 
     @classmethod
     def uniform(
