@@ -114,7 +114,9 @@ def tiny(name: str) -> PreTrainedModel:
     """The tiny model of architecture `name`: weights from a fixed seed, scaled up so that logits are spread."""
     model_type, fields, common = _ARCHITECTURES[name]
     fields = {**_COMMON, **fields} if common else fields
-    config = AutoConfig.for_model(model_type, **{key: value for key, value in fields.items() if value is not ...})
+    config = AutoConfig.for_model(
+        model_type, **{key: value for key, value in fields.items() if value is not ...}
+    )
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -38,7 +38,9 @@ def prompt_of_json(line: str, where: str) -> str:
     try:
         value: Any = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ArgumentError(f"expected a JSON string or object at {where}, got {line[:60]!r}: {error}") from error
+        raise ArgumentError(
+            f"expected a JSON string or object at {where}, got {line[:60]!r}: {error}"
+        ) from error
     prompt = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(prompt, str):
         raise ArgumentError(f'expected a JSON string or {{"prompt": "..."}} at {where}, got {line[:60]!r}')
@@ -73,11 +75,15 @@ def print_stats(stats: dict[str, Any]) -> None:
 
 
 def generate(
-    prompt: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts to continue.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts to continue.")
+    ] = None,
     model: options.Model = None,
     prompts: Annotated[
         str | None,
-        typer.Option("--prompts", metavar="FILE", help="More prompts, one a line (or .jsonl); - is standard input."),
+        typer.Option(
+            "--prompts", metavar="FILE", help="More prompts, one a line (or .jsonl); - is standard input."
+        ),
     ] = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
@@ -92,12 +98,16 @@ def generate(
     as_json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
-    show_stats: Annotated[bool, typer.Option("--stats", help="Print what the cache and the engine did.")] = False,
+    show_stats: Annotated[
+        bool, typer.Option("--stats", help="Print what the cache and the engine did.")
+    ] = False,
 ) -> None:
     """Continues each PROMPT with a model that runs from paged memory."""
     texts = list(prompt or []) + (read_prompts(prompts) if prompts is not None else [])
     if not texts:
-        raise PromptError("expected at least one prompt, got none; name one, or a file of them with --prompts FILE")
+        raise PromptError(
+            "expected at least one prompt, got none; name one, or a file of them with --prompts FILE"
+        )
     if any(not text for text in texts):
         raise PromptError("expected every prompt to have some text, got an empty one")
     from quire.engine.sampling_params import SamplingParams

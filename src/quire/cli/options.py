@@ -39,11 +39,17 @@ Temperature = Annotated[
 ]
 KVMemory = Annotated[
     str,
-    typer.Option("--kv-memory", metavar="SIZE", help='Memory for keys and values: "1GiB", "40%" of what is free, or auto.'),
+    typer.Option(
+        "--kv-memory",
+        metavar="SIZE",
+        help='Memory for keys and values: "1GiB", "40%" of what is free, or auto.',
+    ),
 ]
 BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens of a block, 1 to 512.")]
 DType = Annotated[str, typer.Option("--dtype", metavar="D", help="auto, float32, bfloat16 or float16.")]
-MaxModelLen = Annotated[int | None, typer.Option(metavar="N", help="Longest sequence, prompt and answer together.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(metavar="N", help="Longest sequence, prompt and answer together.")
+]
 Seed = Annotated[int, typer.Option(metavar="N", help="Seed of all sampling.")]
 Backend = Annotated[
     str | None, typer.Option(metavar="B", help="native or python; native where the extension is built.")

@@ -76,7 +76,11 @@ def _switching(module: Any) -> list[tuple[str | None, str]]:
     """(layer type, rope type) of the module's rotary embeddings that switch; the layer type is None for a single one."""
     rope_type = getattr(module, "rope_type", None)
     kinds = rope_type.items() if isinstance(rope_type, dict) else [(None, rope_type)]
-    return [(layer, kind) for layer, kind in kinds if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")]
+    return [
+        (layer, kind)
+        for layer, kind in kinds
+        if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+    ]
 
 
 def _limit(module: Any, layer_type: str | None, rope_type: str) -> int | None:
