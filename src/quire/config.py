@@ -26,10 +26,24 @@ from quire.spec import DTYPE_BYTES, KVSpec, LayerSpec, Retention
 __all__ = ["read_config", "spec_of"]
 
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_kv_heads", "n_head_kv")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "attention_heads",
+    "decoder_attention_heads",
+)
 _HEAD_DIM = ("head_dim", "kv_channels", "d_kv", "dim_head")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
-_LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+_LENGTH = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+)
 
 
 def spec_of(config: Any | str | Path | Mapping[str, Any], *, dtype: str | None = None) -> KVSpec:
@@ -89,7 +103,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise LoadError(f"expected a model folder or config.json, cannot read {file}: {error.strerror}") from error
+        raise LoadError(
+            f"expected a model folder or config.json, cannot read {file}: {error.strerror}"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"expected JSON in {file}, got something else: {_one_line(error)}") from error
     if not isinstance(fields, dict):
@@ -118,7 +134,9 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
             f"got {type(error).__name__}: {_one_line(error)}"
         ) from error
     producers = _producers(text, kinds, num_layers, model_type)
-    later = Counter(k for k in kinds if k not in ("full_attention", "sliding_attention", "chunked_attention", "dummy"))
+    later = Counter(
+        k for k in kinds if k not in ("full_attention", "sliding_attention", "chunked_attention", "dummy")
+    )
     if later:
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(later.items()))
         raise UnsupportedModelError(
@@ -127,10 +145,11 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
         )
     layers = []
     for index in range(num_layers):
-        source = index if producers[index] is None else producers[index]
+        producer = producers[index]
+        source = index if producer is None else producer
         retention = _retention(kinds[source], options[source].get("sliding_window"), model_type)
         heads, k_dim, v_dim = _shape(configs[source], source, retention.kind == "window", model_type)
-        layers.append(LayerSpec(retention, heads, k_dim, v_dim, producers[index]))
+        layers.append(LayerSpec(retention, heads, k_dim, v_dim, producer))
     return tuple(layers)
 
 
@@ -195,7 +214,9 @@ def _shape(layer: Any, index: int, windowed: bool, model_type: str) -> tuple[int
         kv_heads = kv_heads or heads
     if windowed and model_type == "mimo_v2_flash":
         kv_heads *= 2  # written into its attention module, not into its config
-    head_dim = _optional(layer, tuple(p + name for p in (*prefix, "") for name in _HEAD_DIM), model_type, index)
+    head_dim = _optional(
+        layer, tuple(p + name for p in (*prefix, "") for name in _HEAD_DIM), model_type, index
+    )
     if head_dim is None:
         hidden = _required(layer, _HIDDEN, model_type, index)
         if hidden % heads:
@@ -204,7 +225,9 @@ def _shape(layer: Any, index: int, windowed: bool, model_type: str) -> tuple[int
                 f"config of {model_type}, got {hidden} and {heads}"
             )
         head_dim = hidden // heads
-    v_head_dim = _optional(layer, tuple(p + "v_head_dim" for p in (*prefix, "")), model_type, index) or head_dim
+    v_head_dim = (
+        _optional(layer, tuple(p + "v_head_dim" for p in (*prefix, "")), model_type, index) or head_dim
+    )
     if heads % kv_heads:
         raise ConfigError(
             f"expected num_attention_heads to be a multiple of num_key_value_heads in the config of {model_type}, "
@@ -233,7 +256,9 @@ def _required(config: Any, names: tuple[str, ...], model_type: str, index: int |
 
 def _positive(value: Any, name: str, model_type: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"expected a positive integer as {name} in the config of {model_type}, got {value!r}")
+        raise ConfigError(
+            f"expected a positive integer as {name} in the config of {model_type}, got {value!r}"
+        )
     return value
 
 

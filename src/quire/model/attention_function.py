@@ -118,7 +118,9 @@ def _options(
 
 
 def _unsupported(tag: KVTag, module: torch.nn.Module, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"model type {tag.cache.model_type}: layer {tag.layer} ({type(module).__name__}) {reason}")
+    return UnsupportedModelError(
+        f"model type {tag.cache.model_type}: layer {tag.layer} ({type(module).__name__}) {reason}"
+    )
 
 
 def _model_type(module: torch.nn.Module) -> str:

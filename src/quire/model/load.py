@@ -66,7 +66,7 @@ class LoadedModel:
 
 
 def load(
-    source: None | str | Path | tuple[PreTrainedModel, Any] = None,
+    source: str | Path | tuple[PreTrainedModel, Any] | None = None,
     *,
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
@@ -102,9 +102,10 @@ def load(
         options["revision"] = revision
     with _quiet():
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 where, dtype=wanted or "auto", output_loading_info=True, **options
             )
+            model, report = loaded
         except Exception as error:  # transformers, safetensors and the Hub client raise many kinds
             raise LoadError(f"cannot load the model {_shown(source, where)}: {_one_line(error)}") from error
         tokenizer = _load_tokenizer(where, local, options, source)
@@ -152,7 +153,9 @@ def _describe(model: PreTrainedModel, tokenizer: Any, name: str) -> LoadedModel:
     weight = getattr(embeddings, "weight", None)
     vocab_size = int(weight.shape[0]) if isinstance(weight, torch.Tensor) else spec.vocab_size
     if not vocab_size:
-        raise UnsupportedModelError(f"model type {model_type}: expected a vocabulary, its config names no vocab_size")
+        raise UnsupportedModelError(
+            f"model type {model_type}: expected a vocabulary, its config names no vocab_size"
+        )
     model.eval()
     return LoadedModel(
         model=model,
@@ -180,7 +183,9 @@ def _sampling_defaults(model: PreTrainedModel) -> dict[str, float | int]:
     config = model.generation_config
     if config is None:
         return {}
-    defaults = {name: value for name in _SAMPLING_FIELDS if (value := getattr(config, name, None)) is not None}
+    defaults = {
+        name: value for name in _SAMPLING_FIELDS if (value := getattr(config, name, None)) is not None
+    }
     if not config.do_sample:
         for name in ("temperature", "top_p", "top_k", "min_p"):
             defaults.pop(name, None)
@@ -188,18 +193,22 @@ def _sampling_defaults(model: PreTrainedModel) -> dict[str, float | int]:
     return defaults
 
 
-def _locate(source: None | str | Path) -> tuple[str, bool]:
+def _locate(source: str | Path | None) -> tuple[str, bool]:
     """(folder or Hub id, whether it is a folder)."""
     if source is None:
         if not (EMBEDDED / "config.json").is_file():
-            raise LoadError(f"expected the embedded model in {EMBEDDED}, it is not there; name a model instead")
+            raise LoadError(
+                f"expected the embedded model in {EMBEDDED}, it is not there; name a model instead"
+            )
         return str(EMBEDDED), True
     text = str(source)
     path = Path(text).expanduser()
     if path.is_dir():
         return str(path), True
     if path.exists():
-        raise LoadError(f"expected a model folder or a Hub id, got the file {text}; give the folder it lies in")
+        raise LoadError(
+            f"expected a model folder or a Hub id, got the file {text}; give the folder it lies in"
+        )
     if isinstance(source, Path) or not _HUB_ID.fullmatch(text):
         raise LoadError(f"expected a model folder or a Hub id, got {text!r}: there is no such folder")
     return text, False
@@ -227,7 +236,9 @@ def _load_tokenizer(where: str, local: bool, options: dict[str, Any], source: An
     try:
         return AutoTokenizer.from_pretrained(where, **options)
     except Exception as error:
-        raise LoadError(f"cannot load the tokenizer of {_shown(source, where)}: {_one_line(error)}") from error
+        raise LoadError(
+            f"cannot load the tokenizer of {_shown(source, where)}: {_one_line(error)}"
+        ) from error
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:

@@ -117,9 +117,7 @@ def _step(
             tables[row, : len(blocks)] = blocks
             positions = torch.arange(start, stop)
             slots.append(blocks[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE)
-        plans.append(
-            AttentionPlan.build(query_start, [stop for _, _, stop in pieces], tables, _BLOCK_SIZE)
-        )
+        plans.append(AttentionPlan.build(query_start, [stop for _, _, stop in pieces], tables, _BLOCK_SIZE))
         slot_mappings.append(torch.cat(slots))
     return ForwardStep(
         input_ids=torch.cat([sequences[sequence][start:stop] for sequence, start, stop in pieces]),
