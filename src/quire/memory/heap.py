@@ -45,14 +45,13 @@ class Heap:
 
     Args:
         max_bytes: bytes to reserve, rounded up to whole pages.
-        huge_pages: ask for transparent huge pages (2 MiB are then committed at the first touch of each).
 
     Raises:
         ArgumentError: `max_bytes` is not positive.
         CapacityError: the operating system refuses the reservation.
     """
 
-    def __init__(self, max_bytes: int, *, huge_pages: bool = False) -> None:
+    def __init__(self, max_bytes: int) -> None:
         if max_bytes <= 0:
             raise ArgumentError(f"expected a positive size for a heap, got {max_bytes} bytes")
         self.max_bytes = _round_up(max_bytes, mmap.PAGESIZE)
@@ -68,15 +67,24 @@ class Heap:
                 f"cannot reserve {self.max_bytes} bytes of address space for the KV cache: {error}; lower the KV "
                 "memory, or raise the address-space limit (ulimit -v; vm.overcommit_memory=2 counts reservations)"
             ) from error
-        if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-            # Advice only: a kernel without huge pages refuses it, and nothing but speed is lost.
-            with contextlib.suppress(OSError):
-                self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """The whole heap as a 1-D tensor of `dtype`; no memory is committed by making it."""
         return self._require_open().view(dtype)
+
+    def prefer_huge_pages(self, start: int, stop: int) -> None:
+        """Ask for huge pages where they lie wholly within bytes `[start, stop)`.
+
+        Such a page is committed at the first touch of any of its bytes. Advice only: a kernel without huge pages
+        does without.
+        """
+        base = self._require_open().data_ptr()
+        first = _round_up(base + start, HUGE_PAGE_BYTES) - base
+        last = base + stop - (base + stop) % HUGE_PAGE_BYTES - base
+        if first < last and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_HUGEPAGE, first, last - first)
 
     def release(self, start: int, stop: int) -> None:
         """Give the whole pages within bytes `[start, stop)` back to the operating system; they then read as zeros.

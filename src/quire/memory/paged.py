@@ -12,7 +12,8 @@ blocks lie together, and growing needs no system call. Two layouts, both reached
 Invariants
     S1  no two units overlap; no unit overlaps another slot.
     S2  a block never moves: addresses stay the same through `resize`.
-    S3  bytes of units at or above `num_blocks` are given back (but for the page that the boundary cuts).
+    S3  bytes of units at or above `num_blocks` are given back (but for the page that the boundary cuts), and no more is
+        committed than the units' bytes, whatever the size of pages.
     S4  groups of unequal shape share blocks of the largest size; a smaller group leaves the rest unused.
 
 Cost: `view` makes two tensors, about 10 us (the engine asks once); `copy` two torch copies for each row, over all
@@ -165,6 +166,7 @@ class PagedStorage:
             if num_blocks < self.num_blocks:
                 self._heap.release(start + num_blocks * block_bytes, start + self.num_blocks * block_bytes)
         self.num_blocks = num_blocks
+        self._prefer_huge_pages()
 
     def fill(self, value: float) -> None:
         """Set every element of every unit, which commits them all. For tests that poison unwritten slots."""
@@ -183,6 +185,12 @@ class PagedStorage:
         self._pool_bytes = [-(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES for size in sizes]
         self._heap = Heap(self.num_slots * sum(self._pool_bytes))
         self.max_blocks = max_blocks
+        self._prefer_huge_pages()
+
+    def _prefer_huge_pages(self) -> None:
+        # Only those wholly among the units in being: a storage never commits more than its units.
+        for start, block_bytes in self._pools():
+            self._heap.prefer_huge_pages(start, start + self.num_blocks * block_bytes)
 
     def _pools(self) -> list[tuple[int, int]]:
         """Byte offset and bytes per block of every pool of every slot."""
