@@ -6,8 +6,7 @@ block table is made when it is asked for. See `backend.StepPlan` for every field
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,14 +27,17 @@ class PythonGroupPlan:
     copies: Int32Array
     # One array of units for each sequence, of different lengths.
     rows: tuple[Int32Array, ...]
+    _made: list[Int32Array] = field(default_factory=list)
 
-    @cached_property
+    @property
     def block_tables(self) -> Int32Array:
-        widest = max((len(row) for row in self.rows), default=0)
-        tables = np.full((len(self.rows), widest), -1, np.int32)
-        for table, row in zip(tables, self.rows, strict=True):
-            table[: len(row)] = row
-        return tables
+        if not self._made:
+            widest = max((len(row) for row in self.rows), default=0)
+            tables = np.full((len(self.rows), widest), -1, np.int32)
+            for table, row in zip(tables, self.rows, strict=True):
+                table[: len(row)] = row
+            self._made.append(tables)
+        return self._made[0]
 
 
 class PythonStepPlan:
