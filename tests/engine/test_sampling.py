@@ -128,7 +128,7 @@ def test_logprobs_are_of_the_raw_logits_chosen_first() -> None:
     expected = row.log_softmax(-1)[0]
     assert sample.logprobs is not None
     entry = sample.logprobs[0]
-    assert list(entry)[0] == 9
+    assert next(iter(entry)) == 9
     assert set(entry) == {9, *expected.topk(3).indices.tolist()}
     assert all(value == pytest.approx(float(expected[token])) for token, value in entry.items())
 

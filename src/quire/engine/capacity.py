@@ -10,22 +10,11 @@ import re
 from pathlib import Path
 
 from quire.errors import ArgumentError, CapacityError
+from quire.sizes import parse_size
 from quire.spec import KVGroup, KVSpec
 
-__all__ = ["free_memory_bytes", "kv_memory_bytes", "num_units_for", "parse_size"]
+__all__ = ["free_memory_bytes", "kv_memory_bytes", "num_units_for"]
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 
@@ -47,19 +36,6 @@ def _group_units(group: KVGroup, num_tokens: int, block_size: int) -> int:
     return min(whole, -(-(retention.size + offset) // block_size))
 
 
-def parse_size(text: str | int, name: str = "kv_memory") -> int:
-    """Bytes of "512MiB", "1.5 GB", "4g" or a plain number of bytes."""
-    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
-        return text
-    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    factor = _UNITS.get(match[2].lower()) if match else None
-    if match is None or factor is None or float(match[1]) * factor < 1:
-        raise ArgumentError(
-            f"expected a size such as 512MiB or 1.5GB, a share such as 40% or auto, got {text!r} - in `{name}`"
-        )
-    return int(float(match[1]) * factor)
-
-
 def kv_memory_bytes(kv_memory: str | int, *, most_useful_bytes: int, free_bytes: int | None = None) -> int:
     """The KV budget in bytes: a size, a share of the free memory, or "auto".
 
@@ -77,7 +53,7 @@ def kv_memory_bytes(kv_memory: str | int, *, most_useful_bytes: int, free_bytes:
                 f"expected a share above 0% and up to 100%, got {kv_memory!r} - in `kv_memory`"
             )
         return int(free * percent / 100)
-    size = parse_size(kv_memory)
+    size = parse_size(kv_memory, where="kv_memory, which may also be a share such as 40% or auto")
     if size > free:
         raise CapacityError(
             f"expected a kv_memory within the {free / 2**30:.2f} GiB that are free to this process, got "

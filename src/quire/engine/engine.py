@@ -317,7 +317,7 @@ class Engine:
                 f"expected a prompt of at most {self.max_model_len - 1} tokens (the longest sequence is "
                 f"{self.max_model_len}, one of it to generate), got {len(tokens)}; shorten it or raise max_model_len"
             )
-        return np.ascontiguousarray(tokens, np.int32)
+        return tokens.astype(np.int32)  # a copy: the caller may go on with its own
 
     def stats(self) -> dict[str, Any]:
         """The cache's counts and the engine's, since the start. Seconds are those spent in steps."""
