@@ -14,6 +14,8 @@
 //   X2  A row of C depends on that row of A alone, never on the number of rows of the tile.
 //   X3  The object configures the calling thread when it is made and releases its tiles when it goes; one at a time
 //       and thread, made inside a task of the thread pool. Configuring costs in the order of 50 ns, a product 16 cycles.
+//   X4  Internal linkage: every variant keeps its own copy, since the linker would merge equal names that were compiled
+//       for different processors.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +25,7 @@
 #include <initializer_list>
 
 namespace quire {
+namespace {
 
 // Memory image of ldtilecfg: palette 1, eight tiles of at most 16 rows of 64 bytes. Tiles not named stay unusable.
 class TileConfig {
@@ -186,4 +189,5 @@ class EmulatedTiles {
     alignas(64) std::uint8_t data_[kTiles][16 * kRowBytes];
 };
 
+}  // namespace
 }  // namespace quire
