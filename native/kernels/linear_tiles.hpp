@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #include "kernels/linear_kernel.hpp"
-#include "kernels/linear_vector.hpp"
+#include "kernels/simd.hpp"
 
 namespace quire {
 namespace {
@@ -27,53 +27,49 @@ template <int most, typename Function>
 }
 
 // Converts one row of activations of type From to float32.
-template <typename Vector, typename From>
+template <class S, class From>
 void stage_float(const void* row, std::int64_t count, void* staged, std::int64_t padded) {
     const auto* from = static_cast<const From*>(row);
     auto* to = static_cast<float*>(staged);
     std::int64_t i = 0;
-    for (; i + Vector::kWidth <= count; i += Vector::kWidth) Vector::store(to + i, Vector::load(from + i));
-    if (i < count) {
-        From tail[Vector::kWidth] = {};
-        float widened[Vector::kWidth];
-        std::memcpy(tail, from + i, static_cast<std::size_t>(count - i) * sizeof(From));
-        Vector::store(widened, Vector::load(tail));
-        std::memcpy(to + i, widened, static_cast<std::size_t>(count - i) * sizeof(float));
-    }
+    for (; i + S::kWidth <= count; i += S::kWidth) S::store(to + i, S::load(from + i));
+    const int rest = static_cast<int>(count - i);
+    if (rest > 0) S::store_part(to + i, S::load_part(from + i, rest), rest);
     for (i = count; i < padded; ++i) to[i] = 0.0f;
 }
 
-template <typename Vector, typename To>
+template <class S, class To>
 void finish(const float* sums, const void* bias, void* out, std::int64_t count) {
-    constexpr int width = Vector::kWidth;
     const auto* added = static_cast<const To*>(bias);
     auto* to = static_cast<To*>(out);
     std::int64_t i = 0;
-    for (; i + width <= count; i += width) {
-        auto value = Vector::load(sums + i);
-        if (added != nullptr) value = value + Vector::load(added + i);
-        Vector::store(to + i, value);
+    for (; i + S::kWidth <= count; i += S::kWidth) {
+        const auto sum = S::load(sums + i);
+        S::store(to + i, added == nullptr ? sum : S::add(sum, S::load(added + i)));
     }
-    if (i == count) return;
-    const auto rest = static_cast<std::size_t>(count - i);
-    To tail[width] = {}, rounded[width];
-    float last[width] = {};
-    std::memcpy(last, sums + i, rest * sizeof(float));
-    auto value = Vector::load(last);
-    if (added != nullptr) {
-        std::memcpy(tail, added + i, rest * sizeof(To));
-        value = value + Vector::load(tail);
-    }
-    Vector::store(rounded, value);
-    std::memcpy(to + i, rounded, rest * sizeof(To));
+    const int rest = static_cast<int>(count - i);
+    if (rest == 0) return;
+    const auto sum = S::load_part(sums + i, rest);
+    S::store_part(to + i, added == nullptr ? sum : S::add(sum, S::load_part(added + i, rest)), rest);
 }
 
-// Panels of Weight (float, Bf16, F16), activations staged as float32.
-template <typename Vector, typename Weight>
+// One row of a panel, widened.
+template <class S, class Weight>
+[[gnu::always_inline]] inline void load_weights(const Weight* from, typename S::Vec& low, typename S::Vec& high) {
+    if constexpr (std::is_same_v<Weight, bf16>) {
+        S::load_split_pairs(from, low, high);
+    } else {
+        low = S::load(from);
+        high = S::load(from + S::kWidth);
+    }
+}
+
+// Panels of Weight (float, bf16, f16), activations staged as float32.
+template <class S, class Weight>
 struct VectorTiles {
-    static constexpr int kColumns = 2 * Vector::kWidth;
-    static constexpr int kRows = Vector::kTileRows;
-    using Value = typename Vector::Value;
+    static constexpr int kColumns = 2 * S::kWidth;
+    static constexpr int kRows = S::kRegisters == 32 ? 12 : 6;
+    using Vec = typename S::Vec;
 
     template <int rows, int panels, bool ahead>
     static void tile(const LinearBlock& block, std::int64_t row, std::int64_t panel, const unsigned char* fetch) {
@@ -86,22 +82,22 @@ struct VectorTiles {
         }
         const std::int64_t sums_stride = block.sums_stride;
         float* sums = block.sums + row * sums_stride + panel * kColumns;
-        Value low[rows][panels], high[rows][panels];
+        Vec low[rows][panels], high[rows][panels];
         for (int r = 0; r < rows; ++r) {
             for (int p = 0; p < panels; ++p) {
                 const float* from = sums + r * sums_stride + p * kColumns;
-                low[r][p] = block.first ? Vector::zero() : Vector::load(from);
-                high[r][p] = block.first ? Vector::zero() : Vector::load(from + Vector::kWidth);
+                low[r][p] = block.first ? S::zero() : S::load(from);
+                high[r][p] = block.first ? S::zero() : S::load(from + S::kWidth);
             }
         }
         const auto step = [&](std::int64_t k) __attribute__((always_inline)) {
-            Value w_low[panels], w_high[panels];
-            for (int p = 0; p < panels; ++p) Vector::load_pair(weights[p] + k * kColumns, w_low[p], w_high[p]);
+            Vec w_low[panels], w_high[panels];
+            for (int p = 0; p < panels; ++p) load_weights<S>(weights[p] + k * kColumns, w_low[p], w_high[p]);
             for (int r = 0; r < rows; ++r) {
-                const Value broadcast = Vector::broadcast(x + r * stride + k);
+                const Vec broadcast = S::broadcast(x[r * stride + k]);
                 for (int p = 0; p < panels; ++p) {
-                    low[r][p] = Vector::fma(broadcast, w_low[p], low[r][p]);
-                    high[r][p] = Vector::fma(broadcast, w_high[p], high[r][p]);
+                    low[r][p] = S::fma(broadcast, w_low[p], low[r][p]);
+                    high[r][p] = S::fma(broadcast, w_high[p], high[r][p]);
                 }
             }
         };
@@ -123,8 +119,8 @@ struct VectorTiles {
         for (int r = 0; r < rows; ++r) {
             for (int p = 0; p < panels; ++p) {
                 float* to = sums + r * sums_stride + p * kColumns;
-                Vector::store(to, low[r][p]);
-                Vector::store(to + Vector::kWidth, high[r][p]);
+                S::store(to, low[r][p]);
+                S::store(to + S::kWidth, high[r][p]);
             }
         }
     }

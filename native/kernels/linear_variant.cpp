@@ -1,24 +1,51 @@
 // The packed linear layer's kernels for one instruction set. Compiled once per variant, with that variant's flags and
 // -DQUIRE_VARIANT_<name> (linear.cmake). No standard library templates here: the linker could hand their code to others.
-#include "kernels/linear_kernel.hpp"
 #include "kernels/linear_tiles.hpp"
+
+#if defined(QUIRE_VARIANT_portable)
+#include "kernels/simd_portable.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_portable
+#elif defined(QUIRE_VARIANT_avx2)
+#include "kernels/simd_avx2.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_avx2
+#elif defined(QUIRE_VARIANT_avx512)
+#include "kernels/simd_avx512.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_avx512
+#elif defined(QUIRE_VARIANT_avx512_bf16)
+#include "kernels/simd_avx512.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_avx512_bf16
+#elif defined(QUIRE_VARIANT_amx_bf16)
+#include "kernels/simd_avx512.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_amx_bf16
+#elif defined(QUIRE_VARIANT_emulated_avx512)
+#include "kernels/simd_emulated.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_emulated_avx512
+#elif defined(QUIRE_VARIANT_emulated_avx512_bf16)
+#include "kernels/simd_emulated.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_emulated_avx512_bf16
+#elif defined(QUIRE_VARIANT_emulated_amx_bf16)
+#include "kernels/simd_emulated.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_emulated_amx_bf16
+#else
+#error "linear.cmake names the variant"
+#endif
 
 namespace quire {
 namespace {
 
 #if defined(QUIRE_VARIANT_portable)
-#define QUIRE_KERNEL_NAME linear_kernel_portable
-using Vector = GenericVector<4, false>;
+using Simd = Portable;
 #elif defined(QUIRE_VARIANT_avx2)
-#define QUIRE_KERNEL_NAME linear_kernel_avx2
-using Vector = Avx2Vector;
+using Simd = Avx2;
+#elif defined(__AVX512F__)
+using Simd = Avx512;
 #else
-#error "linear.cmake names the variant"
+using Simd = Emulated512;
 #endif
 
-template <typename Weight>
+template <class Weight>
 constexpr LinearKernel vector_kernel(PanelLayout layout) {
-    using Tiles = VectorTiles<Vector, Weight>;
+    using Tiles = VectorTiles<Simd, Weight>;
     return {
         .layout = layout,
         .columns = Tiles::kColumns,
@@ -28,19 +55,19 @@ constexpr LinearKernel vector_kernel(PanelLayout layout) {
         .range = 256,
         .staged_bytes = 4,
         .stage_is_copy = std::is_same_v<Weight, float>,
-        .stage = stage_float<Vector, Weight>,
+        .stage = stage_float<Simd, Weight>,
         .multiply = Tiles::multiply,
-        .finish = finish<Vector, Weight>,
+        .finish = finish<Simd, Weight>,
     };
 }
 
 constexpr LinearKernel kFloat = vector_kernel<float>(PanelLayout::rows);
-constexpr LinearKernel kHalf = vector_kernel<F16>(PanelLayout::rows);
-constexpr LinearKernel kBrain = vector_kernel<Bf16>(PanelLayout::split_pairs);
+constexpr LinearKernel kHalf = vector_kernel<f16>(PanelLayout::rows);
+constexpr LinearKernel kBrain = vector_kernel<bf16>(PanelLayout::split_pairs);
 
 }  // namespace
 
-const LinearKernel& QUIRE_KERNEL_NAME(Element element) {
+const LinearKernel& QUIRE_LINEAR_KERNEL(Element element) {
     switch (element) {
         case Element::f32: return kFloat;
         case Element::f16: return kHalf;

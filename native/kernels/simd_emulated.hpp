@@ -35,6 +35,10 @@ struct Emulated512 {
     static Vec load_part(const T* from, int n) {
         return each([&](int i) { return i < n ? to_float(from[i]) : 0.0f; });
     }
+    static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
+        low = each([&](int i) { return to_float(from[2 * i]); });
+        high = each([&](int i) { return to_float(from[2 * i + 1]); });
+    }
     template <class T>
     static void store(T* to, Vec v) {
         store_part(to, v, 16);
