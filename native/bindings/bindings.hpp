@@ -1,0 +1,11 @@
+// What each part adds to the module quire._native; one function and one file per part.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace quire {
+
+void bind_runtime(nanobind::module_& module);
+void bind_linear(nanobind::module_& module);
+
+}  // namespace quire
