@@ -145,10 +145,11 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
         )
     layers = []
     for index in range(num_layers):
-        source = index if producers[index] is None else producers[index]
+        producer = producers[index]
+        source = index if producer is None else producer
         retention = _retention(kinds[source], options[source].get("sliding_window"), model_type)
         heads, k_dim, v_dim = _shape(configs[source], source, retention.kind == "window", model_type)
-        layers.append(LayerSpec(retention, heads, k_dim, v_dim, producers[index]))
+        layers.append(LayerSpec(retention, heads, k_dim, v_dim, producer))
     return tuple(layers)
 
 

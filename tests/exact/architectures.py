@@ -25,12 +25,13 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
+    "tie_word_embeddings": False,
     "attention_dropout": 0.0,
 }
 _MHA: dict[str, Any] = {"num_key_value_heads": ...}  # a type without the field
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": VOCAB_SIZE,
-         "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}  # fmt: skip
+         "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}  # fmt: skip
 _SLIDING_FULL = ["sliding_attention", "full_attention"]
 
 # name -> (model type, fields, whether the common shape applies)
@@ -104,14 +105,15 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}, True),
     "stablelm": ("stablelm", {"partial_rotary_factor": 0.5}, True),
     "starcoder2": ("starcoder2", {"sliding_window": 8}, True),
-    "vaultgemma": ("vaultgemma", {"sliding_window": 8, "layer_types": _SLIDING_FULL, "query_pre_attn_scalar": 16}, True),
+    "vaultgemma": ("vaultgemma", {"sliding_window": 8, "layer_types": _SLIDING_FULL,
+                                  "query_pre_attn_scalar": 16}, True),
 }  # fmt: skip
 
 ALL = tuple(_ARCHITECTURES)
 
 
 def tiny(name: str) -> PreTrainedModel:
-    """The tiny model of architecture `name`: weights from a fixed seed, scaled up so that logits are spread."""
+    """The tiny model of architecture `name`, random from a fixed seed."""
     model_type, fields, common = _ARCHITECTURES[name]
     fields = {**_COMMON, **fields} if common else fields
     config = AutoConfig.for_model(
@@ -119,8 +121,20 @@ def tiny(name: str) -> PreTrainedModel:
     )
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3.0)
+    randomize(model)
     return model
+
+
+@torch.no_grad()
+def randomize(model: PreTrainedModel) -> None:
+    """Weights under which answers depend on every part: attention is sharp and outweighs the residual.
+
+    As initialised, attention is all but uniform and a token mostly predicts itself: a cache that loses the past
+    would pass.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            gain = 2.5 if "attn" in name or "attention" in name else 1.0
+            parameter.normal_(0.0, gain / 8.0)  # 1 / sqrt(hidden_size)
+        elif "sinks" in name:
+            parameter.normal_(0.0, 1.0)

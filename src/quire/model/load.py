@@ -66,7 +66,7 @@ class LoadedModel:
 
 
 def load(
-    source: None | str | Path | tuple[PreTrainedModel, Any] = None,
+    source: str | Path | tuple[PreTrainedModel, Any] | None = None,
     *,
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
@@ -102,9 +102,10 @@ def load(
         options["revision"] = revision
     with _quiet():
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 where, dtype=wanted or "auto", output_loading_info=True, **options
             )
+            model, report = loaded
         except Exception as error:  # transformers, safetensors and the Hub client raise many kinds
             raise LoadError(f"cannot load the model {_shown(source, where)}: {_one_line(error)}") from error
         tokenizer = _load_tokenizer(where, local, options, source)
@@ -192,7 +193,7 @@ def _sampling_defaults(model: PreTrainedModel) -> dict[str, float | int]:
     return defaults
 
 
-def _locate(source: None | str | Path) -> tuple[str, bool]:
+def _locate(source: str | Path | None) -> tuple[str, bool]:
     """(folder or Hub id, whether it is a folder)."""
     if source is None:
         if not (EMBEDDED / "config.json").is_file():

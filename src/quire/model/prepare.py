@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from quire.attention import AttentionBackend, backend
+from quire.attention import AttentionBackend
+from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.paged import PagedStorage
 from quire.model import attention_function, rope
@@ -42,7 +43,7 @@ class PreparedModel:
 
     Args:
         loaded: what `quire.model.load` gave.
-        attention: "python", "native" or None for the best there is.
+        backend: of the attention: "python", "native" or None for the best there is.
         max_model_len: longest sequence that will be run. Not given: the model's own, or, for rotary embeddings that
             switch with the length (longrope, dynamic), the length up to which they do not. A longer one holds the long
             frequencies for all sequences.
@@ -52,13 +53,13 @@ class PreparedModel:
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, attention: str | None = None, max_model_len: int | None = None
+        self, loaded: LoadedModel, *, backend: str | None = None, max_model_len: int | None = None
     ) -> None:
         self.loaded = loaded
         self.spec = loaded.spec
         self.vocab_size = loaded.vocab_size
         self.max_model_len = _resolve_length(loaded, max_model_len)
-        self.attention: AttentionBackend = backend(attention)
+        self.attention: AttentionBackend = attention_backend(backend)
         self._model: PreTrainedModel = loaded.model
         self._cache: PagedCache | None = None
         self._undo: list[Callable[[], None]] = []

@@ -49,7 +49,7 @@ def freeze(model: torch.nn.Module, max_model_len: int) -> Callable[[], None]:
         switching = _switching(module)
         if not switching:
             continue
-        rope_types = module.rope_type
+        rope_types: Any = module.rope_type
         for layer_type, rope_type in switching:
             limit = _limit(module, layer_type, rope_type)
             if limit is None or max_model_len <= limit:
@@ -73,9 +73,11 @@ def freeze(model: torch.nn.Module, max_model_len: int) -> Callable[[], None]:
 
 
 def _switching(module: Any) -> list[tuple[str | None, str]]:
-    """(layer type, rope type) of the module's rotary embeddings that switch; the layer type is None for a single one."""
+    """(layer type, rope type) of the module's rotary embeddings that switch; no layer type where there is one."""
     rope_type = getattr(module, "rope_type", None)
-    kinds = rope_type.items() if isinstance(rope_type, dict) else [(None, rope_type)]
+    kinds: list[tuple[str | None, Any]] = (
+        list(rope_type.items()) if isinstance(rope_type, dict) else [(None, rope_type)]
+    )
     return [
         (layer, kind)
         for layer, kind in kinds
