@@ -6,5 +6,6 @@
 namespace quire {
 
 void bind_runtime(nanobind::module_& module);
+void bind_linear(nanobind::module_& module);
 
 }  // namespace quire

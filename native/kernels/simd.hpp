@@ -1,0 +1,123 @@
+// Numbers and vectors the kernels compute with: bf16 and f16 as types, and what is the same in every instruction set.
+//
+// An instruction set is a struct of static functions with one interface (simd_portable, simd_avx2, simd_avx512,
+// simd_emulated); kernels are templates over it:
+//
+//   kWidth            lanes of float32 in a Vec
+//   kRegisters        vector registers there are, for the sizes of register tiles
+//   load, store       float32, bf16 or f16 in memory, float32 in the register; no alignment asked for; stores round to
+//                     nearest even
+//   load_part, store_part   the first n lanes only, the others zero or untouched: nothing beyond n is read or written
+//   load_split_pairs  2 kWidth bf16 in pairs (column j, column j + kWidth) -> two Vecs: a shift and a mask, no shuffle
+//   fma(a, b, c)      a b + c, rounded once where the instruction set does
+//   fold(rows)        kWidth vectors in memory -> lane i is the sum of vector i's lanes, by one fixed tree
+//   reduce_add        the same tree on one vector; reduce_max
+//   within            lanes [start, stop) of a vector, -inf elsewhere
+//   exp2_raw          2^n for whole n in [-126, 127]
+//   keep_from         b where a >= c, else 0
+// and where kHasPairs, products of bf16 pairs (vdpbf16ps): Pairs (2 kWidth bf16), load_pairs, load_pairs_part,
+// broadcast_pair, interleave, natural_order, dot, to_bf16.
+//
+// All headers of this family have internal linkage: each variant keeps its own copy, because the linker would merge
+// equal names that were compiled for different processors.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace quire {
+
+// Upper half of a float32.
+struct bf16 {
+    std::uint16_t bits;
+};
+
+// IEEE binary16.
+struct f16 {
+    std::uint16_t bits;
+};
+
+namespace {
+
+inline std::uint32_t bits_of(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float float_of(std::uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(bf16 value) { return float_of(static_cast<std::uint32_t>(value.bits) << 16); }
+
+inline float to_float(f16 value) {
+    const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000u) << 16, rest = value.bits & 0x7fffu;
+    if (rest >= 0x7c00u) return float_of(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+    if (rest >= 0x0400u) return float_of(sign | ((rest << 13) + (112u << 23)));
+    const float magnitude = static_cast<float>(rest) * 0x1p-24f;  // subnormal: exact
+    return float_of(sign | bits_of(magnitude));
+}
+
+inline void round_to(float value, float& out) { out = value; }
+
+inline void round_to(float value, bf16& out) {
+    const std::uint32_t bits = bits_of(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        out.bits = static_cast<std::uint16_t>(bits >> 16 | 0x40u);
+    } else {
+        out.bits = static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+    }
+}
+
+inline void round_to(float value, f16& out) {
+    const std::uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000u;
+    const std::uint32_t magnitude = bits & 0x7fffffffu;
+    std::uint32_t rounded;
+    if (magnitude > 0x7f800000u) {
+        rounded = 0x7e00u | (magnitude >> 13 & 0x3ffu);
+    } else if (magnitude >= 0x47800000u) {
+        rounded = 0x7c00u;
+    } else if (magnitude >= 0x38800000u) {
+        rounded = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+    } else {
+        // Subnormal or zero: adding 0.5 leaves the value's 2^-24 steps, rounded to nearest even, in the low bits.
+        rounded = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+    }
+    out.bits = static_cast<std::uint16_t>(sign | rounded);
+}
+
+// 2^x for x <= 0, relative error below 2e-7; exactly 1 at 0, exactly 0 below -126 (and at -inf).
+template <class S>
+inline typename S::Vec exp2_nonpositive(typename S::Vec x) {
+    using Vec = typename S::Vec;
+    const Vec lowest = S::broadcast(-126.0f);
+    const Vec clamped = S::max(x, lowest);
+    const Vec whole = S::round(clamped);
+    const Vec rest = S::sub(clamped, whole);
+    // Minimax polynomial of degree 5 on [-0.5, 0.5], constant term 1.
+    Vec sum = S::broadcast(1.326472725e-03f);
+    sum = S::fma(sum, rest, S::broadcast(9.671512688e-03f));
+    sum = S::fma(sum, rest, S::broadcast(5.550733744e-02f));
+    sum = S::fma(sum, rest, S::broadcast(2.402224208e-01f));
+    sum = S::fma(sum, rest, S::broadcast(6.931469776e-01f));
+    sum = S::fma(sum, rest, S::broadcast(1.0f));
+    return S::keep_from(x, S::mul(sum, S::exp2_raw(whole)), lowest);
+}
+
+// tanh by e = 2^(-2 |x| log2(e)): (1 - e) / (1 + e), absolute error below 2e-7.
+template <class S>
+inline typename S::Vec tanh(typename S::Vec x) {
+    using Vec = typename S::Vec;
+    const Vec magnitude = S::max(x, S::sub(S::zero(), x));
+    const Vec power = exp2_nonpositive<S>(S::mul(magnitude, S::broadcast(-2.885390082f)));
+    const Vec one = S::broadcast(1.0f);
+    return S::copy_sign(S::div(S::sub(one, power), S::add(one, power)), x);
+}
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,150 @@
+// The vector layer on AVX-512 (F, DQ, BW, VL): sixteen lanes of float32; and with AVX512_BF16, products of bf16 pairs.
+// simd_emulated.hpp computes the same lane by lane in plain C++ and must be changed with it.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels/simd.hpp"
+
+namespace quire {
+namespace {
+
+struct Avx512 {
+    static constexpr int kWidth = 16;
+    static constexpr int kRegisters = 32;
+    static constexpr bool kHasPairs = false;
+    using Vec = __m512;
+
+    static __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+    static Vec zero() { return _mm512_setzero_ps(); }
+    static Vec broadcast(float x) { return _mm512_set1_ps(x); }
+    static Vec load(const float* from) { return _mm512_loadu_ps(from); }
+    static Vec load(const bf16* from) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
+    static Vec load(const f16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
+    static Vec load_part(const float* from, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), from); }
+    static Vec load_part(const bf16* from, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), from)); }
+    static Vec load_part(const f16* from, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), from)); }
+    static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
+        const __m512i pairs = _mm512_loadu_si512(from);
+        low = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+        high = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
+    static void store(float* to, Vec v) { _mm512_storeu_ps(to, v); }
+    static void store(bf16* to, Vec v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(v)); }
+    static void store(f16* to, Vec v) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+    static void store_part(float* to, Vec v, int n) { _mm512_mask_storeu_ps(to, first_lanes(n), v); }
+    static void store_part(bf16* to, Vec v, int n) { _mm256_mask_storeu_epi16(to, first_lanes(n), narrow(v)); }
+    static void store_part(f16* to, Vec v, int n) {
+        _mm256_mask_storeu_epi16(to, first_lanes(n), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+    static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+    static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+    static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+    static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+    static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+    static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+    static Vec round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    static Vec exp2_raw(Vec whole) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(whole), _mm512_set1_epi32(127)), 23));
+    }
+    static Vec keep_from(Vec a, Vec b, Vec c) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, c, _CMP_GE_OQ), b); }
+    static Vec copy_sign(Vec magnitude, Vec sign) {
+        const Vec bit = _mm512_set1_ps(-0.0f);
+        return _mm512_or_ps(_mm512_andnot_ps(bit, magnitude), _mm512_and_ps(bit, sign));
+    }
+    static Vec within(Vec v, int start, int stop) {
+        const unsigned low = start <= 0 ? 0u : start >= 16 ? 16u : static_cast<unsigned>(start);
+        const unsigned high = stop <= 0 ? 0u : stop >= 16 ? 16u : static_cast<unsigned>(stop);
+        const auto mask = static_cast<__mmask16>(((1u << high) - 1u) & ~((1u << low) - 1u));
+        return _mm512_mask_blend_ps(mask, _mm512_set1_ps(-__builtin_inff()), v);
+    }
+    static float first(Vec v) { return _mm512_cvtss_f32(v); }
+    // Per 128-bit part (l0 + l2) + (l1 + l3), then (part 0 + part 1) + (part 2 + part 3): the tree of fold().
+    static float reduce_add(Vec v) {
+        v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+        v = _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+        v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
+        v = _mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e));
+        return _mm512_cvtss_f32(v);
+    }
+    static float reduce_max(Vec v) {
+        v = _mm512_max_ps(v, _mm512_permute_ps(v, 0x4e));
+        v = _mm512_max_ps(v, _mm512_permute_ps(v, 0xb1));
+        v = _mm512_max_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1));
+        v = _mm512_max_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e));
+        return _mm512_cvtss_f32(v);
+    }
+    static Vec fold(const float* rows) {
+        const Vec a = fold_quarter(rows), b = fold_quarter(rows + 4 * kWidth);
+        const Vec c = fold_quarter(rows + 8 * kWidth), d = fold_quarter(rows + 12 * kWidth);
+        const Vec ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+        const Vec cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+        return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    }
+    static void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+
+  private:
+    static Vec widen(__m256i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16)); }
+    static __m256i narrow(Vec v) {
+        const __m512i bits = _mm512_castps_si512(v), upper = _mm512_srli_epi32(bits, 16);
+        const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+        const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+        return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, upper, _mm512_set1_epi32(0x40)));
+    }
+    // Four vectors -> per 128-bit part, lane i = (l0 + l2) + (l1 + l3) of vector i.
+    static Vec fold_quarter(const float* rows) {
+        const Vec a = load(rows), b = load(rows + 16), c = load(rows + 32), d = load(rows + 48);
+        const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    }
+};
+
+#if defined(__AVX512BF16__)
+
+struct Avx512Bf16 : Avx512 {
+    static constexpr bool kHasPairs = true;
+    using Pairs = __m512i;  // 32 bf16: 16 pairs
+
+    static Pairs load_pairs(const bf16* from) { return _mm512_loadu_si512(from); }
+    static Pairs load_pairs_part(const bf16* from, int n) {
+        return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((std::uint64_t{1} << n) - 1u), from);
+    }
+    static void store_pairs(bf16* to, Pairs v) { _mm512_storeu_si512(to, v); }
+    static Pairs broadcast_pair(const bf16* pair) {
+        std::int32_t bits;
+        std::memcpy(&bits, pair, sizeof bits);
+        return _mm512_set1_epi32(bits);
+    }
+    // vdpbf16ps: each lane adds the product of the odd elements, then that of the even ones.
+    static Vec dot(Vec sum, Pairs a, Pairs b) {
+        return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+    }
+    // Rows a and b of 32 columns -> pairs (a[c], b[c]): lanes of `low` are columns 0-3, 8-11, 16-19, 24-27, of `high`
+    // the others.
+    static void interleave(Pairs a, Pairs b, Pairs& low, Pairs& high) {
+        low = _mm512_unpacklo_epi16(a, b);
+        high = _mm512_unpackhi_epi16(a, b);
+    }
+    // Sums in interleave's order of columns -> columns 0-15 and 16-31.
+    static void natural_order(Vec& low, Vec& high) {
+        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+        const Vec a = _mm512_permutex2var_ps(low, first, high), b = _mm512_permutex2var_ps(low, second, high);
+        low = a;
+        high = b;
+    }
+    // vcvtneps2bf16: to nearest even, subnormals to zero.
+    static void to_bf16(bf16* to, Vec v) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
+    }
+};
+
+#endif
+
+}  // namespace
+}  // namespace quire
