@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import ALL
-from loop import Loop
-from oracle import MAX_TOKENS, PROMPTS, expected, generate
+from support.architectures import ALL
+from support.generate_oracle import MAX_TOKENS, PROMPTS, expected, generate
+from support.hand_loop import Loop
 
 from quire.model import PreparedModel, load
 

@@ -6,7 +6,7 @@ import random
 from functools import cache
 
 import torch
-from architectures import VOCAB_SIZE, tiny
+from support.architectures import VOCAB_SIZE, tiny
 from transformers import PreTrainedModel
 
 MAX_TOKENS = 12
