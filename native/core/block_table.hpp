@@ -89,9 +89,10 @@ public:
     void push(UnitId unit) noexcept { memory_.entries()[size_++] = unit; }
     void truncate(std::int64_t size) noexcept { size_ = static_cast<std::int32_t>(size); }
 
-    TableView publish() noexcept {
-        if (size_ > num_published_) num_published_ = size_;
-        return {memory_, size_};
+    // The first `size` entries, for a plan.
+    TableView publish(std::int64_t size) noexcept {
+        if (size > num_published_) num_published_ = static_cast<std::int32_t>(size);
+        return {memory_, static_cast<std::int32_t>(size)};
     }
 
 private:

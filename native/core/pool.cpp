@@ -81,11 +81,22 @@ UnitId Pool::end_lease(std::int64_t step) noexcept {
 }
 
 void Pool::clear() noexcept {
-    num_free_ = num_units_;
-    num_cached_ = num_leased_ = 0;
-    num_touched_ = 0;
-    free_top_ = lru_front_ = lru_back_ = kNone;
-    while (!leases_.empty()) leases_.pop();
+    lru_front_ = lru_back_ = free_top_ = kNone;
+    num_cached_ = 0;
+    num_free_ = num_units_ - num_leased_;
+    if (num_leased_ == 0) {
+        num_touched_ = 0;
+        while (!leases_.empty()) leases_.pop();
+        return;
+    }
+    num_free_ = num_units_ - num_touched_;
+    for (UnitId unit = num_touched_ - 1; unit >= 0; --unit) {
+        if (state(unit) == UnitState::leased) {
+            units_[index(unit)].node = kNone;
+        } else {
+            make_free(unit);
+        }
+    }
 }
 
 void Pool::check() const {

@@ -41,6 +41,9 @@ public:
     // Hands out the unit freed last (or the next fresh one) with one reference and no node. Needs num_free() > 0.
     UnitId take() noexcept;
     void hold(UnitId unit) noexcept;
+    // Counts a reference less, and again more, while a step is being planned; the states do not follow.
+    void discount(UnitId unit) noexcept { --units_[index(unit)].refs; }
+    void recount(UnitId unit) noexcept { ++units_[index(unit)].refs; }
     // Drops a reference; whether it was the last. Then the unit is in no state until one of the next three is called.
     bool release(UnitId unit) noexcept { return --units_[index(unit)].refs == 0; }
     void make_free(UnitId unit) noexcept;
@@ -56,7 +59,7 @@ public:
     // Ends the oldest lease of a step up to `step` and returns its unit (in no state), or kNone. Call until it is kNone.
     UnitId end_lease(std::int64_t step) noexcept;
 
-    // Every unit free again, in the order of a fresh pool.
+    // Every unit that is not leased is free again, the lowest id first out; no unit has a node. No unit may be held.
     void clear() noexcept;
     std::size_t capacity_bytes() const noexcept { return units_.capacity_bytes(); }
     // Proves P1, P2 and the two lists; throws InvariantBroken.

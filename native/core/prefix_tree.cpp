@@ -46,12 +46,6 @@ const std::string* key_at(std::span<const ExtraKey> keys, std::int64_t position)
 
 }  // namespace
 
-BlockView BlockView::first(std::size_t count) const noexcept {
-    std::size_t num_keys = keys.size();
-    while (num_keys != 0 && keys[num_keys - 1].position >= start + static_cast<std::int64_t>(count)) --num_keys;
-    return {tokens.first(count), keys.first(num_keys), start};
-}
-
 PrefixTree::PrefixTree(std::int32_t block_size, std::int32_t num_groups, std::size_t num_nodes_expected)
     : block_size_(block_size),
       num_groups_(num_groups),
@@ -71,7 +65,8 @@ void PrefixTree::ensure_room(std::size_t more, std::size_t more_with_keys) {
 PrefixTree::StagedKeys PrefixTree::stage_keys(const BlockView& block) {
     if (block.keys.empty()) return {};
     KeyTable table;
-    table.emplace(kNone, std::vector<ExtraKey>(block.keys.begin(), block.keys.end()));
+    auto& keys = table.emplace(kNone, std::vector<ExtraKey>(block.keys.begin(), block.keys.end())).first->second;
+    for (ExtraKey& key : keys) key.position -= block.start;
     return table.extract(table.begin());
 }
 
@@ -94,7 +89,8 @@ NodeId PrefixTree::make_root(std::string_view name) {
         throw;
     }
     take_record();
-    nodes_[index(root)] = {kNone, kNone, kNone, kNone, 0, true, true};
+    nodes_[index(root)] = {kNone, kNone, kNone, kNone, 0, 1, 1, 0};
+    std::fill_n(&units_[slot(root, 0)], num_groups_, kNone);
     return root;
 }
 
@@ -105,11 +101,11 @@ int PrefixTree::compare(const BlockView& block, NodeId node) const noexcept {
     const std::size_t same_tokens = num_equal(block.tokens.data(), other.data(), shorter);
     const auto other_keys = keys(node);
     if (!block.keys.empty() || !other_keys.empty()) {
-        const std::size_t same_keys = num_equal_keys(block.keys, block.start, other_keys, block.start, shorter);
+        const std::size_t same_keys = num_equal_keys(block.keys, block.start, other_keys, 0, shorter);
         if (same_keys < same_tokens) {
-            const auto position = block.start + static_cast<std::int64_t>(same_keys);
-            const std::string* ours = key_at(block.keys, position);
-            const std::string* theirs = key_at(other_keys, position);
+            const auto offset = static_cast<std::int64_t>(same_keys);
+            const std::string* ours = key_at(block.keys, block.start + offset);
+            const std::string* theirs = key_at(other_keys, offset);
             if (ours == nullptr || theirs == nullptr) return ours == nullptr ? -1 : 1;
             return *ours < *theirs ? -1 : 1;
         }
@@ -125,7 +121,7 @@ std::int32_t PrefixTree::num_common(NodeId node, const BlockView& block) const n
     std::size_t common = num_equal(block.tokens.data(), other.data(), shorter);
     const auto other_keys = keys(node);
     if (!block.keys.empty() || !other_keys.empty())
-        common = std::min(common, num_equal_keys(block.keys, block.start, other_keys, block.start, shorter));
+        common = std::min(common, num_equal_keys(block.keys, block.start, other_keys, 0, shorter));
     return static_cast<std::int32_t>(common);
 }
 
@@ -148,18 +144,22 @@ Neighbours PrefixTree::find(NodeId parent, const BlockView& block) const noexcep
     return found;
 }
 
-std::pair<NodeId, std::int32_t> PrefixTree::longest(NodeId parent, const BlockView& block) const noexcept {
-    const Neighbours near = find(parent, block);
+std::pair<NodeId, std::int32_t> PrefixTree::longest(const Neighbours& near, const BlockView& block) const noexcept {
     if (near.equal != kNone) return {near.equal, static_cast<std::int32_t>(block.tokens.size())};
     const std::int32_t before = near.before == kNone ? 0 : num_common(near.before, block);
     const std::int32_t after = near.after == kNone ? 0 : num_common(near.after, block);
     if (before == 0 && after == 0) return {kNone, 0};
-    return before >= after ? std::pair{near.before, before} : std::pair{near.after, after};
+    return before > after ? std::pair{near.before, before} : std::pair{near.after, after};
+}
+
+bool PrefixTree::is_covered(const Neighbours& near, const BlockView& block) const noexcept {
+    if (near.equal != kNone) return true;
+    return near.after != kNone && num_common(near.after, block) == static_cast<std::int32_t>(block.tokens.size());
 }
 
 NodeId PrefixTree::insert(NodeId parent, const BlockView& block, StagedKeys&& keys) noexcept {
     const NodeId node = take_record();
-    nodes_[index(node)] = {kNone, kNone, kNone, kNone, 0, false, false};
+    nodes_[index(node)] = {kNone, kNone, kNone, kNone, 0, 0, 0, 0};
     write_tokens(node, block);
     std::fill_n(&units_[slot(node, 0)], num_groups_, kNone);
     put_keys(node, std::move(keys));
@@ -181,18 +181,22 @@ void PrefixTree::extend(NodeId node, const BlockView& whole, StagedKeys&& keys) 
     if (!is_only_child) attach(below, node, whole);
 }
 
-void PrefixTree::remove(NodeId node) noexcept {
+NodeId PrefixTree::remove(NodeId node) noexcept {
+    NodeId emptied = kNone;
     if (is_root(node)) {
         const auto place = root_places_.find(node);
         roots_.erase(place->second);
         root_places_.erase(place);
     } else {
+        const NodeId up = nodes_[index(node)].is_top ? nodes_[index(node)].up : kNone;
         detach(node);
+        if (up != kNone && nodes_[index(up)].child == kNone) emptied = up;
         if (!keys_.empty()) keys_.erase(node);
         --num_nodes_;
     }
     nodes_[index(node)].left = free_;
     free_ = node;
+    return emptied;
 }
 
 void PrefixTree::clear() noexcept {
@@ -207,6 +211,44 @@ void PrefixTree::clear() noexcept {
 NodeId PrefixTree::parent(NodeId node) const noexcept {
     while (!nodes_[index(node)].is_top) node = nodes_[index(node)].up;
     return nodes_[index(node)].up;
+}
+
+NodeId PrefixTree::next_sibling(NodeId node) const noexcept {
+    NodeId at = nodes_[index(node)].right;
+    if (at != kNone) {
+        while (nodes_[index(at)].left != kNone) at = nodes_[index(at)].left;
+        return at;
+    }
+    for (at = node; !nodes_[index(at)].is_top; at = nodes_[index(at)].up)
+        if (nodes_[index(nodes_[index(at)].up)].left == at) return nodes_[index(at)].up;
+    return kNone;
+}
+
+NodeId PrefixTree::previous_sibling(NodeId node) const noexcept {
+    NodeId at = nodes_[index(node)].left;
+    if (at != kNone) {
+        while (nodes_[index(at)].right != kNone) at = nodes_[index(at)].right;
+        return at;
+    }
+    for (at = node; !nodes_[index(at)].is_top; at = nodes_[index(at)].up)
+        if (nodes_[index(nodes_[index(at)].up)].right == at) return nodes_[index(at)].up;
+    return kNone;
+}
+
+void PrefixTree::add_end(NodeId node) noexcept {
+    if (nodes_[index(node)].num_ends < kMaxEnds) nodes_[index(node)].num_ends += 1;
+}
+
+void PrefixTree::drop_end(NodeId node) noexcept {
+    if (nodes_[index(node)].num_ends < kMaxEnds) nodes_[index(node)].num_ends -= 1;
+}
+
+bool PrefixTree::is_bare(NodeId node) const noexcept {
+    const Node& record = nodes_[index(node)];
+    if (record.child != kNone || record.num_ends != 0) return false;
+    for (std::int32_t group = 0; group < num_groups_; ++group)
+        if (unit(node, group) != kNone) return false;
+    return true;
 }
 
 std::span<const Token> PrefixTree::tokens(NodeId node) const noexcept {
@@ -242,7 +284,7 @@ NodeId PrefixTree::take_record() noexcept {
 
 void PrefixTree::write_tokens(NodeId node, const BlockView& block) noexcept {
     std::copy(block.tokens.begin(), block.tokens.end(), &tokens_[index(node) * static_cast<std::size_t>(block_size_)]);
-    nodes_[index(node)].num_tokens = static_cast<std::uint16_t>(block.tokens.size());
+    nodes_[index(node)].num_tokens = static_cast<std::uint32_t>(block.tokens.size()) & 0x3FF;
 }
 
 void PrefixTree::put_keys(NodeId node, StagedKeys&& keys) noexcept {
@@ -255,7 +297,7 @@ void PrefixTree::attach(NodeId parent, NodeId node, const BlockView& block) noex
     const Neighbours near = find(parent, block);
     if (near.before == kNone && near.after == kNone) {
         nodes_[index(node)].up = parent;
-        nodes_[index(node)].is_top = true;
+        nodes_[index(node)].is_top = 1;
         nodes_[index(parent)].child = node;
         return;
     }
@@ -273,7 +315,7 @@ void PrefixTree::detach(NodeId node) noexcept {
         rotate_up(stands_above(record.left, record.right) ? record.left : record.right);
     replace_link(node, record.left != kNone ? record.left : record.right);
     record.left = record.right = kNone;
-    record.is_top = false;
+    record.is_top = 0;
 }
 
 // Whatever pointed down to `node` points to `by` (which may be kNone) instead.
@@ -308,7 +350,7 @@ void PrefixTree::rotate_up(NodeId node) noexcept {
     }
     if (moved != kNone) nodes_[index(moved)].up = up;
     above.up = node;
-    above.is_top = false;
+    above.is_top = 0;
 }
 
 }  // namespace quire
