@@ -1,8 +1,7 @@
 // quire._native: the one Python module of the native code. Each part binds itself in its own file.
-#include <nanobind/nanobind.h>
-
-namespace nb = nanobind;
+#include "bindings/bindings.hpp"
 
 NB_MODULE(_native, m) {
     m.doc() = "Quire's native back end: block manager, attention, linear.";
+    quire::bind_runtime(m);
 }

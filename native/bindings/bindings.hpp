@@ -1,0 +1,10 @@
+// What each part adds to the module quire._native; one function and one file per part.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace quire {
+
+void bind_runtime(nanobind::module_& module);
+
+}  // namespace quire

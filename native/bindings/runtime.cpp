@@ -1,0 +1,33 @@
+// Binding of the instruction set in use and of the thread pool.
+#include "bindings/bindings.hpp"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "kernels/isa.hpp"
+#include "kernels/thread_pool.hpp"
+
+namespace nb = nanobind;
+
+namespace quire {
+
+void bind_runtime(nb::module_& m) {
+    m.def(
+        "isa", [] { return std::string(isa_name(current_isa())); },
+        "Name of the instruction set the kernels use. Raises ValueError where QUIRE_ISA names one that cannot run.");
+    m.def(
+        "supported_isas",
+        [] {
+            std::vector<std::string> names;
+            for (const Isa isa : supported_isas()) names.emplace_back(isa_name(isa));
+            return names;
+        },
+        "Names of all variants that run on this processor, best first, the emulated ones last.");
+    m.def(
+        "num_threads", [] { return ThreadPool::instance().num_threads(); }, "Threads the kernels use.");
+    m.def(
+        "set_num_threads", [](int num_threads) { ThreadPool::instance().set_num_threads(num_threads); },
+        nb::arg("num_threads"), "Sets the threads the kernels use, at least 1.");
+}
+
+}  // namespace quire

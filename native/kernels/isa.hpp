@@ -1,0 +1,41 @@
+// Which instruction set the kernels use: chosen once at run time, or forced by QUIRE_ISA.
+//
+// A variant is one translation unit of the same source, compiled for one instruction set. "The same request gives the
+// same bits" is a promise per variant: a process uses one for all its products. The emulated variants run the
+// arithmetic of an instruction set in plain C++, so that its results can be tested where the processor lacks it.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace quire {
+
+enum class Isa {
+    portable,
+    avx2,
+    avx512,
+    avx512_bf16,
+    amx_bf16,
+    emulated_avx512,
+    emulated_avx512_bf16,
+    emulated_amx_bf16,
+};
+
+// Name as QUIRE_ISA spells it.
+std::string_view isa_name(Isa isa);
+
+// Throws std::invalid_argument naming the known ones.
+Isa isa_from_name(std::string_view name);
+
+// True where this processor and operating system can run `isa`. For AMX it asks the kernel for permission once.
+bool isa_supported(Isa isa);
+
+// Every variant that runs here, the emulated ones included, best first.
+std::vector<Isa> supported_isas();
+
+// The variant in use: QUIRE_ISA if set (std::invalid_argument where unknown or unsupported), else the best one.
+// Read once; later changes of the environment have no effect.
+Isa current_isa();
+
+}  // namespace quire

@@ -1,0 +1,149 @@
+#include "kernels/thread_pool.hpp"
+
+#include <cstdlib>
+#include <sched.h>
+#include <stdexcept>
+#include <string>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace quire {
+
+namespace {
+
+constexpr int kSpins = 2000;
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+int default_num_threads() {
+    if (const char* given = std::getenv("QUIRE_NUM_THREADS"); given != nullptr && *given != '\0') {
+        const int threads = std::atoi(given);
+        if (threads >= 1) return threads;
+    }
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set) > 0 ? CPU_COUNT(&set) : 1;
+    return 1;
+}
+
+}  // namespace
+
+ThreadPool& ThreadPool::instance() {
+    static ThreadPool pool;
+    return pool;
+}
+
+ThreadPool::ThreadPool() { start(default_num_threads()); }
+
+ThreadPool::~ThreadPool() {
+    if (process_id_ == getpid()) {
+        stop();
+    } else {
+        // Forked child (T5): the threads do not exist here; their handles must not be joined or destroyed.
+        for (auto& worker : workers_) worker.detach();
+    }
+}
+
+void ThreadPool::start(int num_threads) {
+    num_threads_ = num_threads;
+    process_id_ = getpid();
+    stopping_.store(false);
+    const std::uint32_t seen = generation_.load();
+    for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, seen] { work(seen); });
+}
+
+void ThreadPool::stop() {
+    stopping_.store(true);
+    generation_.fetch_add(1, std::memory_order_release);
+    generation_.notify_all();
+    for (auto& worker : workers_) worker.join();
+    workers_.clear();
+}
+
+void ThreadPool::set_num_threads(int num_threads) {
+    if (num_threads < 1) throw std::invalid_argument("expected at least 1 thread, got " + std::to_string(num_threads));
+    const std::lock_guard lock(owner_);
+    if (num_threads == num_threads_ && process_id_ == getpid()) return;
+    if (process_id_ == getpid()) {
+        stop();
+    } else {
+        for (auto& worker : workers_) worker.detach();
+        workers_.clear();
+    }
+    start(num_threads);
+}
+
+void ThreadPool::take_tasks() {
+    for (;;) {
+        const std::int64_t index = next_task_.fetch_add(1, std::memory_order_relaxed);
+        if (index >= num_tasks_) return;
+        function_(context_, index);
+    }
+}
+
+void ThreadPool::work(std::uint32_t seen) {
+    for (;;) {
+        int spins = 0;
+        std::uint32_t now = generation_.load(std::memory_order_acquire);
+        while (now == seen) {
+            if (++spins < kSpins) {
+                pause_briefly();
+            } else {
+                generation_.wait(seen, std::memory_order_acquire);
+            }
+            now = generation_.load(std::memory_order_acquire);
+        }
+        seen = now;
+        if (stopping_.load()) return;
+        if (!join_job()) continue;  // T4: it came too late
+        take_tasks();
+        leave_job();
+    }
+}
+
+bool ThreadPool::join_job() {
+    std::uint32_t job = job_.load(std::memory_order_acquire);
+    while (job & kOpen) {
+        if (job_.compare_exchange_weak(job, job + 1, std::memory_order_acq_rel)) return true;
+    }
+    return false;
+}
+
+void ThreadPool::leave_job() {
+    if (job_.fetch_sub(1, std::memory_order_acq_rel) == 1) job_.notify_one();
+}
+
+void ThreadPool::run_erased(std::int64_t num_tasks, Function function, void* context) {
+    if (num_tasks <= 0) return;
+    const std::lock_guard lock(owner_);
+    if (num_tasks == 1 || workers_.empty() || process_id_ != getpid()) {
+        for (std::int64_t index = 0; index < num_tasks; ++index) function(context, index);
+        return;
+    }
+    function_ = function;
+    context_ = context;
+    num_tasks_ = num_tasks;
+    next_task_.store(0, std::memory_order_relaxed);
+    job_.store(kOpen, std::memory_order_release);
+    generation_.fetch_add(1, std::memory_order_release);
+    generation_.notify_all();
+    take_tasks();
+    std::uint32_t job = job_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
+    for (int spins = 0; job != 0; job = job_.load(std::memory_order_acquire)) {
+        if (++spins < kSpins) {
+            pause_briefly();
+        } else {
+            job_.wait(job, std::memory_order_acquire);
+        }
+    }
+}
+
+}  // namespace quire

@@ -1,0 +1,76 @@
+// The threads of the native kernels: one pool for the process, no OpenMP runtime beside torch's.
+//
+// `run(n, task)` calls task(i) for every i in [0, n), each exactly once, on the calling thread and the workers, and
+// returns when all have ended. Which thread takes which index is not fixed, so a task's result must depend on its
+// index only (that is how kernels keep the same bits with any number of threads).
+//
+//   T1  One owner at a time: a second thread calling run() waits for the first (a mutex). run() does not nest.
+//   T2  Idle workers sleep (futex). Between the products of one step they spin for at most about 50 us first, because
+//       waking a sleeper costs more than that in all over a step's hundreds of products.
+//   T3  A task must not throw.
+//   T4  A worker that is late (its processor is busy with something else) is not waited for: the caller takes the tasks
+//       itself, closes the job, and waits only for workers that have begun.
+//   T5  After fork() the child has no workers and runs everything on the calling thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+namespace quire {
+
+class ThreadPool {
+  public:
+    static ThreadPool& instance();
+
+    // Threads that take part, the caller's included. Default: QUIRE_NUM_THREADS, else the processors this process
+    // may run on.
+    int num_threads() const { return num_threads_; }
+    // At least 1. Waits for a running run() to end.
+    void set_num_threads(int num_threads);
+
+    template <typename Task>
+    void run(std::int64_t num_tasks, Task&& task) {
+        using Callable = std::remove_reference_t<Task>;
+        run_erased(
+            num_tasks, [](void* context, std::int64_t index) { (*static_cast<Callable*>(context))(index); },
+            const_cast<void*>(static_cast<const void*>(std::addressof(task))));
+    }
+
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+  private:
+    ThreadPool();
+    using Function = void (*)(void* context, std::int64_t index);
+    void run_erased(std::int64_t num_tasks, Function function, void* context);
+    void start(int num_threads);
+    void stop();
+    void work(std::uint32_t seen);
+    bool join_job();
+    void leave_job();
+    void take_tasks();
+
+    std::mutex owner_;
+    int num_threads_ = 1;
+    int process_id_ = 0;
+    std::vector<std::thread> workers_;
+
+    // The job under way. `generation_` announces it; `job_` is kOpen while it may be joined, plus the number of workers
+    // that have joined. A worker reads the fields below only between joining and leaving.
+    static constexpr std::uint32_t kOpen = 1u << 31;
+    std::atomic<std::uint32_t> generation_{0};
+    std::atomic<std::uint32_t> job_{0};
+    std::atomic<bool> stopping_{false};
+    Function function_ = nullptr;
+    void* context_ = nullptr;
+    std::int64_t num_tasks_ = 0;
+    alignas(64) std::atomic<std::int64_t> next_task_{0};
+};
+
+}  // namespace quire
