@@ -153,17 +153,16 @@ private:
     std::int64_t plan_works(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
                             std::int64_t num_lookahead);
     void plan_copy(Work& work) noexcept;
-    void write_in_place(Sequence& sequence) noexcept;
     void allocate_blocks(const Work& work, StepPlan& plan) noexcept;
     void write_row(const Work& work, std::int64_t row, StepPlan& plan) const noexcept;
 
     // block_manager_commit.cpp
     void commit_full_block(Sequence& sequence, std::int64_t block, NodeId equal, PrefixTree::StagedKeys&& keys) noexcept;
     void commit_tail(Sequence& sequence, std::int64_t num_computed, PrefixTree::StagedKeys&& keys) noexcept;
-    NodeId own_partial_node(Sequence& sequence, std::int64_t block) const noexcept;
+    NodeId own_partial_node(const Sequence& sequence, std::int64_t block) const noexcept;
     NodeId make_node(Sequence& sequence, std::int64_t block, const BlockView& view, PrefixTree::StagedKeys&& keys) noexcept;
     void remove_covered_sibling(NodeId node) noexcept;
-    void release_behind_windows(Sequence& sequence, std::int64_t num_computed) noexcept;
+    void release_behind_windows(Sequence& sequence) noexcept;
     bool is_kept(const Sequence& sequence, std::int64_t num_tokens) const noexcept;
 
     void check_units() const;

@@ -65,16 +65,18 @@ void BlockManager::leave_node(UnitId unit) noexcept {
     pool_.set_node(unit, kNone);
 }
 
+// The tree forgets what the node says. It stays as a hole in every group while it has children.
 void BlockManager::remove_node(NodeId node) noexcept {
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         const UnitId unit = tree_.unit(node, group);
         if (unit == kNone) continue;
+        tree_.set_unit(node, group, kNone);
         pool_.set_node(unit, kNone);
         if (pool_.state(unit) != UnitState::cached) continue;
         pool_.take_out(unit);
         pool_.make_free(unit);
     }
-    drop_bare(tree_.remove(node));
+    drop_bare(node);
 }
 
 void BlockManager::drop_bare(NodeId node) noexcept {
