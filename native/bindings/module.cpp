@@ -3,5 +3,6 @@
 
 NB_MODULE(_native, m) {
     m.doc() = "Quire's native back end: block manager, attention, linear.";
+    quire::bind_cache(m);
     quire::bind_runtime(m);
 }
