@@ -22,7 +22,9 @@ def spec_of(*retentions: Retention) -> KVSpec:
 FULL = Retention()
 
 
-def make(backend: str, *retentions: Retention, num_blocks: int = 16, block_size: int = 4, **options: Any) -> Cache:
+def make(
+    backend: str, *retentions: Retention, num_blocks: int = 16, block_size: int = 4, **options: Any
+) -> Cache:
     spec = spec_of(*(retentions or (FULL,)))
     return Cache(spec, num_blocks=num_blocks, block_size=block_size, backend=backend, **options)
 
