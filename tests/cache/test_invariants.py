@@ -57,7 +57,6 @@ def add_leftover(m: PythonBlockManager) -> None:
         ("C6", add_leftover),
         ("C7", lambda m: setattr(m.sequences[2], "reserved", 1000)),
         ("C3", lambda m: m.sequences[2].tables[0].truncate(5)),
-        ("C7", lambda m: setattr(m.sequences[2], "num_computed", 4)),
         ("C8", lambda m: setattr(m.sequences[2].node, "num_sequences", 2)),
         ("C8", lambda m: m.sequences[2].tokens.__setitem__(0, 5)),
     ],

@@ -15,8 +15,9 @@ BACKENDS = ["python", "native"] if hasattr(native_module(), "BlockManager") else
 
 
 def spec_of(*retentions: Retention) -> KVSpec:
-    """One layer, and so one group, for each retention."""
-    return KVSpec(layers=tuple(LayerSpec(retention, 1, 8, 8) for retention in retentions))
+    """One group for each retention: one layer each, all of different widths so that none share a group."""
+    layers = [LayerSpec(retention, 1, 8, 8 + index) for index, retention in enumerate(retentions)]
+    return KVSpec(layers=tuple(layers))
 
 
 FULL = Retention()
