@@ -78,7 +78,7 @@ class LLM:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         loaded = load(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-        prepared = PreparedModel(loaded, attention=backend, max_model_len=max_model_len)
+        prepared = PreparedModel(loaded, backend=backend, max_model_len=max_model_len)
         self._prepared = prepared
         self._storage: PagedStorage | None = None
         try:
