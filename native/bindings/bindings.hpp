@@ -6,6 +6,7 @@
 namespace quire {
 
 void bind_runtime(nanobind::module_& module);
+void bind_attention(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);
 
 }  // namespace quire

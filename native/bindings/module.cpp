@@ -5,4 +5,5 @@ NB_MODULE(_native, m) {
     m.doc() = "Quire's native back end: block manager, attention, linear.";
     quire::bind_runtime(m);
     quire::bind_linear(m);
+    quire::bind_attention(m);
 }

@@ -19,6 +19,7 @@ from quire.engine.prompts import Prompt, encode, split
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError, QuireError
+from quire.sizes import format_size
 
 __all__ = ["LLM", "TextStream"]
 
@@ -115,7 +116,7 @@ class LLM:
             raise
         self._lock = threading.RLock()
         self._outputs: dict[str, RequestOutput | None] = {}  # of the requests that calls wait for
-        _log.info("%s", self.describe_capacity())
+        _log.info("%s: %s", self.name, self.capacity)
 
     # -- what it holds ---------------------------------------------------------------------------------
 
@@ -132,11 +133,12 @@ class LLM:
             return self.engine.scheduler.max_tokens_that_fit()
         return self.num_blocks * self.max_model_len // units
 
-    def describe_capacity(self) -> str:
-        """One line: what the cache can hold."""
+    @property
+    def capacity(self) -> str:
+        """What the cache can hold, in one line."""
         return (
-            f"{self.name}: KV cache of {self.kv_memory_bytes / 2**20:.1f} MiB, {self.num_blocks} blocks of "
-            f"{self.block_size} tokens: {self.max_num_tokens} tokens, {self.max_num_full_sequences} sequences of "
+            f"KV cache of {format_size(self.kv_memory_bytes)}, {self.num_blocks} blocks of {self.block_size} tokens; "
+            f"holds {self.max_num_tokens} tokens, {self.max_num_full_sequences} sequences of the maximum of "
             f"{self.max_model_len} tokens"
         )
 
