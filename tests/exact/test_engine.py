@@ -102,7 +102,8 @@ def check(name: str, backend: str, spare_blocks: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_tokens_and_logits_are_those_of_generate(name: str) -> None:
-    assert check(name, BACKENDS[0], spare_blocks=6)["num_preemptions"] > 0
+    windows_only = name in ("mistral", "phi3")
+    assert check(name, BACKENDS[0], spare_blocks=1 if windows_only else 6)["num_preemptions"] > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "llama4_text"])
