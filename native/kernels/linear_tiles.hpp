@@ -1,8 +1,9 @@
-// Register tiles of the packed linear layer for vector instructions: float32 sums of widened weights and activations.
+// Register tiles of the packed linear layer for vector instructions.
 //
-// A tile is `rows` x `panels` panels of 2 vectors. Whatever its shape, an output's sum takes its products in the order
-// of k by one fused multiply-add each (linear.hpp, L1). With few rows a tile spans several panels, so that enough
-// independent sums are under way to hide the latency of the multiply-add.
+// A tile is `rows` x `panels` panels of two vectors of float32 sums. Whatever its shape, a sum takes its products in the
+// order of k by one kind of instruction (linear.hpp, L1): a fused multiply-add of widened elements, or of bf16 pairs.
+// With few rows a tile spans several panels, so that enough independent sums are under way to hide the latency.
+// Tiles of the matrix unit: linear_amx.hpp.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +17,23 @@ namespace quire {
 namespace {
 
 constexpr std::int64_t kPrefetchBytes = 1024;  // how far ahead of its use a panel is fetched
+constexpr std::int64_t kLineBytes = 64;
 
-// The rows of a staged block, one by one or all of a tile: f(integral_constant rows).
-template <int most, typename Function>
+// Calls function(integral_constant rows) for 1 <= rows <= most.
+template <int most, class Function>
 [[gnu::always_inline]] inline void with_rows(std::int64_t rows, Function&& function) {
     if constexpr (most > 1) {
         if (rows < most) return with_rows<most - 1>(rows, function);
     }
     function(std::integral_constant<int, most>{});
+}
+
+// Copies one row of activations as they are.
+template <class From>
+void stage_copy(const void* row, std::int64_t count, void* staged, std::int64_t padded) {
+    auto* to = static_cast<unsigned char*>(staged);
+    std::memcpy(to, row, static_cast<std::size_t>(count) * sizeof(From));
+    std::memset(to + count * sizeof(From), 0, static_cast<std::size_t>(padded - count) * sizeof(From));
 }
 
 // Converts one row of activations of type From to float32.
@@ -53,72 +63,105 @@ void finish(const float* sums, const void* bias, void* out, std::int64_t count) 
     S::store_part(to + i, added == nullptr ? sum : S::add(sum, S::load_part(added + i, rest)), rest);
 }
 
-// One row of a panel, widened.
-template <class S, class Weight>
-[[gnu::always_inline]] inline void load_weights(const Weight* from, typename S::Vec& low, typename S::Vec& high) {
-    if constexpr (std::is_same_v<Weight, bf16>) {
-        S::load_split_pairs(from, low, high);
-    } else {
-        low = S::load(from);
-        high = S::load(from + S::kWidth);
-    }
-}
+// What a tile multiplies: Weights of a panel row times one Activation, kStep of k at a time.
 
-// Panels of Weight (float, bf16, f16), activations staged as float32.
-template <class S, class Weight>
+// Weights (float, bf16, f16) and activations widened to float32.
+template <class S, class WeightType>
+struct Widened {
+    using Weight = WeightType;
+    using Activation = float;
+    using Operand = typename S::Vec;
+    static constexpr int kStep = 1;
+    static constexpr PanelLayout kLayout = std::is_same_v<Weight, bf16> ? PanelLayout::split_pairs : PanelLayout::rows;
+
+    static void load(const Weight* from, Operand& low, Operand& high) {
+        if constexpr (std::is_same_v<Weight, bf16>) {
+            S::load_split_pairs(from, low, high);
+        } else {
+            low = S::load(from);
+            high = S::load(from + S::kWidth);
+        }
+    }
+    static Operand broadcast(const Activation* from) { return S::broadcast(*from); }
+    static typename S::Vec add(typename S::Vec sum, const Operand& a, const Operand& w) { return S::fma(a, w, sum); }
+};
+
+// bf16 pairs along k (vdpbf16ps).
+template <class S>
+struct Paired {
+    using Weight = bf16;
+    using Activation = bf16;
+    using Operand = typename S::Pairs;
+    static constexpr int kStep = 2;
+    static constexpr PanelLayout kLayout = PanelLayout::depth_pairs;
+
+    static void load(const Weight* from, Operand& low, Operand& high) {
+        low = S::load_pairs(from);
+        high = S::load_pairs(from + 2 * S::kWidth);
+    }
+    static Operand broadcast(const Activation* from) { return S::broadcast_pair(from); }
+    static typename S::Vec add(typename S::Vec sum, const Operand& a, const Operand& w) { return S::dot(sum, a, w); }
+};
+
+template <class S, class Form>
 struct VectorTiles {
+    using Vec = typename S::Vec;
+    using Weight = typename Form::Weight;
+    using Activation = typename Form::Activation;
+    using Operand = typename Form::Operand;
     static constexpr int kColumns = 2 * S::kWidth;
     static constexpr int kRows = S::kRegisters == 32 ? 12 : 6;
-    using Vec = typename S::Vec;
+    static constexpr std::int64_t kStepBytes = kColumns * Form::kStep * sizeof(Weight);
 
+    // `ahead`: fetch each panel kPrefetchBytes ahead; else one line of `fetch` for every two of the panel.
     template <int rows, int panels, bool ahead>
     static void tile(const LinearBlock& block, std::int64_t row, std::int64_t panel, const unsigned char* fetch) {
-        constexpr int unroll = 128 / (kColumns * sizeof(Weight)) > 0 ? 128 / (kColumns * sizeof(Weight)) : 1;
-        const std::int64_t stride = block.activation_stride / 4;
-        const float* x = reinterpret_cast<const float*>(block.activations) + row * stride;
+        constexpr int unroll = 2 * kLineBytes > kStepBytes ? static_cast<int>(2 * kLineBytes / kStepBytes) : 1;
+        const auto* x = reinterpret_cast<const Activation*>(block.activations + row * block.activation_stride);
+        const std::int64_t stride = block.activation_stride / static_cast<std::int64_t>(sizeof(Activation));
         const Weight* weights[panels];
         for (int p = 0; p < panels; ++p) {
             weights[p] = reinterpret_cast<const Weight*>(block.panels + (panel + p) * block.panel_stride);
         }
-        const std::int64_t sums_stride = block.sums_stride;
-        float* sums = block.sums + row * sums_stride + panel * kColumns;
+        float* sums = block.sums + row * block.sums_stride + panel * kColumns;
         Vec low[rows][panels], high[rows][panels];
         for (int r = 0; r < rows; ++r) {
             for (int p = 0; p < panels; ++p) {
-                const float* from = sums + r * sums_stride + p * kColumns;
+                const float* from = sums + r * block.sums_stride + p * kColumns;
                 low[r][p] = block.first ? S::zero() : S::load(from);
                 high[r][p] = block.first ? S::zero() : S::load(from + S::kWidth);
             }
         }
         const auto step = [&](std::int64_t k) __attribute__((always_inline)) {
-            Vec w_low[panels], w_high[panels];
-            for (int p = 0; p < panels; ++p) load_weights<S>(weights[p] + k * kColumns, w_low[p], w_high[p]);
+            Operand w_low[panels], w_high[panels];
+            for (int p = 0; p < panels; ++p) Form::load(weights[p] + k * kColumns, w_low[p], w_high[p]);
             for (int r = 0; r < rows; ++r) {
-                const Vec broadcast = S::broadcast(x[r * stride + k]);
+                const Operand a = Form::broadcast(x + r * stride + k);
                 for (int p = 0; p < panels; ++p) {
-                    low[r][p] = S::fma(broadcast, w_low[p], low[r][p]);
-                    high[r][p] = S::fma(broadcast, w_high[p], high[r][p]);
+                    low[r][p] = Form::add(low[r][p], a, w_low[p]);
+                    high[r][p] = Form::add(high[r][p], a, w_high[p]);
                 }
             }
         };
+        constexpr int advance = unroll * Form::kStep;
         std::int64_t k = 0;
-        for (; k + unroll <= block.depth; k += unroll) {
+        for (; k + advance <= block.depth; k += advance) {
             if constexpr (ahead) {
                 for (int p = 0; p < panels; ++p) {
                     const auto* next = reinterpret_cast<const unsigned char*>(weights[p] + k * kColumns) + kPrefetchBytes;
-                    __builtin_prefetch(next);
-                    __builtin_prefetch(next + 64);
+                    S::prefetch(next);
+                    S::prefetch(next + kLineBytes);
                 }
             } else {
-                __builtin_prefetch(fetch);
-                fetch += 64;
+                S::prefetch(fetch);
+                fetch += kLineBytes;
             }
-            for (int i = 0; i < unroll; ++i) step(k + i);
+            for (int i = 0; i < unroll; ++i) step(k + i * Form::kStep);
         }
-        for (; k < block.depth; ++k) step(k);
+        for (; k < block.depth; k += Form::kStep) step(k);
         for (int r = 0; r < rows; ++r) {
             for (int p = 0; p < panels; ++p) {
-                float* to = sums + r * sums_stride + p * kColumns;
+                float* to = sums + r * block.sums_stride + p * kColumns;
                 S::store(to, low[r][p]);
                 S::store(to + S::kWidth, high[r][p]);
             }
@@ -152,6 +195,29 @@ struct VectorTiles {
         }
     }
 };
+
+template <class S, class Form>
+constexpr LinearKernel vector_kernel() {
+    using Tiles = VectorTiles<S, Form>;
+    constexpr bool is_copy = std::is_same_v<typename Form::Activation, typename Form::Weight>;
+    LinearKernel kernel{};
+    kernel.layout = Form::kLayout;
+    kernel.columns = Tiles::kColumns;
+    kernel.depth = Form::kStep;
+    kernel.tile_rows = Tiles::kRows;
+    kernel.pass_rows = 240;
+    kernel.range = 256 * Form::kStep;
+    kernel.staged_bytes = sizeof(typename Form::Activation);
+    kernel.stage_is_copy = is_copy;
+    if constexpr (is_copy) {
+        kernel.stage = stage_copy<typename Form::Weight>;
+    } else {
+        kernel.stage = stage_float<S, typename Form::Weight>;
+    }
+    kernel.multiply = Tiles::multiply;
+    kernel.finish = finish<S, typename Form::Weight>;
+    return kernel;
+}
 
 }  // namespace
 }  // namespace quire

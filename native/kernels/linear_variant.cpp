@@ -15,6 +15,7 @@
 #include "kernels/simd_avx512.hpp"
 #define QUIRE_LINEAR_KERNEL linear_kernel_avx512_bf16
 #elif defined(QUIRE_VARIANT_amx_bf16)
+#include "kernels/linear_amx.hpp"
 #include "kernels/simd_avx512.hpp"
 #define QUIRE_LINEAR_KERNEL linear_kernel_amx_bf16
 #elif defined(QUIRE_VARIANT_emulated_avx512)
@@ -24,6 +25,7 @@
 #include "kernels/simd_emulated.hpp"
 #define QUIRE_LINEAR_KERNEL linear_kernel_emulated_avx512_bf16
 #elif defined(QUIRE_VARIANT_emulated_amx_bf16)
+#include "kernels/linear_amx.hpp"
 #include "kernels/simd_emulated.hpp"
 #define QUIRE_LINEAR_KERNEL linear_kernel_emulated_amx_bf16
 #else
@@ -43,27 +45,19 @@ using Simd = Avx512;
 using Simd = Emulated512;
 #endif
 
-template <class Weight>
-constexpr LinearKernel vector_kernel(PanelLayout layout) {
-    using Tiles = VectorTiles<Simd, Weight>;
-    return {
-        .layout = layout,
-        .columns = Tiles::kColumns,
-        .depth = 1,
-        .tile_rows = Tiles::kRows,
-        .pass_rows = 240,
-        .range = 256,
-        .staged_bytes = 4,
-        .stage_is_copy = std::is_same_v<Weight, float>,
-        .stage = stage_float<Simd, Weight>,
-        .multiply = Tiles::multiply,
-        .finish = finish<Simd, Weight>,
-    };
-}
-
-constexpr LinearKernel kFloat = vector_kernel<float>(PanelLayout::rows);
-constexpr LinearKernel kHalf = vector_kernel<f16>(PanelLayout::rows);
-constexpr LinearKernel kBrain = vector_kernel<bf16>(PanelLayout::split_pairs);
+constexpr LinearKernel kFloat = vector_kernel<Simd, Widened<Simd, float>>();
+constexpr LinearKernel kHalf = vector_kernel<Simd, Widened<Simd, f16>>();
+#if defined(QUIRE_VARIANT_amx_bf16)
+constexpr LinearKernel kBrain = amx_kernel<Simd, Tiles>();
+#elif defined(QUIRE_VARIANT_emulated_amx_bf16)
+constexpr LinearKernel kBrain = amx_kernel<Simd, EmulatedTiles>();
+#elif defined(QUIRE_VARIANT_avx512_bf16)
+constexpr LinearKernel kBrain = vector_kernel<Avx512Bf16, Paired<Avx512Bf16>>();
+#elif defined(QUIRE_VARIANT_emulated_avx512_bf16)
+constexpr LinearKernel kBrain = vector_kernel<Emulated512Bf16, Paired<Emulated512Bf16>>();
+#else
+constexpr LinearKernel kBrain = vector_kernel<Simd, Widened<Simd, bf16>>();
+#endif
 
 }  // namespace
 

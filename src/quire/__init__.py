@@ -1,9 +1,11 @@
 """Quire: the memory system of LLM inference.
 
-What needs torch is imported when it is first asked for, so that the cache as a library stays light.
+`import quire` brings neither torch nor transformers; the names below that need them load them when first used.
 """
 
-from importlib import import_module
+from __future__ import annotations
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from quire.cache.cache import Cache
@@ -14,21 +16,18 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
     from quire.engine.sampling_params import SamplingParams
 
-__all__ = ["AsyncEngine", "Cache", "KVSpec", "LLM", "SamplingParams"]  # noqa: RUF022 - in plain order, as a test checks
+__all__ = ["LLM", "AsyncEngine", "Cache", "KVSpec", "SamplingParams"]
 
-_LAZY = {
-    "LLM": "quire.engine.llm",
+_HOMES = {
     "AsyncEngine": "quire.engine.async_engine",
+    "LLM": "quire.engine.llm",
     "SamplingParams": "quire.engine.sampling_params",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
     return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -240,7 +240,7 @@ def test_the_number_of_query_heads_in_a_group_does_not_touch_a_row(dtype: torch.
 def other_variants() -> list[str]:
     from quire import _native
 
-    return [isa for isa in _native.supported_isas() if isa != _native.current_isa()]
+    return [isa for isa in _native.supported_isas() if isa != _native.isa()]
 
 
 @pytest.mark.skipif("QUIRE_ISA" in os.environ, reason="this run forces a variant itself")

@@ -10,7 +10,6 @@ import os
 import sys
 from typing import NoReturn
 
-import click
 import typer
 
 from quire.cli.chat import chat
@@ -22,13 +21,16 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="quire",
     help="The memory system of LLM inference: any Hugging Face decoder, answered from a paged KV cache.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.command()(generate)
 app.command()(chat)
+
+
+# typer keeps its copy of click private; this is the root of its complaints about a command line.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def fail(message: str, status: int) -> NoReturn:
@@ -39,24 +41,21 @@ def fail(message: str, status: int) -> NoReturn:
 
 def main() -> None:
     """Runs the verb named on the command line; the entry point of `quire` and of `python -m quire`."""
+    arguments = sys.argv[1:] or ["--help"]
     try:
-        status = app(standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as shown:
-        print(shown.ctx.get_help() if shown.ctx is not None else shown.format_message())
-        sys.exit(0)
-    except click.UsageError as error:
-        where = f" (see `{error.ctx.command_path} --help`)" if error.ctx is not None else ""
-        fail(error.format_message() + where, 2)
+        status = app(arguments, standalone_mode=False)
+    except UsageError as error:
+        fail(f"{error.format_message()} (see `quire --help`)", 2)  # pyright: ignore[reportAttributeAccessIssue]
     except (ArgumentError, CapacityError) as error:
         fail(str(error), 2)
     except QuireError as error:
         fail(str(error), 1)
-    except OSError as error:
-        fail(str(error), 1)
-    except (KeyboardInterrupt, click.Abort):
-        fail("interrupted", 130)
     except BrokenPipeError:
         # Whoever read our output has gone; keep Python from complaining about it once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        fail(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        fail("interrupted", 130)
     sys.exit(status if isinstance(status, int) else 0)

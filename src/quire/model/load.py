@@ -81,8 +81,8 @@ def load(
         trust_remote_code: whether code of the checkpoint may run.
 
     Raises:
-        ArgumentError: an argument of the wrong form.
-        LoadError: no such folder or model, files missing or broken.
+        ArgumentError: an argument of the wrong form, or no such folder.
+        LoadError: files missing or broken, or no such model.
         ConfigError, UnsupportedModelError: its config cannot be understood or served.
     """
     wanted = _dtype(dtype)
@@ -206,11 +206,11 @@ def _locate(source: str | Path | None) -> tuple[str, bool]:
     if path.is_dir():
         return str(path), True
     if path.exists():
-        raise LoadError(
+        raise ArgumentError(
             f"expected a model folder or a Hub id, got the file {text}; give the folder it lies in"
         )
     if isinstance(source, Path) or not _HUB_ID.fullmatch(text):
-        raise LoadError(f"expected a model folder or a Hub id, got {text!r}: there is no such folder")
+        raise ArgumentError(f"expected a model folder or a Hub id, got {text!r}: there is no such folder")
     return text, False
 
 
