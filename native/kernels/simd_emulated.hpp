@@ -6,6 +6,9 @@
 
 #include "kernels/simd.hpp"
 
+// Not inlined: kernels unroll over vectors, and sixteen lanes of plain code at each place would take minutes to compile.
+#define QUIRE_EMULATED __attribute__((noinline)) static
+
 namespace quire {
 namespace {
 
@@ -18,21 +21,21 @@ struct Emulated512 {
     };
 
     template <class F>
-    static Vec each(F&& f) {
+    QUIRE_EMULATED Vec each(F&& f) {
         Vec v;
         for (int i = 0; i < 16; ++i) v.lane[i] = f(i);
         return v;
     }
-    static Vec zero() { return Vec{}; }
-    static Vec broadcast(float x) {
+    QUIRE_EMULATED Vec zero() { return Vec{}; }
+    QUIRE_EMULATED Vec broadcast(float x) {
         return each([&](int) { return x; });
     }
     template <class T>
-    static Vec load(const T* from) {
+    QUIRE_EMULATED Vec load(const T* from) {
         return each([&](int i) { return to_float(from[i]); });
     }
     template <class T>
-    static Vec load_part(const T* from, int n) {
+    QUIRE_EMULATED Vec load_part(const T* from, int n) {
         return each([&](int i) { return i < n ? to_float(from[i]) : 0.0f; });
     }
     static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
@@ -40,63 +43,63 @@ struct Emulated512 {
         high = each([&](int i) { return to_float(from[2 * i + 1]); });
     }
     template <class T>
-    static void store(T* to, Vec v) {
+    QUIRE_EMULATED void store(T* to, Vec v) {
         store_part(to, v, 16);
     }
     template <class T>
-    static void store_part(T* to, Vec v, int n) {
+    QUIRE_EMULATED void store_part(T* to, Vec v, int n) {
         for (int i = 0; i < n; ++i) round_to(v.lane[i], to[i]);
     }
-    static Vec add(Vec a, Vec b) {
+    QUIRE_EMULATED Vec add(Vec a, Vec b) {
         return each([&](int i) { return a.lane[i] + b.lane[i]; });
     }
-    static Vec sub(Vec a, Vec b) {
+    QUIRE_EMULATED Vec sub(Vec a, Vec b) {
         return each([&](int i) { return a.lane[i] - b.lane[i]; });
     }
-    static Vec mul(Vec a, Vec b) {
+    QUIRE_EMULATED Vec mul(Vec a, Vec b) {
         return each([&](int i) { return a.lane[i] * b.lane[i]; });
     }
-    static Vec div(Vec a, Vec b) {
+    QUIRE_EMULATED Vec div(Vec a, Vec b) {
         return each([&](int i) { return a.lane[i] / b.lane[i]; });
     }
-    static Vec max(Vec a, Vec b) {  // vmaxps: b where they compare unordered or equal
+    QUIRE_EMULATED Vec max(Vec a, Vec b) {  // vmaxps: b where they compare unordered or equal
         return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
     }
-    static Vec fma(Vec a, Vec b, Vec c) {
+    QUIRE_EMULATED Vec fma(Vec a, Vec b, Vec c) {
         return each([&](int i) { return std::fma(a.lane[i], b.lane[i], c.lane[i]); });
     }
-    static Vec round(Vec a) {
+    QUIRE_EMULATED Vec round(Vec a) {
         return each([&](int i) { return std::nearbyint(a.lane[i]); });
     }
-    static Vec exp2_raw(Vec whole) {
+    QUIRE_EMULATED Vec exp2_raw(Vec whole) {
         return each([&](int i) {
             const float n = whole.lane[i];
             return n == n ? float_of(static_cast<std::uint32_t>(static_cast<std::int32_t>(n) + 127) << 23) : n;
         });
     }
-    static Vec keep_from(Vec a, Vec b, Vec c) {
+    QUIRE_EMULATED Vec keep_from(Vec a, Vec b, Vec c) {
         return each([&](int i) { return a.lane[i] >= c.lane[i] ? b.lane[i] : 0.0f; });
     }
-    static Vec copy_sign(Vec magnitude, Vec sign) {
+    QUIRE_EMULATED Vec copy_sign(Vec magnitude, Vec sign) {
         return each([&](int i) { return std::copysign(magnitude.lane[i], sign.lane[i]); });
     }
-    static Vec within(Vec v, int start, int stop) {
+    QUIRE_EMULATED Vec within(Vec v, int start, int stop) {
         return each([&](int i) { return i >= start && i < stop ? v.lane[i] : -__builtin_inff(); });
     }
-    static float first(Vec v) { return v.lane[0]; }
-    static float reduce_add(Vec v) { return add_lanes(v.lane); }
-    static float reduce_max(Vec v) {
+    QUIRE_EMULATED float first(Vec v) { return v.lane[0]; }
+    QUIRE_EMULATED float reduce_add(Vec v) { return add_lanes(v.lane); }
+    QUIRE_EMULATED float reduce_max(Vec v) {
         float most = v.lane[0];
         for (int i = 1; i < 16; ++i) most = v.lane[i] > most ? v.lane[i] : most;
         return most;
     }
-    static Vec fold(const float* rows) {
+    QUIRE_EMULATED Vec fold(const float* rows) {
         return each([&](int i) { return add_lanes(rows + 16 * i); });
     }
-    static void prefetch(const void*) {}
+    QUIRE_EMULATED void prefetch(const void*) {}
 
   private:
-    static float add_lanes(const float* lane) {
+    QUIRE_EMULATED float add_lanes(const float* lane) {
         float part[4];
         for (int j = 0; j < 4; ++j) part[j] = (lane[4 * j] + lane[4 * j + 2]) + (lane[4 * j + 1] + lane[4 * j + 3]);
         return (part[0] + part[1]) + (part[2] + part[3]);
@@ -111,25 +114,25 @@ struct Emulated512Bf16 : Emulated512 {
         bf16 element[32];
     };
 
-    static Pairs load_pairs(const bf16* from) { return load_pairs_part(from, 32); }
-    static Pairs load_pairs_part(const bf16* from, int n) {
+    QUIRE_EMULATED Pairs load_pairs(const bf16* from) { return load_pairs_part(from, 32); }
+    QUIRE_EMULATED Pairs load_pairs_part(const bf16* from, int n) {
         Pairs v{};
         std::memcpy(v.element, from, static_cast<std::size_t>(n) * sizeof(bf16));
         return v;
     }
-    static void store_pairs(bf16* to, const Pairs& v) { std::memcpy(to, v.element, sizeof v.element); }
-    static Pairs broadcast_pair(const bf16* pair) {
+    QUIRE_EMULATED void store_pairs(bf16* to, const Pairs& v) { std::memcpy(to, v.element, sizeof v.element); }
+    QUIRE_EMULATED Pairs broadcast_pair(const bf16* pair) {
         Pairs v;
         for (int i = 0; i < 16; ++i) std::memcpy(v.element + 2 * i, pair, 2 * sizeof(bf16));
         return v;
     }
-    static Vec dot(Vec sum, const Pairs& a, const Pairs& b) {
+    QUIRE_EMULATED Vec dot(Vec sum, const Pairs& a, const Pairs& b) {
         return each([&](int i) {
             const float after_odd = fused(a.element[2 * i + 1], b.element[2 * i + 1], sum.lane[i]);
             return fused(a.element[2 * i], b.element[2 * i], after_odd);
         });
     }
-    static void interleave(const Pairs& a, const Pairs& b, Pairs& low, Pairs& high) {
+    QUIRE_EMULATED void interleave(const Pairs& a, const Pairs& b, Pairs& low, Pairs& high) {
         for (int part = 0; part < 4; ++part) {
             for (int i = 0; i < 4; ++i) {
                 low.element[8 * part + 2 * i] = a.element[8 * part + i];
@@ -139,7 +142,7 @@ struct Emulated512Bf16 : Emulated512 {
             }
         }
     }
-    static void natural_order(Vec& low, Vec& high) {
+    QUIRE_EMULATED void natural_order(Vec& low, Vec& high) {
         float columns[32];
         for (int i = 0; i < 16; ++i) {
             columns[8 * (i / 4) + i % 4] = low.lane[i];
@@ -148,16 +151,18 @@ struct Emulated512Bf16 : Emulated512 {
         std::memcpy(low.lane, columns, sizeof low.lane);
         std::memcpy(high.lane, columns + 16, sizeof high.lane);
     }
-    static void to_bf16(bf16* to, Vec v) {
+    QUIRE_EMULATED void to_bf16(bf16* to, Vec v) {
         for (int i = 0; i < 16; ++i) round_to(flush(v.lane[i]), to[i]);
     }
 
   private:
-    static float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
-    static float fused(bf16 a, bf16 b, float c) {
+    QUIRE_EMULATED float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+    QUIRE_EMULATED float fused(bf16 a, bf16 b, float c) {
         return flush(std::fma(flush(to_float(a)), flush(to_float(b)), flush(c)));
     }
 };
 
 }  // namespace
 }  // namespace quire
+
+#undef QUIRE_EMULATED

@@ -1,0 +1,80 @@
+// Attention over paged keys and values: write them to slots, read them through block tables.
+//
+// Not here: Python and torch (bindings/attention.cpp), the arithmetic (attention_kernel.hpp).
+//
+//   A1  Only blocks that a query of the call may see are read, and in them only tokens of the sequence: other slots may hold
+//       anything, NaN included, and table entries of other blocks may be -1.
+//   A2  The bits of an output row depend on the query row, its position, the keys and values it sees, the options and the
+//       variant; on nothing else (see attention_kernel.hpp).
+//   A3  std::invalid_argument before anything is written, or nothing thrown.
+//
+// Cost of a call: one read of the visible keys and values per row tile (up to 96 rows of one kv head share a read), plus
+// about 1 us and 50 ns per item of work.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/element.hpp"
+#include "kernels/isa.hpp"
+
+namespace quire {
+
+// One layer's keys or values: element (block, head, token, d) at data + block * block_stride + head * head_stride +
+// token * token_stride + d; strides in elements.
+struct PagedTensor {
+    unsigned char* data;
+    std::int64_t block_stride;
+    std::int64_t head_stride;
+    std::int64_t token_stride;
+    std::int64_t width;
+};
+
+struct PagedView {
+    PagedTensor k;
+    PagedTensor v;
+    Element element;
+    std::int64_t num_blocks;
+    std::int64_t num_kv_heads;
+    std::int64_t block_size;
+};
+
+// Rows of a step, as quire.attention.AttentionPlan states them.
+struct AttentionBatch {
+    const std::int32_t* query_start;      // [num_sequences + 1]
+    const std::int32_t* context_lengths;  // [num_sequences]
+    const std::int32_t* block_tables;     // [num_sequences, table_width]
+    std::int64_t num_sequences;
+    std::int64_t table_width;
+    int num_threads;
+};
+
+struct AttentionOptions {
+    float scale;
+    std::int64_t window;  // 0: none
+    std::int64_t chunk;   // 0: none
+    float softcap;        // 0: none
+    const float* sinks;   // [num_q_heads] or null
+};
+
+// [tokens, heads, width], the last dimension dense; strides in elements.
+struct TokenTensor {
+    unsigned char* data;
+    std::int64_t token_stride;
+    std::int64_t head_stride;
+};
+
+constexpr std::int64_t kMaxHeadWidth = 512;
+
+// k [num_tokens, num_kv_heads, k.width] and v (v.width), of the view's element, to distinct `slots`.
+void attention_write(const PagedView& view, const TokenTensor& k, const TokenTensor& v, const std::int64_t* slots, std::int64_t num_tokens,
+                     int num_threads);
+
+// out [tokens, num_q_heads, v.width] of query [tokens, num_q_heads, k.width], both of the view's element. `isa` must be
+// supported here.
+void attention_run(const PagedView& view, const TokenTensor& query, const TokenTensor& out, std::int64_t num_q_heads,
+                   const AttentionBatch& batch, const AttentionOptions& options, Isa isa);
+
+// Bytes per second at which all threads of the pool together read a buffer of `num_bytes`; the best of `repetitions`.
+double read_bandwidth(std::int64_t num_bytes, int repetitions);
+
+}  // namespace quire

@@ -1,0 +1,325 @@
+// One item of attention: tiles in order, heads within a tile, rows within a head; online softmax and the merge of
+// partials. A template over the two products of a variant (attention_lanes, attention_pairs, attention_tiles):
+//
+//   Simd, Element      the vector layer and the element in memory
+//   kBlockRows         rows of one product
+//   Products(k width, v width, rows of a head, Scratch&)   takes its scratch memory
+//   query_bytes()      of the packed query rows of a head;  pack_query(packed, row, query)
+//   begin(k, v, next_k, next_v, start, stop)  a head's tile: row pointers of its tokens, and of the ones to come; only
+//                                  tokens [start, stop) are seen by a query
+//   scores(packed, row, rows, start, stop, s)    s[r][token] for block `row` of the rows
+//   values(p, row, rows, start, stop, o, stride) o[r] += p[r] v
+//   finish(o, factor, out)         out = o * factor, rounded, in natural order
+#pragma once
+
+#include "kernels/attention_kernel.hpp"
+#include "kernels/simd.hpp"
+
+namespace quire {
+namespace {
+
+constexpr float kLog2E = 1.442695040888963f;
+constexpr float kMinusInfinity = -__builtin_inff();
+
+inline std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+inline std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
+
+// Cuts the thread's scratch memory into aligned pieces. Rows and widths have bounds, so it is enough for any item.
+class Scratch {
+  public:
+    template <class T>
+    T* take(std::int64_t count) {
+        auto* piece = reinterpret_cast<T*>(base_ + used_);
+        used_ += padded_to(count * static_cast<std::int64_t>(sizeof(T)), 64);
+        if (used_ > kScratchBytes) __builtin_trap();
+        return piece;
+    }
+
+  private:
+    unsigned char* base_ = attention_scratch();
+    std::int64_t used_ = 0;
+};
+
+// Rows' running softmax, see state_floats.
+struct RowStates {
+    RowStates(float* base, std::int64_t rows, std::int64_t width)
+        : m(base), l(base + state_rows(rows)), o(base + 2 * state_rows(rows)), stride(value_stride(width)), num_rows(rows) {}
+    void clear() {
+        for (std::int64_t r = 0; r < num_rows; ++r) m[r] = kMinusInfinity, l[r] = 0.0f;
+        std::memset(o, 0, static_cast<std::size_t>(state_rows(num_rows) * stride) * sizeof(float));
+    }
+    float* m;
+    float* l;
+    float* o;
+    std::int64_t stride;
+    std::int64_t num_rows;
+};
+
+template <class Products>
+class AttendItem {
+    using S = typename Products::Simd;
+    using Vec = typename S::Vec;
+    using Element = typename Products::Element;
+    static constexpr int kVectors = kTileTokens / S::kWidth;
+
+    // Where a tile's tokens lie (offsets of head 0, in elements), and which of them any row sees.
+    struct Tokens {
+        std::int64_t k[kTileTokens], v[kTileTokens];
+        int start, stop;
+    };
+    struct Rows {
+        const Element* k[kTileTokens];
+        const Element* v[kTileTokens];
+    };
+
+  public:
+    AttendItem(const AttentionJob& job, const AttentionItem& item)
+        : job_(job),
+          item_(item),
+          view_(*job.view),
+          options_(*job.options),
+          group_(job.num_q_heads / static_cast<int>(view_.num_kv_heads)),
+          rows_(item.row_stop - item.row_start),
+          heads_(item.head_stop - item.head_start),
+          products_(view_.k.width, view_.v.width, rows_, scratch_),
+          all_(scratch_.take<float>(state_floats(rows_ * heads_, view_.v.width)), rows_ * heads_, view_.v.width),
+          own_(scratch_.take<float>(state_floats(rows_ * heads_, view_.v.width))),
+          scores_(scratch_.take<float>(Products::kBlockRows * kTileTokens)),
+          queries_(scratch_.take<unsigned char>(products_.query_bytes() * heads_)) {
+        const std::int32_t* start = job.batch->query_start + item.sequence;
+        first_token_ = start[0];
+        first_position_ = job.batch->context_lengths[item.sequence] - (start[1] - start[0]);
+        table_ = job.batch->block_tables + item.sequence * job.batch->table_width;
+        k_ = reinterpret_cast<const Element*>(view_.k.data);
+        v_ = reinterpret_cast<const Element*>(view_.v.data);
+        zeros_ = reinterpret_cast<const Element*>(kZeroRow);
+        logit_scale_ = options_.softcap > 0.0f ? options_.scale / options_.softcap : options_.scale * kLog2E;
+        logit_cap_ = options_.softcap * kLog2E;
+    }
+
+    void run() {
+        pack_queries();
+        all_.clear();
+        const std::int64_t begin = larger(first_visible(options_, position(item_.row_start)),
+                                          std::int64_t{item_.partial_start} * kPartialTokens);
+        const std::int64_t end = smaller(position(item_.row_stop - 1) + 1, std::int64_t{item_.partial_stop} * kPartialTokens);
+        const std::int64_t first_tile = begin / kTileTokens, last_tile = (end - 1) / kTileTokens;
+        constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
+
+        Tokens tokens[2];
+        Rows rows[2];
+        int now = 0;
+        find_tokens(first_tile, begin, end, tokens[0]);
+        find_rows(tokens[0], item_.head_start, rows[0]);
+        for (std::int64_t tile = first_tile; tile <= last_tile; ++tile) {
+            RowStates states = partial_states(tile / kTiles);
+            if (tile == first_tile || tile % kTiles == 0) states.clear();
+            const Tokens& here = tokens[tile % 2 == first_tile % 2 ? 0 : 1];
+            Tokens& next = tokens[tile % 2 == first_tile % 2 ? 1 : 0];
+            if (tile < last_tile) find_tokens(tile + 1, begin, end, next);
+            for (int head = 0; head < heads_; ++head) {
+                // What comes after this head's tile: the next head, or the first one of the next tile.
+                const bool more_heads = head + 1 < heads_;
+                if (more_heads || tile < last_tile) {
+                    find_rows(more_heads ? here : next, item_.head_start + (more_heads ? head + 1 : 0), rows[1 - now]);
+                }
+                attend_tile(tile, head, here, rows[now], rows[1 - now], states);
+                now = 1 - now;
+            }
+            if (item_.split < 0 && (tile == last_tile || (tile + 1) % kTiles == 0)) merge(states);
+        }
+        if (item_.split < 0) {
+            write_out();
+        } else if (last_of_split()) {
+            merge_split();
+            write_out();
+        }
+    }
+
+  private:
+    std::int64_t position(std::int64_t row) const { return first_position_ + row / group_; }
+
+    void pack_queries() {
+        const auto* query = reinterpret_cast<const Element*>(job_.query->data);
+        for (int head = 0; head < heads_; ++head) {
+            for (int row = 0; row < rows_; ++row) {
+                const std::int64_t absolute = item_.row_start + row, q_head = (item_.head_start + head) * group_ + absolute % group_;
+                products_.pack_query(queries_ + head * products_.query_bytes(), row,
+                                     query + (first_token_ + absolute / group_) * job_.query->token_stride + q_head * job_.query->head_stride);
+            }
+        }
+    }
+
+    // State of the partial under way: the thread's own, or its place in the split's.
+    RowStates partial_states(std::int64_t partial) {
+        if (item_.split < 0) return RowStates(own_, all_.num_rows, view_.v.width);
+        return split_states(partial);
+    }
+
+    RowStates split_states(std::int64_t partial) {
+        const AttentionSplit& split = job_.splits[item_.split];
+        return RowStates(job_.states + split.offset + (partial - split.partial_start) * state_floats(all_.num_rows, view_.v.width),
+                         all_.num_rows, view_.v.width);
+    }
+
+    void find_tokens(std::int64_t tile, std::int64_t begin, std::int64_t end, Tokens& tokens) const {
+        const std::int64_t base = tile * kTileTokens;
+        tokens.start = static_cast<int>(larger(begin - base, 0));
+        tokens.stop = static_cast<int>(smaller(end - base, kTileTokens));
+        std::int64_t block = (base + tokens.start) / view_.block_size, offset = (base + tokens.start) % view_.block_size;
+        for (int t = tokens.start; t < tokens.stop;) {
+            const std::int64_t id = table_[block];
+            const std::int64_t k = id * view_.k.block_stride, v = id * view_.v.block_stride;
+            for (; t < tokens.stop && offset < view_.block_size; ++t, ++offset) {
+                tokens.k[t] = k + offset * view_.k.token_stride;
+                tokens.v[t] = v + offset * view_.v.token_stride;
+            }
+            ++block;
+            offset = 0;
+        }
+    }
+
+    void find_rows(const Tokens& tokens, int head, Rows& rows) const {
+        const Element* k = k_ + head * view_.k.head_stride;
+        const Element* v = v_ + head * view_.v.head_stride;
+        for (int t = 0; t < tokens.start; ++t) rows.k[t] = rows.v[t] = zeros_;
+        for (int t = tokens.start; t < tokens.stop; ++t) {
+            rows.k[t] = k + tokens.k[t];
+            rows.v[t] = v + tokens.v[t];
+        }
+        for (int t = tokens.stop; t < kTileTokens; ++t) rows.k[t] = rows.v[t] = zeros_;
+    }
+
+    void attend_tile(std::int64_t tile, int head, const Tokens& tokens, const Rows& rows, const Rows& next, RowStates& states) {
+        const std::int64_t base = tile * kTileTokens;
+        products_.begin(rows.k, rows.v, next.k, next.v, tokens.start, tokens.stop);
+        const unsigned char* query = queries_ + head * products_.query_bytes();
+        for (int row = 0, count; row < rows_; row += count) {
+            count = products_.block_rows(row);
+            const std::int64_t first = item_.row_start + row;
+            const int start = static_cast<int>(larger(first_visible(options_, position(first)) - base, 0));
+            const int stop = static_cast<int>(smaller(position(first + count - 1) + 1 - base, kTileTokens));
+            if (start >= stop) continue;
+            products_.scores(query, row, count, start, stop, scores_);
+            const std::int64_t state = head * rows_ + row;
+            for (int r = 0; r < count; ++r) soften(scores_ + r * kTileTokens, first + r, base, states, state + r);
+            products_.values(scores_, row, count, start, stop, states.o + state * states.stride, states.stride);
+        }
+    }
+
+    Vec logits(Vec score) const {
+        const Vec scaled = S::mul(score, S::broadcast(logit_scale_));
+        return options_.softcap > 0.0f ? S::mul(tanh<S>(scaled), S::broadcast(logit_cap_)) : scaled;
+    }
+
+    // A row's scores of a tile -> its p, by the online softmax; what it does not see gets p = 0.
+    void soften(float* s, std::int64_t row, std::int64_t base, RowStates& states, std::int64_t state) const {
+        const std::int64_t at = position(row), start = first_visible(options_, at) - base, stop = at + 1 - base;
+        const bool whole = start <= 0 && stop >= kTileTokens;
+        const int low = static_cast<int>(larger(start, 0)), high = static_cast<int>(larger(smaller(stop, kTileTokens), 0));
+        Vec x[kVectors], most = S::broadcast(kMinusInfinity);
+#pragma GCC unroll 8
+        for (int i = 0; i < kVectors; ++i) {
+            x[i] = logits(S::load(s + i * S::kWidth));
+            if (!whole) x[i] = S::within(x[i], low - i * S::kWidth, high - i * S::kWidth);
+            most = S::max(x[i], most);
+        }
+        const float before = states.m[state], tile_most = S::reduce_max(most), now = tile_most > before ? tile_most : before;
+        if (now == kMinusInfinity) {  // nothing seen in this partial so far
+            for (int i = 0; i < kVectors; ++i) S::store(s + i * S::kWidth, S::zero());
+            return;
+        }
+        Vec sum = S::zero();
+        const Vec top = S::broadcast(now);
+#pragma GCC unroll 8
+        for (int i = 0; i < kVectors; ++i) {
+            const Vec p = exp2_nonpositive<S>(S::sub(x[i], top));
+            S::store(s + i * S::kWidth, p);
+            sum = S::add(sum, p);
+        }
+        float l = states.l[state];
+        if (now > before) {
+            const float factor = S::first(exp2_nonpositive<S>(S::broadcast(before - now)));
+            float* o = states.o + state * states.stride;
+            const Vec factors = S::broadcast(factor);
+            for (std::int64_t d = 0; d < states.stride; d += S::kWidth) S::store(o + d, S::mul(S::load(o + d), factors));
+            l *= factor;
+            states.m[state] = now;
+        }
+        states.l[state] = l + S::reduce_add(sum);
+    }
+
+    static float weight(float m, float top) {
+        return m == kMinusInfinity ? 0.0f : S::first(exp2_nonpositive<S>(S::broadcast(m - top)));
+    }
+
+    // The next partial in order into (M, L, O).
+    void merge(const RowStates& part) {
+        for (std::int64_t r = 0; r < all_.num_rows; ++r) {
+            if (part.m[r] == kMinusInfinity) continue;
+            const float top = part.m[r] > all_.m[r] ? part.m[r] : all_.m[r];
+            const float a = weight(all_.m[r], top), b = weight(part.m[r], top);
+            float* o = all_.o + r * all_.stride;
+            const float* from = part.o + r * part.stride;
+            const Vec av = S::broadcast(a), bv = S::broadcast(b);
+            for (std::int64_t d = 0; d < all_.stride; d += S::kWidth) {
+                S::store(o + d, S::fma(bv, S::load(from + d), S::mul(av, S::load(o + d))));
+            }
+            all_.l[r] = S::first(S::fma(S::broadcast(b), S::broadcast(part.l[r]), S::broadcast(a * all_.l[r])));
+            all_.m[r] = top;
+        }
+    }
+
+    bool last_of_split() const {
+        const std::int32_t before = job_.items_done[item_.split].fetch_add(1, std::memory_order_acq_rel);
+        return before + 1 == job_.splits[item_.split].num_items;
+    }
+
+    void merge_split() {
+        const AttentionSplit& split = job_.splits[item_.split];
+        for (int i = 0; i < split.num_partials; ++i) merge(split_states(split.partial_start + i));
+    }
+
+    void write_out() {
+        auto* out = reinterpret_cast<Element*>(job_.out->data);
+        for (int head = 0; head < heads_; ++head) {
+            for (int row = 0; row < rows_; ++row) {
+                const std::int64_t state = head * rows_ + row, absolute = item_.row_start + row;
+                const std::int64_t q_head = (item_.head_start + head) * group_ + absolute % group_;
+                float l = all_.l[state], factor = 1.0f;
+                if (options_.sinks != nullptr) {
+                    const float sink = options_.sinks[q_head] * kLog2E, m = all_.m[state], top = sink > m ? sink : m;
+                    factor = weight(m, top);
+                    l = l * factor + weight(sink, top);
+                }
+                products_.finish(all_.o + state * all_.stride, factor / l,
+                                 out + (first_token_ + absolute / group_) * job_.out->token_stride + q_head * job_.out->head_stride);
+            }
+        }
+    }
+
+    const AttentionJob& job_;
+    const AttentionItem& item_;
+    const PagedView& view_;
+    const AttentionOptions& options_;
+    Scratch scratch_;
+    const int group_;
+    const int rows_;   // of one head
+    const int heads_;
+    Products products_;
+    RowStates all_;
+    float* own_;
+    float* scores_;
+    unsigned char* queries_;
+    std::int64_t first_token_;
+    std::int64_t first_position_;
+    const std::int32_t* table_;
+    const Element* k_;
+    const Element* v_;
+    const Element* zeros_;
+    float logit_scale_;
+    float logit_cap_;
+};
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,88 @@
+// The work of an attention call, cut into items, and what a variant gives to do them.
+//
+// One definition of the arithmetic of a query row:
+//   R1  tokens are counted from 0 of the sequence. A tile is 32 tokens, a partial 512, both at multiples of their size.
+//   R2  scores of a tile: float32 sums over d in the variant's lanes, folded by one tree; scale, soft cap, base-2 logits.
+//   R3  a partial starts with m = -inf, l = 0, o = 0 and takes its tiles in order: online softmax over the tile's lanes, then
+//       o += p v, tokens in order. Tiles and tokens that a row does not see add nothing to it.
+//   R4  partials are merged in order into (M, L, O), beginning with (-inf, 0, 0); then the sink; then O / L is rounded.
+// All of it is the same code and the same instructions for any number of rows, so which rows share an item, and which
+// thread runs it, cannot be seen in the result.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "kernels/attention.hpp"
+
+namespace quire {
+
+constexpr int kTileTokens = 32;
+constexpr int kPartialTokens = 512;
+constexpr int kItemRows = 96;  // query rows of an item, over all its heads
+
+// Rows [row_start, row_stop) of a sequence (row = token * group + query head within the group), for each kv head in
+// [head_start, head_stop), over partials [partial_start, partial_stop).
+struct AttentionItem {
+    std::int32_t sequence;
+    std::int32_t head_start, head_stop;
+    std::int32_t row_start, row_stop;
+    std::int32_t partial_start, partial_stop;
+    std::int32_t split;  // index into AttentionJob::splits, or -1: the item has all partials of its rows
+};
+
+// Rows whose partials several items compute: each leaves its states here, and the last to end merges them.
+struct AttentionSplit {
+    std::int64_t offset;  // of the first state in AttentionJob::states, in floats
+    std::int32_t partial_start, num_partials;
+    std::int32_t num_items;
+};
+
+struct AttentionJob {
+    const PagedView* view;
+    const TokenTensor* query;
+    const TokenTensor* out;
+    const AttentionBatch* batch;
+    const AttentionOptions* options;
+    std::int32_t num_q_heads;
+    const AttentionItem* items;
+    const AttentionSplit* splits;
+    std::atomic<std::int32_t>* items_done;  // of each split
+    float* states;
+};
+
+// State of rows: m [rows], l [rows], o [rows][value_stride].
+constexpr std::int64_t padded_to(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr std::int64_t value_stride(std::int64_t width) { return padded_to(width, 32); }
+constexpr std::int64_t state_rows(std::int64_t rows) { return padded_to(rows, 16); }
+constexpr std::int64_t state_floats(std::int64_t rows, std::int64_t width) { return state_rows(rows) * (2 + value_stride(width)); }
+
+// First position that a query at `position` sees.
+inline std::int64_t first_visible(const AttentionOptions& options, std::int64_t position) {
+    if (options.window > 0) return position >= options.window ? position - options.window + 1 : 0;
+    if (options.chunk > 0) return position - position % options.chunk;
+    return 0;
+}
+
+// Scratch memory of the calling thread, 64-byte aligned; the contents do not last.
+constexpr std::int64_t kScratchBytes = 1 << 20;
+unsigned char* attention_scratch();
+
+// A row of zeros: stands for tokens that are not to be read.
+extern const unsigned char kZeroRow[kMaxHeadWidth * 4];
+
+// Does item `index` of the job; one per variant.
+using AttentionVariant = void (*)(const AttentionJob& job, std::int64_t index);
+
+void attention_item_portable(const AttentionJob& job, std::int64_t index);
+void attention_item_emulated_avx512(const AttentionJob& job, std::int64_t index);
+void attention_item_emulated_avx512_bf16(const AttentionJob& job, std::int64_t index);  // bf16 only
+void attention_item_emulated_amx_bf16(const AttentionJob& job, std::int64_t index);     // bf16 only
+#if defined(__x86_64__)
+void attention_item_avx2(const AttentionJob& job, std::int64_t index);
+void attention_item_avx512(const AttentionJob& job, std::int64_t index);
+void attention_item_avx512_bf16(const AttentionJob& job, std::int64_t index);  // bf16 only
+void attention_item_amx_bf16(const AttentionJob& job, std::int64_t index);     // bf16 only
+#endif
+
+}  // namespace quire

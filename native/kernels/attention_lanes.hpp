@@ -1,0 +1,268 @@
+// Both products of attention in float32 lanes: portable, AVX2 and AVX-512, for every element type.
+//
+// Scores: lanes of d, kWidth of them, in order; then the fold tree. Values: lanes of d, tokens in order. One row or many
+// compute the same sums; many read keys and values that were widened to float32 once.
+#pragma once
+
+#include "kernels/attention_item.hpp"
+
+namespace quire {
+namespace {
+
+template <class S, class T>
+class LaneProducts {
+    static constexpr int kWidth = S::kWidth;
+    using Vec = typename S::Vec;
+
+  public:
+    using Simd = S;
+    using Element = T;
+    static constexpr int kBlockRows = 6;
+
+    LaneProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
+        : k_width_(static_cast<int>(k_width)),
+          v_width_(static_cast<int>(v_width)),
+          k_stride_(static_cast<int>(padded_to(k_width, 16))),
+          v_stride_(static_cast<int>(padded_to(v_width, 16))),
+          rows_(rows),
+          widened_(rows > kBlockRows && sizeof(T) < sizeof(float)),
+          folds_(scratch.take<float>(kBlockRows * kGroup * kWidth)) {
+        if (widened_) {
+            wide_k_ = scratch.take<float>(std::int64_t{kTileTokens} * k_stride_);
+            wide_v_ = scratch.take<float>(std::int64_t{kTileTokens} * v_stride_);
+        }
+    }
+
+    std::int64_t query_bytes() const { return std::int64_t{rows_} * k_stride_ * 4; }
+
+    void pack_query(unsigned char* packed, int row, const T* query) const {
+        widen(query, reinterpret_cast<float*>(packed) + std::int64_t{row} * k_stride_, k_width_, k_stride_);
+    }
+
+    int block_rows(int row) const { return rows_ - row < kBlockRows ? rows_ - row : rows_ % kBlockRows == 0 ? kBlockRows : even_rows(row); }
+
+    void begin(const T* const* k, const T* const* v, const T* const* next_k, const T* const* next_v, int start, int stop) {
+        k_ = k, v_ = v, next_k_ = next_k, next_v_ = next_v;
+        if (rows_ <= kBlockRows) return;
+        for (int t = 0; t < kTileTokens; ++t) {
+            prefetch(next_k[t], 0, k_width_);
+            prefetch(next_v[t], 0, v_width_);
+            if (!widened_) continue;
+            wide_k_rows_[t] = wide_k_ + t * k_stride_;
+            wide_v_rows_[t] = wide_v_ + t * v_stride_;
+            if (t < start / kGroup * kGroup || t >= padded_to(stop, kGroup)) continue;
+            widen(k[t], wide_k_ + t * k_stride_, k_width_, k_stride_);
+            widen(v[t], wide_v_ + t * v_stride_, v_width_, v_stride_);
+        }
+    }
+
+    void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) const {
+        const float* query = reinterpret_cast<const float*>(packed) + std::int64_t{row} * k_stride_;
+        if (widened_) {
+            scores_of(query, rows, wide_k_rows_, start, stop, s);
+        } else {
+            scores_of(query, rows, k_, start, stop, s);
+        }
+    }
+
+    void values(const float* p, int, int rows, int start, int stop, float* o, std::int64_t stride) const {
+        if (widened_) {
+            values_of(p, rows, wide_v_rows_, start, stop, o, stride);
+        } else {
+            values_of(p, rows, v_, start, stop, o, stride);
+        }
+    }
+
+    void finish(const float* o, float factor, T* out) const {
+        const Vec factors = S::broadcast(factor);
+        int d = 0;
+        for (; d + kWidth <= v_width_; d += kWidth) S::store(out + d, finished(o + d, factors));
+        if (d < v_width_) S::store_part(out + d, finished(o + d, factors), v_width_ - d);
+    }
+
+  private:
+    // Tokens folded together: no fewer than give each product enough independent sums.
+    static constexpr int kGroup = kWidth < 8 ? 8 : kWidth;
+    static constexpr bool kTails = kWidth > 8;  // widths are multiples of 8
+
+    // Tokens and vectors of d of a register tile with `rows` rows.
+    static constexpr int tile_tokens(int rows) {
+        constexpr int kMost = S::kRegisters == 32 ? 4 : 2;
+        return rows == 1 ? 4 * kMost : rows <= 3 ? 2 * kMost : kMost;
+    }
+    static constexpr int tile_vectors(int rows) { return tile_tokens(rows); }
+
+    // Blocks as even as they can be: 8 rows are 4 + 4, not 6 + 2.
+    int even_rows(int row) const {
+        const int blocks = (rows_ + kBlockRows - 1) / kBlockRows, most = (rows_ + blocks - 1) / blocks;
+        return rows_ - row < most ? rows_ - row : most;
+    }
+
+    // + 0.0f: a sum of no terms and a sum of zeros are the same zero.
+    static Vec finished(const float* o, Vec factors) { return S::add(S::mul(S::load(o), factors), S::zero()); }
+
+    static void widen(const T* from, float* to, int width, int padded) {
+        int d = 0;
+        for (; d + kWidth <= width; d += kWidth) S::store(to + d, S::load(from + d));
+        if constexpr (kTails) {
+            if (d < width) S::store(to + d, S::load_part(from + d, width - d)), d += kWidth;
+        }
+        for (; d < padded; d += kWidth) S::store(to + d, S::zero());
+    }
+
+    // Cache lines of elements [from, to) of a row.
+    static void prefetch(const T* row, int from, int to) {
+        constexpr int kLine = 64 / static_cast<int>(sizeof(T));
+        for (int d = (from + kLine - 1) / kLine * kLine; d < to; d += kLine) S::prefetch(row + d);
+    }
+
+    template <class E>
+    void scores_of(const float* query, int rows, const E* const* k, int start, int stop, float* s) const {
+        switch (rows) {
+            case 1: return scores_tile<1>(query, k, start, stop, s);
+            case 2: return scores_tile<2>(query, k, start, stop, s);
+            case 3: return scores_tile<3>(query, k, start, stop, s);
+            case 4: return scores_tile<4>(query, k, start, stop, s);
+            case 5: return scores_tile<5>(query, k, start, stop, s);
+            default: return scores_tile<6>(query, k, start, stop, s);
+        }
+    }
+
+    template <int kRows, class E>
+    void scores_tile(const float* query, const E* const* k, int start, int stop, float* s) const {
+        constexpr int kTokens = tile_tokens(kRows);
+        static_assert(kGroup % kTokens == 0 && kTileTokens % kGroup == 0);
+        for (int group = start / kGroup * kGroup; group < stop; group += kGroup) {
+            for (int t = 0; t < kGroup; t += kTokens) {
+                const E* key[kTokens];
+                Vec sum[kRows][kTokens];
+#pragma GCC unroll 16
+                for (int n = 0; n < kTokens; ++n) {
+                    key[n] = k[group + t + n];
+                    if (rows_ <= kBlockRows) prefetch(next_k_[group + t + n], 0, k_width_);
+#pragma GCC unroll 8
+                    for (int r = 0; r < kRows; ++r) sum[r][n] = S::zero();
+                }
+                int d = 0;
+                for (; d + kWidth <= k_width_; d += kWidth) {
+                    multiply_scores<kRows, kTokens>(query + d, key, sum, [d](const E* from) { return S::load(from + d); });
+                }
+                if constexpr (kTails) {
+                    const int rest = k_width_ - d;
+                    if (rest > 0) {
+                        multiply_scores<kRows, kTokens>(query + d, key, sum, [d, rest](const E* from) { return S::load_part(from + d, rest); });
+                    }
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+                    for (int n = 0; n < kTokens; ++n) S::store(folds_ + (r * kGroup + t + n) * kWidth, sum[r][n]);
+                }
+            }
+            for (int r = 0; r < kRows; ++r) {
+                for (int t = 0; t < kGroup; t += kWidth) {
+                    S::store(s + r * kTileTokens + group + t, S::fold(folds_ + (r * kGroup + t) * kWidth));
+                }
+            }
+        }
+    }
+
+    template <int kRows, int kTokens, class E, class Load>
+    __attribute__((always_inline)) void multiply_scores(const float* query, const E* const (&key)[kTokens], Vec (&sum)[kRows][kTokens],
+                                                        Load load) const {
+        Vec loaded[kTokens];
+#pragma GCC unroll 16
+        for (int n = 0; n < kTokens; ++n) loaded[n] = load(key[n]);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const Vec q = S::load(query + r * k_stride_);
+#pragma GCC unroll 16
+            for (int n = 0; n < kTokens; ++n) sum[r][n] = S::fma(q, loaded[n], sum[r][n]);
+        }
+    }
+
+    template <class E>
+    void values_of(const float* p, int rows, const E* const* v, int start, int stop, float* o, std::int64_t stride) const {
+        switch (rows) {
+            case 1: return values_tile<1>(p, v, start, stop, o, stride);
+            case 2: return values_tile<2>(p, v, start, stop, o, stride);
+            case 3: return values_tile<3>(p, v, start, stop, o, stride);
+            case 4: return values_tile<4>(p, v, start, stop, o, stride);
+            case 5: return values_tile<5>(p, v, start, stop, o, stride);
+            default: return values_tile<6>(p, v, start, stop, o, stride);
+        }
+    }
+
+    template <int kRows, class E>
+    void values_tile(const float* p, const E* const* v, int start, int stop, float* o, std::int64_t stride) const {
+        constexpr int kVectors = tile_vectors(kRows), kStep = kVectors * kWidth;
+        int d = 0;
+        for (; d + kStep <= v_width_; d += kStep) {
+            values_columns<kRows, kVectors>(p, v, start, stop, o + d, stride, d, [d](const E* row, int i) { return S::load(row + d + i * kWidth); });
+        }
+        for (; d + kWidth <= v_width_; d += kWidth) {
+            values_columns<kRows, 1>(p, v, start, stop, o + d, stride, d, [d](const E* row, int) { return S::load(row + d); });
+        }
+        if constexpr (kTails) {
+            const int rest = v_width_ - d;
+            if (rest > 0) {
+                values_columns<kRows, 1>(p, v, start, stop, o + d, stride, d, [d, rest](const E* row, int) { return S::load_part(row + d, rest); });
+            }
+        }
+    }
+
+    template <int kRows, int kVectors, class E, class Load>
+    __attribute__((always_inline)) void values_columns(const float* p, const E* const* v, int start, int stop, float* o, std::int64_t stride,
+                                                       int column, Load load) const {
+        Vec sum[kRows][kVectors];
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+            for (int i = 0; i < kVectors; ++i) sum[r][i] = S::load(o + r * stride + i * kWidth);
+        }
+        for (int t = start; t < stop; ++t) {
+            const E* row = v[t];
+            if (rows_ <= kBlockRows) prefetch(next_v_[t], column, column + kVectors * kWidth < v_width_ ? column + kVectors * kWidth : v_width_);
+            Vec loaded[kVectors];
+#pragma GCC unroll 16
+            for (int i = 0; i < kVectors; ++i) loaded[i] = load(row, i);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) {
+                const Vec weight = S::broadcast(p[r * kTileTokens + t]);
+#pragma GCC unroll 16
+                for (int i = 0; i < kVectors; ++i) sum[r][i] = S::fma(weight, loaded[i], sum[r][i]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+            for (int i = 0; i < kVectors; ++i) S::store(o + r * stride + i * kWidth, sum[r][i]);
+        }
+    }
+
+    const int k_width_, v_width_;
+    const int k_stride_, v_stride_;  // floats of a packed query, of a widened key and value
+    const int rows_;
+    const bool widened_;
+    float* folds_;
+    float* wide_k_ = nullptr;
+    float* wide_v_ = nullptr;
+    const float* wide_k_rows_[kTileTokens];
+    const float* wide_v_rows_[kTileTokens];
+    const T* const* k_ = nullptr;
+    const T* const* v_ = nullptr;
+    const T* const* next_k_ = nullptr;
+    const T* const* next_v_ = nullptr;
+};
+
+template <class S>
+void attend_in_lanes(const AttentionJob& job, std::int64_t index) {
+    switch (job.view->element) {
+        case Element::f32: return AttendItem<LaneProducts<S, float>>(job, job.items[index]).run();
+        case Element::bf16: return AttendItem<LaneProducts<S, bf16>>(job, job.items[index]).run();
+        case Element::f16: return AttendItem<LaneProducts<S, f16>>(job, job.items[index]).run();
+    }
+}
+
+}  // namespace
+}  // namespace quire

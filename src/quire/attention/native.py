@@ -1,0 +1,142 @@
+"""Attention in C++ (native/kernels): the same contract as `reference`, at the speed of the memory.
+
+Not here: the arithmetic, and how a call is cut up for the threads.
+
+Tensors cross as addresses. What does not change between calls - a view, a plan, a layer's options - crosses once and is
+kept on the object it was made from.
+
+Cost: about 3 us a call beside the work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire import _native
+from quire.attention.checks import check_run, check_write
+from quire.attention.options import AttentionOptions
+from quire.attention.plan import AttentionPlan
+from quire.errors import ArgumentError
+from quire.memory.view import KVView
+
+__all__ = ["run", "write"]
+
+_HANDLE = "_native_handle"
+
+
+def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store new keys and values in their slots, rounded to the storage's dtype.
+
+    Args:
+        k: [T, num_kv_heads, k_head_dim]; v: [T, num_kv_heads, v_head_dim].
+        slot_mapping: int64 [T], distinct.
+    """
+    handle = view.__dict__.get(_HANDLE) or _view(view)
+    if k.dtype is not view.k.dtype or v.dtype is not view.k.dtype:
+        k, v = k.to(view.dtype), v.to(view.dtype)
+    num_tokens = slot_mapping.numel()
+    heads, k_width, v_width = view.__dict__["_native_shape"]
+    if (
+        k.shape != (num_tokens, heads, k_width)
+        or v.shape != (num_tokens, heads, v_width)
+        or slot_mapping.dtype is not torch.int64
+        or slot_mapping.dim() != 1
+    ):
+        check_write(view, k, v, slot_mapping)
+    k_token, k_head, k_element = k.stride()
+    v_token, v_head, v_element = v.stride()
+    if k_element != 1 or v_element != 1:
+        return write(view, k.contiguous(), v.contiguous(), slot_mapping)
+    slots = slot_mapping.contiguous()
+    try:
+        _native.attention_write(
+            handle, k.data_ptr(), k_token, k_head, v.data_ptr(), v_token, v_head, slots.data_ptr(), num_tokens,
+            torch.get_num_threads(),
+        )  # fmt: skip
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+
+
+def run(
+    view: KVView,
+    query: torch.Tensor,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of every query row over its sequence's tokens in the view.
+
+    Args:
+        query: [T, num_q_heads, k_head_dim] of the view's dtype, row i of sequence s at position
+            context_lengths[s] - q_len + i.
+        out: [T, num_q_heads, v_head_dim] of query's dtype, to write into; made if not given.
+
+    Returns:
+        [T, num_q_heads, v_head_dim] in the dtype of `query`.
+    """
+    handle = view.__dict__.get(_HANDLE) or _view(view)
+    batch = plan.__dict__.get(_HANDLE) or _batch(plan)
+    settings = options.__dict__.get(_HANDLE) or _settings(options)
+    check_run(view, query, plan, options, out)
+    if query.dtype is not view.k.dtype:
+        raise ArgumentError(
+            f"expected a query of the dtype of the keys and values, {view.dtype}, got {query.dtype}"
+        )
+    num_tokens, num_q_heads, _ = query.shape
+    target = out
+    if target is None:
+        target = query.new_empty((num_tokens, num_q_heads, view.v.shape[3]))
+    token, head, element = query.stride()
+    out_token, out_head, out_element = target.stride()
+    if element != 1:
+        return run(view, query.contiguous(), plan, options, out=out)
+    if out_element != 1:
+        raise ArgumentError(f"expected out with a dense last dimension, got strides {target.stride()}")
+    try:
+        _native.attention_run(
+            handle, query.data_ptr(), token, head, target.data_ptr(), out_token, out_head, num_q_heads, batch, settings
+        )  # fmt: skip
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+    return target
+
+
+def _keep(owner: object, handle: Any) -> Any:
+    object.__setattr__(owner, _HANDLE, handle)
+    return handle
+
+
+def _view(view: KVView) -> Any:
+    k, v = view.k, view.v
+    if k.device.type != "cpu":
+        raise ArgumentError(f"expected keys and values on the CPU, got {k.device}")
+    try:
+        handle = _native.PagedView(
+            str(view.dtype).removeprefix("torch."), view.num_blocks, view.num_kv_heads, view.block_size,
+            k.data_ptr(), k.shape[3], *k.stride()[:3], v.data_ptr(), v.shape[3], *v.stride()[:3],
+        )  # fmt: skip
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+    object.__setattr__(view, "_native_shape", (view.num_kv_heads, view.k_head_dim, view.v_head_dim))
+    return _keep(view, handle)
+
+
+def _batch(plan: AttentionPlan) -> Any:
+    return _keep(
+        plan,
+        _native.AttentionBatch(
+            plan.query_start.data_ptr(), plan.context_lengths.data_ptr(), plan.block_tables.data_ptr(),
+            plan.num_sequences, plan.block_tables.shape[1], plan.num_threads,
+        ),
+    )  # fmt: skip
+
+
+def _settings(options: AttentionOptions) -> Any:
+    sinks = 0 if options.sinks is None else options.sinks.data_ptr()
+    return _keep(
+        options,
+        _native.AttentionOptions(options.scale, options.window, options.chunk, options.softcap, sinks),
+    )

@@ -1,0 +1,68 @@
+"""What a layer's attention does beyond plain causal attention.
+
+Not a kernel and not a plan: the settings of a layer, which stay the same from step to step.
+
+A query at position q sees the key at position k if k <= q and
+    window = w > 0:  q - k < w
+    chunk  = c > 0:  k // c == q // c
+and its score is  x = scale * <q, k>, then  softcap * tanh(x / softcap)  where softcap > 0. A head's sink is a score
+without a value: it takes part in the softmax's denominator only (and is not capped).
+
+Cost: none per call; validated once, when built.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from quire.errors import ArgumentError
+
+__all__ = ["AttentionOptions"]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """Settings of one layer.
+
+    Args:
+        scale: factor of the scores (usually head_dim ** -0.5).
+        window: keys a query sees at most, itself counted; 0 for all.
+        chunk: a query sees only keys of its own chunk of this many positions; 0 for all.
+        softcap: bound of the scores; 0.0 for none.
+        sinks: float32 [num_q_heads], or None.
+    """
+
+    scale: float
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise ArgumentError(f"expected a finite attention scale, got {self.scale}")
+        if self.window < 0 or self.chunk < 0 or (self.window and self.chunk):
+            raise ArgumentError(
+                "expected a window or a chunk of a positive number of tokens, or 0 for neither, "
+                f"got window={self.window} and chunk={self.chunk}"
+            )
+        if not (math.isfinite(self.softcap) and self.softcap >= 0):
+            raise ArgumentError(f"expected a soft cap of at least 0, got {self.softcap}")
+        if self.sinks is not None:
+            if self.sinks.dim() != 1 or self.sinks.dtype != torch.float32:
+                raise ArgumentError(
+                    "expected attention sinks as float32 [num_q_heads], "
+                    f"got {self.sinks.dtype} {tuple(self.sinks.shape)}"
+                )
+            object.__setattr__(self, "sinks", self.sinks.detach().contiguous())
+
+    def first_visible(self, position: int) -> int:
+        """Position of the first key that the query at `position` sees."""
+        if self.window:
+            return max(0, position - self.window + 1)
+        if self.chunk:
+            return position - position % self.chunk
+        return 0

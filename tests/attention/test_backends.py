@@ -1,0 +1,36 @@
+"""Which back end is taken, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from quire.attention import backend, reference
+from quire.errors import ArgumentError, BackendError
+
+
+def test_python_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend("python") is reference
+    monkeypatch.setenv("QUIRE_BACKEND", "python")
+    assert backend() is reference
+
+
+def test_without_the_extension_python_is_taken_and_native_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_BACKEND", raising=False)
+    monkeypatch.setitem(sys.modules, "quire.attention.native", None)
+    assert backend() is reference
+    with pytest.raises(BackendError, match="scripts/build-native"):
+        backend("native")
+    monkeypatch.setenv("QUIRE_BACKEND", "native")
+    with pytest.raises(BackendError, match="backend='python'"):
+        backend()
+    assert backend("python") is reference
+
+
+def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match="python or native, got 'cuda' in backend="):
+        backend("cuda")
+    monkeypatch.setenv("QUIRE_BACKEND", "fast")
+    with pytest.raises(ArgumentError, match="QUIRE_BACKEND"):
+        backend()

@@ -1,0 +1,259 @@
+"""The native attention kernels: they agree with the torch reference, and a query row has one value, bit for bit.
+
+The bits of a row must not depend on what is computed beside it: alone or in a batch, decoded or in a prefill cut
+anywhere, through blocks of any size and order, on any number of threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.paged_case import Case, Shape, make_case, page, repage, shapes, tolerance
+
+from quire.attention import backend, reference
+from quire.errors import ArgumentError, BackendError
+
+try:
+    native = backend("native")
+except BackendError as error:
+    pytest.skip(f"the native extension is not built: {error}", allow_module_level=True)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# A variant's own process runs fewer examples: the variants share all but the arithmetic.
+EXAMPLES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "100"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(case: Case) -> torch.Tensor:
+    return native.run(case.view, case.query, case.plan, case.options)
+
+
+def assert_agrees(case: Case) -> None:
+    want = reference.run(case.view, case.query.float(), case.plan, case.options)
+    got = run(case)
+    assert got.dtype == case.query.dtype
+    bound = tolerance(case.shape.dtype)
+    torch.testing.assert_close(got.float(), want, rtol=bound, atol=bound, msg=lambda m: f"{case.shape}\n{m}")
+
+
+def assert_same_bits(got: torch.Tensor, want: torch.Tensor, what: object) -> None:
+    assert not bool(torch.isnan(want).any()), what
+    if not torch.equal(got, want):
+        rows = (got != want).flatten(1).any(1).nonzero().flatten().tolist()
+        raise AssertionError(
+            f"{len(rows)} of {got.shape[0]} rows differ, first {rows[:5]}, "
+            f"by at most {(got - want).abs().max():.3g}: {what}"
+        )
+
+
+def chunks(case: Case, spans: list[tuple[int, int]], **changes: object) -> torch.Tensor:
+    """Rows `spans` of a case of one sequence, as that many sequences of one batch, each in blocks of its own."""
+    lengths = tuple((stop, stop - start) for start, stop in spans)
+    shape = replace(case.shape, lengths=lengths, **changes)
+    k, v = ([tokens[0][:stop] for _, stop in spans] for tokens in (case.k, case.v))
+    view, plan = page(shape, k, v, case.options, torch.Generator().manual_seed(len(spans)))
+    query = torch.cat([case.query[start:stop] for start, stop in spans])
+    return native.run(view, query, plan, case.options)
+
+
+# --- parity -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(shapes())
+def test_agrees_on_random_batches(shape: Shape) -> None:
+    assert_agrees(make_case(shape))
+
+
+@settings(max_examples=EXAMPLES // 8, deadline=None)
+@given(shapes(max_context=3000, max_dim=4), st.integers(1, 5))
+def test_agrees_on_long_contexts(shape: Shape, num_rows: int) -> None:
+    lengths = tuple((context, min(new, num_rows)) for context, new in shape.lengths)
+    assert_agrees(make_case(replace(shape, lengths=lengths, group=min(shape.group, 4))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_agrees_for_every_width_of_a_head(dtype: torch.dtype) -> None:
+    for dim in range(8, 513, 8):
+        other = 520 - dim
+        for widths in ({"k_dim": dim, "v_dim": dim}, {"k_dim": dim, "v_dim": other}):
+            lengths = ((37, 1), (19, 5))
+            assert_agrees(make_case(Shape(lengths=lengths, dtype=dtype, group=3, seed=dim, **widths)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_agrees_for_every_number_of_query_heads_in_a_group(dtype: torch.dtype) -> None:
+    for group in [*range(1, 18), 24, 31, 32, 33, 64, 71]:
+        shape = Shape(lengths=((50, 1), (33, 7)), dtype=dtype, group=group, num_kv_heads=1, seed=group)
+        assert_agrees(make_case(shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("limits", [{}, {"window": 700}, {"chunk": 512}])
+def test_agrees_on_a_long_prefill(dtype: torch.dtype, limits: dict[str, int]) -> None:
+    shape = Shape(
+        lengths=((1100, 1100), (900, 500)), dtype=dtype, k_dim=64, v_dim=64, num_threads=2, **limits
+    )
+    assert_agrees(make_case(shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_agrees_on_extreme_scores(dtype: torch.dtype) -> None:
+    """Softmaxes that are all in one token, and a sink that takes nearly everything."""
+    case = make_case(Shape(lengths=((300, 300),), dtype=dtype, scale=30.0, sinks=True))
+    assert_agrees(case)
+    sinks = torch.tensor([80.0, -80.0, 0.0, -torch.inf])
+    assert_agrees(replace(case, options=replace(case.options, sinks=sinks, scale=0.1)))
+    assert_agrees(replace(case, options=replace(case.options, scale=0.0)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["packed", "split"])
+def test_writes_the_references_bits(dtype: torch.dtype, layout: str) -> None:
+    for size, dim in ((1, 8), (16, 64), (7, 24), (512, 128)):
+        shape = Shape(
+            lengths=((60, 1),), dtype=dtype, block_size=size, layout=layout, k_dim=dim, v_dim=dim + 8
+        )
+        ours, theirs = make_case(shape).view, make_case(shape).view
+        slots = torch.randperm(ours.num_blocks * size)[:45]
+        for tokens in (45, 1):
+            # As a model's projections come: heads before tokens, so the rows are not contiguous.
+            k = torch.randn(2, tokens, dim).to(dtype).transpose(0, 1)
+            v = torch.randn(2, tokens, dim + 8).to(dtype).transpose(0, 1)
+            native.write(ours, k, v, slots[:tokens])
+            reference.write(theirs, k, v, slots[:tokens])
+            native.write(ours, k.contiguous(), v.contiguous(), slots[:tokens])
+        torch.testing.assert_close(ours.k, theirs.k, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(ours.v, theirs.v, rtol=0, atol=0, equal_nan=True)
+
+
+def test_takes_a_query_with_heads_before_tokens_and_writes_into_out() -> None:
+    case = make_case(Shape(lengths=((90, 40), (50, 1)), dtype=torch.bfloat16, k_dim=64, v_dim=64))
+    want = run(case)
+    strided = replace(case, query=case.query.transpose(0, 1).contiguous().transpose(0, 1))
+    assert_same_bits(run(strided), want, "strided query")
+    out = torch.full_like(want, float("nan"))
+    assert native.run(case.view, case.query, case.plan, case.options, out=out) is out
+    assert_same_bits(out, want, "out")
+
+
+def test_refuses_what_does_not_fit_and_changes_nothing() -> None:
+    case = make_case(Shape(lengths=((20, 2),), block_size=8))
+    before = case.view.k.clone()
+    slots = torch.arange(20)
+    for k, v, bad_slots in (
+        (case.k[0][:, :1], case.v[0], slots),
+        (case.k[0], case.v[0][..., :8], slots),
+        (case.k[0], case.v[0], slots - 1),
+        (case.k[0], case.v[0], slots + case.view.num_blocks * 8 - 19),
+    ):
+        with pytest.raises(ArgumentError, match="expected"):
+            native.write(case.view, k, v, bad_slots)
+    torch.testing.assert_close(case.view.k, before, rtol=0, atol=0, equal_nan=True)
+    for changes in (
+        {"query": case.query[:1]},
+        {"query": case.query[:, :3]},
+        {"options": replace(case.options, sinks=torch.zeros(3))},
+        {"plan": replace(case.plan, block_tables=torch.full_like(case.plan.block_tables, 10**6))},
+        {"plan": replace(case.plan, block_tables=torch.full_like(case.plan.block_tables, -1))},
+    ):
+        with pytest.raises(ArgumentError, match="expected"):
+            run(replace(case, **changes))
+
+
+# --- one definition of the arithmetic of a query row ------------------------------------------------------------------
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(shapes(max_context=300, max_sequences=1), st.data())
+def test_a_row_has_the_same_bits_however_it_is_computed(shape: Shape, data: st.DataObject) -> None:
+    length = shape.lengths[0][0]
+    case = make_case(replace(shape, lengths=((length, length),), num_threads=1))
+    want = run(case)
+
+    cuts = sorted(data.draw(st.sets(st.integers(1, length), max_size=5), label="cuts") | {0, length})
+    spans = list(itertools.pairwise(cuts))
+    changes = {
+        "block_size": data.draw(st.sampled_from([1, 5, 16, 32, 100, 512]), label="block size"),
+        "layout": data.draw(st.sampled_from(["packed", "split"]), label="layout"),
+        "num_threads": data.draw(st.sampled_from([1, 2]), label="threads"),
+    }
+    together = chunks(case, spans, **changes)
+    assert_same_bits(together, want, f"{spans} in one batch, {changes}")
+    apart = torch.cat([chunks(case, [span], **changes) for span in spans])
+    assert_same_bits(apart, want, f"{spans} in steps, {changes}")
+    rows = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=4), label="rows")
+    alone = torch.cat([chunks(case, [(row, row + 1)], **changes) for row in rows])
+    assert_same_bits(alone, want[rows], f"rows {rows} decoded alone, {changes}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("limits", [{}, {"window": 512}, {"chunk": 400}, {"softcap": 5.0, "sinks": True}])
+def test_long_sequences_have_the_same_bits(dtype: torch.dtype, limits: dict) -> None:
+    length = 2500
+    shape = Shape(
+        lengths=((length, length),), dtype=dtype, num_kv_heads=1, group=2, k_dim=64, v_dim=64, **limits
+    )
+    case = make_case(shape)
+    want = run(case)
+    assert_same_bits(run(repage(case, num_threads=2)), want, "two threads")
+    assert_same_bits(run(repage(case, block_size=1)), want, "blocks of one token")
+    spans = [(0, 700), (700, 701), (701, 733), (733, 2049), (2049, 2500)]
+    assert_same_bits(chunks(case, spans, num_threads=2), want, "chunks in one batch")
+    rows = [0, 15, 16, 127, 128, 511, 512, 1023, 1024, 2047, 2048, 2499]
+    decoded = chunks(case, [(row, row + 1) for row in rows], num_threads=2)
+    assert_same_bits(decoded, want[rows], "decoded in one batch")
+    alone = torch.cat([chunks(case, [(row, row + 1)]) for row in rows])
+    assert_same_bits(alone, want[rows], "decoded alone")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_query_heads_in_a_group_does_not_touch_a_row(dtype: torch.dtype) -> None:
+    """Rows that share a product (the heads of a group) do not mix."""
+    case = make_case(Shape(lengths=((200, 60),), dtype=dtype, num_kv_heads=1, group=12, k_dim=80, v_dim=80))
+    want = run(case)
+    for heads in ([0], [3, 4, 5], list(range(11))):
+        few = replace(case, query=case.query[:, heads])
+        assert_same_bits(run(few), want[:, heads], f"heads {heads}")
+
+
+# --- variants ---------------------------------------------------------------------------------------------------------
+
+
+def other_variants() -> list[str]:
+    from quire import _native
+
+    return [isa for isa in _native.supported_isas() if isa != _native.isa()]
+
+
+@pytest.mark.skipif("QUIRE_ISA" in os.environ, reason="this run forces a variant itself")
+@pytest.mark.parametrize("isa", other_variants())
+def test_every_variant_that_can_run_here(isa: str) -> None:
+    """This file once more, in a process of its own: a process uses one instruction set."""
+    environment = {**os.environ, "QUIRE_ISA": isa, "QUIRE_TEST_EXAMPLES": "24", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(Path(__file__))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, f"QUIRE_ISA={isa}\n{done.stdout[-4000:]}\n{done.stderr[-1000:]}"
+    assert "passed" in done.stdout
