@@ -320,7 +320,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_plans(plans, chosen, num_lookahead)
         if fits:
             assert self.cache.num_free_blocks >= available - needed
-        step = Step(plans[0], [], [])
+        step = Step(plans[0], [sequence.handles[0].id for sequence, _ in chosen], [], [])
         for sequence, num_new in chosen:
             stop = sequence.computed + num_new
             known = sequence.content.tokens[stop : stop + num_lookahead]
@@ -332,6 +332,10 @@ class CacheMachine(RuleBasedStateMachine):
             sequence.admitted = True
             step.digests.append(content.digests())
             step.starts.append(sequence.computed)
+        written = dict(self.storage.touched(step, written_only=True))
+        for earlier in self.pending:
+            for slot, owner in self.storage.touched(earlier, written_only=False):
+                assert written.get(slot, owner) == owner, f"slot {slot} is in use by step {earlier.plan.step}"
         self.pending.append(step)
         if not self.overlapped:
             self.run_steps(self.newest_step)
