@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.cache.cache import Cache
 from support.fake_model import VOCAB, FakeRunner, FakeTokenizer, full_spec
 
+from quire.cache.cache import Cache
 from quire.engine.engine import Engine
 from quire.engine.request import RequestOutput
 from quire.spec import KVSpec
