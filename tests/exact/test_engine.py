@@ -16,7 +16,7 @@ from support.architectures import ALL
 from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
 
 from quire import LLM, Cache, SamplingParams
-from quire.backends import native_module
+from quire.cache.backends import native_module
 from quire.engine.capacity import num_units_for
 from quire.engine.scheduled_step import ScheduledStep
 
