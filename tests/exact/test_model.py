@@ -11,10 +11,13 @@ from support.hand_loop import Loop
 from quire.model import PreparedModel, load
 
 
+@pytest.mark.parametrize("backend", ["python", "native"])
 @pytest.mark.parametrize("name", ALL)
-def test_tokens_and_logits_are_those_of_generate(name: str) -> None:
+def test_tokens_and_logits_are_those_of_generate(name: str, backend: str) -> None:
+    if backend == "native":
+        pytest.importorskip("quire.attention.native", exc_type=ImportError)
     model, tokens, logits = expected(name)
-    prepared = PreparedModel(load((model, None)), backend="python")
+    prepared = PreparedModel(load((model, None)), backend=backend)
     loop = Loop(prepared, PROMPTS, preempt_at=8)
     got_tokens, got_logits = loop.run(MAX_TOKENS)
     prepared.restore()

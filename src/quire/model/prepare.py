@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from quire.attention import AttentionBackend
+from quire.attention import AttentionBackend, reference
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.paged import PagedStorage
 from quire.model import attention_function, rope
+from quire.model.linear import choose_packing, pack_linears
 from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
 from quire.model.probe import probe
@@ -142,6 +143,9 @@ class PreparedModel:
         model.eval()
         self._undo.append(lambda: model.train(training) and None)
         self._undo.append(rope.freeze(model, self.max_model_len))
+        if self.attention is not reference or choose_packing(self.loaded.dtype) != "native":
+            # The python back end leaves the extension's kernels alone where they are built.
+            self._undo.append(pack_linears(model))
 
     @contextmanager
     def _switched(self, name: str = attention_function.NAME) -> Iterator[None]:
