@@ -312,7 +312,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.stats() == before
             sequence, num_new = chosen[0]
             num_blocks = -(-(sequence.computed + num_new + num_lookahead) // self.size)
-            if len(self.open_sequences) == 1 and not before["leased"]:
+            if len(self.open_sequences) == 1 and not self.pending:
                 assert num_blocks * self.num_groups > self.num_blocks, "what fits runs alone"
             return False
         assert fits or alone
