@@ -110,6 +110,12 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
 }  # fmt: skip
 
 ALL = tuple(_ARCHITECTURES)
+# What the default suite proves on the engine, both back ends; the rest are run by hand there, and all of them in CI.
+CORE = (
+    "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm4", "gpt2", "gpt_neox",
+    "gpt_oss", "granite", "hunyuan_v1_dense", "llama", "llama4_text", "mimo_v2_flash", "mistral", "mixtral", "olmo2",
+    "opt", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
 
 
 def tiny(name: str) -> PreTrainedModel:

@@ -21,9 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from quire.config import spec_of
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.spec import DTYPE_BYTES, KVSpec
+from quire.spec.config import spec_of
 
 __all__ = ["EMBEDDED", "LoadedModel", "load"]
 

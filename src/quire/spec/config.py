@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, LoadError, UnsupportedModelError
-from quire.spec import DTYPE_BYTES, KVSpec, LayerSpec, Retention
+from quire.spec.kv_spec import DTYPE_BYTES, KVSpec, LayerSpec, Retention
 
 __all__ = ["read_config", "spec_of"]
 

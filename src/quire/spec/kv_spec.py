@@ -128,7 +128,7 @@ class KVSpec:
         raises: ConfigError naming the field; UnsupportedModelError for layers that keep something else than
         K and V per token (latent, state); LoadError where the file cannot be read.
         """
-        from quire.config import spec_of
+        from quire.spec.config import spec_of
 
         return spec_of(config, dtype=dtype)
 
