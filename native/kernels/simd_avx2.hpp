@@ -28,6 +28,11 @@ struct Avx2 {
         for (int i = 0; i < n; ++i) lanes[i] = from[i];
         return load(lanes);
     }
+    static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
+        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        low = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+        high = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
     static void store(float* to, Vec v) { _mm256_storeu_ps(to, v); }
     static void store(bf16* to, Vec v) {
         const __m256i bits = _mm256_castps_si256(v);

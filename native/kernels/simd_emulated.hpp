@@ -38,6 +38,10 @@ struct Emulated512 {
     QUIRE_EMULATED Vec load_part(const T* from, int n) {
         return each([&](int i) { return i < n ? to_float(from[i]) : 0.0f; });
     }
+    static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
+        low = each([&](int i) { return to_float(from[2 * i]); });
+        high = each([&](int i) { return to_float(from[2 * i + 1]); });
+    }
     template <class T>
     QUIRE_EMULATED void store(T* to, Vec v) {
         store_part(to, v, 16);

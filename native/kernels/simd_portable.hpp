@@ -30,6 +30,10 @@ struct Portable {
         for (int i = 0; i < n; ++i) lanes[i] = to_float(from[i]);
         return load(lanes);
     }
+    static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
+        low = Vec{to_float(from[0]), to_float(from[2]), to_float(from[4]), to_float(from[6])};
+        high = Vec{to_float(from[1]), to_float(from[3]), to_float(from[5]), to_float(from[7])};
+    }
     static void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
     template <class T>
     static void store(T* to, Vec v) {
