@@ -12,6 +12,7 @@ heads of 128; block ids shuffled over the whole pool ("contiguous": in order, in
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from machine import emit, emit_machine
 from torch.nn.functional import scaled_dot_product_attention
 
 from quire.attention import AttentionOptions, AttentionPlan, backend
-from quire.memory import Heap, KVView, PagedStorage
+from quire.memory import KVView, PagedStorage
 from quire.spec import KVSpec
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 8, 128
@@ -31,11 +32,15 @@ OPTIONS = AttentionOptions(scale=HEAD_DIM**-0.5)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller inputs, fewer repetitions")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--backend", default="native", choices=["native", "python"])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.backend == "native":
+        from quire import _native
+
+        _native.set_num_threads(arguments.threads)
     emit_machine()
     decode(
         arguments,
@@ -60,7 +65,7 @@ def decode(arguments: argparse.Namespace, *, batch: int, context: int, repetitio
         return scaled_dot_product_attention(rows, k, v).view(query.shape)
 
     want = torch_decode(k, v)
-    cases: dict[str, Callable[[], object]] = {"read": read_loop(kv_bytes, arguments.threads)}
+    cases: dict[str, Callable[[], float]] = {"read": read_once(kv_bytes)}
     for layout in ("packed", "split"):
         for block_size in (1, 16, 128, 512):
             view, tables = paged(k, v, block_size, layout, shuffled=block_size != 512)
@@ -74,10 +79,12 @@ def decode(arguments: argparse.Namespace, *, batch: int, context: int, repetitio
 
             torch.testing.assert_close(run(), want, rtol=2e-2, atol=2e-2)
             name = f"paged-{block_size}" if block_size != 512 else "contiguous"
-            cases[f"{name} {layout}"] = run
+            cases[f"{name} {layout}"] = timed(run)
             if block_size == 16 and layout == "packed":
-                cases["torch: gather blocks of 16, then SDPA"] = gather_then(torch_decode, view, tables)
-    cases["torch: SDPA on contiguous tensors"] = lambda: torch_decode(k, v)
+                cases["torch: gather blocks of 16, then SDPA"] = timed(
+                    gather_then(torch_decode, view, tables)
+                )
+    cases["torch: SDPA on contiguous tensors"] = timed(lambda: torch_decode(k, v))
 
     seconds = measure(cases, repetitions)
     for name, taken in seconds.items():
@@ -118,7 +125,8 @@ def prefill(arguments: argparse.Namespace, *, length: int, repetitions: int) -> 
 
     torch.testing.assert_close(run(), torch_prefill()[0].transpose(0, 1), rtol=2e-2, atol=2e-2)
     seconds = measure(
-        {"paged-16 packed": run, "torch: SDPA on contiguous tensors": torch_prefill}, repetitions
+        {"paged-16 packed": timed(run), "torch: SDPA on contiguous tensors": timed(torch_prefill)},
+        repetitions,
     )
     # Q K^T and P V over the lower triangle.
     flops = 2 * 2 * NUM_Q_HEADS * HEAD_DIM * length * (length + 1) / 2
@@ -160,27 +168,33 @@ def gather_then(
     return lambda: attend(*(pool[index].transpose(1, 2).flatten(2, 3) for pool in (view.k, view.v)))
 
 
-def read_loop(num_bytes: int, num_threads: int) -> Callable[[], object]:
-    """One pass over `num_bytes` of memory that does nothing but read."""
-    heap = Heap(num_bytes)
-    heap.prefer_huge_pages(0, num_bytes)
-    words = heap.tensor(torch.int64)
-    words.fill_(1)
+def read_once(num_bytes: int) -> Callable[[], float]:
+    """Seconds in which all threads together read `num_bytes`, doing nothing else with them."""
     try:
         from quire._native import read_bandwidth
     except ImportError:
-        return lambda: words.sum()
-    return lambda: read_bandwidth(words, num_threads)
+        words = torch.ones(num_bytes // 8, dtype=torch.int64)
+        return timed(words.sum)
+    return lambda: num_bytes / read_bandwidth(num_bytes, 2)
 
 
-def measure(cases: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+def timed(call: Callable[[], object]) -> Callable[[], float]:
+    """The call as a case: it answers how many seconds it took."""
+
+    def case() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    return case
+
+
+def measure(cases: dict[str, Callable[[], float]], repetitions: int) -> dict[str, float]:
     """Median seconds of each case, the cases run in turn."""
     taken: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repetitions):
         for name, case in cases.items():
-            start = time.perf_counter()
-            case()
-            taken[name].append(time.perf_counter() - start)
+            taken[name].append(case())
     return {name: statistics.median(values) for name, values in taken.items()}
 
 

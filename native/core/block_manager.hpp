@@ -100,7 +100,9 @@ public:
     // Tree nodes compared so far: the measure of what a look-up costs.
     std::int64_t num_visited() const noexcept { return tree_.num_visited(); }
     // Address space of the pool and the tree; what is not in use takes no memory.
-    std::size_t capacity_bytes() const noexcept { return pool_.capacity_bytes() + tree_.capacity_bytes(); }
+    std::size_t capacity_bytes() const noexcept {
+        return pool_.capacity_bytes() + tree_.capacity_bytes() + busy_until_.capacity_bytes();
+    }
     // Proves C1 to C8; throws InvariantBroken.
     void check() const;
 

@@ -13,7 +13,7 @@ public:
 };
 
 inline void prove(bool holds, const char* invariant, const std::string& figures) {
-    if (!holds) throw InvariantBroken(std::string(invariant) + ": " + figures);
+    if (!holds) throw InvariantBroken(std::string(invariant) + " broken: " + figures);
 }
 
 }  // namespace quire

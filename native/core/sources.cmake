@@ -1,5 +1,6 @@
 # The block manager: no Python, no torch. Its binding is native/bindings/cache.cpp.
 target_sources(_native PRIVATE
+  native/bindings/cache.cpp
   native/core/block_manager.cpp
   native/core/block_manager_check.cpp
   native/core/block_manager_commit.cpp

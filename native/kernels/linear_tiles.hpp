@@ -17,7 +17,7 @@ namespace quire {
 namespace {
 
 constexpr std::int64_t kPrefetchBytes = 1024;  // how far ahead of its use a panel is fetched
-constexpr std::int64_t kLineBytes = 64;
+constexpr int kLineBytes = 64;
 
 // Calls function(integral_constant rows) for 1 <= rows <= most.
 template <int most, class Function>
@@ -110,13 +110,16 @@ struct VectorTiles {
     using Activation = typename Form::Activation;
     using Operand = typename Form::Operand;
     static constexpr int kColumns = 2 * S::kWidth;
-    static constexpr int kRows = S::kRegisters == 32 ? 12 : 6;
-    static constexpr std::int64_t kStepBytes = kColumns * Form::kStep * sizeof(Weight);
+    // Measured on AVX2: widening bf16 takes a register for its mask, and a sixth row would spill.
+    static constexpr bool kWidensBf16 = Form::kLayout == PanelLayout::split_pairs;
+    static constexpr int kRows = S::kRegisters == 32 ? 12 : kWidensBf16 ? 5 : 6;
+    static constexpr int kStepBytes = kColumns * Form::kStep * static_cast<int>(sizeof(Weight));
+    static constexpr int kUnrollBytes = kWidensBf16 ? 2 * kLineBytes : kLineBytes;
+    static constexpr int kUnroll = kUnrollBytes > kStepBytes ? kUnrollBytes / kStepBytes : 1;
 
     // `ahead`: fetch each panel kPrefetchBytes ahead; else one line of `fetch` for every two of the panel.
     template <int rows, int panels, bool ahead>
     static void tile(const LinearBlock& block, std::int64_t row, std::int64_t panel, const unsigned char* fetch) {
-        constexpr int unroll = 2 * kLineBytes > kStepBytes ? static_cast<int>(2 * kLineBytes / kStepBytes) : 1;
         const auto* x = reinterpret_cast<const Activation*>(block.activations + row * block.activation_stride);
         const std::int64_t stride = block.activation_stride / static_cast<std::int64_t>(sizeof(Activation));
         const Weight* weights[panels];
@@ -143,20 +146,21 @@ struct VectorTiles {
                 }
             }
         };
-        constexpr int advance = unroll * Form::kStep;
+        constexpr int advance = kUnroll * Form::kStep, num_lines = (kUnroll * kStepBytes + kLineBytes - 1) / kLineBytes;
         std::int64_t k = 0;
         for (; k + advance <= block.depth; k += advance) {
-            if constexpr (ahead) {
-                for (int p = 0; p < panels; ++p) {
-                    const auto* next = reinterpret_cast<const unsigned char*>(weights[p] + k * kColumns) + kPrefetchBytes;
-                    S::prefetch(next);
-                    S::prefetch(next + kLineBytes);
+            for (int i = 0; i < num_lines; ++i) {
+                if constexpr (ahead) {
+                    for (int p = 0; p < panels; ++p) {
+                        const auto* here = reinterpret_cast<const unsigned char*>(weights[p] + k * kColumns);
+                        S::prefetch(here + kPrefetchBytes + i * kLineBytes);
+                    }
+                } else if (i % 2 == 0) {
+                    S::prefetch(fetch);
+                    fetch += num_lines == 1 ? kLineBytes / 2 : kLineBytes;
                 }
-            } else {
-                S::prefetch(fetch);
-                fetch += kLineBytes;
             }
-            for (int i = 0; i < unroll; ++i) step(k + i * Form::kStep);
+            for (int i = 0; i < kUnroll; ++i) step(k + i * Form::kStep);
         }
         for (; k < block.depth; k += Form::kStep) step(k);
         for (int r = 0; r < rows; ++r) {
@@ -171,7 +175,7 @@ struct VectorTiles {
     // Few rows: one read of the weights, fetched ahead.
     template <int rows>
     static void multiply_few(const LinearBlock& block) {
-        constexpr int panels = rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+        constexpr int panels = rows == 1 ? 4 : rows == 2 || (rows == 3 && S::kRegisters == 32) ? 2 : 1;
         std::int64_t panel = 0;
         for (; panel + panels <= block.num_panels; panel += panels) tile<rows, panels, true>(block, 0, panel, nullptr);
         for (; panel < block.num_panels; ++panel) tile<rows, 1, true>(block, 0, panel, nullptr);

@@ -45,11 +45,11 @@ def run(case: Case) -> torch.Tensor:
     return native.run(case.view, case.query, case.plan, case.options)
 
 
-def assert_agrees(case: Case) -> None:
+def assert_agrees(case: Case, *, bound: float = 0.0) -> None:
     want = reference.run(case.view, case.query.float(), case.plan, case.options)
     got = run(case)
     assert got.dtype == case.query.dtype
-    bound = tolerance(case.shape.dtype)
+    bound = max(bound, tolerance(case.shape.dtype))
     torch.testing.assert_close(got.float(), want, rtol=bound, atol=bound, msg=lambda m: f"{case.shape}\n{m}")
 
 
@@ -118,7 +118,8 @@ def test_agrees_on_a_long_prefill(dtype: torch.dtype, limits: dict[str, int]) ->
 def test_agrees_on_extreme_scores(dtype: torch.dtype) -> None:
     """Softmaxes that are all in one token, and a sink that takes nearly everything."""
     case = make_case(Shape(lengths=((300, 300),), dtype=dtype, scale=30.0, sinks=True))
-    assert_agrees(case)
+    # Scores of up to 2400 are known to 2^-13 in float32: both sides are off by 1e-4 at worst.
+    assert_agrees(case, bound=3e-4)
     sinks = torch.tensor([80.0, -80.0, 0.0, -torch.inf])
     assert_agrees(replace(case, options=replace(case.options, sinks=sinks, scale=0.1)))
     assert_agrees(replace(case, options=replace(case.options, scale=0.0)))

@@ -15,14 +15,17 @@ BACKENDS = ["python", "native"] if hasattr(native_module(), "BlockManager") else
 
 
 def spec_of(*retentions: Retention) -> KVSpec:
-    """One layer, and so one group, for each retention."""
-    return KVSpec(layers=tuple(LayerSpec(retention, 1, 8, 8) for retention in retentions))
+    """One group for each retention: one layer each, all of different widths so that none share a group."""
+    layers = [LayerSpec(retention, 1, 8, 8 + index) for index, retention in enumerate(retentions)]
+    return KVSpec(layers=tuple(layers))
 
 
 FULL = Retention()
 
 
-def make(backend: str, *retentions: Retention, num_blocks: int = 16, block_size: int = 4, **options: Any) -> Cache:
+def make(
+    backend: str, *retentions: Retention, num_blocks: int = 16, block_size: int = 4, **options: Any
+) -> Cache:
     spec = spec_of(*(retentions or (FULL,)))
     return Cache(spec, num_blocks=num_blocks, block_size=block_size, backend=backend, **options)
 

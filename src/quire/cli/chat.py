@@ -31,7 +31,7 @@ def chat(
         model, kv_memory, block_size, dtype, max_model_len, seed, backend, revision, trust_remote_code
     )
     with engine_options.build() as llm:
-        print(f"{llm.describe_capacity()}. /reset starts anew, /exit leaves.", file=sys.stderr)
+        print(f"{llm.capacity}. /reset starts anew, /exit leaves.", file=sys.stderr)
         messages: list[dict[str, str]] = []
         while True:
             try:

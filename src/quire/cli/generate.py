@@ -117,7 +117,7 @@ def generate(
         model, kv_memory, block_size, dtype, max_model_len, seed, backend, revision, trust_remote_code
     )
     with engine_options.build() as llm:
-        print(f"quire: {llm.describe_capacity()}", file=sys.stderr)
+        print(f"quire: {llm.capacity}", file=sys.stderr)
         if as_json_object:
             print(as_json(llm.generate(texts, params), llm.stats()))
             return

@@ -299,6 +299,7 @@ class TextStream:
         self._llm = llm
         self._request_id = request_id
         self._closed = False
+        self._num_shown = 0  # characters
         self.result: RequestOutput | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -320,8 +321,11 @@ class TextStream:
                 self.close()
                 if output.error is not None:
                     raise output.error
-            if output.outputs[0].new_text:
-                return output.outputs[0].new_text
+            # Not `new_text`: steps that others ran may have put several outputs in one place.
+            text = output.outputs[0].text
+            new, self._num_shown = text[self._num_shown :], len(text)
+            if new:
+                return new
         raise StopIteration
 
     def _take(self) -> RequestOutput | None:
