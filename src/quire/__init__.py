@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
     from quire.engine.sampling_params import SamplingParams
 
-__all__ = ["LLM", "AsyncEngine", "Cache", "KVSpec", "SamplingParams"]
+__all__ = ["AsyncEngine", "Cache", "KVSpec", "LLM", "SamplingParams"]  # noqa: RUF022 - plainly sorted
 
 _HOMES = {
     "AsyncEngine": "quire.engine.async_engine",

@@ -269,4 +269,6 @@ def test_the_model_is_given_back_as_it_came() -> None:
     llm.generate("abc", GREEDY)
     llm.close()
     llm.close()
+    with pytest.raises(ArgumentError, match="closed"):
+        llm.generate("abc", GREEDY)
     assert torch.equal(model(ids).logits, before)

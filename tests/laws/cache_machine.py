@@ -32,10 +32,17 @@ GROUPS = [
     [Retention("window", 4)],
     [Retention("chunked", 6), Retention("window", 1)],
 ]
-TOKENS = st.lists(st.integers(0, 2), max_size=14)
-NAMESPACES = st.sampled_from([b"", b"", b"", b"tenant"])
-KEYS = st.dictionaries(st.integers(0, 9), st.sampled_from([b"", b"cat", b"\0"]), max_size=2)
-WHICH = st.integers(0, 1000)
+# Prompts are pieces of a few texts, so that most of them share a beginning, and differ somewhere.
+TEXTS = [[(3 + 7 * seed + position * position) % 3 for position in range(40)] for seed in range(3)]
+TOKENS = st.builds(lambda text, stop: text[:stop], st.sampled_from(TEXTS), st.integers(1, 16))
+NAMESPACES = st.sampled_from([b"", b"", b"", b"", b"tenant"])
+KEYS = st.one_of(
+    st.just({}),
+    st.just({}),
+    st.dictionaries(st.integers(0, 9), st.sampled_from([b"", b"cat", b"\0"]), max_size=2),
+)
+WHICH = st.integers(0, 30)
+THEN = st.sampled_from(["wait", "compute", "compute", "store"])
 
 
 @dataclass
@@ -97,6 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.0, 0.2]),
         overlapped=st.booleans(),
+        stored=st.lists(TOKENS, max_size=3),
     )
     def start(
         self,
@@ -106,6 +114,7 @@ class CacheMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         watermark: float,
         overlapped: bool,
+        stored: list[list[int]],
     ) -> None:
         self.caches = [
             Cache(
@@ -124,6 +133,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.num_groups = len(self.retentions)
         self.size, self.num_blocks, self.overlapped = block_size, num_blocks, overlapped
         self.storage = FakeStorage(self.retentions, num_blocks, block_size)
+        for tokens in stored:
+            self.serve(Content(b"", tokens), "store")
 
     # Calls on all back ends
 
@@ -158,23 +169,49 @@ class CacheMachine(RuleBasedStateMachine):
             sequence.written = []
         sequence.computed = computed
 
-    # Rules
+    # Rules. Each does something whole: hypothesis switches rules off at random, example by example.
 
-    @rule(tokens=TOKENS, namespace=NAMESPACES, keys=KEYS)
-    def open_new(self, tokens: list[int], namespace: bytes, keys: dict[int, bytes]) -> None:
-        self.open_content(Content(namespace, tokens, keys).cut(len(tokens)))
+    @rule(
+        like=st.one_of(st.none(), WHICH, WHICH),
+        cut=st.integers(0, 24),
+        tokens=TOKENS,
+        namespace=NAMESPACES,
+        keys=KEYS,
+        then=THEN,
+    )
+    def open(
+        self,
+        like: int | None,
+        cut: int,
+        tokens: list[int],
+        namespace: bytes,
+        keys: dict[int, bytes],
+        then: str,
+    ) -> None:
+        """A new prompt, or one that begins as an earlier one did."""
+        if like is None or not self.history:
+            self.serve(Content(namespace, tokens, keys).cut(len(tokens)), then)
+        else:
+            self.serve(self.similar(like, cut, tokens), then)
 
-    @precondition(lambda self: self.history)
-    @rule(which=WHICH, cut=st.integers(0, 40), tokens=TOKENS)
-    def open_like(self, which: int, cut: int, tokens: list[int]) -> None:
-        """A prompt that begins as an earlier one did."""
-        content = self.history[which % len(self.history)].cut(cut)
+    def similar(self, which: int, cut: int, tokens: list[int]) -> Content:
+        content = self.history[-1 - which % len(self.history)].cut(cut)
         content.tokens = content.tokens + tokens
-        self.open_content(content)
+        return content
 
-    def open_content(self, content: Content) -> None:
+    def serve(self, content: Content, then: str) -> None:
+        """Open, and perhaps compute all of it, and perhaps close again."""
         if len(self.open_sequences) >= 6:
             return
+        self.open_content(content)
+        sequence = self.open_sequences[-1]
+        if then != "wait" and sequence.computed < sequence.num_known:
+            if self.reserve_all([(sequence, sequence.num_known - sequence.computed)], 0, 0):
+                self.commit_to(sequence, sequence.num_known)
+            if then == "store":
+                self.close(len(self.open_sequences) - 1)
+
+    def open_content(self, content: Content) -> None:
         expected = self.expect_match(content)
         handles = self.call(
             lambda _, cache: cache.open(content.tokens, namespace=content.namespace, extra_keys=content.keys)
@@ -204,13 +241,23 @@ class CacheMachine(RuleBasedStateMachine):
         return found
 
     @precondition(lambda self: self.history)
-    @rule(which=WHICH, cut=st.integers(0, 40), tokens=TOKENS)
-    def match(self, which: int, cut: int, tokens: list[int]) -> None:
-        before = self.cache.stats()
-        content = self.history[which % len(self.history)].cut(cut)
-        content.tokens = content.tokens + tokens
-        self.expect_match(content)
-        assert self.cache.stats() == before
+    @rule(
+        kind=st.sampled_from(["match", "match", "read", "misuse", "reset"]),
+        which=WHICH,
+        cut=WHICH,
+        tokens=TOKENS,
+    )
+    def probe(self, kind: str, which: int, cut: int, tokens: list[int]) -> None:
+        if kind == "match":
+            before = self.cache.stats()
+            self.expect_match(self.similar(which, cut, tokens))
+            assert self.cache.stats() == before
+        elif kind == "reset":
+            self.reset(really=cut == 30)
+        elif self.open_sequences and kind == "read":
+            self.look(self.pick(which))
+        elif self.open_sequences:
+            self.misuse(self.pick(which), cut)
 
     @precondition(lambda self: self.open_sequences)
     @rule(which=WHICH, tokens=TOKENS, drafted=st.booleans())
@@ -224,17 +271,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.history.append(sequence.content.cut(sequence.num_known))
 
     @precondition(lambda self: self.open_sequences)
-    @rule(which=WHICH)
-    def read(self, which: int) -> None:
-        self.look(self.pick(which))
-
-    @precondition(lambda self: self.open_sequences)
     @rule(
         which=st.lists(st.tuples(WHICH, st.sampled_from([1, 1, 2, 5, 100])), min_size=1, max_size=4),
         num_lookahead=st.sampled_from([0, 0, 1, 3]),
         draft=st.integers(0, 2),
+        part=st.sampled_from([0.0, 0.5, 1.0]),
     )
-    def reserve(self, which: list[tuple[int, int]], num_lookahead: int, draft: int) -> None:
+    def reserve(self, which: list[tuple[int, int]], num_lookahead: int, draft: int, part: float) -> None:
         chosen: dict[int, tuple[Open, int]] = {}
         for index, most in which:
             sequence = self.pick(index)
@@ -242,8 +285,9 @@ class CacheMachine(RuleBasedStateMachine):
             num_new = min(most, sequence.num_known - sequence.computed)
             if num_new:
                 chosen[id(sequence)] = (sequence, num_new)
-        if chosen:
-            self.reserve_all(list(chosen.values()), num_lookahead, draft)
+        if chosen and self.reserve_all(list(chosen.values()), num_lookahead, draft):
+            for sequence, _ in chosen.values():
+                self.commit_part(sequence, part)
 
     def reserve_all(self, chosen: list[tuple[Open, int]], num_lookahead: int, draft: int) -> bool:
         counts = [num_new for _, num_new in chosen]
@@ -268,7 +312,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.stats() == before
             sequence, num_new = chosen[0]
             num_blocks = -(-(sequence.computed + num_new + num_lookahead) // self.size)
-            if len(self.open_sequences) == 1 and not before["leased"]:
+            if len(self.open_sequences) == 1 and not self.pending:
                 assert num_blocks * self.num_groups > self.num_blocks, "what fits runs alone"
             return False
         assert fits or alone
@@ -276,7 +320,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_plans(plans, chosen, num_lookahead)
         if fits:
             assert self.cache.num_free_blocks >= available - needed
-        step = Step(plans[0], [], [])
+        step = Step(plans[0], [sequence.handles[0].id for sequence, _ in chosen], [], [])
         for sequence, num_new in chosen:
             stop = sequence.computed + num_new
             known = sequence.content.tokens[stop : stop + num_lookahead]
@@ -288,6 +332,10 @@ class CacheMachine(RuleBasedStateMachine):
             sequence.admitted = True
             step.digests.append(content.digests())
             step.starts.append(sequence.computed)
+        written = dict(self.storage.touched(step, written_only=True))
+        for earlier in self.pending:
+            for slot, owner in self.storage.touched(earlier, written_only=False):
+                assert written.get(slot, owner) == owner, f"slot {slot} is in use by step {earlier.plan.step}"
         self.pending.append(step)
         if not self.overlapped:
             self.run_steps(self.newest_step)
@@ -325,7 +373,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open_sequences)
     @rule(which=WHICH, part=st.sampled_from([0.0, 0.5, 1.0, 1.0]))
     def commit(self, which: int, part: float) -> None:
-        sequence = self.pick(which)
+        self.commit_part(self.pick(which), part)
+
+    def commit_part(self, sequence: Open, part: float) -> None:
         if sequence.written:
             end = sequence.computed + round(part * (sequence.num_committable - sequence.computed))
             self.commit_to(sequence, end)
@@ -355,20 +405,28 @@ class CacheMachine(RuleBasedStateMachine):
         self.run_steps(step)
         self.call(lambda _, cache: cache.complete(step))
 
-    @precondition(lambda self: 0 < len(self.open_sequences) < 6)
-    @rule(which=WHICH)
-    def fork(self, which: int) -> None:
-        parent = self.pick(which)
+    @precondition(lambda self: self.open_sequences)
+    @rule(
+        kind=st.sampled_from(["fork", "rewind", "rewind", "close", "close"]),
+        which=WHICH,
+        back=st.integers(0, 12),
+    )
+    def change(self, kind: str, which: int, back: int) -> None:
+        if kind == "close":
+            self.close(which)
+        elif kind == "rewind":
+            self.rewind(self.pick(which), back)
+        elif len(self.open_sequences) < 6:
+            self.fork(self.pick(which))
+
+    def fork(self, parent: Open) -> None:
         self.look(parent)
         handles = self.call(lambda i, cache: cache.fork(parent.handles[i]))
         same([handle.id for handle in handles])
         content = parent.content.cut(parent.num_known)
         self.open_sequences.append(Open(handles, content, parent.computed, admitted=parent.admitted))
 
-    @precondition(lambda self: self.open_sequences)
-    @rule(which=WHICH, back=st.integers(0, 12))
-    def rewind(self, which: int, back: int) -> None:
-        sequence = self.pick(which)
+    def rewind(self, sequence: Open, back: int) -> None:
         self.look(sequence)
         position = max(0, sequence.num_known - back)
         kept = same(self.call(lambda i, cache: cache.rewind(sequence.handles[i], position)))
@@ -379,28 +437,22 @@ class CacheMachine(RuleBasedStateMachine):
         sequence.content = sequence.content.cut(position)
         sequence.computed, sequence.written = kept, []
 
-    @precondition(lambda self: self.open_sequences)
-    @rule(which=WHICH)
     def close(self, which: int) -> None:
         sequence = self.pick(which)
         self.open_sequences.remove(sequence)
         self.call(lambda i, cache: cache.close(sequence.handles[i]))
 
-    @rule(do_it=st.sampled_from([False, False, False, True]))
-    def reset(self, do_it: bool) -> None:
-        if do_it or not self.open_sequences:
+    def reset(self, really: bool) -> None:
+        if really:
             while self.open_sequences:
                 self.close(0)
             self.call(lambda _, cache: cache.reset())
             self.committed.clear()
-        else:
+        elif self.open_sequences:
             self.refused(lambda _, cache: cache.reset())
 
-    @precondition(lambda self: self.open_sequences)
-    @rule(which=WHICH, kind=st.integers(0, 4))
-    def misuse(self, which: int, kind: int) -> None:
+    def misuse(self, sequence: Open, kind: int) -> None:
         """Refused alike by all back ends, with the same message, and nothing changes."""
-        sequence = self.pick(which)
         self.look(sequence)
         too_many = sequence.num_known - sequence.computed + 1
         calls: list[Callable[[int, Cache], Any]] = [
@@ -410,7 +462,7 @@ class CacheMachine(RuleBasedStateMachine):
             lambda i, cache: cache.close(12345),
             lambda i, cache: cache.complete(self.newest_step + 1),
         ]
-        self.refused(calls[kind])
+        self.refused(calls[kind % len(calls)])
 
     def refused(self, call: Callable[[int, Cache], Any]) -> None:
         before = self.cache.stats()

@@ -58,6 +58,7 @@ class Step:
     """A step that has been planned: for each sequence the digests of positions 0 .. end - 1, lookahead included."""
 
     plan: Any
+    owners: list[int]
     digests: list[list[int]]
     starts: list[int]
 
@@ -67,6 +68,19 @@ class FakeStorage:
         self.retentions = retentions
         self.block_size = block_size
         self.slots = np.full(num_blocks * block_size, POISON, np.int64)
+
+    def touched(self, step: Step, *, written_only: bool) -> set[tuple[int, int]]:
+        """(slot, owner) of all that the step writes, and reads unless `written_only`."""
+        size, result = self.block_size, set()
+        for group, retention in enumerate(self.retentions):
+            tables = step.plan.group(group).block_tables
+            for table, owner, digests, start in zip(
+                tables, step.owners, step.digests, step.starts, strict=True
+            ):
+                first = start if written_only else retention.first_needed(start)
+                for position in range(first, len(digests)):
+                    result.add((int(table[position // size]) * size + position % size, owner))
+        return result
 
     def run(self, step: Step) -> None:
         """Copy, write, read."""

@@ -160,6 +160,7 @@ class Scheduler:
                 num_new = np.array([n for _, n in chosen], np.int32)
                 plan = self._cache.reserve(ids, num_new)
                 if plan is not None:
+                    self._start([sample for sample, _ in admitted])
                     self.num_steps += 1
                     self.num_computed_tokens += int(num_new.sum())
                     return ScheduledStep.build(chosen, num_new, plan)
@@ -196,6 +197,7 @@ class Scheduler:
                 self.finish(sample, "error")
                 continue
             sample.output_ids.append(token)
+            sample.last_token = token
             sample.num_tokens += 1
             if request.first_token_s is None:
                 request.first_token_s = now
@@ -270,9 +272,6 @@ class Scheduler:
             sample.sequence = sequence
             sample.num_computed = num_computed
             sample.state = SampleState.RUNNING
-            if request.started_s is None:
-                request.started_s = self.clock()
-                request.num_cached_tokens = num_computed
             if being_computed is not None:
                 being_computed.add(sample, tokens)
             admitted.append((sample, n))
@@ -328,6 +327,14 @@ class Scheduler:
             self._failed.append(ended)
             self.finish(ended, "error", error)
         return True
+
+    def _start(self, admitted: list[Sample]) -> None:
+        """Notes when a request began and what it found; what it finds after a preemption is its own work."""
+        for sample in admitted:
+            request = sample.request
+            if request.started_s is None:
+                request.started_s = self.clock()
+                request.num_cached_tokens = sample.num_computed
 
     def _unadmit(self, sample: Sample) -> None:
         """From RUNNING back to WAITING; what it committed stays findable."""
