@@ -5,7 +5,9 @@
 
 namespace quire {
 
+void bind_cache(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
+void bind_linear(nanobind::module_& module);
 
 }  // namespace quire

@@ -3,6 +3,8 @@
 
 NB_MODULE(_native, m) {
     m.doc() = "Quire's native back end: block manager, attention, linear.";
+    quire::bind_cache(m);
     quire::bind_runtime(m);
+    quire::bind_linear(m);
     quire::bind_attention(m);
 }

@@ -1,1 +1,14 @@
 # The block manager: no Python, no torch. Its binding is native/bindings/cache.cpp.
+target_sources(_native PRIVATE
+  native/bindings/cache.cpp
+  native/core/block_manager.cpp
+  native/core/block_manager_check.cpp
+  native/core/block_manager_commit.cpp
+  native/core/block_manager_hit.cpp
+  native/core/block_manager_reserve.cpp
+  native/core/block_manager_units.cpp
+  native/core/pool.cpp
+  native/core/prefix_tree.cpp
+  native/core/prefix_tree_check.cpp
+  native/core/sequence.cpp
+  native/core/step_plan.cpp)

@@ -1,4 +1,4 @@
-// One item of attention: tiles in order, heads within a tile, rows within a head; online softmax and the merge of
+// One item of attention: tiles in order, heads within a span of tiles, rows within a head; online softmax and the merge of
 // partials. A template over the two products of a variant (attention_lanes, attention_pairs, attention_tiles):
 //
 //   Simd, Element      the vector layer and the element in memory
@@ -126,27 +126,37 @@ class AttendItem {
         const std::int64_t first_tile = begin / kTileTokens, last_tile = (end - 1) / kTileTokens;
         constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
 
+        // A head's tokens of a block lie together: tiles of one span are taken for a head before the next head's turn.
+        std::int64_t span = 1;
+        while (2 * span * kTileTokens <= view_.block_size && span < kTiles) span *= 2;
+
         Tokens tokens[2];
         Rows rows[2];
-        int now = 0;
-        find_tokens(first_tile, begin, end, tokens[0]);
-        find_rows(tokens[0], item_.head_start, rows[0]);
-        for (std::int64_t tile = first_tile; tile <= last_tile; ++tile) {
-            RowStates states = partial_states(tile / kTiles);
-            if (tile == first_tile || tile % kTiles == 0) states.clear();
-            const Tokens& here = tokens[tile % 2 == first_tile % 2 ? 0 : 1];
-            Tokens& next = tokens[tile % 2 == first_tile % 2 ? 1 : 0];
-            if (tile < last_tile) find_tokens(tile + 1, begin, end, next);
+        int here = 0, now = 0;
+        find_tokens(first_tile, begin, end, tokens[here]);
+        find_rows(tokens[here], item_.head_start, rows[now]);
+        for (std::int64_t start = first_tile; start <= last_tile;) {
+            const std::int64_t stop = smaller(start - start % span + span, last_tile + 1);
+            RowStates states = partial_states(start / kTiles);
+            if (start == first_tile || start % kTiles == 0) states.clear();
             for (int head = 0; head < heads_; ++head) {
-                // What comes after this head's tile: the next head, or the first one of the next tile.
-                const bool more_heads = head + 1 < heads_;
-                if (more_heads || tile < last_tile) {
-                    find_rows(more_heads ? here : next, item_.head_start + (more_heads ? head + 1 : 0), rows[1 - now]);
+                for (std::int64_t tile = start; tile < stop; ++tile) {
+                    // What comes after: the head's next tile, the next head, or the first one of the next span.
+                    const bool same_head = tile + 1 < stop, same_span = same_head || head + 1 < heads_;
+                    const std::int64_t next_tile = same_head ? tile + 1 : same_span ? start : stop;
+                    const bool more = next_tile <= last_tile;
+                    int next = here;
+                    if (more) {
+                        if (next_tile != tile) find_tokens(next_tile, begin, end, tokens[next = 1 - here]);
+                        find_rows(tokens[next], item_.head_start + (same_head ? head : same_span ? head + 1 : 0), rows[1 - now]);
+                    }
+                    attend_tile(tile, head, tokens[here], rows[now], rows[more ? 1 - now : now], states);
+                    here = next;
+                    now = 1 - now;
                 }
-                attend_tile(tile, head, here, rows[now], rows[1 - now], states);
-                now = 1 - now;
             }
-            if (item_.split < 0 && (tile == last_tile || (tile + 1) % kTiles == 0)) merge(states);
+            if (item_.split < 0 && (stop > last_tile || stop % kTiles == 0)) merge(states);
+            start = stop;
         }
         if (item_.split < 0) {
             write_out();

@@ -29,6 +29,11 @@ struct Avx512 {
         __asm__("" : "+v"(v));
         return v;
     }
+    static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
+        const __m512i pairs = _mm512_loadu_si512(from);
+        low = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+        high = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
     static void store(float* to, Vec v) { _mm512_storeu_ps(to, v); }
     static void store(bf16* to, Vec v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow(v)); }
     static void store(f16* to, Vec v) {
@@ -83,7 +88,8 @@ struct Avx512 {
         const Vec cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
         return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
     }
-    static void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+    // Not _mm_prefetch: gcc takes a function that does nothing else for one without effects, and drops its calls.
+    static void prefetch(const void* address) { __asm__ volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address))); }
 
   private:
     static Vec widen(__m256i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16)); }

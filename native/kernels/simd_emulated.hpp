@@ -69,6 +69,10 @@ struct Emulated512 {
         return each([&](int i) { return i < n ? to_float(from[i]) : 0.0f; });
     }
     static Vec held(Vec v) { return v; }
+    QUIRE_EMULATED void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
+        low = each([&](int i) { return to_float(from[2 * i]); });
+        high = each([&](int i) { return to_float(from[2 * i + 1]); });
+    }
     template <class T>
     QUIRE_EMULATED void store(T* to, Vec v) {
         store_part(to, v, 16);

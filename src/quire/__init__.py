@@ -1,1 +1,33 @@
-"""Quire: the memory system of LLM inference."""
+"""Quire: the memory system of LLM inference.
+
+`import quire` brings neither torch nor transformers; the names below that need them load them when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from quire.cache.cache import Cache
+from quire.spec import KVSpec
+
+if TYPE_CHECKING:
+    from quire.engine.async_engine import AsyncEngine
+    from quire.engine.llm import LLM
+    from quire.engine.sampling_params import SamplingParams
+
+__all__ = ["AsyncEngine", "Cache", "KVSpec", "LLM", "SamplingParams"]  # noqa: RUF022 - plainly sorted
+
+_HOMES = {
+    "AsyncEngine": "quire.engine.async_engine",
+    "LLM": "quire.engine.llm",
+    "SamplingParams": "quire.engine.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -40,9 +40,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         if self.kind not in ("full", "window", "chunked"):
-            raise ArgumentError(
-                f"expected full, window or chunked, got {self.kind!r} as a retention kind"
-            )
+            raise ArgumentError(f"expected full, window or chunked, got {self.kind!r} as a retention kind")
         if (self.kind == "full") != (self.size == 0) or self.size < 0:
             raise ArgumentError(
                 f"expected a positive size for a window or chunk and 0 for full, got {self.kind} of {self.size}"
@@ -93,12 +91,7 @@ class KVGroup:
 
     @property
     def bytes_per_token(self) -> int:
-        return (
-            len(self.layers)
-            * self.num_kv_heads
-            * (self.k_head_dim + self.v_head_dim)
-            * self.dtype_bytes
-        )
+        return len(self.layers) * self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype_bytes
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.bytes_per_token * block_size
@@ -128,16 +121,19 @@ class KVSpec:
             raise ArgumentError("expected at least one layer that stores KV, got none")
 
     @classmethod
-    def from_config(
-        cls, config: Any | str | Path | dict[str, Any], *, dtype: str | None = None
-    ) -> KVSpec:
-        """The spec of a transformers config object, of a folder or `config.json` path, or of its dict."""
-        raise NotImplementedError
+    def from_config(cls, config: Any | str | Path | dict[str, Any], *, dtype: str | None = None) -> KVSpec:
+        """The spec of a transformers config object, of a folder or `config.json` path, or of its dict.
+
+        `dtype` overrides the config's own (one that names none counts as float32, as in transformers).
+        raises: ConfigError naming the field; UnsupportedModelError for layers that keep something else than
+        K and V per token (latent, state); LoadError where the file cannot be read.
+        """
+        from quire.spec.config import spec_of
+
+        return spec_of(config, dtype=dtype)
 
     @classmethod
-    def uniform(
-        cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloat16"
-    ) -> KVSpec:
+    def uniform(cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> KVSpec:
         """A spec of equal full-attention layers."""
         layer = LayerSpec(Retention(), num_kv_heads, head_dim, head_dim)
         return cls(layers=(layer,) * num_layers, dtype=dtype)

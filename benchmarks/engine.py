@@ -1,0 +1,133 @@
+"""Tokens per second of the whole engine, beside transformers' own generate on the same weights. JSON lines.
+
+    python benchmarks/engine.py [--quick] [--dtype bfloat16] [--repetitions 3] [--backend native]
+
+Random weights in the shape of Qwen3-0.6B with a vocabulary of 32 000 (473 M parameters), made here. Greedy, fixed
+length, the end token ignored. Cases: decode at batch 1, 8 and 32 (128-token prompts, 64 new tokens), 8 sequences of
+2 048 tokens (32 new), prefill of one prompt of 2 048. Decode counts the tokens after every request has its first one.
+The baseline is `model.generate` with its DynamicCache at batch 8, in the same dtype and, where that is not float32,
+in float32 as well (on a processor without 16-bit products that is the faster way to run transformers). Engine and
+baseline take turns; medians are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from machine import emit, emit_machine
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from quire import LLM, SamplingParams
+
+VOCAB_SIZE = 32_000
+CASES = {  # name: (batch, prompt tokens, new tokens)
+    "decode, batch 1": (1, 128, 64),
+    "decode, batch 8": (8, 128, 64),
+    "decode, batch 32": (32, 128, 64),
+    "decode, 8 x 2048 context": (8, 2048, 32),
+    "prefill 2048": (1, 2048, 1),
+}
+
+
+def make_model(*, quick: bool, dtype: str) -> PreTrainedModel:
+    """A model with random weights; the Qwen3-0.6B shape, or a small one of the same kind."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = (
+        {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32}
+        if quick
+        else {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128}
+    )
+    heads = (
+        {"num_attention_heads": 4, "num_key_value_heads": 2}
+        if quick
+        else {"num_attention_heads": 16, "num_key_value_heads": 8}
+    )
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE, tie_word_embeddings=True, max_position_embeddings=40_960, **shape, **heads
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
+def prompts_of(batch: int, length: int, seed: int) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, (batch, length)).tolist()
+
+
+def run_case(llm: LLM, batch: int, length: int, new: int, seed: int) -> float:
+    """Tokens per second: of the prompt where one token is asked for, else of the decode steps."""
+    params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+    results = llm.generate(prompts_of(batch, length, seed), params)
+    first = max(result.timings.time_to_first_token_s for result in results)
+    if new == 1:
+        return batch * length / first
+    return batch * (new - 1) / (max(result.timings.total_s for result in results) - first)
+
+
+def run_baseline(model: PreTrainedModel, batch: int, length: int, new: int, seed: int) -> float:
+    """Decode tokens per second of `model.generate`: the time of `new` tokens less that of one."""
+    ids = torch.tensor(prompts_of(batch, length, seed))
+    times = []
+    for tokens in (1, new):
+        start = time.perf_counter()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        times.append(time.perf_counter() - start)
+    return batch * (new - 1) / (times[1] - times[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small model and short answers")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--repetitions", type=int, default=None)
+    parser.add_argument("--backend", default=None, choices=["native", "python"])
+    parser.add_argument("--baseline-tokens", type=int, default=16, help="new tokens of the baseline's runs")
+    arguments = parser.parse_args()
+    repetitions = arguments.repetitions or (1 if arguments.quick else 3)
+    emit_machine()
+    model = make_model(quick=arguments.quick, dtype=arguments.dtype)
+    rates: dict[str, list[float]] = {}
+    for repetition in range(repetitions):
+        for name in dict.fromkeys((arguments.dtype, "float32")):
+            plain = model if name == arguments.dtype else model.to(torch.float32)
+            rates.setdefault(f"generate {name}", []).append(
+                run_baseline(plain, 8, 128, arguments.baseline_tokens, repetition)
+            )
+            model.to(getattr(torch, arguments.dtype))
+        with LLM((model, None), kv_memory="4GiB", prefix_caching=False, backend=arguments.backend) as llm:
+            run_case(llm, 1, 128, 4, seed=repetition)
+            for name, (batch, length, new) in CASES.items():
+                rates.setdefault(name, []).append(
+                    run_case(llm, batch, length, 8 if arguments.quick and new > 1 else new, repetition)
+                )
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    for name in CASES:
+        emit(
+            "engine",
+            case=name,
+            dtype=arguments.dtype,
+            tokens_per_s=round(medians[name], 1),
+            all=[round(rate, 1) for rate in rates[name]],
+        )
+    for name in rates:
+        if name.startswith("generate"):
+            emit(
+                "engine",
+                case="decode, batch 8, ratio to transformers " + name,
+                baseline_tokens_per_s=round(medians[name], 2),
+                ratio=round(medians["decode, batch 8"] / medians[name], 2),
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+// The life of a sequence: open, append, fork, close; and reset, complete and the counts.
+#include "core/block_manager.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace quire {
+
+UnknownSequence::UnknownSequence(SequenceId sequence)
+    : std::out_of_range("sequence " + std::to_string(sequence) + " is unknown or closed"), id(sequence) {}
+
+BlockManager::BlockManager(std::vector<Retention> retentions, std::int64_t num_blocks, std::int64_t block_size,
+                           bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps)
+    : retentions_(std::move(retentions)),
+      block_size_(block_size),
+      prefix_caching_(prefix_caching),
+      watermark_blocks_(watermark_blocks),
+      overlapped_(overlapped_steps),
+      pool_(num_blocks),
+      // As many nodes as there are units, and a root. More (windows leave nodes without units) make the slabs grow.
+      tree_(static_cast<std::int32_t>(block_size), num_groups(), static_cast<std::size_t>(num_blocks) + 1),
+      missing_(retentions_.size()) {
+    if (overlapped_) {
+        busy_until_ = Slab<std::int64_t>(static_cast<std::size_t>(num_blocks));
+        std::fill_n(busy_until_.data(), num_blocks, 0);
+    }
+}
+
+Sequence& BlockManager::find(SequenceId id) const {
+    Sequence* sequence = sequences_.find(id);
+    if (sequence == nullptr) throw UnknownSequence(id);
+    return *sequence;
+}
+
+std::int64_t BlockManager::match(const Prompt& prompt) { return find_hit(prompt); }
+
+SequenceId BlockManager::open(const Prompt& prompt) {
+    auto sequence = std::make_unique<Sequence>();
+    sequence->id = next_id_;
+    sequence->tokens.assign(prompt.tokens.begin(), prompt.tokens.end());
+    sequence->keys.assign(prompt.keys.begin(), prompt.keys.end());
+    sequence->name = prompt.name;
+    sequence->first_kept.assign(retentions_.size(), 0);
+    const std::int64_t num_tokens = find_hit(prompt);
+    prepare_tables(sequence->tables, num_blocks_for(num_tokens));
+    sequences_.ensure_room();
+    if (prefix_caching_) take_hit(*sequence, num_tokens, tree_.make_root(prompt.name));
+    sequence->seen_version = version_;
+    sequence->seen_tokens = sequence->num_tokens();
+    sequences_.insert(std::move(sequence));
+    return next_id_++;
+}
+
+void BlockManager::append(SequenceId id, std::span<const Token> tokens) {
+    Sequence& sequence = find(id);
+    sequence.tokens.insert(sequence.tokens.end(), tokens.begin(), tokens.end());
+}
+
+std::int64_t BlockManager::num_cached_tokens(SequenceId id) {
+    Sequence& sequence = find(id);
+    look(sequence);
+    return sequence.num_cached;
+}
+
+std::int64_t BlockManager::num_computed_tokens(SequenceId id) {
+    Sequence& sequence = find(id);
+    look(sequence);
+    return sequence.num_computed;
+}
+
+void BlockManager::complete(std::int64_t step) {
+    if (step < 1 || step > newest_step_)
+        throw BadArgument("expected a step of 1 .. " + std::to_string(newest_step_) + ", got " + std::to_string(step) +
+                          " in complete");
+    if (!overlapped_) return;
+    completed_step_ = std::max(completed_step_, step);
+    for (UnitId unit = pool_.end_lease(step); unit != kNone; unit = pool_.end_lease(step)) settle(unit);
+}
+
+SequenceId BlockManager::fork(SequenceId id) {
+    Sequence& parent = find(id);
+    const std::int64_t num_shared = num_blocks_for(parent.num_computed);
+    auto child = std::make_unique<Sequence>();
+    child->tokens = parent.tokens;
+    child->keys = parent.keys;
+    child->name = parent.name;
+    child->first_kept = parent.first_kept;
+    prepare_tables(child->tables, num_shared);
+    sequences_.ensure_room();
+    child->id = next_id_++;
+    child->num_computed = child->reserved = parent.num_computed;
+    child->num_cached = parent.num_cached;
+    child->is_admitted = parent.is_admitted;
+    child->seen_version = parent.seen_version;
+    child->seen_tokens = parent.seen_tokens;
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const BlockTable& theirs = table(parent, group);
+        for (std::int64_t block = 0; block < num_shared; ++block) {
+            if (theirs[block] != kNone) pool_.hold(theirs[block]);
+            table(*child, group).push(theirs[block]);
+        }
+    }
+    move_end(*child, parent.node);
+    num_admitted_ += child->is_admitted ? 1 : 0;
+    const SequenceId child_id = child->id;
+    sequences_.insert(std::move(child));
+    return child_id;
+}
+
+void BlockManager::close(SequenceId id) {
+    Sequence& sequence = find(id);
+    ensure_lease_room(sequence.num_blocks() * num_groups());
+    release_blocks(sequence, 0);
+    num_admitted_ -= sequence.is_admitted ? 1 : 0;
+    move_end(sequence, kNone);
+    sequences_.erase(id);
+}
+
+void BlockManager::reset() {
+    if (sequences_.size() != 0)
+        throw BadArgument("expected no open sequence in reset, got " + std::to_string(sequences_.size()) +
+                          "; close them first");
+    tree_.clear();
+    pool_.clear();
+}
+
+Counts BlockManager::counts() const noexcept {
+    return {pool_.num_free(), pool_.num_cached(), pool_.num_held(), pool_.num_leased()};
+}
+
+std::span<const UnitId> BlockManager::block_table(SequenceId id, std::int64_t group) const {
+    const Sequence& sequence = find(id);
+    if (group < 0 || group >= num_groups())
+        throw BadArgument("expected a group of 0 .. " + std::to_string(num_groups() - 1) + ", got " +
+                          std::to_string(group) + " in block_table");
+    return sequence.tables[static_cast<std::size_t>(group)].entries();
+}
+
+}  // namespace quire

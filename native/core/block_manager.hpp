@@ -1,0 +1,197 @@
+// The block manager: which token lives in which unit. The native twin of quire.cache.block_manager.PythonBlockManager; the
+// rules, every order on which a unit id depends, and the invariants C1 to C8 stand in docs/architecture.md, "The cache".
+//
+// What it is not: thread-safe (one owner at a time), or an owner of bytes. It knows no Python and no tensors.
+//
+// Every call has the strong guarantee: it checks its arguments, then allocates whatever it may need, and only then
+// changes anything. UnknownSequence and BadArgument are thrown before any change, and so is std::bad_alloc.
+//
+// Files: block_manager.cpp (life of a sequence), block_manager_units.cpp (release, remove, allocate),
+// block_manager_hit.cpp, block_manager_reserve.cpp, block_manager_commit.cpp (commit, rewind), block_manager_check.cpp.
+//
+// Cost: match and open O(blocks of the hit x log siblings); reserve O(sequences + new tokens + evicted units), no cost
+// per cached prompt; commit O(new full blocks x log siblings); close O(blocks).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/pool.hpp"
+#include "core/prefix_tree.hpp"
+#include "core/retention.hpp"
+#include "core/sequence.hpp"
+#include "core/step_plan.hpp"
+
+namespace quire {
+
+// A sequence id that is unknown or closed.
+class UnknownSequence : public std::out_of_range {
+public:
+    explicit UnknownSequence(SequenceId sequence);
+    SequenceId id;
+};
+
+// A state-dependent range that is not kept: expected, got, where.
+class BadArgument : public std::invalid_argument {
+public:
+    using std::invalid_argument::invalid_argument;
+};
+
+// What is looked up or opened: tokens, and extra keys by position, sorted.
+struct Prompt {
+    std::span<const Token> tokens;
+    std::span<const ExtraKey> keys;
+    std::string_view name;  // namespace
+
+    // The block of `count` tokens from `start`.
+    BlockView block(std::int64_t start, std::int64_t count) const noexcept;
+};
+
+struct Counts {
+    std::int64_t num_free;
+    std::int64_t num_cached;
+    std::int64_t num_held;
+    std::int64_t num_leased;
+};
+
+struct Stats {
+    std::int64_t hit_tokens = 0;
+    std::int64_t query_tokens = 0;
+    std::int64_t evicted_blocks = 0;
+    std::int64_t copied_blocks = 0;
+    std::int64_t deduplicated_blocks = 0;
+};
+
+class BlockManager {
+public:
+    BlockManager(std::vector<Retention> retentions, std::int64_t num_blocks, std::int64_t block_size,
+                 bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps);
+
+    std::int64_t match(const Prompt& prompt);
+    SequenceId open(const Prompt& prompt);
+    void append(SequenceId id, std::span<const Token> tokens);
+    std::span<const Token> tokens(SequenceId id) const { return find(id).tokens; }
+    std::int64_t num_cached_tokens(SequenceId id);
+    std::int64_t num_computed_tokens(SequenceId id);
+    std::int64_t num_blocks_needed(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
+                                   std::int64_t num_lookahead);
+    // The plan of the next step; null, and nothing changed, where the units do not suffice.
+    std::shared_ptr<const StepPlan> reserve(std::span<const SequenceId> ids,
+                                            std::span<const std::int64_t> num_new_tokens, std::int64_t num_lookahead);
+    void commit(SequenceId id, std::int64_t num_computed);
+    void complete(std::int64_t step);
+    SequenceId fork(SequenceId id);
+    std::int64_t rewind(SequenceId id, std::int64_t position);
+    void close(SequenceId id);
+    void reset();
+
+    Counts counts() const noexcept;
+    const Stats& stats() const noexcept { return stats_; }
+    std::int64_t num_blocks() const noexcept { return pool_.num_units(); }
+    std::int64_t block_size() const noexcept { return block_size_; }
+    std::int64_t num_sequences() const noexcept { return static_cast<std::int64_t>(sequences_.size()); }
+    std::int64_t num_nodes() const noexcept { return tree_.num_nodes(); }
+    std::span<const UnitId> block_table(SequenceId id, std::int64_t group) const;
+    // Tree nodes compared so far: the measure of what a look-up costs.
+    std::int64_t num_visited() const noexcept { return tree_.num_visited(); }
+    // Address space of the pool and the tree; what is not in use takes no memory.
+    std::size_t capacity_bytes() const noexcept {
+        return pool_.capacity_bytes() + tree_.capacity_bytes() + busy_until_.capacity_bytes();
+    }
+    // Proves C1 to C8; throws InvariantBroken.
+    void check() const;
+
+private:
+    // One sequence's part in a step being planned.
+    struct Work {
+        Sequence* sequence;
+        std::int64_t num_new;
+        std::int64_t num_blocks;  // its tables' length once the step is reserved, at least
+        bool copies;              // block num_computed / block_size is copied on write
+        bool copies_for_node;     // ... only because its node holds more tokens
+    };
+
+    std::int32_t num_groups() const noexcept { return static_cast<std::int32_t>(retentions_.size()); }
+    std::int64_t num_blocks_for(std::int64_t num_tokens) const noexcept {
+        return (num_tokens + block_size_ - 1) / block_size_;
+    }
+    std::int64_t first_block_needed(std::int32_t group, std::int64_t position) const noexcept {
+        return retentions_[static_cast<std::size_t>(group)].first_needed(position) / block_size_;
+    }
+    BlockTable& table(Sequence& sequence, std::int32_t group) const noexcept {
+        return sequence.tables[static_cast<std::size_t>(group)];
+    }
+    Sequence& find(SequenceId id) const;
+    static Prompt prompt_of(const Sequence& sequence) noexcept {
+        return {sequence.tokens, sequence.keys, sequence.name};
+    }
+
+    // block_manager_units.cpp
+    bool is_step_under_way() const noexcept { return overlapped_ && newest_step_ > completed_step_; }
+    bool is_referenced(NodeId node) const noexcept;
+    void release(UnitId unit) noexcept;
+    void release_blocks(Sequence& sequence, std::int64_t from) noexcept;
+    void settle(UnitId unit) noexcept;
+    void remove_node(NodeId node) noexcept;
+    void leave_node(UnitId unit) noexcept;
+    void drop_bare(NodeId node) noexcept;
+    UnitId allocate() noexcept;
+    void move_end(Sequence& sequence, NodeId node) noexcept;
+    void ensure_lease_room(std::int64_t num_released);
+
+    // block_manager_hit.cpp
+    std::int64_t find_hit(const Prompt& prompt);
+    bool is_valid_hit(std::int64_t num_tokens) const noexcept;
+    void prepare_tables(std::vector<BlockTable>& tables, std::int64_t num_blocks) const;
+    void take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId root) noexcept;
+    void look(Sequence& sequence);
+
+    // block_manager_reserve.cpp
+    std::int64_t plan_works(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
+                            std::int64_t num_lookahead);
+    void plan_copy(Work& work) noexcept;
+    void allocate_blocks(const Work& work, StepPlan& plan) noexcept;
+    void write_row(const Work& work, std::int64_t row, StepPlan& plan) const noexcept;
+
+    // block_manager_commit.cpp
+    void commit_full_block(Sequence& sequence, std::int64_t block, NodeId equal, PrefixTree::StagedKeys&& keys) noexcept;
+    void commit_tail(Sequence& sequence, std::int64_t num_computed, PrefixTree::StagedKeys&& keys) noexcept;
+    NodeId own_partial_node(const Sequence& sequence, std::int64_t block) const noexcept;
+    NodeId make_node(Sequence& sequence, std::int64_t block, const BlockView& view, PrefixTree::StagedKeys&& keys) noexcept;
+    void remove_covered_sibling(NodeId node) noexcept;
+    void release_behind_windows(Sequence& sequence) noexcept;
+    bool is_kept(const Sequence& sequence, std::int64_t num_tokens) const noexcept;
+
+    void check_units() const;
+    void check_nodes() const;
+    void check_sequence(const Sequence& sequence) const;
+
+    std::vector<Retention> retentions_;
+    std::int64_t block_size_;
+    bool prefix_caching_;
+    std::int64_t watermark_blocks_;
+    bool overlapped_;
+    Pool pool_;
+    PrefixTree tree_;
+    SequenceTable sequences_;
+    Slab<std::int64_t> busy_until_;  // by unit, with overlapped steps: the last step that may still use what was released
+    SequenceId next_id_ = 0;
+    std::int64_t num_admitted_ = 0;
+    std::int64_t newest_step_ = 0;
+    std::int64_t completed_step_ = 0;
+    std::int64_t version_ = 0;  // nodes inserted or extended, and holes filled, so far
+    Stats stats_;
+
+    // Scratch of one call, kept to spare allocations.
+    std::vector<NodeId> path_;           // find_hit: the nodes of the hit; commit: equal nodes found
+    std::vector<std::int64_t> missing_;  // find_hit: by group, the deepest block without a unit
+    std::vector<Work> works_;
+    std::int64_t num_calls_ = 0;
+};
+
+}  // namespace quire

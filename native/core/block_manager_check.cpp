@@ -1,0 +1,150 @@
+// The proof of C1 to C8 (docs/architecture.md, "The cache") on the block manager's state. It reads everything.
+//
+// Cost: O(units + nodes x block size + blocks of all sequences). It allocates, so it may fail, changing nothing.
+#include <string>
+#include <unordered_map>
+
+#include "core/block_manager.hpp"
+#include "core/invariant.hpp"
+
+namespace quire {
+
+namespace {
+
+std::string text(std::int64_t number) { return std::to_string(number); }
+
+}  // namespace
+
+void BlockManager::check() const {
+    pool_.check();  // C1, C5: the lists
+    tree_.check();  // C6: order and shape
+    check_units();
+    check_nodes();
+    sequences_.for_each([this](const Sequence& sequence) { check_sequence(sequence); });
+}
+
+void BlockManager::check_units() const {
+    const auto num_units = static_cast<std::size_t>(pool_.num_units());
+    std::vector<std::int32_t> num_named(num_units, 0);
+    std::int64_t num_admitted = 0;
+    sequences_.for_each([&](const Sequence& sequence) {
+        num_admitted += sequence.is_admitted ? 1 : 0;
+        for (const BlockTable& entries : sequence.tables)
+            for (const UnitId unit : entries.entries())
+                if (unit != kNone) ++num_named[static_cast<std::size_t>(unit)];
+    });
+    prove(num_admitted == num_admitted_, "C3",
+          text(num_admitted) + " admitted sequences, " + text(num_admitted_) + " counted");
+    for (std::size_t at = 0; at < num_units; ++at) {
+        const auto unit = static_cast<UnitId>(at);
+        prove(num_named[at] == pool_.num_refs(unit), "C3",
+              "unit " + text(unit) + " counts " + text(pool_.num_refs(unit)) + " references, tables name it " +
+                  text(num_named[at]) + " times");
+        const NodeId node = pool_.node(unit);
+        const UnitState state = pool_.state(unit);
+        prove(state != UnitState::free || node == kNone, "C2", "free unit " + text(unit) + " belongs to a node");
+        prove(state != UnitState::cached || node != kNone, "C5", "cached unit " + text(unit) + " belongs to no node");
+        if (node == kNone) continue;
+        std::int64_t num_times = 0;
+        for (std::int32_t group = 0; group < num_groups(); ++group) num_times += tree_.unit(node, group) == unit ? 1 : 0;
+        prove(num_times == 1, "C2",
+              "unit " + text(unit) + " stands " + text(num_times) + " times in node " + text(node));
+    }
+}
+
+void BlockManager::check_nodes() const {
+    std::unordered_map<NodeId, std::int64_t> num_ends;
+    sequences_.for_each([&](const Sequence& sequence) {
+        if (sequence.node != kNone) ++num_ends[sequence.node];
+    });
+    std::vector<NodeId> nodes = tree_.all_nodes();
+    for (const NodeId root : tree_.roots()) nodes.push_back(root);
+    for (const NodeId node : nodes) {
+        const std::string name = "node " + text(node);
+        const auto ends = num_ends.find(node);
+        const std::int64_t expected = ends == num_ends.end() ? 0 : ends->second;
+        prove(tree_.num_ends(node) == expected, "C8",
+              name + " counts " + text(tree_.num_ends(node)) + " sequences, " + text(expected) + " end in it");
+        prove(!tree_.is_bare(node), "C6", name + " is bare");
+        for (std::int32_t group = 0; group < num_groups(); ++group) {
+            const UnitId unit = tree_.unit(node, group);
+            if (unit == kNone) continue;
+            prove(pool_.node(unit) == node, "C2",
+                  "unit " + text(unit) + " of " + name + " says it belongs to node " + text(pool_.node(unit)));
+        }
+        if (tree_.is_root(node) || tree_.is_full(node) || is_referenced(node)) continue;
+        const NodeId next = tree_.next_sibling(node);
+        prove(next == kNone || tree_.num_common(next, tree_.view(node)) < tree_.num_tokens(node), "C6",
+              name + ", partial and held by nobody, is a prefix of node " + text(next));
+    }
+    // C5: in the order of the LRU list, every full-attention unit has its node's cached descendants before it. So no unit
+    // may come after one of its ancestors': mark what has passed, and look whether a parent's has.
+    std::vector<bool> has_passed(static_cast<std::size_t>(pool_.num_units()), false);
+    for (UnitId unit = pool_.least_recently_used(); unit != kNone; unit = pool_.next_in_lru(unit)) {
+        has_passed[static_cast<std::size_t>(unit)] = true;
+        const NodeId node = pool_.node(unit);
+        for (std::int32_t group = 0; group < num_groups(); ++group) {
+            if (tree_.unit(node, group) != unit || !retentions_[static_cast<std::size_t>(group)].is_full()) continue;
+            for (NodeId up = tree_.parent(node); !tree_.is_root(up); up = tree_.parent(up)) {
+                const UnitId above = tree_.unit(up, group);
+                prove(above == kNone || !has_passed[static_cast<std::size_t>(above)], "C5",
+                      "unit " + text(above) + " would be evicted before unit " + text(unit) + " below it");
+                if (above != kNone) break;  // the rest follows from this one's own turn
+            }
+        }
+    }
+}
+
+void BlockManager::check_sequence(const Sequence& sequence) const {
+    const std::string name = "sequence " + text(sequence.id);
+    const std::int64_t num_computed = sequence.num_computed;
+    const std::int64_t partial = num_computed / block_size_;
+    const std::int64_t offset = num_computed % block_size_;
+    prove(num_computed <= sequence.num_tokens() && num_computed <= sequence.reserved &&
+              sequence.reserved <= sequence.num_blocks() * block_size_,
+          "C7",
+          name + " has " + text(num_computed) + " computed of " + text(sequence.num_tokens()) + " tokens, " +
+              text(sequence.reserved) + " reserved in " + text(sequence.num_blocks()) + " blocks");
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const BlockTable& entries = sequence.tables[static_cast<std::size_t>(group)];
+        const std::int64_t first = first_block_needed(group, num_computed);
+        prove(entries.size() == sequence.num_blocks(), "C7",
+              name + " has " + text(entries.size()) + " blocks in group " + text(group) + ", " +
+                  text(sequence.num_blocks()) + " in group 0");
+        for (std::int64_t block = 0; block < entries.size(); ++block) {
+            const UnitId unit = entries[block];
+            const std::string where = name + ", group " + text(group) + ", block " + text(block);
+            prove((unit == kNone) == (block < first), "C7",
+                  where + ": unit " + text(unit) + ", " + text(first) + " is needed first");
+            if (unit == kNone) continue;
+            prove(pool_.state(unit) == UnitState::held, "C2", where + ": unit " + text(unit) + " is not held");
+            const NodeId node = pool_.node(unit);
+            if (block * block_size_ >= num_computed) {
+                prove(pool_.num_refs(unit) == 1 && node == kNone, "C4",
+                      where + ": unit " + text(unit) + " is not its own, " + text(pool_.num_refs(unit)) + " references");
+            } else if (block == partial && sequence.is_writer) {
+                const std::int64_t num_findable = node == kNone ? 0 : tree_.num_tokens(node);
+                prove(num_findable <= offset, "C4",
+                      where + ": unit " + text(unit) + " is written from " + text(offset) + ", found up to " +
+                          text(num_findable));
+            }
+        }
+    }
+    if (sequence.node == kNone) return;
+    NodeId node = sequence.node;
+    for (std::int64_t block = partial - 1; block >= 0; --block) {
+        prove(!tree_.is_root(node), "C8", name + " ends " + text(block + 1) + " blocks above where it should");
+        const BlockView spelled = prompt_of(sequence).block(block * block_size_, block_size_);
+        prove(tree_.is_full(node) && tree_.num_common(node, spelled) == block_size_, "C8",
+              name + ": block " + text(block) + " is not what its node says");
+        for (std::int32_t group = 0; group < num_groups(); ++group) {
+            const UnitId unit = sequence.tables[static_cast<std::size_t>(group)][block];
+            prove(unit == kNone || unit == tree_.unit(node, group), "C8",
+                  name + ": block " + text(block) + " is not its node's unit");
+        }
+        node = tree_.parent(node);
+    }
+    prove(tree_.is_root(node), "C8", name + " ends deeper than its " + text(partial) + " blocks");
+}
+
+}  // namespace quire

@@ -1,0 +1,183 @@
+// commit: computed tokens become findable; and rewind, which takes them back.
+#include <algorithm>
+#include <string>
+
+#include "core/block_manager.hpp"
+
+namespace quire {
+
+void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
+    Sequence& sequence = find(id);
+    const std::int64_t most = std::min(sequence.reserved, sequence.num_tokens());
+    if (num_computed < sequence.num_computed || num_computed > most)
+        throw BadArgument("expected " + std::to_string(sequence.num_computed) + " .. " + std::to_string(most) +
+                          " computed tokens for sequence " + std::to_string(id) + " (" +
+                          std::to_string(sequence.reserved) + " reserved, " + std::to_string(sequence.num_tokens()) +
+                          " known), got " + std::to_string(num_computed) + " in commit");
+    if (num_computed == sequence.num_computed) return;
+
+    // All memory first: nodes, their keys, tables that change in place, leases.
+    const Prompt prompt = prompt_of(sequence);
+    const std::int64_t first = sequence.num_computed / block_size_;
+    const std::int64_t num_full = num_computed / block_size_;
+    const std::int64_t num_nodes = prefix_caching_ ? num_blocks_for(num_computed) - first : 0;
+    std::vector<PrefixTree::StagedKeys> keys;  // by block from `first`; empty where the sequence has no keys at all
+    std::size_t num_deduplicated = 0;
+    std::int64_t num_released = 0;
+    if (prefix_caching_) {
+        if (!sequence.keys.empty())
+            for (std::int64_t block = first; block < first + num_nodes; ++block)
+                keys.push_back(PrefixTree::stage_keys(
+                    prompt.block(block * block_size_, std::min(block_size_, num_computed - block * block_size_))));
+        tree_.ensure_room(static_cast<std::size_t>(num_nodes), keys.size());
+        // Equal full nodes can only be a first part of the new full blocks: below a node just made there is none.
+        path_.clear();
+        path_.reserve(static_cast<std::size_t>(num_full - first));
+        for (NodeId node = sequence.node; first + static_cast<std::int64_t>(path_.size()) < num_full;) {
+            const auto block = first + static_cast<std::int64_t>(path_.size());
+            node = tree_.find(node, prompt.block(block * block_size_, block_size_)).equal;
+            if (node == kNone) break;
+            path_.push_back(node);
+        }
+        num_deduplicated = path_.size();
+        num_released = static_cast<std::int64_t>(num_deduplicated) * num_groups();
+    }
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const std::int64_t kept = sequence.first_kept[static_cast<std::size_t>(group)];
+        const std::int64_t needed = first_block_needed(group, num_computed);
+        if (needed > kept) num_released += needed - kept;
+        if (needed > kept || num_deduplicated != 0)
+            table(sequence, group).prepare(needed > kept ? std::min(kept, first) : first, sequence.num_blocks());
+    }
+    ensure_lease_room(num_released);
+
+    // From here on nothing fails.
+    if (prefix_caching_) {
+        const auto staged = [&](std::int64_t block) {
+            return keys.empty() ? PrefixTree::StagedKeys{} : std::move(keys[static_cast<std::size_t>(block - first)]);
+        };
+        for (std::int64_t block = first; block < num_full; ++block) {
+            const auto at = static_cast<std::size_t>(block - first);
+            commit_full_block(sequence, block, at < num_deduplicated ? path_[at] : kNone, staged(block));
+        }
+        if (num_computed % block_size_ != 0) commit_tail(sequence, num_computed, staged(num_full));
+    }
+    sequence.num_computed = num_computed;
+    release_behind_windows(sequence);
+}
+
+// The partial node of our unit, which only we may extend.
+NodeId BlockManager::own_partial_node(const Sequence& sequence, std::int64_t block) const noexcept {
+    return pool_.node(sequence.tables.front()[block]);
+}
+
+void BlockManager::commit_full_block(Sequence& sequence, std::int64_t block, NodeId equal,
+                                     PrefixTree::StagedKeys&& keys) noexcept {
+    if (equal == kNone) {
+        move_end(sequence, make_node(sequence, block, prompt_of(sequence).block(block * block_size_, block_size_),
+                                     std::move(keys)));
+        return;
+    }
+    // The full node says all that our partial one did; whoever holds its units keeps them.
+    const NodeId own = own_partial_node(sequence, block);
+    if (own != kNone) remove_node(own);
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        BlockTable& entries = table(sequence, group);
+        const UnitId ours = entries[block];
+        const UnitId theirs = tree_.unit(equal, group);
+        if (theirs == kNone) {
+            tree_.set_unit(equal, group, ours);
+            pool_.set_node(ours, equal);
+            ++version_;
+            continue;
+        }
+        pool_.hold(theirs);
+        entries.set(block, theirs);
+        release(ours);
+        ++stats_.deduplicated_blocks;
+    }
+    move_end(sequence, equal);
+}
+
+// The last, partial block becomes findable unless a sibling says the same already.
+void BlockManager::commit_tail(Sequence& sequence, std::int64_t num_computed, PrefixTree::StagedKeys&& keys) noexcept {
+    const std::int64_t count = num_computed % block_size_;
+    const BlockView view = prompt_of(sequence).block(num_computed - count, count);
+    if (tree_.is_covered(tree_.find(sequence.node, view), view)) return;
+    make_node(sequence, num_computed / block_size_, view, std::move(keys));
+}
+
+// Extends our partial node to what `view` says, or makes a node of our units.
+NodeId BlockManager::make_node(Sequence& sequence, std::int64_t block, const BlockView& view,
+                               PrefixTree::StagedKeys&& keys) noexcept {
+    NodeId node = own_partial_node(sequence, block);
+    if (node != kNone) {
+        tree_.extend(node, view, std::move(keys));
+    } else {
+        node = tree_.insert(sequence.node, view, std::move(keys));
+        for (std::int32_t group = 0; group < num_groups(); ++group) {
+            const UnitId unit = table(sequence, group)[block];
+            tree_.set_unit(node, group, unit);
+            pool_.set_node(unit, node);
+        }
+    }
+    ++version_;
+    remove_covered_sibling(node);
+    return node;
+}
+
+// A partial node that nobody holds goes once a sibling says the same and more.
+void BlockManager::remove_covered_sibling(NodeId node) noexcept {
+    const NodeId left = tree_.previous_sibling(node);
+    if (left == kNone || tree_.is_full(left) || is_referenced(left)) return;
+    if (tree_.num_common(left, tree_.view(node)) == tree_.num_tokens(left)) remove_node(left);
+}
+
+void BlockManager::release_behind_windows(Sequence& sequence) noexcept {
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        std::int64_t& kept = sequence.first_kept[static_cast<std::size_t>(group)];
+        const std::int64_t needed = first_block_needed(group, sequence.num_computed);
+        BlockTable& entries = table(sequence, group);
+        for (std::int64_t block = needed - 1; block >= kept; --block) {
+            release(entries[block]);
+            entries.set(block, kNone);
+        }
+        kept = std::max(kept, needed);
+    }
+}
+
+// Whether the sequence's own tables hold all that a query at position `num_tokens` needs.
+bool BlockManager::is_kept(const Sequence& sequence, std::int64_t num_tokens) const noexcept {
+    const std::int64_t last = (num_tokens - 1) / block_size_;
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const std::int64_t first = first_block_needed(group, num_tokens);
+        if (first <= last && first < sequence.first_kept[static_cast<std::size_t>(group)]) return false;
+    }
+    return true;
+}
+
+std::int64_t BlockManager::rewind(SequenceId id, std::int64_t position) {
+    Sequence& sequence = find(id);
+    if (position < 0 || position > sequence.num_tokens())
+        throw BadArgument("expected a position of 0 .. " + std::to_string(sequence.num_tokens()) + " for sequence " +
+                          std::to_string(id) + ", got " + std::to_string(position) + " in rewind");
+    ensure_lease_room(sequence.num_blocks() * num_groups());
+
+    sequence.tokens.resize(static_cast<std::size_t>(position));
+    while (!sequence.keys.empty() && sequence.keys.back().position >= position) sequence.keys.pop_back();
+    std::int64_t kept = std::min(position, sequence.num_computed);
+    while (kept > 0 && !is_kept(sequence, kept)) kept = (kept - 1) / block_size_ * block_size_;
+    if (kept < sequence.num_computed) sequence.is_writer = false;
+    release_blocks(sequence, num_blocks_for(kept));
+    if (sequence.node != kNone) {
+        NodeId node = sequence.node;
+        for (std::int64_t depth = sequence.num_computed / block_size_; depth > kept / block_size_; --depth)
+            node = tree_.parent(node);
+        move_end(sequence, node);
+    }
+    sequence.num_computed = sequence.reserved = kept;
+    sequence.num_cached = std::min(sequence.num_cached, kept);
+    return kept;
+}
+
+}  // namespace quire

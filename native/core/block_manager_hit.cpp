@@ -1,0 +1,100 @@
+// Hits: finding the longest valid one, taking it, and looking again.
+#include <algorithm>
+
+#include "core/block_manager.hpp"
+
+namespace quire {
+
+BlockView Prompt::block(std::int64_t start, std::int64_t count) const noexcept {
+    BlockView view{tokens.subspan(static_cast<std::size_t>(start), static_cast<std::size_t>(count)), {}, start};
+    if (!keys.empty()) {
+        const auto before = [](const ExtraKey& key, std::int64_t position) { return key.position < position; };
+        const auto first = std::lower_bound(keys.begin(), keys.end(), start, before);
+        view.keys = {first, std::lower_bound(first, keys.end(), start + count, before)};
+    }
+    return view;
+}
+
+// A hit is valid if in every group the blocks it needs have units; missing_ tells the deepest block that has none.
+bool BlockManager::is_valid_hit(std::int64_t num_tokens) const noexcept {
+    const std::int64_t last = (num_tokens - 1) / block_size_;
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const std::int64_t first = first_block_needed(group, num_tokens);
+        if (first <= last && missing_[static_cast<std::size_t>(group)] >= first) return false;
+    }
+    return true;
+}
+
+// The longest valid hit; path_ holds a node for each of its blocks, the partial one last. Only the scratch changes.
+std::int64_t BlockManager::find_hit(const Prompt& prompt) {
+    const std::int64_t limit = static_cast<std::int64_t>(prompt.tokens.size()) - 1;
+    path_.clear();
+    NodeId node = tree_.find_root(prompt.name);
+    if (node == kNone || limit < 1) return 0;
+    path_.reserve(static_cast<std::size_t>(num_blocks_for(limit)));
+    std::fill(missing_.begin(), missing_.end(), -1);
+    std::int64_t longest = 0;
+    for (std::int64_t start = 0; start < limit; start += block_size_) {
+        const std::int64_t count = std::min(block_size_, limit - start);
+        const BlockView view = prompt.block(start, count);
+        const auto [child, num_common] = tree_.longest(tree_.find(node, view), view);
+        if (child == kNone) break;
+        const std::int64_t block = start / block_size_;
+        path_.push_back(child);
+        for (std::int32_t group = 0; group < num_groups(); ++group)
+            if (tree_.unit(child, group) == kNone) missing_[static_cast<std::size_t>(group)] = block;
+        if (is_valid_hit(start + num_common)) longest = start + num_common;
+        if (num_common < block_size_) break;
+        node = child;
+    }
+    path_.resize(static_cast<std::size_t>(num_blocks_for(longest)));
+    return longest;
+}
+
+void BlockManager::prepare_tables(std::vector<BlockTable>& tables, std::int64_t num_blocks) const {
+    tables.resize(static_cast<std::size_t>(num_groups()));
+    for (BlockTable& entries : tables) entries.prepare(0, num_blocks);
+}
+
+// Refers the sequence, whose tables are empty and have room, to the units of path_.
+void BlockManager::take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId root) noexcept {
+    const std::int64_t num_blocks = num_blocks_for(num_tokens);
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        BlockTable& entries = table(sequence, group);
+        const std::int64_t first = std::min(first_block_needed(group, num_tokens), num_blocks);
+        sequence.first_kept[static_cast<std::size_t>(group)] = first;
+        for (std::int64_t block = 0; block < first; ++block) entries.push(kNone);
+        for (std::int64_t block = first; block < num_blocks; ++block) {
+            const UnitId unit = tree_.unit(path_[static_cast<std::size_t>(block)], group);
+            pool_.hold(unit);
+            entries.push(unit);
+        }
+    }
+    const std::int64_t num_full = num_tokens / block_size_;
+    move_end(sequence, num_full == 0 ? root : path_[static_cast<std::size_t>(num_full) - 1]);
+    sequence.num_computed = sequence.num_cached = sequence.reserved = num_tokens;
+    sequence.is_writer = false;
+}
+
+// A sequence not yet admitted looks for a longer hit, if anything has been added since it last looked.
+void BlockManager::look(Sequence& sequence) {
+    if (sequence.is_admitted ||
+        (sequence.seen_version == version_ && sequence.seen_tokens == sequence.num_tokens()))
+        return;
+    const std::int64_t num_tokens = find_hit(prompt_of(sequence));
+    if (num_tokens > sequence.num_computed) {
+        std::vector<BlockTable> fresh;
+        prepare_tables(fresh, num_blocks_for(num_tokens));
+        ensure_lease_room(sequence.num_blocks() * num_groups());
+        sequence.tables.swap(fresh);
+        take_hit(sequence, num_tokens, sequence.node);
+        const std::int64_t had = fresh.front().size();
+        for (std::int64_t block = had - 1; block >= 0; --block)
+            for (const BlockTable& entries : fresh)
+                if (entries[block] != kNone) release(entries[block]);
+    }
+    sequence.seen_version = version_;
+    sequence.seen_tokens = sequence.num_tokens();
+}
+
+}  // namespace quire

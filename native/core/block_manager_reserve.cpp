@@ -1,0 +1,201 @@
+// reserve: deciding a whole step before anything changes, then carrying it out.
+#include <algorithm>
+#include <string>
+
+#include "core/block_manager.hpp"
+
+namespace quire {
+
+// Checks the arguments, fills works_ and says how many units the step takes, over all groups. Only the scratch changes.
+std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
+                                      std::int64_t num_lookahead) {
+    works_.clear();
+    works_.reserve(ids.size());
+    for (const SequenceId id : ids) works_.push_back({&find(id), 0, 0, false, false});
+    ++num_calls_;
+    for (std::size_t at = 0; at < works_.size(); ++at) {
+        Work& work = works_[at];
+        Sequence& sequence = *work.sequence;
+        if (sequence.last_call == num_calls_)
+            throw BadArgument("expected each sequence once in reserve, got sequence " + std::to_string(sequence.id) +
+                              " twice");
+        sequence.last_call = num_calls_;
+        work.num_new = num_new_tokens[at];
+        const std::int64_t num_known = sequence.num_tokens() - sequence.num_computed;
+        if (work.num_new < 1 || work.num_new > num_known)
+            throw BadArgument("expected 1 .. " + std::to_string(num_known) + " new tokens for sequence " +
+                              std::to_string(sequence.id) + " (" + std::to_string(sequence.num_tokens()) + " known, " +
+                              std::to_string(sequence.num_computed) + " computed), got " +
+                              std::to_string(work.num_new) + " in reserve; append them first");
+        work.num_blocks = num_blocks_for(sequence.num_computed + work.num_new + num_lookahead);
+    }
+    std::int64_t num_needed = 0;
+    for (Work& work : works_) {
+        const Sequence& sequence = *work.sequence;
+        if (!sequence.is_writer && sequence.num_computed % block_size_ != 0) plan_copy(work);
+        const std::int64_t num_more = work.num_blocks - sequence.num_blocks();
+        num_needed += (work.copies ? 1 : 0) + (num_more > 0 ? num_more : 0);
+    }
+    // plan_copy counts the references that copies give up as gone already; here they are back.
+    for (const Work& work : works_)
+        if (work.copies)
+            for (const BlockTable& entries : work.sequence->tables)
+                pool_.recount(entries[work.sequence->num_computed / block_size_]);
+    return num_needed * num_groups();
+}
+
+// Decides whether the block that holds position num_computed must be copied before it is written.
+void BlockManager::plan_copy(Work& work) noexcept {
+    const Sequence& sequence = *work.sequence;
+    const std::int64_t block = sequence.num_computed / block_size_;
+    const std::int64_t offset = sequence.num_computed % block_size_;
+    bool is_findable_beyond = false;
+    bool is_in_use = false;
+    for (const BlockTable& entries : sequence.tables) {
+        const UnitId unit = entries[block];
+        const NodeId node = pool_.node(unit);
+        is_findable_beyond |= node != kNone && tree_.num_tokens(node) > offset;
+        is_in_use |= pool_.num_refs(unit) > 1;
+        is_in_use |= overlapped_ && busy_until_[static_cast<std::size_t>(unit)] > completed_step_;
+    }
+    work.copies = is_findable_beyond || is_in_use;
+    work.copies_for_node = work.copies && !is_in_use;
+    if (work.copies)
+        for (const BlockTable& entries : sequence.tables) pool_.discount(entries[block]);
+}
+
+std::int64_t BlockManager::num_blocks_needed(std::span<const SequenceId> ids,
+                                             std::span<const std::int64_t> num_new_tokens,
+                                             std::int64_t num_lookahead) {
+    return plan_works(ids, num_new_tokens, num_lookahead);
+}
+
+std::shared_ptr<const StepPlan> BlockManager::reserve(std::span<const SequenceId> ids,
+                                                      std::span<const std::int64_t> num_new_tokens,
+                                                      std::int64_t num_lookahead) {
+    std::int64_t num_needed = plan_works(ids, num_new_tokens, num_lookahead);
+    const std::int64_t num_available = pool_.num_free() + pool_.num_cached();
+    std::int64_t num_new = 0;
+    std::int64_t num_copies = 0;
+    std::int64_t num_tokens = 0;
+    for (const Work& work : works_) {
+        num_new += work.sequence->is_admitted ? 0 : 1;
+        num_copies += work.copies ? 1 : 0;
+        num_tokens += work.num_new;
+    }
+    const auto num_works = static_cast<std::int64_t>(works_.size());
+    const bool is_alone = num_works == 1 && num_admitted_ == num_works - num_new;
+    // A lone sequence that lacks the room to copy its block takes the block from the tree instead.
+    const bool takes_over = is_alone && num_needed > num_available && works_[0].copies_for_node;
+    if (takes_over) {
+        num_needed -= num_groups();
+        num_copies = 0;
+    }
+    if (num_needed + (num_new != 0 && !is_alone ? watermark_blocks_ : 0) > num_available) return nullptr;
+
+    // All memory first.
+    const auto rows = static_cast<std::size_t>(num_works);
+    auto plan = std::make_shared<StepPlan>();
+    plan->num_sequences = num_works;
+    plan->num_tokens = num_tokens;
+    plan->num_lookahead = num_lookahead;
+    plan->query_start = Slab<std::int32_t>(rows + 1);
+    plan->context_lengths = Slab<std::int32_t>(rows);
+    plan->groups.resize(retentions_.size());
+    for (GroupPlan& group : plan->groups) {
+        group.slot_mapping = Slab<std::int64_t>(static_cast<std::size_t>(num_tokens));
+        group.lookahead_slots = Slab<std::int64_t>(rows * static_cast<std::size_t>(num_lookahead));
+        group.copies.reserve(static_cast<std::size_t>(num_copies));
+        group.tables.reserve(rows);
+    }
+    for (const Work& work : works_) {
+        const Sequence& sequence = *work.sequence;
+        const bool writes_over = work.copies && !takes_over;
+        const std::int64_t first = writes_over ? sequence.num_computed / block_size_ : sequence.num_blocks();
+        for (BlockTable& entries : work.sequence->tables)
+            if (writes_over || work.num_blocks > entries.size())
+                entries.prepare(first, std::max<std::int64_t>(work.num_blocks, entries.size()));
+    }
+    if (overlapped_) pool_.ensure_lease_room(static_cast<std::size_t>(num_copies * num_groups()));
+
+    // From here on nothing fails.
+    if (takes_over) {
+        const Sequence& sequence = *works_[0].sequence;
+        remove_node(pool_.node(sequence.tables.front()[sequence.num_computed / block_size_]));
+        works_[0].copies = false;
+    }
+    plan->step = ++newest_step_;
+    plan->query_start[0] = 0;
+    for (std::int64_t row = 0; row < num_works; ++row) {
+        const Work& work = works_[static_cast<std::size_t>(row)];
+        allocate_blocks(work, *plan);
+        write_row(work, row, *plan);
+    }
+    for (std::int64_t copy = 0; copy < num_copies; ++copy)
+        for (const GroupPlan& group : plan->groups) release(group.copies[static_cast<std::size_t>(copy)].source);
+    stats_.copied_blocks += num_copies * num_groups();
+    return plan;
+}
+
+// Gives one sequence its units: the copy's, then new ones by position, group after group.
+void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
+    Sequence& sequence = *work.sequence;
+    for (std::size_t group = 0; group < sequence.tables.size(); ++group) {
+        BlockTable& entries = sequence.tables[group];
+        if (work.copies) {
+            const std::int64_t block = sequence.num_computed / block_size_;
+            const UnitId source = entries[block];
+            entries.set(block, allocate());
+            plan.groups[group].copies.push_back(
+                {source, entries[block], static_cast<std::int32_t>(sequence.num_computed % block_size_)});
+        }
+        while (entries.size() < work.num_blocks) entries.push(allocate());
+    }
+    sequence.reserved = sequence.num_computed + work.num_new + plan.num_lookahead;
+    sequence.is_writer = true;
+    if (sequence.is_admitted) return;
+    sequence.is_admitted = true;
+    ++num_admitted_;
+    stats_.hit_tokens += sequence.num_cached;
+    stats_.query_tokens += sequence.num_tokens();
+}
+
+namespace {
+
+// The slots of `count` positions from `position` on.
+void write_slots(const BlockTable& entries, std::int64_t block_size, std::int64_t position, std::int64_t count,
+                 std::int64_t* out) noexcept {
+    std::int64_t block = position / block_size;
+    std::int64_t offset = position % block_size;
+    while (count > 0) {
+        const std::int64_t here = std::min(count, block_size - offset);
+        const std::int64_t first = entries[block] * block_size + offset;
+        for (std::int64_t at = 0; at < here; ++at) out[at] = first + at;
+        out += here;
+        count -= here;
+        offset = 0;
+        ++block;
+    }
+}
+
+}  // namespace
+
+void BlockManager::write_row(const Work& work, std::int64_t row, StepPlan& plan) const noexcept {
+    Sequence& sequence = *work.sequence;
+    const auto at = static_cast<std::size_t>(row);
+    const std::int32_t start = plan.query_start[at];
+    const std::int64_t context = sequence.num_computed + work.num_new;
+    plan.query_start[at + 1] = start + static_cast<std::int32_t>(work.num_new);
+    plan.context_lengths[at] = static_cast<std::int32_t>(context);
+    for (std::size_t group = 0; group < plan.groups.size(); ++group) {
+        GroupPlan& out = plan.groups[group];
+        BlockTable& entries = sequence.tables[group];
+        write_slots(entries, block_size_, sequence.num_computed, work.num_new, out.slot_mapping.data() + start);
+        if (plan.num_lookahead != 0)
+            write_slots(entries, block_size_, context, plan.num_lookahead,
+                        out.lookahead_slots.data() + row * plan.num_lookahead);
+        out.tables.push_back(entries.publish(work.num_blocks));
+    }
+}
+
+}  // namespace quire

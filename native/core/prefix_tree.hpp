@@ -1,0 +1,169 @@
+// The prefix tree: which unit holds the KV of which tokens.
+//
+// A node stands for one block of tokens below its parent: 1..block_size token ids and one unit id per group, or a hole. Only
+// a full node has children. A root stands for a namespace and has no tokens. The tree compares tokens, never hashes; where
+// a position has an extra key (an image, say), the element compared is (token, key), no key before any key.
+//
+// What it is not: an owner of units. It stores their ids; the block manager counts and frees them.
+//
+// Shape in memory: 20 bytes a node, its tokens and units in slabs beside it. Nodes are handed out from a stack, so a path
+// inserted at once lies in adjacent records and a walk streams. The children of a node are a treap in the order of their
+// (token, key) sequences, a prefix before what it begins, linked through the nodes themselves: no allocation, and the
+// sibling with the longest common prefix is a neighbour of the insertion point.
+//
+//   T1  siblings are in strict order
+//   T2  only a full node or a root has children
+//   T3  the priority of a treap node is not below its children's
+//
+// Cost: find O(log siblings) comparisons; insert and remove the same, remove without comparing. The caller makes room
+// (`ensure_room`, `make_root`, `stage_keys`) before it inserts: then nothing here can fail.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/slab.hpp"
+
+namespace quire {
+
+using Token = std::int32_t;
+using NodeId = std::int32_t;
+using UnitId = std::int32_t;
+inline constexpr std::int32_t kNone = -1;
+
+// An extra key: what stands at a position besides its token. Sorted by position wherever there are several. In a sequence
+// positions count from its start, in a node from the node's first token.
+struct ExtraKey {
+    std::int64_t position;
+    std::string value;
+
+    bool operator==(const ExtraKey&) const = default;
+};
+
+// One block's worth of a prompt: the tokens, and the extra keys of these positions (`start` is the first one's).
+struct BlockView {
+    std::span<const Token> tokens;
+    std::span<const ExtraKey> keys;
+    std::int64_t start = 0;
+};
+
+// Where a block stands among the children of a node.
+struct Neighbours {
+    NodeId equal = kNone;   // the child with exactly these tokens and keys
+    NodeId before = kNone;  // the last child that sorts before them
+    NodeId after = kNone;   // the first child that sorts after them
+};
+
+class PrefixTree {
+    using KeyTable = std::unordered_map<NodeId, std::vector<ExtraKey>>;
+    using RootTable = std::map<std::string, NodeId, std::less<>>;
+
+public:
+    // The keys of a node to be, in memory of their own; empty where it has none.
+    using StagedKeys = KeyTable::node_type;
+
+    PrefixTree(std::int32_t block_size, std::int32_t num_groups, std::size_t num_nodes_expected);
+
+    // Room for `more` nodes, `more_with_keys` of them with keys.
+    void ensure_room(std::size_t more, std::size_t more_with_keys);
+    static StagedKeys stage_keys(const BlockView& block);
+
+    NodeId find_root(std::string_view name) const noexcept;
+    NodeId make_root(std::string_view name);
+
+    Neighbours find(NodeId parent, const BlockView& block) const noexcept;
+    // Of the neighbours the one that shares the longest prefix with the block (of two equals the later one), and how long.
+    std::pair<NodeId, std::int32_t> longest(const Neighbours& near, const BlockView& block) const noexcept;
+    std::int32_t num_common(NodeId node, const BlockView& block) const noexcept;
+    // Whether a child, given where the block stands among them, starts with the whole block.
+    bool is_covered(const Neighbours& near, const BlockView& block) const noexcept;
+
+    // Puts a new node below `parent`; its units are all kNone. No equal sibling may exist.
+    NodeId insert(NodeId parent, const BlockView& block, StagedKeys&& keys) noexcept;
+    // Adds tokens to a partial leaf, which may change its place among its siblings.
+    void extend(NodeId node, const BlockView& whole, StagedKeys&& keys) noexcept;
+    // Takes a childless node out of the tree. The answer is its parent if that has no child left, else kNone.
+    NodeId remove(NodeId node) noexcept;
+    void clear() noexcept;
+
+    NodeId parent(NodeId node) const noexcept;
+    NodeId next_sibling(NodeId node) const noexcept;
+    NodeId previous_sibling(NodeId node) const noexcept;
+    bool is_root(NodeId node) const noexcept { return nodes_[index(node)].is_root; }
+    bool has_children(NodeId node) const noexcept { return nodes_[index(node)].child != kNone; }
+    std::int32_t num_tokens(NodeId node) const noexcept { return nodes_[index(node)].num_tokens; }
+    bool is_full(NodeId node) const noexcept { return num_tokens(node) == block_size_; }
+    std::span<const Token> tokens(NodeId node) const noexcept;
+    std::span<const ExtraKey> keys(NodeId node) const noexcept;
+    BlockView view(NodeId node) const noexcept { return {tokens(node), keys(node), 0}; }
+    UnitId unit(NodeId node, std::int32_t group) const noexcept { return units_[slot(node, group)]; }
+    void set_unit(NodeId node, std::int32_t group, UnitId unit) noexcept { units_[slot(node, group)] = unit; }
+
+    // How many sequences' committed prefixes end in the node. Beyond kMaxEnds it stays there: such a node is never bare.
+    void add_end(NodeId node) noexcept;
+    void drop_end(NodeId node) noexcept;
+    std::int64_t num_ends(NodeId node) const noexcept { return nodes_[index(node)].num_ends; }
+    // No unit, no children, no sequence that ends in it.
+    bool is_bare(NodeId node) const noexcept;
+
+    std::int64_t num_nodes() const noexcept { return num_nodes_; }
+    std::int64_t num_visited() const noexcept { return num_visited_; }
+    std::size_t capacity_bytes() const noexcept;
+
+    // All children of a node in order; all roots; all other nodes, parents first. For `check` and the tests.
+    std::vector<NodeId> children(NodeId node) const;
+    std::vector<NodeId> roots() const;
+    std::vector<NodeId> all_nodes() const;
+    // Proves T1 to T3; throws InvariantBroken.
+    void check() const;
+
+private:
+    struct Node {
+        NodeId up;     // the treap parent, or, for the top of a treap, the node all of them are children of
+        NodeId child;  // top of the treap of its children
+        NodeId left;
+        NodeId right;
+        std::uint32_t num_tokens : 10;
+        std::uint32_t is_top : 1;  // `up` is the tree parent
+        std::uint32_t is_root : 1;
+        std::uint32_t num_ends : 20;
+    };
+    static_assert(sizeof(Node) == 20);
+    static constexpr std::uint32_t kMaxEnds = (1u << 20) - 1;
+
+    static std::size_t index(NodeId node) noexcept { return static_cast<std::size_t>(node); }
+    std::size_t slot(NodeId node, std::int32_t group) const noexcept {
+        return index(node) * static_cast<std::size_t>(num_groups_) + static_cast<std::size_t>(group);
+    }
+    static std::uint32_t priority(NodeId node) noexcept;
+    static bool stands_above(NodeId a, NodeId b) noexcept;
+    NodeId take_record() noexcept;
+    void write_tokens(NodeId node, const BlockView& block) noexcept;
+    int compare(const BlockView& block, NodeId node) const noexcept;
+    void attach(NodeId parent, NodeId node, const BlockView& block) noexcept;
+    void detach(NodeId node) noexcept;
+    void replace_link(NodeId node, NodeId by) noexcept;
+    void rotate_up(NodeId node) noexcept;
+    void put_keys(NodeId node, StagedKeys&& keys) noexcept;
+
+    std::int32_t block_size_;
+    std::int32_t num_groups_;
+    Slab<Node> nodes_;
+    Slab<Token> tokens_;
+    Slab<UnitId> units_;
+    NodeId free_ = kNone;          // stack through `left`
+    NodeId num_used_records_ = 0;  // records ever handed out
+    std::int64_t num_nodes_ = 0;   // without roots
+    mutable std::int64_t num_visited_ = 0;
+    KeyTable keys_;
+    RootTable roots_;
+    std::unordered_map<NodeId, RootTable::iterator> root_places_;
+};
+
+}  // namespace quire

@@ -1,0 +1,78 @@
+// A sequence as the block manager knows it: its tokens, its block tables, how far it is computed and where its committed
+// prefix ends in the tree; and the table that finds sequences by id.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/block_table.hpp"
+#include "core/prefix_tree.hpp"
+#include "core/slab.hpp"
+
+namespace quire {
+
+using SequenceId = std::int64_t;
+
+struct Sequence {
+    SequenceId id = 0;
+    std::int64_t num_computed = 0;
+    std::int64_t num_cached = 0;  // taken from the tree
+    std::int64_t reserved = 0;    // end of the positions that have slots, lookahead included
+    std::int64_t last_call = 0;   // the planning call that saw it last: finds an id given twice
+    NodeId node = kNone;          // its first num_computed / block_size blocks end here
+    bool is_admitted = false;     // it, or what it was forked from, has reserved
+    bool is_writer = false;       // it may write the block of position num_computed in place
+    // Entries below this are kNone, in each group: blocks behind a window.
+    std::vector<std::int64_t> first_kept;
+    std::vector<BlockTable> tables;  // one a group, all of one length
+    std::vector<Token> tokens;
+    std::vector<ExtraKey> keys;
+    std::string name;  // namespace
+    // What it had seen when it last looked for a longer hit.
+    std::int64_t seen_version = -1;
+    std::int64_t seen_tokens = -1;
+
+    std::int64_t num_tokens() const noexcept { return static_cast<std::int64_t>(tokens.size()); }
+    std::int64_t num_blocks() const noexcept { return tables.front().size(); }
+};
+
+// Open sequences by id: linear probing in a table at most half full. Ids count up, so the low bits spread them evenly.
+class SequenceTable {
+public:
+    std::size_t size() const noexcept { return size_; }
+
+    Sequence* find(SequenceId id) const noexcept {
+        if (slots_.empty()) return nullptr;
+        for (std::size_t at = home(id);; at = next(at)) {
+            if (slots_[at].id == id) return slots_[at].sequence.get();
+            if (slots_[at].sequence == nullptr) return nullptr;
+        }
+    }
+
+    // Room for one more sequence; the only call that can fail.
+    void ensure_room();
+    void insert(std::unique_ptr<Sequence> sequence) noexcept;
+    void erase(SequenceId id) noexcept;
+
+    template <class Visit>
+    void for_each(Visit&& visit) const {
+        for (const Slot& slot : slots_)
+            if (slot.sequence != nullptr) visit(*slot.sequence);
+    }
+
+private:
+    struct Slot {
+        SequenceId id = -1;
+        std::unique_ptr<Sequence> sequence;
+    };
+
+    std::size_t home(SequenceId id) const noexcept { return static_cast<std::size_t>(id) & (slots_.size() - 1); }
+    std::size_t next(std::size_t at) const noexcept { return (at + 1) & (slots_.size() - 1); }
+
+    std::vector<Slot> slots_;  // a power of two
+    std::size_t size_ = 0;
+};
+
+}  // namespace quire

@@ -1,0 +1,67 @@
+// A linear layer's weight packed once into panels, and its product with rows of activations: out = x W^T + bias.
+//
+// Not here: the register tiles of each instruction set (linear_tiles.hpp) and anything of Python or torch.
+//
+//   L1  The order of accumulation belongs to the layer: an output has one float32 accumulator that takes its K products in
+//       order, by one kind of instruction whatever the number of rows. Threads split columns and rows, never K; blocks of
+//       K hand their float32 sums on unrounded. So a row of `out` has the same bits in any company and on any number
+//       of threads.
+//   L2  unpack() and gather_rows() return the weight bit for bit.
+//   L3  A panel is kColumns outputs x all of K, padded with zeros to whole panels and to a multiple of the kernel's
+//       depth; outside the padding the packed form takes the bytes of the weight, no more.
+//
+// Cost of a call: one read of the packed weight per pass of some 250 rows, a copy of the rows where their type is
+// not the kernel's; about 0.5 us beside that. Buffers of the calls are kept per thread (the largest so far).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "kernels/isa.hpp"
+#include "kernels/linear_kernel.hpp"
+
+namespace quire {
+
+class PackedWeight {
+  public:
+    // Element (n, k) of the weight lies at `weight + n * output_stride + k * input_stride` (in elements).
+    // Throws std::invalid_argument for sizes below 1 and for an `isa` that cannot run here.
+    PackedWeight(Element element, const void* weight, std::int64_t num_outputs, std::int64_t num_inputs, std::int64_t output_stride,
+                 std::int64_t input_stride, Isa isa);
+
+    // x [rows, num_inputs] and out [rows, num_outputs], contiguous, of the weight's element; bias [num_outputs] or null.
+    // out may not overlap the others.
+    void multiply(const void* x, std::int64_t rows, const void* bias, void* out) const;
+
+    // The whole weight, contiguous [num_outputs, num_inputs].
+    void unpack(void* out) const;
+
+    // Rows of the weight, contiguous [num_ids, num_inputs]: an embedding lookup. Throws std::out_of_range, before
+    // anything is written, for an id outside [0, num_outputs).
+    void gather_rows(const std::int64_t* ids, std::int64_t num_ids, void* out) const;
+
+    Element element() const { return element_; }
+    Isa isa() const { return isa_; }
+    std::int64_t num_outputs() const { return num_outputs_; }
+    std::int64_t num_inputs() const { return num_inputs_; }
+    std::size_t num_bytes() const { return num_bytes_; }
+
+  private:
+    struct Free {
+        void operator()(void* data) const;
+    };
+
+    Element element_;
+    Isa isa_;
+    const LinearKernel* kernel_;
+    std::int64_t num_outputs_;
+    std::int64_t num_inputs_;
+    std::int64_t depth_;         // num_inputs padded to the kernel's depth
+    std::int64_t panel_bytes_;
+    std::int64_t num_panels_;
+    std::size_t num_bytes_;
+    std::unique_ptr<unsigned char, Free> data_;
+};
+
+}  // namespace quire

@@ -1,0 +1,160 @@
+// The packed linear layer on AMX tiles: bf16 weights and activations, float32 sums.
+//
+// A panel is 32 columns as two tiles for every 32 of k. Every number of rows goes through tdpbf16ps, one row as a tile
+// of one row: a row's bits do not depend on the tile's height (amx.hpp, X2). Up to 16 rows four sums are two panels; beyond,
+// two tiles of rows by the two of a panel, so that each load serves two products.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/amx.hpp"
+#include "kernels/linear_kernel.hpp"
+#include "kernels/linear_tiles.hpp"
+
+namespace quire {
+namespace {
+
+template <class S, class Unit>
+struct AmxTiles {
+    static constexpr int kColumns = 32, kDepth = 32, kTileRows = 16, kTileBytes = 1024, kRowBytes = 64;
+    static constexpr std::int64_t kStepBytes = 2 * kTileBytes;      // of a panel, for kDepth of k
+    static constexpr std::int64_t kAheadBytes = 8 * kTileBytes;
+
+    // Tiles 0-3 sums, 4-5 activations, 6-7 weights. Sums 0, 1 (and 4) have `upper` rows, 2, 3 (and 5) `lower`.
+    static TileConfig shapes(int upper, int lower) {
+        TileConfig config;
+        config.tile(0, upper, kRowBytes).tile(1, upper, kRowBytes).tile(2, lower, kRowBytes).tile(3, lower, kRowBytes);
+        return config.tile(4, upper, kRowBytes).tile(5, lower, kRowBytes).tile(6, 16, kRowBytes).tile(7, 16, kRowBytes);
+    }
+
+    template <int tile>
+    static void begin(Unit& unit, const float* sums, const LinearBlock& block) {
+        if (block.first) {
+            unit.template zero<tile>();
+        } else {
+            unit.template load<tile>(sums, block.sums_stride * 4);
+        }
+    }
+
+    static void fetch(const unsigned char* address) {
+        for (std::int64_t i = 0; i < kStepBytes; i += kLineBytes) S::prefetch(address + i);
+    }
+
+    // At most 16 rows by two panels, all of the block's depth.
+    static void few(Unit& unit, const LinearBlock& block, std::int64_t panel) {
+        float* sums = block.sums + panel * kColumns;
+        const std::int64_t stride = block.sums_stride * 4;
+        const unsigned char* a = block.activations;
+        const unsigned char* left = block.panels + panel * block.panel_stride;
+        const unsigned char* right = left + block.panel_stride;
+        begin<0>(unit, sums, block);
+        begin<1>(unit, sums + 16, block);
+        begin<2>(unit, sums + 32, block);
+        begin<3>(unit, sums + 48, block);
+        for (std::int64_t k = 0; k < block.depth; k += kDepth) {
+            fetch(left + kAheadBytes);
+            fetch(right + kAheadBytes);
+            unit.template load<4>(a, block.activation_stride);
+            unit.template load<6>(left, kRowBytes);
+            unit.template dot_bf16<0, 4, 6>();
+            unit.template load<7>(left + kTileBytes, kRowBytes);
+            unit.template dot_bf16<1, 4, 7>();
+            unit.template load<6>(right, kRowBytes);
+            unit.template dot_bf16<2, 4, 6>();
+            unit.template load<7>(right + kTileBytes, kRowBytes);
+            unit.template dot_bf16<3, 4, 7>();
+            a += kRowBytes;
+            left += kStepBytes;
+            right += kStepBytes;
+        }
+        unit.template store<0>(sums, stride);
+        unit.template store<1>(sums + 16, stride);
+        unit.template store<2>(sums + 32, stride);
+        unit.template store<3>(sums + 48, stride);
+    }
+
+    // One or two tiles of rows by one panel. `ahead`: the panel comes from memory, fetch it.
+    template <bool both>
+    static void square(Unit& unit, const LinearBlock& block, std::int64_t row, std::int64_t panel, bool ahead) {
+        float* upper = block.sums + row * block.sums_stride + panel * kColumns;
+        float* lower = upper + kTileRows * block.sums_stride;
+        const std::int64_t stride = block.sums_stride * 4;
+        const unsigned char* a = block.activations + row * block.activation_stride;
+        const unsigned char* b = block.panels + panel * block.panel_stride;
+        begin<0>(unit, upper, block);
+        begin<1>(unit, upper + 16, block);
+        if constexpr (both) {
+            begin<2>(unit, lower, block);
+            begin<3>(unit, lower + 16, block);
+        }
+        for (std::int64_t k = 0; k < block.depth; k += kDepth) {
+            if (ahead) fetch(b + kAheadBytes);
+            unit.template load<6>(b, kRowBytes);
+            unit.template load<4>(a, block.activation_stride);
+            unit.template dot_bf16<0, 4, 6>();
+            unit.template load<7>(b + kTileBytes, kRowBytes);
+            unit.template dot_bf16<1, 4, 7>();
+            if constexpr (both) {
+                unit.template load<5>(a + kTileRows * block.activation_stride, block.activation_stride);
+                unit.template dot_bf16<2, 5, 6>();
+                unit.template dot_bf16<3, 5, 7>();
+            }
+            a += kRowBytes;
+            b += kStepBytes;
+        }
+        unit.template store<0>(upper, stride);
+        unit.template store<1>(upper + 16, stride);
+        if constexpr (both) {
+            unit.template store<2>(lower, stride);
+            unit.template store<3>(lower + 16, stride);
+        }
+    }
+
+    static void multiply(const LinearBlock& block) {
+        if (block.rows <= kTileRows) {
+            const int rows = static_cast<int>(block.rows);
+            Unit unit(shapes(rows, rows));
+            std::int64_t panel = 0;
+            for (; panel + 2 <= block.num_panels; panel += 2) few(unit, block, panel);
+            if (panel < block.num_panels) square<false>(unit, block, 0, panel, true);
+            return;
+        }
+        Unit unit(shapes(kTileRows, kTileRows));
+        const std::int64_t whole = block.rows / (2 * kTileRows) * (2 * kTileRows);
+        for (std::int64_t panel = 0; panel < block.num_panels; ++panel) {
+            for (std::int64_t row = 0; row < whole; row += 2 * kTileRows) square<true>(unit, block, row, panel, row == 0);
+        }
+        const int rest = static_cast<int>(block.rows - whole);
+        if (rest == 0) return;
+        const bool both = rest > kTileRows;
+        unit.configure(both ? shapes(kTileRows, rest - kTileRows) : shapes(rest, rest));
+        for (std::int64_t panel = 0; panel < block.num_panels; ++panel) {
+            if (both) {
+                square<true>(unit, block, whole, panel, whole == 0);
+            } else {
+                square<false>(unit, block, whole, panel, false);
+            }
+        }
+    }
+};
+
+template <class S, class Unit>
+constexpr LinearKernel amx_kernel() {
+    using Tiles = AmxTiles<S, Unit>;
+    LinearKernel kernel{};
+    kernel.layout = PanelLayout::tiles;
+    kernel.columns = Tiles::kColumns;
+    kernel.depth = Tiles::kDepth;
+    kernel.tile_rows = 2 * Tiles::kTileRows;
+    kernel.pass_rows = 512;
+    kernel.range = 512;  // 32 KiB of a panel stay in the first cache while the rows pass by
+    kernel.staged_bytes = sizeof(bf16);
+    kernel.stage_is_copy = true;
+    kernel.stage = stage_copy<bf16>;
+    kernel.multiply = Tiles::multiply;
+    kernel.finish = finish<S, bf16>;
+    return kernel;
+}
+
+}  // namespace
+}  // namespace quire

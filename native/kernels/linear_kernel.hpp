@@ -1,0 +1,82 @@
+// What a variant gives to the packed linear layer: the form of its panels and three functions. The implementations are
+// linear_tiles.hpp, compiled once per variant by linear_variant.cpp; linear.cpp cuts the work up and calls them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/isa.hpp"
+
+namespace quire {
+
+enum class Element { f32, bf16, f16 };
+
+constexpr std::int64_t element_bytes(Element element) { return element == Element::f32 ? 4 : 2; }
+
+// Order of a panel's elements; P columns, k runs over K in all of them.
+enum class PanelLayout {
+    rows,         // [k][P]
+    split_pairs,  // [k][P / 2][2], the pair being columns j and j + P / 2: both halves widen from bf16 by one operation
+    depth_pairs,  // [k / 2][P][2]: vdpbf16ps
+    tiles,        // [k / 32][P / 16][16][16][2]: tiles of tdpbf16ps, 16 pairs along k by 16 columns
+};
+
+// Position of (k, column) within a panel, in elements.
+constexpr std::int64_t panel_index(PanelLayout layout, std::int64_t columns, std::int64_t k, std::int64_t column) {
+    switch (layout) {
+        case PanelLayout::rows: return k * columns + column;
+        case PanelLayout::split_pairs: {
+            const std::int64_t half = columns / 2;
+            return k * columns + 2 * (column % half) + column / half;
+        }
+        case PanelLayout::depth_pairs: return (k / 2) * columns * 2 + column * 2 + k % 2;
+        case PanelLayout::tiles: return (k / 32) * columns * 32 + (column / 16) * 512 + (k % 32) / 2 * 32 + (column % 16) * 2 + k % 2;
+    }
+    return 0;
+}
+
+// A product of `rows` staged rows with consecutive panels over one range of K.
+struct LinearBlock {
+    const unsigned char* activations;  // first staged row, at the range's first k
+    std::int64_t activation_stride;    // bytes
+    std::int64_t rows;
+    const unsigned char* panels;       // first panel, at the range's first k
+    std::int64_t panel_stride;         // bytes
+    std::int64_t num_panels;
+    std::int64_t depth;                // length of the range, a multiple of the kernel's depth
+    float* sums;                       // [rows][sums_stride], of which the panels' columns are used
+    std::int64_t sums_stride;          // floats
+    bool first;                        // the range begins at k = 0: sums start from zero, else they go on
+};
+
+struct LinearKernel {
+    PanelLayout layout;
+    std::int64_t columns;            // of a panel
+    std::int64_t depth;              // K is padded to a multiple of it
+    std::int64_t tile_rows;          // rows that share one read of the weights
+    std::int64_t pass_rows;          // rows of one pass over the weights at most
+    std::int64_t range;              // K of a block when many rows share it, a multiple of `depth`
+    std::int64_t staged_bytes;       // of one staged activation
+    bool stage_is_copy;              // staged activations have the layer's own type
+    // Copies one row of `count` activations to `staged` in the kernel's type; zeros up to `padded`.
+    void (*stage)(const void* row, std::int64_t count, void* staged, std::int64_t padded);
+    void (*multiply)(const LinearBlock& block);
+    // out[i] = rounded(sums[i] + bias[i]); bias may be null.
+    void (*finish)(const float* sums, const void* bias, void* out, std::int64_t count);
+};
+
+// One per variant; null never.
+#define QUIRE_DECLARE_LINEAR(variant) const LinearKernel& linear_kernel_##variant(Element element);
+QUIRE_DECLARE_LINEAR(portable)
+QUIRE_DECLARE_LINEAR(emulated_avx512)
+QUIRE_DECLARE_LINEAR(emulated_avx512_bf16)
+QUIRE_DECLARE_LINEAR(emulated_amx_bf16)
+#if defined(__x86_64__)
+QUIRE_DECLARE_LINEAR(avx2)
+QUIRE_DECLARE_LINEAR(avx512)
+QUIRE_DECLARE_LINEAR(avx512_bf16)
+QUIRE_DECLARE_LINEAR(amx_bf16)
+#endif
+#undef QUIRE_DECLARE_LINEAR
+
+}  // namespace quire

@@ -1,0 +1,227 @@
+// Register tiles of the packed linear layer for vector instructions.
+//
+// A tile is `rows` x `panels` panels of two vectors of float32 sums. Whatever its shape, a sum takes its products in the
+// order of k by one kind of instruction (linear.hpp, L1): a fused multiply-add of widened elements, or of bf16 pairs.
+// With few rows a tile spans several panels, so that enough independent sums are under way to hide the latency.
+// Tiles of the matrix unit: linear_amx.hpp.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "kernels/linear_kernel.hpp"
+#include "kernels/simd.hpp"
+
+namespace quire {
+namespace {
+
+constexpr std::int64_t kPrefetchBytes = 1024;  // how far ahead of its use a panel is fetched
+constexpr int kLineBytes = 64;
+
+// Calls function(integral_constant rows) for 1 <= rows <= most.
+template <int most, class Function>
+[[gnu::always_inline]] inline void with_rows(std::int64_t rows, Function&& function) {
+    if constexpr (most > 1) {
+        if (rows < most) return with_rows<most - 1>(rows, function);
+    }
+    function(std::integral_constant<int, most>{});
+}
+
+// Copies one row of activations as they are.
+template <class From>
+void stage_copy(const void* row, std::int64_t count, void* staged, std::int64_t padded) {
+    auto* to = static_cast<unsigned char*>(staged);
+    std::memcpy(to, row, static_cast<std::size_t>(count) * sizeof(From));
+    std::memset(to + count * sizeof(From), 0, static_cast<std::size_t>(padded - count) * sizeof(From));
+}
+
+// Converts one row of activations of type From to float32.
+template <class S, class From>
+void stage_float(const void* row, std::int64_t count, void* staged, std::int64_t padded) {
+    const auto* from = static_cast<const From*>(row);
+    auto* to = static_cast<float*>(staged);
+    std::int64_t i = 0;
+    for (; i + S::kWidth <= count; i += S::kWidth) S::store(to + i, S::load(from + i));
+    const int rest = static_cast<int>(count - i);
+    if (rest > 0) S::store_part(to + i, S::load_part(from + i, rest), rest);
+    for (i = count; i < padded; ++i) to[i] = 0.0f;
+}
+
+template <class S, class To>
+void finish(const float* sums, const void* bias, void* out, std::int64_t count) {
+    const auto* added = static_cast<const To*>(bias);
+    auto* to = static_cast<To*>(out);
+    std::int64_t i = 0;
+    for (; i + S::kWidth <= count; i += S::kWidth) {
+        const auto sum = S::load(sums + i);
+        S::store(to + i, added == nullptr ? sum : S::add(sum, S::load(added + i)));
+    }
+    const int rest = static_cast<int>(count - i);
+    if (rest == 0) return;
+    const auto sum = S::load_part(sums + i, rest);
+    S::store_part(to + i, added == nullptr ? sum : S::add(sum, S::load_part(added + i, rest)), rest);
+}
+
+// What a tile multiplies: Weights of a panel row times one Activation, kStep of k at a time.
+
+// Weights (float, bf16, f16) and activations widened to float32.
+template <class S, class WeightType>
+struct Widened {
+    using Weight = WeightType;
+    using Activation = float;
+    using Operand = typename S::Vec;
+    static constexpr int kStep = 1;
+    static constexpr PanelLayout kLayout = std::is_same_v<Weight, bf16> ? PanelLayout::split_pairs : PanelLayout::rows;
+
+    static void load(const Weight* from, Operand& low, Operand& high) {
+        if constexpr (std::is_same_v<Weight, bf16>) {
+            S::load_split_pairs(from, low, high);
+        } else {
+            low = S::load(from);
+            high = S::load(from + S::kWidth);
+        }
+    }
+    static Operand broadcast(const Activation* from) { return S::broadcast(*from); }
+    static typename S::Vec add(typename S::Vec sum, const Operand& a, const Operand& w) { return S::fma(a, w, sum); }
+};
+
+// bf16 pairs along k (vdpbf16ps).
+template <class S>
+struct Paired {
+    using Weight = bf16;
+    using Activation = bf16;
+    using Operand = typename S::Pairs;
+    static constexpr int kStep = 2;
+    static constexpr PanelLayout kLayout = PanelLayout::depth_pairs;
+
+    static void load(const Weight* from, Operand& low, Operand& high) {
+        low = S::load_pairs(from);
+        high = S::load_pairs(from + 2 * S::kWidth);
+    }
+    static Operand broadcast(const Activation* from) { return S::broadcast_pair(from); }
+    static typename S::Vec add(typename S::Vec sum, const Operand& a, const Operand& w) { return S::dot(sum, a, w); }
+};
+
+template <class S, class Form>
+struct VectorTiles {
+    using Vec = typename S::Vec;
+    using Weight = typename Form::Weight;
+    using Activation = typename Form::Activation;
+    using Operand = typename Form::Operand;
+    static constexpr int kColumns = 2 * S::kWidth;
+    // Measured on AVX2: widening bf16 takes a register for its mask, and a sixth row would spill.
+    static constexpr bool kWidensBf16 = Form::kLayout == PanelLayout::split_pairs;
+    static constexpr int kRows = S::kRegisters == 32 ? 12 : kWidensBf16 ? 5 : 6;
+    static constexpr int kStepBytes = kColumns * Form::kStep * static_cast<int>(sizeof(Weight));
+    static constexpr int kUnrollBytes = kWidensBf16 ? 2 * kLineBytes : kLineBytes;
+    static constexpr int kUnroll = kUnrollBytes > kStepBytes ? kUnrollBytes / kStepBytes : 1;
+
+    // `ahead`: fetch each panel kPrefetchBytes ahead; else one line of `fetch` for every two of the panel.
+    template <int rows, int panels, bool ahead>
+    static void tile(const LinearBlock& block, std::int64_t row, std::int64_t panel, const unsigned char* fetch) {
+        const auto* x = reinterpret_cast<const Activation*>(block.activations + row * block.activation_stride);
+        const std::int64_t stride = block.activation_stride / static_cast<std::int64_t>(sizeof(Activation));
+        const Weight* weights[panels];
+        for (int p = 0; p < panels; ++p) {
+            weights[p] = reinterpret_cast<const Weight*>(block.panels + (panel + p) * block.panel_stride);
+        }
+        float* sums = block.sums + row * block.sums_stride + panel * kColumns;
+        Vec low[rows][panels], high[rows][panels];
+        for (int r = 0; r < rows; ++r) {
+            for (int p = 0; p < panels; ++p) {
+                const float* from = sums + r * block.sums_stride + p * kColumns;
+                low[r][p] = block.first ? S::zero() : S::load(from);
+                high[r][p] = block.first ? S::zero() : S::load(from + S::kWidth);
+            }
+        }
+        const auto step = [&](std::int64_t k) __attribute__((always_inline)) {
+            Operand w_low[panels], w_high[panels];
+            for (int p = 0; p < panels; ++p) Form::load(weights[p] + k * kColumns, w_low[p], w_high[p]);
+            for (int r = 0; r < rows; ++r) {
+                const Operand a = Form::broadcast(x + r * stride + k);
+                for (int p = 0; p < panels; ++p) {
+                    low[r][p] = Form::add(low[r][p], a, w_low[p]);
+                    high[r][p] = Form::add(high[r][p], a, w_high[p]);
+                }
+            }
+        };
+        constexpr int advance = kUnroll * Form::kStep, num_lines = (kUnroll * kStepBytes + kLineBytes - 1) / kLineBytes;
+        std::int64_t k = 0;
+        for (; k + advance <= block.depth; k += advance) {
+            for (int i = 0; i < num_lines; ++i) {
+                if constexpr (ahead) {
+                    for (int p = 0; p < panels; ++p) {
+                        const auto* here = reinterpret_cast<const unsigned char*>(weights[p] + k * kColumns);
+                        S::prefetch(here + kPrefetchBytes + i * kLineBytes);
+                    }
+                } else if (i % 2 == 0) {
+                    S::prefetch(fetch);
+                    fetch += num_lines == 1 ? kLineBytes / 2 : kLineBytes;
+                }
+            }
+            for (int i = 0; i < kUnroll; ++i) step(k + i * Form::kStep);
+        }
+        for (; k < block.depth; k += Form::kStep) step(k);
+        for (int r = 0; r < rows; ++r) {
+            for (int p = 0; p < panels; ++p) {
+                float* to = sums + r * block.sums_stride + p * kColumns;
+                S::store(to, low[r][p]);
+                S::store(to + S::kWidth, high[r][p]);
+            }
+        }
+    }
+
+    // Few rows: one read of the weights, fetched ahead.
+    template <int rows>
+    static void multiply_few(const LinearBlock& block) {
+        constexpr int panels = rows == 1 ? 4 : rows == 2 || (rows == 3 && S::kRegisters == 32) ? 2 : 1;
+        std::int64_t panel = 0;
+        for (; panel + panels <= block.num_panels; panel += panels) tile<rows, panels, true>(block, 0, panel, nullptr);
+        for (; panel < block.num_panels; ++panel) tile<rows, 1, true>(block, 0, panel, nullptr);
+    }
+
+    static void multiply(const LinearBlock& block) {
+        if (block.rows <= kRows) {
+            with_rows<kRows>(block.rows, [&](auto rows) { multiply_few<rows()>(block); });
+            return;
+        }
+        // Tiles of nearly equal heights. While the first two of a panel run, they fetch what follows the panel's range.
+        const std::int64_t num_tiles = (block.rows + kRows - 1) / kRows;
+        const std::int64_t range_bytes = block.depth * kColumns * static_cast<std::int64_t>(sizeof(Weight));
+        for (std::int64_t panel = 0; panel < block.num_panels; ++panel) {
+            const unsigned char* next = block.panels + panel * block.panel_stride + range_bytes;
+            for (std::int64_t t = 0; t < num_tiles; ++t) {
+                const std::int64_t row = block.rows * t / num_tiles, end = block.rows * (t + 1) / num_tiles;
+                const unsigned char* fetch = next + (t < 2 ? t : 1) * range_bytes / 2;
+                with_rows<kRows>(end - row, [&](auto rows) { tile<rows(), 1, false>(block, row, panel, fetch); });
+            }
+        }
+    }
+};
+
+template <class S, class Form>
+constexpr LinearKernel vector_kernel() {
+    using Tiles = VectorTiles<S, Form>;
+    constexpr bool is_copy = std::is_same_v<typename Form::Activation, typename Form::Weight>;
+    LinearKernel kernel{};
+    kernel.layout = Form::kLayout;
+    kernel.columns = Tiles::kColumns;
+    kernel.depth = Form::kStep;
+    kernel.tile_rows = Tiles::kRows;
+    kernel.pass_rows = 240;
+    kernel.range = 256 * Form::kStep;
+    kernel.staged_bytes = sizeof(typename Form::Activation);
+    kernel.stage_is_copy = is_copy;
+    if constexpr (is_copy) {
+        kernel.stage = stage_copy<typename Form::Weight>;
+    } else {
+        kernel.stage = stage_float<S, typename Form::Weight>;
+    }
+    kernel.multiply = Tiles::multiply;
+    kernel.finish = finish<S, typename Form::Weight>;
+    return kernel;
+}
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,73 @@
+// The packed linear layer's kernels for one instruction set. Compiled once per variant, with that variant's flags and
+// -DQUIRE_VARIANT_<name> (linear.cmake). No standard library templates here: the linker could hand their code to others.
+#include "kernels/linear_tiles.hpp"
+
+#if defined(QUIRE_VARIANT_portable)
+#include "kernels/simd_portable.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_portable
+#elif defined(QUIRE_VARIANT_avx2)
+#include "kernels/simd_avx2.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_avx2
+#elif defined(QUIRE_VARIANT_avx512)
+#include "kernels/simd_avx512.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_avx512
+#elif defined(QUIRE_VARIANT_avx512_bf16)
+#include "kernels/simd_avx512.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_avx512_bf16
+#elif defined(QUIRE_VARIANT_amx_bf16)
+#include "kernels/linear_amx.hpp"
+#include "kernels/simd_avx512.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_amx_bf16
+#elif defined(QUIRE_VARIANT_emulated_avx512)
+#include "kernels/simd_emulated.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_emulated_avx512
+#elif defined(QUIRE_VARIANT_emulated_avx512_bf16)
+#include "kernels/simd_emulated.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_emulated_avx512_bf16
+#elif defined(QUIRE_VARIANT_emulated_amx_bf16)
+#include "kernels/linear_amx.hpp"
+#include "kernels/simd_emulated.hpp"
+#define QUIRE_LINEAR_KERNEL linear_kernel_emulated_amx_bf16
+#else
+#error "linear.cmake names the variant"
+#endif
+
+namespace quire {
+namespace {
+
+#if defined(QUIRE_VARIANT_portable)
+using Simd = Portable;
+#elif defined(QUIRE_VARIANT_avx2)
+using Simd = Avx2;
+#elif defined(__AVX512F__)
+using Simd = Avx512;
+#else
+using Simd = Emulated512;
+#endif
+
+constexpr LinearKernel kFloat = vector_kernel<Simd, Widened<Simd, float>>();
+constexpr LinearKernel kHalf = vector_kernel<Simd, Widened<Simd, f16>>();
+#if defined(QUIRE_VARIANT_amx_bf16)
+constexpr LinearKernel kBrain = amx_kernel<Simd, Tiles>();
+#elif defined(QUIRE_VARIANT_emulated_amx_bf16)
+constexpr LinearKernel kBrain = amx_kernel<Simd, EmulatedTiles>();
+#elif defined(QUIRE_VARIANT_avx512_bf16)
+constexpr LinearKernel kBrain = vector_kernel<Avx512Bf16, Paired<Avx512Bf16>>();
+#elif defined(QUIRE_VARIANT_emulated_avx512_bf16)
+constexpr LinearKernel kBrain = vector_kernel<Emulated512Bf16, Paired<Emulated512Bf16>>();
+#else
+constexpr LinearKernel kBrain = vector_kernel<Simd, Widened<Simd, bf16>>();
+#endif
+
+}  // namespace
+
+const LinearKernel& QUIRE_LINEAR_KERNEL(Element element) {
+    switch (element) {
+        case Element::f32: return kFloat;
+        case Element::f16: return kHalf;
+        case Element::bf16: return kBrain;
+    }
+    return kFloat;
+}
+
+}  // namespace quire

@@ -1,0 +1,5 @@
+"""`python -m quire`: the same as the `quire` command."""
+
+from quire.cli.app import main
+
+main()

@@ -1,0 +1,85 @@
+"""Turning what callers give into the arrays a back end takes, once, with one clear error each.
+
+Token ids come as lists, numpy arrays or CPU tensors (through `__array__`: no torch here); anything that is not
+an integer from 0 to 2^31 - 1 is refused. Nothing here knows any cache state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from quire.cache.backend import Int32Array, Int64Array
+from quire.errors import ArgumentError
+
+__all__ = ["count", "count_array", "extra_key_arrays", "namespace_bytes", "token_array"]
+
+_MAX_TOKEN = 2**31 - 1
+
+
+def _integer_array(values: Any, what: str) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"expected {what}, got {type(values).__name__}: {error}") from error
+    if array.ndim != 1:
+        raise ArgumentError(f"expected {what}, got {array.ndim} dimensions (shape {list(array.shape)})")
+    if array.size and array.dtype.kind not in "iu":
+        raise ArgumentError(f"expected {what}, got {array.dtype} values in {type(values).__name__}")
+    return array
+
+
+def token_array(token_ids: Any) -> Int32Array:
+    """One-dimensional contiguous int32; the caller's own array if it is that already."""
+    array = _integer_array(token_ids, "a one-dimensional array of integer token ids")
+    if array.size:
+        least, most = int(array.min()), int(array.max())
+        if least < 0 or most > _MAX_TOKEN:
+            index = int(array.argmin() if least < 0 else array.argmax())
+            raise ArgumentError(
+                f"expected token ids of 0 .. {_MAX_TOKEN}, got {int(array[index])} at position {index}"
+            )
+    return np.ascontiguousarray(array, np.int32)
+
+
+def count_array(values: Any, what: str) -> Int64Array:
+    """One-dimensional contiguous int64 of `what`."""
+    return np.ascontiguousarray(_integer_array(values, f"a one-dimensional array of {what}"), np.int64)
+
+
+def count(value: Any, what: str, least: int, most: int | None = None) -> int:
+    """An integer `least` .. `most`."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise ArgumentError(f"expected an integer for {what}, got {value!r}")
+    if value < least or (most is not None and value > most):
+        wanted = f"at least {least}" if most is None else f"{least} .. {most}"
+        raise ArgumentError(f"expected {wanted} for {what}, got {value}")
+    return int(value)
+
+
+def namespace_bytes(namespace: Any) -> bytes:
+    if not isinstance(namespace, bytes):
+        raise ArgumentError(f"expected bytes for namespace, got {type(namespace).__name__} ({namespace!r})")
+    return namespace
+
+
+def extra_key_arrays(
+    extra_keys: Mapping[int, bytes] | None, num_tokens: int
+) -> tuple[Int64Array, list[bytes]]:
+    """(positions in increasing order, their keys)."""
+    if not extra_keys:
+        return np.empty(0, np.int64), []
+    if not isinstance(extra_keys, Mapping):
+        raise ArgumentError(
+            f"expected a mapping from position to bytes for extra_keys, got {type(extra_keys).__name__}"
+        )
+    by_position: dict[int, bytes] = {}
+    for position, key in extra_keys.items():
+        at = count(position, "a position in extra_keys", 0, num_tokens - 1)
+        if not isinstance(key, bytes):
+            raise ArgumentError(f"expected bytes, got {type(key).__name__} for extra_keys[{at}]")
+        by_position[at] = key
+    positions = sorted(by_position)
+    return np.array(positions, np.int64), [by_position[position] for position in positions]

@@ -1,0 +1,173 @@
+"""The interface both block managers implement: ids and numpy arrays in, ids and numpy arrays out.
+
+`quire.cache.block_manager.PythonBlockManager` is the readable one, `quire._native.BlockManager` the fast one.
+Whatever goes in, the same comes out of both, block ids included: docs/architecture.md, "The cache", states
+every rule on which an id depends. Nothing here knows `Sequence` objects; the facade `quire.Cache` does.
+
+Who checks what. The facade checks types, shapes and dtypes, and everything that depends on the arguments
+alone. A back end checks what depends on its state, before it changes anything:
+
+    KeyError      a sequence id that is unknown or closed; the facade makes it a `SequenceClosedError`
+    ValueError    a state-dependent range (message: expected, got, where); the facade makes it an
+                  `ArgumentError` with the same text
+
+All token arrays are contiguous int32 with values >= 0, id arrays contiguous int64. Arrays returned are
+never written again by the back end and may be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BlockManager", "GroupPlan", "Int32Array", "Int64Array", "StepPlan"]
+
+Int32Array: TypeAlias = NDArray[np.int32]
+Int64Array: TypeAlias = NDArray[np.int64]
+
+
+class GroupPlan(Protocol):
+    """One group's part of a step. Immutable: later calls on the cache do not show in it."""
+
+    @property
+    def step(self) -> int:
+        """Number of the step: 1 for a cache's first successful `reserve`, then 2, ..."""
+        ...
+
+    @property
+    def query_start(self) -> Int32Array:
+        """int32 [n + 1]: the new tokens of sequence i are rows query_start[i] .. query_start[i + 1] - 1."""
+        ...
+
+    @property
+    def context_lengths(self) -> Int32Array:
+        """int32 [n]: each sequence's length once the step's new tokens are in; lookahead not counted."""
+        ...
+
+    @property
+    def slot_mapping(self) -> Int64Array:
+        """int64 [query_start[n]]: block * block_size + offset of each new token, sequences in order."""
+        ...
+
+    @property
+    def lookahead_slots(self) -> Int64Array:
+        """int64 [n * num_lookahead]: likewise for the lookahead tokens, sequence after sequence."""
+        ...
+
+    @property
+    def block_tables(self) -> Int32Array:
+        """int32 [n, widest], made when asked for. Row i has ceil((context_lengths[i] + num_lookahead) /
+        block_size) entries, then -1; -1 also where a block behind a window has been given up."""
+        ...
+
+    @property
+    def copies(self) -> Int32Array:
+        """int32 [m, 3] (source block, destination block, tokens): to be done before the step writes."""
+        ...
+
+
+class StepPlan(GroupPlan, Protocol):
+    """What `reserve` decided. Its own arrays are group 0's."""
+
+    @property
+    def num_groups(self) -> int: ...
+
+    def group(self, index: int) -> GroupPlan:
+        """The same arrays for group `index`; IndexError beyond the last group."""
+        ...
+
+
+class BlockManager(Protocol):
+    """See the module docstring, and `quire.Cache` for what each call means to a user."""
+
+    def __init__(
+        self,
+        retentions: SequenceOf[tuple[str, int]],
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        watermark_blocks: int,
+        overlapped_steps: bool,
+    ) -> None:
+        """`retentions`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order."""
+        ...
+
+    def match(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> int:
+        """Tokens of the longest valid hit, at most len(tokens) - 1. Changes nothing.
+
+        `key_positions` is strictly increasing, within 0 .. len(tokens) - 1; `keys` has as many entries.
+        """
+        ...
+
+    def open(self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]) -> int:
+        """Take the hit; the id of the new sequence: 0, 1, 2, ..., never used twice."""
+        ...
+
+    def append(self, sequence: int, tokens: Int32Array) -> None: ...
+
+    def tokens(self, sequence: int) -> Int32Array:
+        """A copy of the known tokens."""
+        ...
+
+    def num_tokens(self, sequence: int) -> int: ...
+
+    def num_cached_tokens(self, sequence: int) -> int:
+        """Tokens taken from the cache. Extends the hit of a sequence that is still looking."""
+        ...
+
+    def num_computed_tokens(self, sequence: int) -> int:
+        """Extends the hit of a sequence that is still looking, as `num_cached_tokens` does."""
+        ...
+
+    def num_blocks_needed(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> int:
+        """Units, over all groups, that `reserve` with the same arguments would take; raises as it does."""
+        ...
+
+    def reserve(
+        self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int
+    ) -> StepPlan | None:
+        """All or nothing. ValueError for an id that appears twice, for num_new_tokens[i] < 1, or for more new
+        tokens than are known (num_computed + new > num_tokens). n = 0 is allowed: an empty plan, a step."""
+        ...
+
+    def commit(self, sequence: int, num_computed_tokens: int) -> None:
+        """ValueError unless num_computed <= n <= min(reserved, num_tokens)."""
+        ...
+
+    def complete(self, step: int) -> None:
+        """ValueError for a step that has not been reserved yet or is < 1; an old one does nothing."""
+        ...
+
+    def fork(self, sequence: int) -> int: ...
+
+    def rewind(self, sequence: int, position: int) -> int:
+        """The new number of computed tokens. ValueError unless 0 <= position <= num_tokens."""
+        ...
+
+    def close(self, sequence: int) -> None: ...
+
+    def reset(self) -> None:
+        """ValueError while sequences are open."""
+        ...
+
+    def counts(self) -> tuple[int, int, int, int]:
+        """Units now (free, cached, held, leased); they add up to num_blocks."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """num_blocks, free, cached, held, leased, num_sequences, num_nodes, hit_tokens, query_tokens,
+        evicted_blocks, copied_blocks, deduplicated_blocks."""
+        ...
+
+    def check(self) -> None:
+        """Prove every invariant; `quire.errors.InvariantError` with the numbers where one fails."""
+        ...
+
+    def block_table(self, sequence: int, group: int) -> Int32Array:
+        """A copy of the whole table, reserved blocks included; -1 behind a window."""
+        ...

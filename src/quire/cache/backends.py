@@ -1,0 +1,47 @@
+"""Which block manager runs: the one place of the cache where "native or python" is decided.
+
+`native` is the extension `quire._native`, `python` what runs without it. Asked for by argument, else by the
+environment variable QUIRE_BACKEND, else native where it is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+from typing import Literal
+
+from quire.errors import ArgumentError, BackendError
+
+__all__ = ["BackendName", "choose_backend", "native_module"]
+
+BackendName = Literal["native", "python"]
+
+
+def native_module() -> ModuleType | None:
+    """`quire._native`, or None where it was not built."""
+    try:
+        return importlib.import_module("quire._native")
+    except ImportError:
+        return None
+
+
+def choose_backend(name: str | None, *, needs: str) -> BackendName:
+    """The back end to use for a part whose native form is `quire._native.<needs>`.
+
+    Raises ArgumentError for an unknown name, BackendError if native is asked for and is not there.
+    """
+    asked = name if name is not None else os.environ.get("QUIRE_BACKEND") or None
+    where = "backend" if name is not None else "the environment variable QUIRE_BACKEND"
+    if asked not in (None, "native", "python"):
+        raise ArgumentError(f'expected "native" or "python", got {asked!r} for {where}')
+    if asked == "python":
+        return "python"
+    if hasattr(native_module(), needs):
+        return "native"
+    if asked == "native":
+        raise BackendError(
+            f'expected quire._native with {needs} for backend "native" (from {where}), and it is not built here; '
+            f'install with a C++20 compiler, or use backend="python"'
+        )
+    return "python"

@@ -1,0 +1,336 @@
+"""The block manager in plain Python: what the literature calls by that name, in one readable piece.
+
+A sequence is a list of token ids and, per group of layers, a *block table*: entry b names the unit in which
+tokens b * block_size .. are kept. The life of a request:
+
+    open      the longest known prefix is found in the tree, its blocks are named by the new table
+    reserve   blocks for the next tokens are taken, and the one about to be written is copied if others see it
+    (the engine computes K and V of those tokens into the slots)
+    commit    those tokens are computed: their blocks become nodes of the tree, for others to find
+    close     the table lets go; what the tree knows stays findable until the room is needed
+
+This is the `python` back end of `backend.BlockManager`, and the oracle of the native one: every rule below is
+written down in docs/architecture.md, "The cache". Not thread-safe. Invariants: `invariants.py`.
+
+Cost: open O(blocks of the prompt), reserve and commit O(new blocks + sequences), close and fork O(blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from quire.cache.backend import Int32Array, Int64Array
+from quire.cache.blocks import Blocks
+from quire.cache.commit import make_findable, move_to
+from quire.cache.content import ExtraKeys
+from quire.cache.groups import find_hit, longest_valid_hit
+from quire.cache.invariants import check_invariants
+from quire.cache.plan import PythonStepPlan
+from quire.cache.pool import NO_WRITER
+from quire.cache.reserve import Copy, Request, decide, make_plan, num_units_needed
+from quire.cache.sequence import GIVEN_UP, SequenceState
+from quire.spec import Retention
+
+__all__ = ["PythonBlockManager"]
+
+
+class PythonBlockManager:
+    """See the module docstring, `backend.BlockManager` for each call, `quire.Cache` for its users."""
+
+    def __init__(
+        self,
+        retentions: SequenceOf[tuple[str, int]],
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        watermark_blocks: int,
+        overlapped_steps: bool,
+    ) -> None:
+        self.retentions = [Retention(kind, size) for kind, size in retentions]  # type: ignore[arg-type]
+        self.num_groups = len(self.retentions)
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.watermark_blocks = watermark_blocks
+        self.blocks = Blocks(self.retentions, num_blocks, block_size, overlapped_steps)
+        self.sequences: dict[int, SequenceState] = {}
+        self.num_opened = 0
+        self.num_admitted = 0
+        self.num_hit_tokens = self.num_query_tokens = 0
+        self.num_copied = self.num_deduplicated = 0
+
+    # Finding a prefix
+
+    def match(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> int:
+        root = self.blocks.tree.roots.get(namespace)
+        extra_keys = ExtraKeys(key_positions.tolist(), keys)
+        return find_hit(self.blocks.tree, self.retentions, root, tokens, extra_keys).num_tokens
+
+    def open(self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]) -> int:
+        extra_keys = ExtraKeys(key_positions.tolist(), list(keys))
+        sequence = SequenceState(self.num_opened, tokens, extra_keys, self.num_groups)
+        self.num_opened += 1
+        self.sequences[sequence.id] = sequence
+        if self.prefix_caching:
+            sequence.node = self.blocks.tree.root(namespace)
+            sequence.node.num_sequences += 1
+            self._look(sequence)
+        return sequence.id
+
+    def _look(self, sequence: SequenceState) -> None:
+        """Extend the hit of a sequence not yet admitted by what others have committed since it last looked."""
+        tree = self.blocks.tree
+        seen = (tree.version, sequence.num_tokens)
+        if sequence.admitted or not self.prefix_caching or seen == sequence.looked_at:
+            return
+        sequence.looked_at = seen
+        assert sequence.node is not None
+        root = sequence.node
+        while root.parent is not None:
+            root = root.parent
+        hit = find_hit(tree, self.retentions, root, sequence.tokens, sequence.extra_keys)
+        if hit.num_tokens <= sequence.num_computed:
+            return
+        old = self._kept_units(sequence, 0)
+        for group, (retention, table) in enumerate(zip(self.retentions, sequence.tables, strict=True)):
+            first = retention.first_needed(hit.num_tokens) // self.block_size
+            table.truncate(0)
+            for block, unit in enumerate(hit.units[group].tolist()):
+                if block >= first:
+                    self.blocks.take(unit)
+                table.append(unit if block >= first else GIVEN_UP)
+            sequence.first_kept[group] = min(first, hit.units.shape[1])
+        for unit in old:
+            self.blocks.release(unit, sequence.id)
+        assert hit.node is not None
+        move_to(self.blocks.tree, sequence, hit.node)
+        sequence.num_computed = sequence.num_cached = sequence.reserved = hit.num_tokens
+
+    # What is known of a sequence
+
+    def append(self, sequence: int, tokens: Int32Array) -> None:
+        self.sequences[sequence].append(tokens)
+
+    def tokens(self, sequence: int) -> Int32Array:
+        return self.sequences[sequence].tokens.copy()
+
+    def num_tokens(self, sequence: int) -> int:
+        return self.sequences[sequence].num_tokens
+
+    def num_cached_tokens(self, sequence: int) -> int:
+        state = self.sequences[sequence]
+        self._look(state)
+        return state.num_cached
+
+    def num_computed_tokens(self, sequence: int) -> int:
+        state = self.sequences[sequence]
+        self._look(state)
+        return state.num_computed
+
+    def block_table(self, sequence: int, group: int) -> Int32Array:
+        return self.sequences[sequence].tables[group].units.copy()
+
+    # Reserving
+
+    def num_blocks_needed(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> int:
+        return num_units_needed(self._decide(sequences, num_new_tokens, num_lookahead), self.block_size)
+
+    def reserve(
+        self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int
+    ) -> PythonStepPlan | None:
+        requests = self._decide(sequences, num_new_tokens, num_lookahead)
+        needed = num_units_needed(requests, self.block_size)
+        available = self.blocks.pool.num_available
+        new = [request.sequence for request in requests if not request.sequence.admitted]
+        num_others = self.num_admitted - (len(requests) - len(new))
+        alone = len(requests) == 1 and num_others == 0
+        takes_over = False
+        if alone and needed > available and requests[0].can_take_over:
+            takes_over = True
+            needed -= self.num_groups
+        if needed + (self.watermark_blocks if new and not alone else 0) > available:
+            return None
+
+        if takes_over:
+            self._take_over(requests[0])
+        self.blocks.newest_step += 1
+        copies: list[list[Copy]] = [[] for _ in range(self.num_groups)]
+        sources: list[tuple[int, int]] = []
+        for request in requests:
+            self._allocate(request, copies, sources)
+        for unit, holder in sources:
+            self.blocks.release(unit, holder)
+        self.num_copied += sum(len(rows) for rows in copies)
+        for sequence in new:
+            sequence.admitted = True
+            self.num_admitted += 1
+            self.num_hit_tokens += sequence.num_cached
+            self.num_query_tokens += sequence.num_tokens
+        return make_plan(requests, copies, self.blocks.newest_step, self.block_size)
+
+    def _decide(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> list[Request]:
+        states = [self.sequences[sequence] for sequence in sequences.tolist()]
+        return decide(self.blocks, states, num_new_tokens.tolist(), num_lookahead)
+
+    def _take_over(self, request: Request) -> None:
+        """No room for a copy and nobody else to wait for: the tree forgets the block, which is then ours."""
+        unit = request.sequence.tables[0][request.start // self.block_size]
+        node = self.blocks.node_of[unit]
+        assert node is not None
+        self.blocks.remove(node)
+        request.copies = False
+
+    def _allocate(
+        self,
+        request: Request,
+        copies: list[list[Copy]],
+        sources: list[tuple[int, int]],
+    ) -> None:
+        """Give one sequence its units; the copies' sources are let go at the end of the call."""
+        sequence = request.sequence
+        block, offset = divmod(request.start, self.block_size)
+        for group, table in enumerate(sequence.tables):
+            if request.copies:
+                source = table[block]
+                table[block] = self.blocks.allocate(sequence.id)
+                copies[group].append((source, table[block], offset))
+                sources.append((source, sequence.id))
+            elif offset:
+                self.blocks.pool.writer[table[block]] = sequence.id
+            for _ in range(len(table), -(-request.end // self.block_size)):
+                table.append(self.blocks.allocate(sequence.id))
+        sequence.reserved = request.end
+
+    # Committing
+
+    def commit(self, sequence: int, num_computed_tokens: int) -> None:
+        state = self.sequences[sequence]
+        most = min(state.reserved, state.num_tokens)
+        if not state.num_computed <= num_computed_tokens <= most:
+            raise ValueError(
+                f"expected {state.num_computed} .. {most} computed tokens for sequence {sequence} "
+                f"({state.reserved} reserved, {state.num_tokens} known), got {num_computed_tokens} in commit"
+            )
+        if num_computed_tokens == state.num_computed:
+            return
+        if self.prefix_caching:
+            self.num_deduplicated += make_findable(self.blocks, state, num_computed_tokens)
+        state.num_computed = num_computed_tokens
+        self._release_behind_windows(state)
+
+    def _release_behind_windows(self, sequence: SequenceState) -> None:
+        for group, (retention, table) in enumerate(zip(self.retentions, sequence.tables, strict=True)):
+            first = retention.first_needed(sequence.num_computed) // self.block_size
+            for block in range(first - 1, sequence.first_kept[group] - 1, -1):
+                self.blocks.release(table[block], sequence.id)
+                table[block] = GIVEN_UP
+            sequence.first_kept[group] = max(first, sequence.first_kept[group])
+
+    def complete(self, step: int) -> None:
+        if not 1 <= step <= self.blocks.newest_step:
+            raise ValueError(f"expected a step of 1 .. {self.blocks.newest_step}, got {step} in complete")
+        if self.blocks.overlapped_steps:
+            self.blocks.complete(step)
+
+    # Forking, rewinding, closing
+
+    def fork(self, sequence: int) -> int:
+        parent = self.sequences[sequence]
+        child = SequenceState(self.num_opened, parent.tokens, parent.extra_keys, self.num_groups)
+        self.num_opened += 1
+        self.sequences[child.id] = child
+        for source, table in zip(parent.tables, child.tables, strict=True):
+            for unit in source.units[: -(-parent.num_computed // self.block_size)].tolist():
+                if unit != GIVEN_UP:
+                    self.blocks.take(unit)
+                table.append(unit)
+        child.first_kept = list(parent.first_kept)
+        child.num_computed = child.reserved = parent.num_computed
+        child.num_cached = parent.num_cached
+        child.looked_at = parent.looked_at
+        child.admitted = parent.admitted
+        self.num_admitted += child.admitted
+        child.node = parent.node
+        if child.node is not None:
+            child.node.num_sequences += 1
+        return child.id
+
+    def rewind(self, sequence: int, position: int) -> int:
+        state, size = self.sequences[sequence], self.block_size
+        if not 0 <= position <= state.num_tokens:
+            raise ValueError(
+                f"expected a position of 0 .. {state.num_tokens} for sequence {sequence}, got {position} in rewind"
+            )
+        state.forget_tokens(position)
+        wanted = min(position, state.num_computed)
+        units = np.stack([table.units[: -(-wanted // size)] for table in state.tables])
+        kept = longest_valid_hit(self.retentions, units, wanted, size)
+        released = self._kept_units(state, -(-kept // size))
+        for group, table in enumerate(state.tables):
+            table.truncate(-(-kept // size))
+            state.first_kept[group] = min(state.first_kept[group], len(table))
+        if kept < state.num_computed and kept % size:
+            for table in state.tables:
+                if self.blocks.pool.writer[table[kept // size]] == state.id:
+                    self.blocks.pool.writer[table[kept // size]] = NO_WRITER
+        for unit in released:
+            self.blocks.release(unit, state.id)
+        state.num_computed = state.reserved = kept
+        state.num_cached = min(state.num_cached, kept)
+        if state.node is not None:
+            node = state.node
+            while node.depth > kept // size:
+                assert node.parent is not None
+                node = node.parent
+            move_to(self.blocks.tree, state, node)
+        return kept
+
+    def close(self, sequence: int) -> None:
+        state = self.sequences.pop(sequence)
+        for unit in self._kept_units(state, 0):
+            self.blocks.release(unit, state.id)
+        self.num_admitted -= state.admitted
+        if state.node is not None:
+            state.node.num_sequences -= 1
+            self.blocks.tree.prune(state.node)
+
+    def _kept_units(self, sequence: SequenceState, first_block: int) -> list[int]:
+        """The units of the blocks from `first_block` on, deepest first, at equal depth in group order."""
+        columns = np.stack([table.units[first_block:] for table in sequence.tables], axis=1)[::-1]
+        return columns[columns != GIVEN_UP].tolist()
+
+    # The whole
+
+    def reset(self) -> None:
+        if self.sequences:
+            raise ValueError(
+                f"expected no open sequence in reset, got {len(self.sequences)}; close them first"
+            )
+        self.blocks.reset()
+
+    def counts(self) -> tuple[int, int, int, int]:
+        pool = self.blocks.pool
+        return len(pool.free), len(pool.cached), pool.num_held, len(pool.leased)
+
+    def stats(self) -> dict[str, int]:
+        free, cached, held, leased = self.counts()
+        return {
+            "num_blocks": self.blocks.pool.num_blocks,
+            "free": free,
+            "cached": cached,
+            "held": held,
+            "leased": leased,
+            "num_sequences": len(self.sequences),
+            "num_nodes": self.blocks.tree.num_nodes,
+            "hit_tokens": self.num_hit_tokens,
+            "query_tokens": self.num_query_tokens,
+            "evicted_blocks": self.blocks.num_evicted,
+            "copied_blocks": self.num_copied,
+            "deduplicated_blocks": self.num_deduplicated,
+        }
+
+    def check(self) -> None:
+        check_invariants(self)

@@ -1,0 +1,338 @@
+"""`Cache`, the KV cache of an engine as a library: it says where every token's K and V live. No tensors.
+
+It checks arguments, turns them into arrays, and makes one call to a back end (`backend.BlockManager`): native
+where it is built, else plain Python (`block_manager.py`, the one to read). Same results from both.
+
+Not thread-safe: one owner at a time. Cost: checking is O(tokens given) or O(sequences given); then the back end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.cache import arguments
+from quire.cache.backend import BlockManager, Int32Array, Int64Array, StepPlan
+from quire.cache.backends import choose_backend, native_module
+from quire.errors import ArgumentError, SequenceClosedError
+from quire.sizes import format_size, parse_size
+from quire.spec import KVSpec
+
+__all__ = ["Cache", "Match", "Sequence"]
+
+MAX_BLOCK_SIZE = 512
+
+
+@dataclass(frozen=True)
+class Match:
+    """What `Cache.match` found: `num_tokens` of the prompt are in the cache."""
+
+    num_tokens: int
+
+
+class Sequence:
+    """An open sequence of a cache: its tokens and how far they are computed. Made by `Cache.open` and `fork`."""
+
+    __slots__ = ("_cache", "id")
+
+    def __init__(self, cache: Cache, sequence_id: int) -> None:
+        self._cache = cache
+        self.id = sequence_id
+
+    def __repr__(self) -> str:
+        return f"Sequence(id={self.id})"
+
+    @property
+    def tokens(self) -> Int32Array:
+        """A copy of the known tokens, int32."""
+        return self._cache._call("tokens", self.id)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: those opened with and those appended."""
+        return self._cache._call("num_tokens", self.id)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens taken from the cache. Until the sequence first reserves, reading this takes what others have
+        committed since it was opened."""
+        return self._cache._call("num_cached_tokens", self.id)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose K and V are there: cached ones and committed ones. Reading it looks as above."""
+        return self._cache._call("num_computed_tokens", self.id)
+
+    def append(self, token_ids: Any) -> None:
+        """More known tokens: the prompt's continuation, sampled ones, or a draft's."""
+        self._cache._call("append", self.id, arguments.token_array(token_ids))
+
+    def block_table(self, group: int = 0) -> Int32Array:
+        """A copy of the group's block table, int32, reserved blocks included; -1 behind a window."""
+        group = arguments.count(group, "group", 0, self._cache.num_groups - 1)
+        return self._cache._call("block_table", self.id, group)
+
+
+class Cache:
+    """A paged KV cache with a prefix tree over `num_blocks` units.
+
+    A unit holds one block of `block_size` tokens for the layers of one group (`spec.groups`): a token of a model
+    with two groups needs a slot in a unit of each. All groups draw on one pool.
+
+        sequence = cache.open(prompt)                          # takes the longest known prefix
+        plan = cache.reserve([sequence], [num_new_tokens])     # slots for the tokens to compute; None: no room
+        ...                                                    # do plan.copies, write K/V to plan.slot_mapping
+        cache.commit(sequence, plan.context_lengths[0])        # computed: others may find them
+
+    Not thread-safe: one owner at a time.
+    """
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        *,
+        num_blocks: int | None = None,
+        memory: str | int | None = None,
+        block_size: int = 16,
+        prefix_caching: bool = True,
+        watermark: float = 0.0,
+        overlapped_steps: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        """
+        Parameters
+        ----------
+        spec
+            What a token costs; gives the groups.
+        num_blocks, memory
+            Size of the pool: units, or bytes ("256MiB") that are divided by `spec.unit_bytes(block_size)`.
+            Exactly one of the two.
+        block_size
+            Tokens per block, 1 .. 512.
+        prefix_caching
+            Whether committed tokens can be found by other sequences.
+        watermark
+            Share of the pool, 0 <= w < 1, that a `reserve` which admits a sequence must leave available.
+        overlapped_steps
+            The owner submits a step before the last one has ended, and calls `complete`.
+        backend
+            "native", "python", or None: the environment variable QUIRE_BACKEND, else native where built.
+        """
+        if not isinstance(spec, KVSpec):
+            raise ArgumentError(
+                f"expected a KVSpec as spec, got {type(spec).__name__}; see KVSpec.from_config"
+            )
+        self.spec = spec
+        self.block_size = arguments.count(block_size, "block_size", 1, MAX_BLOCK_SIZE)
+        if (num_blocks is None) == (memory is None):
+            raise ArgumentError(
+                f"expected either num_blocks or memory, got num_blocks={num_blocks!r} and memory={memory!r}"
+            )
+        if memory is not None:
+            unit_bytes = spec.unit_bytes(self.block_size)
+            memory_bytes = parse_size(memory)
+            num_blocks = memory_bytes // unit_bytes
+            if num_blocks < 1:
+                raise ArgumentError(
+                    f"expected memory for at least one block of {self.block_size} tokens, {format_size(unit_bytes)}, "
+                    f"got {memory!r} ({memory_bytes} bytes); give more memory or a smaller block_size"
+                )
+        self.num_blocks = arguments.count(num_blocks, "num_blocks", 1, 2**31 - 1)
+        if not isinstance(watermark, (int, float)) or not 0 <= watermark < 1:
+            raise ArgumentError(f"expected a watermark of 0 <= w < 1, got {watermark!r}")
+        self.watermark = float(watermark)
+        self.prefix_caching = bool(prefix_caching)
+        self.overlapped_steps = bool(overlapped_steps)
+        self.num_groups = len(spec.groups)
+        self.backend = choose_backend(backend, needs="BlockManager")
+        self._manager = _make_manager(
+            self.backend,
+            [(group.retention.kind, group.retention.size) for group in spec.groups],
+            self.num_blocks,
+            self.block_size,
+            self.prefix_caching,
+            math.ceil(self.watermark * self.num_blocks),
+            self.overlapped_steps,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Cache(num_blocks={self.num_blocks}, block_size={self.block_size}, groups={self.num_groups}, "
+            f"backend={self.backend!r})"
+        )
+
+    # Finding a prefix
+
+    def match(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> Match:
+        """How much of a prompt is in the cache, at most all but its last token. Changes nothing.
+
+        `namespace` sets tenants or adapters apart; `extra_keys` {position: bytes} sets apart what the token ids
+        alone do not say (an image's digest at its placeholder): it counts from that position on.
+        """
+        tokens = arguments.token_array(token_ids)
+        positions, keys = arguments.extra_key_arrays(extra_keys, len(tokens))
+        namespace = arguments.namespace_bytes(namespace)
+        return Match(self._manager.match(tokens, namespace, positions, keys))
+
+    def open(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> Sequence:
+        """A sequence of these tokens that has taken what `match` finds: `seq.num_cached_tokens`."""
+        tokens = arguments.token_array(token_ids)
+        positions, keys = arguments.extra_key_arrays(extra_keys, len(tokens))
+        namespace = arguments.namespace_bytes(namespace)
+        return Sequence(self, self._manager.open(tokens, namespace, positions, keys))
+
+    # A step
+
+    def reserve(
+        self,
+        sequences: SequenceOf[Sequence] | Int64Array,
+        num_new_tokens: SequenceOf[int] | Int64Array,
+        *,
+        num_lookahead_tokens: int = 0,
+    ) -> StepPlan | None:
+        """Slots for the next `num_new_tokens[i]` known tokens of each sequence, and for lookahead ones after them.
+
+        All or nothing: None if the units do not suffice, and nothing has changed. Without a commit in between,
+        reserving again starts from the same computed tokens. See `backend.StepPlan` for the plan's arrays.
+        """
+        ids, counts, lookahead = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
+        return self._call("reserve", ids, counts, lookahead)
+
+    def num_blocks_needed(
+        self,
+        sequences: SequenceOf[Sequence] | Int64Array,
+        num_new_tokens: SequenceOf[int] | Int64Array,
+        *,
+        num_lookahead_tokens: int = 0,
+    ) -> int:
+        """Units, over all groups, that `reserve` would take now; the watermark is not in it."""
+        ids, counts, lookahead = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
+        return self._call("num_blocks_needed", ids, counts, lookahead)
+
+    def commit(self, sequence: Sequence | int, num_computed_tokens: int) -> None:
+        """The first `num_computed_tokens` tokens (absolute) are computed: others may find them from now on.
+
+        Where another sequence has committed the same tokens, the table is pointed at its blocks, and only here.
+        """
+        num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)
+        self._call("commit", self._id(sequence), num_computed)
+
+    def advance(self, sequences: Any, num_computed_tokens: Any, token_ids: Any) -> None:
+        """The end of a decode step: `commit` of each sequence, then `append` of one token to it.
+
+        Arrays of one length: sequences as in `reserve`, absolute numbers of computed tokens, token ids. Their form is
+        checked before anything changes; a sequence that cannot be committed ends the call, those before it are done.
+        """
+        ids, counts, _ = self._step_arguments(sequences, num_computed_tokens, 0)
+        tokens = arguments.token_array(token_ids)
+        if len(tokens) != len(ids):
+            raise ArgumentError(f"expected one token for each of the {len(ids)} sequences, got {len(tokens)}")
+        for index, (sequence, count) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
+            self._call("commit", sequence, count)
+            self._call("append", sequence, tokens[index : index + 1])
+
+    def complete(self, step: int) -> None:
+        """Step `plan.step` and all before it have ended. Does nothing unless `overlapped_steps`."""
+        self._call("complete", arguments.count(step, "step", 1))
+
+    # Forking, rewinding, closing
+
+    def fork(self, sequence: Sequence | int) -> Sequence:
+        """A second sequence with the same tokens; computed blocks are shared until one of the two writes."""
+        return Sequence(self, self._call("fork", self._id(sequence)))
+
+    def rewind(self, sequence: Sequence | int, position: int) -> int:
+        """Forget the tokens from `position` on. Returns how many tokens are computed now: fewer than `position`
+        where a window has given up what the next query would read; compute again from there."""
+        return self._call("rewind", self._id(sequence), arguments.count(position, "position", 0))
+
+    def close(self, sequence: Sequence | int) -> None:
+        """Let go of the sequence's blocks. Committed ones stay findable until their room is needed."""
+        self._call("close", self._id(sequence))
+
+    def reset(self) -> None:
+        """Forget all cached content. Refused while sequences are open."""
+        self._call("reset")
+
+    # Figures
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Units that could be handed out: free ones and cached ones."""
+        free, cached, _, _ = self._manager.counts()
+        return free + cached
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Units with findable content that no sequence holds."""
+        return self._manager.counts()[1]
+
+    @property
+    def usage(self) -> float:
+        """Share of the units that are in use, 0 .. 1; cached ones are not."""
+        return 1.0 - self.num_free_blocks / self.num_blocks
+
+    def stats(self) -> dict[str, int]:
+        """Figures now (num_blocks, free, cached, held, leased, num_sequences, num_nodes) and counted since the
+        start (hit_tokens, query_tokens, evicted_blocks, copied_blocks, deduplicated_blocks)."""
+        return self._manager.stats()
+
+    def check(self) -> None:
+        """Prove every invariant; `InvariantError` with the numbers where one does not hold."""
+        self._manager.check()
+
+    # Arguments
+
+    def _id(self, sequence: Sequence | int) -> int:
+        if isinstance(sequence, Sequence):
+            if sequence._cache is not self:
+                raise ArgumentError(f"expected a sequence of this cache, got {sequence} of another one")
+            return sequence.id
+        return arguments.count(sequence, "a sequence id", 0)
+
+    def _step_arguments(
+        self, sequences: Any, num_new_tokens: Any, num_lookahead_tokens: int
+    ) -> tuple[Int64Array, Int64Array, int]:
+        if isinstance(sequences, np.ndarray):
+            ids = arguments.count_array(sequences, "sequence ids")
+        elif isinstance(sequences, SequenceOf) and not isinstance(sequences, (str, bytes)):
+            ids = np.array([self._id(sequence) for sequence in sequences], np.int64)
+        else:
+            raise ArgumentError(
+                f"expected a list of sequences or an integer array of their ids, got {type(sequences).__name__}"
+            )
+        counts = arguments.count_array(num_new_tokens, "numbers of new tokens")
+        if len(ids) != len(counts):
+            raise ArgumentError(
+                f"expected one number of new tokens for each sequence, got {len(counts)} for {len(ids)} sequences"
+            )
+        return ids, counts, arguments.count(num_lookahead_tokens, "num_lookahead_tokens", 0)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """A call to the back end, its errors in the cache's terms."""
+        try:
+            return getattr(self._manager, method)(*args)
+        except KeyError as error:
+            raise SequenceClosedError(
+                f"expected an open sequence, got sequence {error.args[0]}, which is closed or was never opened, "
+                f"in {method}"
+            ) from None
+        except ValueError as error:
+            raise ArgumentError(str(error)) from None
+
+
+def _make_manager(backend: str, *args: Any) -> BlockManager:
+    if backend == "native":
+        return native_module().BlockManager(*args)  # type: ignore[union-attr]
+    from quire.cache.block_manager import PythonBlockManager
+
+    return PythonBlockManager(*args)

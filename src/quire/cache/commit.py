@@ -1,0 +1,86 @@
+"""Making computed tokens findable: how a sequence's blocks become nodes of the prefix tree.
+
+A block that became full is inserted below the sequence's node, or, where another sequence has committed the
+same tokens before, its table is pointed at those units and our own are let go (the one place where blocks
+computed twice are merged). The rest, fewer than block_size tokens, is kept as a partial node that grows with
+each commit, so that a hit can end at any token.
+
+*Own* below is the partial node of the unit we write: only the unit's writer extends it.
+
+Cost: O(new blocks x log siblings).
+"""
+
+from __future__ import annotations
+
+from quire.cache.blocks import Blocks
+from quire.cache.content import encode
+from quire.cache.prefix import HOLE, Node, PrefixTree
+from quire.cache.sequence import SequenceState
+
+__all__ = ["make_findable", "move_to"]
+
+
+def make_findable(blocks: Blocks, sequence: SequenceState, end: int) -> int:
+    """Commit the tokens from `num_computed` to `end` to the tree; the number of units deduplicated."""
+    size = blocks.tree.block_size
+    num_deduplicated = 0
+    for block in range(sequence.num_computed // size, end // size):
+        num_deduplicated += _insert_full_block(blocks, sequence, block)
+    if end % size:
+        _insert_tail(blocks, sequence, end)
+    return num_deduplicated
+
+
+def _insert_full_block(blocks: Blocks, sequence: SequenceState, block: int) -> int:
+    size, parent = blocks.tree.block_size, sequence.node
+    assert parent is not None
+    content = encode(sequence.tokens, sequence.extra_keys, block * size, (block + 1) * size)
+    node = blocks.tree.equal_child(parent, content)
+    own = blocks.node_of[sequence.tables[0][block]]
+    num_deduplicated = 0
+    if node is None:
+        node = _insert_or_extend(blocks, sequence, block, content, size)
+    else:
+        if own is not None:
+            # The full node says all that our partial one did; whoever names its units keeps them.
+            blocks.remove(own)
+        for group, table in enumerate(sequence.tables):
+            ours, theirs = table[block], node.units[group]
+            if theirs == HOLE:
+                blocks.supply(node, group, ours)
+            else:
+                blocks.take(theirs)
+                table[block] = theirs
+                blocks.release(ours, sequence.id)
+                num_deduplicated += 1
+    move_to(blocks.tree, sequence, node)
+    return num_deduplicated
+
+
+def _insert_tail(blocks: Blocks, sequence: SequenceState, end: int) -> None:
+    block, num_tokens = divmod(end, blocks.tree.block_size)
+    assert sequence.node is not None
+    content = encode(sequence.tokens, sequence.extra_keys, end - num_tokens, end)
+    if blocks.tree.child_starting_with(sequence.node, content) is None:
+        _insert_or_extend(blocks, sequence, block, content, num_tokens)
+
+
+def _insert_or_extend(
+    blocks: Blocks, sequence: SequenceState, block: int, content: bytes, num_tokens: int
+) -> Node:
+    own = blocks.node_of[sequence.tables[0][block]]
+    if own is not None:
+        blocks.extend(own, content, num_tokens)
+        return own
+    assert sequence.node is not None
+    return blocks.insert(sequence.node, content, num_tokens, [table[block] for table in sequence.tables])
+
+
+def move_to(tree: PrefixTree, sequence: SequenceState, node: Node) -> None:
+    """The sequence's full committed blocks end in `node` from now on."""
+    left = sequence.node
+    assert left is not None
+    node.num_sequences += 1
+    left.num_sequences -= 1
+    sequence.node = node
+    tree.prune(left)

@@ -1,0 +1,84 @@
+"""Retention rules: how much of a prefix can be used when each group has kept something different.
+
+A hit of h tokens is valid if every group still has the blocks that the query at position h may read:
+`first_needed(h) // block_size .. (h - 1) // block_size`. For a full-attention group these are all blocks, for
+a window only those that the window covers, for a chunk only those since the chunk began.
+
+`first_needed` never falls as h grows. So inside one block the largest h is valid if any is, and it is enough
+to try the wanted number of tokens and then the block boundaries below it.
+
+Cost: O(groups x blocks) and one binary search among siblings per block. Nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.cache.backend import Int32Array
+from quire.cache.content import ExtraKeys, encode
+from quire.cache.prefix import Node, PrefixTree
+from quire.spec import Retention
+
+__all__ = ["Hit", "find_hit", "longest_valid_hit"]
+
+
+@dataclass
+class Hit:
+    """A valid hit: its length, the node its full blocks end in, and its units.
+
+    `units`: int32 [groups, ceil(num_tokens / block_size)]; those before what a group needs are not valid.
+    """
+
+    num_tokens: int
+    node: Node | None
+    units: Int32Array
+
+
+def find_hit(
+    tree: PrefixTree,
+    retentions: list[Retention],
+    root: Node | None,
+    tokens: Int32Array,
+    extra_keys: ExtraKeys,
+) -> Hit:
+    """The longest valid hit below `root`, which always leaves the last token to compute."""
+    size = tree.block_size
+    num_usable = len(tokens) - 1
+    num_matched = 0
+    path: list[Node] = []
+    node = root
+    while node is not None and num_matched < num_usable:
+        rest = encode(tokens, extra_keys, num_matched, min(num_matched + size, num_usable))
+        node, num_common = tree.closest_child(node, rest)
+        if node is not None:
+            path.append(node)
+            num_matched += num_common
+            if num_common < size:
+                break
+    units = np.array([node.units for node in path], np.int32).reshape(len(path), len(retentions)).T
+    num_tokens = longest_valid_hit(retentions, units, num_matched, size)
+    num_full, num_blocks = num_tokens // size, -(-num_tokens // size)
+    return Hit(num_tokens, path[num_full - 1] if num_full else root, units[:, :num_blocks])
+
+
+def longest_valid_hit(
+    retentions: list[Retention], units: Int32Array, num_tokens: int, block_size: int
+) -> int:
+    """Largest valid hit of at most `num_tokens` tokens.
+
+    `units`: int32 [groups, ceil(num_tokens / block_size)], below 0 where a group has no unit.
+    """
+    num_blocks = units.shape[1]
+    blocks = np.arange(num_blocks)
+    # run_start[g, b]: first block of the unbroken run of units that ends with block b; b + 1 for a gap at b.
+    run_start = np.maximum.accumulate(np.where(units < 0, blocks + 1, 0), axis=1)
+    for block in range(num_blocks - 1, -1, -1):
+        hit = min(num_tokens, (block + 1) * block_size)
+        if all(
+            retention.first_needed(hit) // block_size >= run_start[group, block]
+            for group, retention in enumerate(retentions)
+        ):
+            return hit
+    return 0

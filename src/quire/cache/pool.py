@@ -1,0 +1,86 @@
+"""The pool: `num_blocks` units, each in exactly one state, and how many block tables name it.
+
+    free     no known content, nobody names it            on the free stack
+    cached   content known to the tree, nobody names it   on the LRU list, least recently used first
+    held     some block table names it                    on no list
+    leased   nobody names it, but a step under way may    on the lease list, oldest first
+             still read or write it
+
+The pool knows no tokens and no tree; who moves a unit says whether its content is known. Every move is O(1).
+
+Invariants
+    P1  free + cached + held + leased = num_blocks, each unit in one list only.
+    P2  `num_references[unit]` is the number of table entries that name it; it is 0 unless the unit is held.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+__all__ = ["NO_WRITER", "Pool"]
+
+NO_WRITER = -1
+
+
+class Pool:
+    """Units 0 .. num_blocks - 1. Unit 0 is handed out first; the unit freed last is handed out first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.free = list(range(num_blocks - 1, -1, -1))
+        self.cached: OrderedDict[int, None] = OrderedDict()
+        # Unit -> the step that has to complete first.
+        self.leased: OrderedDict[int, int] = OrderedDict()
+        self.num_references = [0] * num_blocks
+        # The one sequence that may write beyond what is committed in the unit.
+        self.writer = [NO_WRITER] * num_blocks
+        # The newest step that one of those who let go of the unit may still have under way.
+        self.busy_until = [0] * num_blocks
+
+    @property
+    def num_available(self) -> int:
+        """Units that could be handed out: free ones, and cached ones after an eviction."""
+        return len(self.free) + len(self.cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - len(self.free) - len(self.cached) - len(self.leased)
+
+    def take(self, unit: int) -> None:
+        """One more table names the unit, whose content is known (it is cached, leased or held)."""
+        if not self.num_references[unit]:
+            if unit in self.cached:
+                del self.cached[unit]
+            else:
+                del self.leased[unit]
+        self.num_references[unit] += 1
+
+    def pop_free(self) -> int:
+        """A free unit, now held by one table."""
+        unit = self.free.pop()
+        self.num_references[unit] = 1
+        return unit
+
+    def park(self, unit: int, *, is_known: bool, lease: int) -> None:
+        """A unit that nobody names any more: leased until step `lease` if that is not 0, else settled."""
+        if lease:
+            self.leased[unit] = lease
+        elif is_known:
+            self.cached[unit] = None
+        else:
+            self.free.append(unit)
+
+    def uncache(self, unit: int) -> None:
+        """Its content is not known any more: a cached unit becomes free, another one stays what it is."""
+        if unit in self.cached:
+            del self.cached[unit]
+            self.free.append(unit)
+
+    def oldest_lease(self) -> tuple[int, int] | None:
+        """(unit, step) of the lease that ends first."""
+        return next(iter(self.leased.items()), None)
+
+    def reset(self) -> None:
+        """Everything that is not leased is free, in the order of a new pool. Nothing may be held."""
+        self.cached.clear()
+        self.free = [unit for unit in range(self.num_blocks - 1, -1, -1) if unit not in self.leased]

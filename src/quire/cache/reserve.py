@@ -1,0 +1,119 @@
+"""Deciding a step before anything is changed: which blocks must be copied, how many units that takes.
+
+`reserve` is all or nothing, so the decision is a pure function of the state; `block_manager.py` carries it out
+only if the units suffice. Writing the plan down afterwards is here too.
+
+When a block that is partly computed may be written in place: the sequence is its writer already; or nobody else
+names it, nobody finds tokens in it beyond our position, and no step under way uses it. Else it is copied.
+
+Cost: O(sequences + new blocks) per group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from quire.cache.blocks import Blocks
+from quire.cache.plan import PythonGroupPlan, PythonStepPlan
+from quire.cache.sequence import SequenceState
+
+__all__ = ["Copy", "Request", "decide", "make_plan", "num_units_needed"]
+
+Copy: TypeAlias = tuple[int, int, int]  # source unit, destination unit, tokens
+
+
+@dataclass
+class Request:
+    """One sequence's part of a step."""
+
+    sequence: SequenceState
+    start: int
+    stop: int  # lookahead not counted
+    end: int  # lookahead counted
+    copies: bool  # the block that holds `start` is copied, in every group
+    can_take_over: bool  # ... only because the tree finds more tokens in it
+
+
+def decide(
+    blocks: Blocks, sequences: list[SequenceState], num_new_tokens: list[int], num_lookahead: int
+) -> list[Request]:
+    """Check the arguments against the state and decide what is copied. Changes nothing.
+
+    Raises ValueError for a sequence given twice or for more new tokens than are known.
+    """
+    requests: list[Request] = []
+    seen: set[int] = set()
+    # References of a unit once the earlier sequences of this call have copied theirs.
+    num_left: dict[int, int] = {}
+    for sequence, num_new in zip(sequences, num_new_tokens, strict=True):
+        if sequence.id in seen:
+            raise ValueError(f"expected each sequence once in reserve, got sequence {sequence.id} twice")
+        seen.add(sequence.id)
+        num_known = sequence.num_tokens - sequence.num_computed
+        if not 1 <= num_new <= num_known:
+            raise ValueError(
+                f"expected 1 .. {num_known} new tokens for sequence {sequence.id} ({sequence.num_tokens} "
+                f"known, {sequence.num_computed} computed), got {num_new} in reserve; append them first"
+            )
+        start, stop = sequence.num_computed, sequence.num_computed + num_new
+        copies = can_take_over = False
+        if start % blocks.tree.block_size:
+            copies, can_take_over = _must_copy(blocks, sequence, num_left)
+        requests.append(Request(sequence, start, stop, stop + num_lookahead, copies, can_take_over))
+    return requests
+
+
+def _must_copy(blocks: Blocks, sequence: SequenceState, num_left: dict[int, int]) -> tuple[bool, bool]:
+    """Whether the partial block must be copied, and whether only its node stands against writing in place."""
+    pool = blocks.pool
+    block, offset = divmod(sequence.num_computed, blocks.tree.block_size)
+    units = [table[block] for table in sequence.tables]
+    is_findable_beyond = is_in_use = False
+    for unit in units:
+        if pool.writer[unit] != sequence.id:
+            node = blocks.node_of[unit]
+            is_findable_beyond |= node is not None and node.num_tokens > offset
+            is_in_use |= num_left.get(unit, pool.num_references[unit]) > 1
+            is_in_use |= pool.busy_until[unit] > blocks.completed_step
+    copies = is_findable_beyond or is_in_use
+    if copies:
+        for unit in units:
+            num_left[unit] = num_left.get(unit, pool.num_references[unit]) - 1
+    return copies, is_findable_beyond and not is_in_use
+
+
+def num_units_needed(requests: list[Request], block_size: int) -> int:
+    """Units the requests take, over all groups."""
+    num_units = 0
+    for request in requests:
+        num_new_blocks = -(-request.end // block_size) - request.sequence.num_blocks
+        num_units += len(request.sequence.tables) * (request.copies + max(0, num_new_blocks))
+    return num_units
+
+
+def make_plan(
+    requests: list[Request], copies: list[list[Copy]], step: int, block_size: int
+) -> PythonStepPlan:
+    """The plan of a step whose units have been allocated; `copies` has one list per group."""
+    query_start = np.zeros(len(requests) + 1, np.int32)
+    np.cumsum([request.stop - request.start for request in requests], out=query_start[1:])
+    context_lengths = np.array([request.stop for request in requests], np.int32)
+    no_slots = np.empty(0, np.int64)
+
+    def make_group(group: int) -> PythonGroupPlan:
+        slots = [r.sequence.slots(group, r.start, r.stop, block_size) for r in requests]
+        lookahead = [r.sequence.slots(group, r.stop, r.end, block_size) for r in requests]
+        return PythonGroupPlan(
+            step=step,
+            query_start=query_start,
+            context_lengths=context_lengths,
+            slot_mapping=np.concatenate([no_slots, *slots]),
+            lookahead_slots=np.concatenate([no_slots, *lookahead]),
+            copies=np.array(copies[group], np.int32).reshape(-1, 3),
+            rows=tuple(r.sequence.tables[group].view(-(-r.end // block_size)) for r in requests),
+        )
+
+    return PythonStepPlan([make_group(group) for group in range(len(copies))])

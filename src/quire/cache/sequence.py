@@ -1,0 +1,122 @@
+"""One sequence as the block manager keeps it: token ids, a block table per group, how far it is computed.
+
+    tokens      | computed and committed | reserved, not computed | known, no slot yet |
+                0                  num_computed               reserved            num_tokens
+
+(with lookahead `reserved` may lie beyond `num_tokens`). It holds numbers only; `block_manager.py` moves units.
+Cost: `append` O(new tokens) amortised, the rest O(1) or O(blocks changed).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.cache.backend import Int32Array, Int64Array
+from quire.cache.content import ExtraKeys
+from quire.cache.prefix import Node
+
+__all__ = ["GIVEN_UP", "BlockTable", "SequenceState"]
+
+GIVEN_UP = -1
+
+
+class BlockTable:
+    """Block index -> unit, -1 where a block behind a window was given up.
+
+    A plan keeps a view of the table instead of a copy. What a view shows is never written again: changing
+    such an entry moves the table to a new array first; growing, the common case, does not.
+    """
+
+    __slots__ = ("_array", "_num_viewed", "length")
+
+    def __init__(self) -> None:
+        self._array = np.full(8, GIVEN_UP, np.int32)
+        self._num_viewed = 0
+        self.length = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, block: int) -> int:
+        return int(self._array[block])
+
+    @property
+    def units(self) -> Int32Array:
+        """The table now; to be read at once, not kept."""
+        return self._array[: self.length]
+
+    def view(self, num_blocks: int) -> Int32Array:
+        """The first `num_blocks` entries, to be kept: later calls do not show in it."""
+        self._num_viewed = max(self._num_viewed, num_blocks)
+        return self._array[:num_blocks]
+
+    def append(self, unit: int) -> None:
+        if self.length == len(self._array):
+            self._move(2 * self.length)
+        self[self.length] = unit
+        self.length += 1
+
+    def __setitem__(self, block: int, unit: int) -> None:
+        if block < self._num_viewed:
+            self._move(len(self._array))
+        self._array[block] = unit
+
+    def truncate(self, num_blocks: int) -> None:
+        self.length = min(self.length, num_blocks)
+
+    def _move(self, capacity: int) -> None:
+        array = np.full(capacity, GIVEN_UP, np.int32)
+        array[: self.length] = self.units
+        self._array, self._num_viewed = array, 0
+
+
+class SequenceState:
+    """See the module docstring."""
+
+    def __init__(self, sequence_id: int, tokens: Int32Array, keys: ExtraKeys, num_groups: int) -> None:
+        self.id = sequence_id
+        self._tokens = tokens.copy()
+        self.num_tokens = len(tokens)
+        self.extra_keys = keys
+        self.tables = [BlockTable() for _ in range(num_groups)]
+        # First block of each table that has not been given up.
+        self.first_kept = [0] * num_groups
+        self.num_computed = 0
+        self.num_cached = 0
+        self.reserved = 0
+        # It, or the sequence it was forked from, has reserved; before that it keeps looking for a longer hit.
+        self.admitted = False
+        # (tree version, number of tokens) when it last looked.
+        self.looked_at: tuple[int, int] = (-1, -1)
+        # Where its full committed blocks end in the tree; None without prefix caching.
+        self.node: Node | None = None
+
+    @property
+    def tokens(self) -> Int32Array:
+        """The known tokens; to be read at once, not kept."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of every group's table."""
+        return len(self.tables[0])
+
+    def append(self, tokens: Int32Array) -> None:
+        end = self.num_tokens + len(tokens)
+        if end > len(self._tokens):
+            grown = np.empty(max(2 * len(self._tokens), end), np.int32)
+            grown[: self.num_tokens] = self.tokens
+            self._tokens = grown
+        self._tokens[self.num_tokens : end] = tokens
+        self.num_tokens = end
+
+    def forget_tokens(self, position: int) -> None:
+        """Tokens and extra keys from `position` on are not known any more."""
+        self.num_tokens = min(self.num_tokens, position)
+        self.extra_keys = self.extra_keys.truncated(position)
+
+    def slots(self, group: int, start: int, stop: int, block_size: int) -> Int64Array:
+        """Slot (unit * block_size + offset) of each position start .. stop - 1."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        units = self.tables[group].units[positions // block_size].astype(np.int64)
+        return units * block_size + positions % block_size

@@ -1,0 +1,61 @@
+"""The `quire` command: its verbs, and the one place where an error becomes a line and an exit status.
+
+Exit status: 0 done; 1 something failed; 2 an argument is wrong (a request that can never fit counts as one: its
+message names the argument to change); 130 interrupted. Nothing but results goes to stdout.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+import typer
+
+from quire.cli.chat import chat
+from quire.cli.generate import generate
+from quire.errors import ArgumentError, CapacityError, QuireError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="quire",
+    help="The memory system of LLM inference: any Hugging Face decoder, answered from a paged KV cache.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(generate)
+app.command()(chat)
+
+
+# typer keeps its copy of click private; this is the root of its complaints about a command line.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def fail(message: str, status: int) -> NoReturn:
+    """Prints one line on stderr and leaves."""
+    print("quire: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(status)
+
+
+def main() -> None:
+    """Runs the verb named on the command line; the entry point of `quire` and of `python -m quire`."""
+    arguments = sys.argv[1:] or ["--help"]
+    try:
+        status = app(arguments, standalone_mode=False)
+    except UsageError as error:
+        fail(f"{error.format_message()} (see `quire --help`)", 2)  # pyright: ignore[reportAttributeAccessIssue]
+    except (ArgumentError, CapacityError) as error:
+        fail(str(error), 2)
+    except QuireError as error:
+        fail(str(error), 1)
+    except BrokenPipeError:
+        # Whoever read our output has gone; keep Python from complaining about it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        fail(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        fail("interrupted", 130)
+    sys.exit(status if isinstance(status, int) else 0)

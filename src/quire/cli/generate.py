@@ -1,0 +1,133 @@
+"""`quire generate`: answers prompts; streams one to the terminal, shows a progress bar for many."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli import options
+from quire.errors import ArgumentError, PromptError
+
+if TYPE_CHECKING:
+    from quire.engine.request import RequestOutput
+
+__all__ = ["generate"]
+
+
+def read_prompts(source: str) -> list[str]:
+    """Prompts of a file, or of standard input for `-`.
+
+    One prompt a line; blank lines are skipped. A line of a `.jsonl` file is a JSON string or an object with a
+    `prompt`.
+    """
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"expected a readable UTF-8 file of prompts, got {source}: {error}") from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not source.endswith(".jsonl"):
+        return lines
+    return [prompt_of_json(line, f"{source}, prompt {number}") for number, line in enumerate(lines, start=1)]
+
+
+def prompt_of_json(line: str, where: str) -> str:
+    try:
+        value: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ArgumentError(
+            f"expected a JSON string or object at {where}, got {line[:60]!r}: {error}"
+        ) from error
+    prompt = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(prompt, str):
+        raise ArgumentError(f'expected a JSON string or {{"prompt": "..."}} at {where}, got {line[:60]!r}')
+    return prompt
+
+
+def as_json(results: list[RequestOutput], stats: dict[str, Any]) -> str:
+    """The one object `--json` prints."""
+    outputs = [
+        {
+            "prompt": result.prompt,
+            "prompt_token_ids": list(result.prompt_token_ids),
+            "text": output.text,
+            "token_ids": list(output.token_ids),
+            "finish_reason": output.finish_reason,
+            "num_cached_tokens": result.num_cached_tokens,
+        }
+        for result in results
+        for output in result.outputs
+    ]
+    return json.dumps({"outputs": outputs, "stats": stats}, ensure_ascii=False)
+
+
+def print_stats(stats: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("figure", "value", title="stats", title_justify="left")
+    for name, value in stats.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    Console(stderr=True).print(table)
+
+
+def generate(
+    prompt: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts to continue.")
+    ] = None,
+    model: options.Model = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts", metavar="FILE", help="More prompts, one a line (or .jsonl); - is standard input."
+        ),
+    ] = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    kv_memory: options.KVMemory = "auto",
+    block_size: options.BlockSize = 16,
+    dtype: options.DType = "auto",
+    max_model_len: options.MaxModelLen = None,
+    seed: options.Seed = 0,
+    backend: options.Backend = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json_object: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
+    ] = False,
+    show_stats: Annotated[
+        bool, typer.Option("--stats", help="Print what the cache and the engine did.")
+    ] = False,
+) -> None:
+    """Continues each PROMPT with a model that runs from paged memory."""
+    texts = list(prompt or []) + (read_prompts(prompts) if prompts is not None else [])
+    if not texts:
+        raise PromptError(
+            "expected at least one prompt, got none; name one, or a file of them with --prompts FILE"
+        )
+    if any(not text for text in texts):
+        raise PromptError("expected every prompt to have some text, got an empty one")
+    from quire.engine.sampling_params import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    engine_options = options.EngineOptions(
+        model, kv_memory, block_size, dtype, max_model_len, seed, backend, revision, trust_remote_code
+    )
+    with engine_options.build() as llm:
+        print(f"quire: {llm.capacity}", file=sys.stderr)
+        if as_json_object:
+            print(as_json(llm.generate(texts, params), llm.stats()))
+            return
+        if len(texts) == 1:
+            print(texts[0], end="", flush=True)
+            for delta in llm.stream(texts[0], params):
+                print(delta, end="", flush=True)
+            print()
+        else:
+            for result in llm.generate(texts, params, progress=sys.stderr.isatty()):
+                print(f"{result.prompt}{result.outputs[0].text}\n")
+        if show_stats:
+            print_stats(llm.stats())

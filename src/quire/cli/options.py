@@ -1,0 +1,87 @@
+"""Options that several verbs share, and the LLM made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+
+__all__ = [
+    "Backend",
+    "BlockSize",
+    "DType",
+    "EngineOptions",
+    "KVMemory",
+    "MaxModelLen",
+    "MaxTokens",
+    "Model",
+    "Revision",
+    "Seed",
+    "Temperature",
+    "TrustRemoteCode",
+]
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", metavar="M", help="Folder or Hub id; the embedded model if not given."),
+]
+Revision = Annotated[str | None, typer.Option(metavar="REV", help="Revision of a model on the Hub.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
+MaxTokens = Annotated[int | None, typer.Option(metavar="N", help="Tokens to generate at most.")]
+Temperature = Annotated[
+    float | None, typer.Option(metavar="T", help="0 is greedy; the model's own default if not given.")
+]
+KVMemory = Annotated[
+    str,
+    typer.Option(
+        "--kv-memory",
+        metavar="SIZE",
+        help='Memory for keys and values: "1GiB", "40%" of what is free, or auto.',
+    ),
+]
+BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens of a block, 1 to 512.")]
+DType = Annotated[str, typer.Option("--dtype", metavar="D", help="auto, float32, bfloat16 or float16.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(metavar="N", help="Longest sequence, prompt and answer together.")
+]
+Seed = Annotated[int, typer.Option(metavar="N", help="Seed of all sampling.")]
+Backend = Annotated[
+    str | None, typer.Option(metavar="B", help="native or python; native where the extension is built.")
+]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a verb's options say about the engine."""
+
+    model: str | None
+    kv_memory: str
+    block_size: int
+    dtype: str
+    max_model_len: int | None
+    seed: int
+    backend: str | None
+    revision: str | None
+    trust_remote_code: bool
+
+    def build(self) -> LLM:
+        """Loads the model and makes the engine; raises what `quire.LLM` raises."""
+        from quire.engine.llm import LLM  # here, so that --help and bad options do not wait for torch
+
+        return LLM(
+            self.model,
+            kv_memory=self.kv_memory,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            seed=self.seed,
+            backend=self.backend,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )

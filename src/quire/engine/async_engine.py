@@ -1,0 +1,201 @@
+"""`quire.AsyncEngine`: the engine in a thread of its own, its outputs streamed to asyncio.
+
+The event loop never waits for a step: requests and aborts are handed over under a condition, outputs come back
+through `call_soon_threadsafe`. The thread sleeps while there is nothing to do.
+
+Invariants
+    A1  only the engine's thread touches the engine.
+    A2  whoever waits gets an output, the error of its request, or the error that stopped the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from quire.engine.llm import LLM
+from quire.engine.prompts import encode
+from quire.engine.request import RequestOutput
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import ArgumentError, CancelledError, QuireError
+
+__all__ = ["AsyncEngine"]
+
+
+class AsyncEngine:
+    """Streams outputs of many concurrent requests; for servers and other asyncio programs.
+
+    Built from what `quire.LLM` takes, or from an `LLM` that nobody else uses meanwhile:
+
+        async with AsyncEngine() as engine:
+            async for output in engine.generate("def f(", SamplingParams(max_tokens=32)):
+                print(output.outputs[0].new_text, end="")
+    """
+
+    def __init__(self, model: Any = None, **options: Any) -> None:
+        if isinstance(model, LLM) and options:
+            raise ArgumentError(f"expected no options beside an LLM, got {sorted(options)}")
+        self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self._owns_llm = not isinstance(model, LLM)
+        self._engine = self.llm.engine
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._listeners: dict[str, Callable[[RequestOutput | BaseException], None]] = {}
+        self._ids = itertools.count()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """The request's outputs as it grows, the last one `finished`.
+
+        Leaving the iteration early (break, cancellation) aborts the request.
+        *raises:* what `LLM.generate` raises for this request; CancelledError once the engine is closed.
+        """
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+
+        def listen(output: RequestOutput | BaseException) -> None:
+            with suppress(RuntimeError):  # the loop is closed, nobody listens any more
+                loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        name = f"async-{next(self._ids)}" if request_id is None else request_id
+        encoded = encode(prompt, self.llm.tokenizer)
+
+        def submit() -> None:
+            if name in self._listeners:
+                listen(ArgumentError(f"expected a new request id, got {name!r}, which is still running"))
+                return
+            try:
+                self._engine.submit(
+                    encoded.token_ids,
+                    params,
+                    request_id=name,
+                    prompt=encoded.text,
+                    priority=priority,
+                    stream=True,
+                    namespace=namespace,
+                    extra_keys=extra_keys,
+                )
+            except QuireError as error:
+                listen(error)
+                return
+            self._listeners[name] = listen
+
+        self._hand_over(submit)
+        ended = False
+        try:
+            while not ended:
+                output = await outputs.get()
+                if isinstance(output, BaseException):
+                    ended = True
+                    raise output
+                ended = output.finished
+                if output.error is not None and output.finished:
+                    raise output.error
+                yield output
+        finally:
+            if not ended:
+                self._hand_over(lambda: self._abort(name, listen), if_closed=False)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request: its iteration gets a last output with finish_reason "abort". Unknown ids are ignored."""
+        self._hand_over(lambda: self._abort(request_id, None), if_closed=False)
+
+    async def stats(self) -> dict[str, Any]:
+        """`LLM.stats()`, taken between two steps."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[dict[str, Any]] = loop.create_future()
+
+        def take() -> None:
+            counts = self.llm.stats()
+            loop.call_soon_threadsafe(lambda: None if answer.done() else answer.set_result(counts))
+
+        self._hand_over(take)
+        return await answer
+
+    def close(self) -> None:
+        """Ends all requests (their iterations raise CancelledError) and the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        if self._owns_llm:
+            self.llm.close()
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    # -- the engine's thread ---------------------------------------------------------------------------
+
+    def _hand_over(self, command: Callable[[], None], *, if_closed: bool = True) -> None:
+        with self._wake:
+            if self._closing:
+                if if_closed:
+                    raise CancelledError("the engine is closed")
+                return
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._commands or self._closing or self._engine.has_work):
+                    self._wake.wait()
+                if self._closing:
+                    break
+                commands = list(self._commands)
+                self._commands.clear()
+            try:
+                for command in commands:
+                    command()
+                if self._engine.has_work:
+                    for output in self._engine.step():
+                        self._deliver(output)
+            except BaseException as error:  # A2; the engine has ended all its requests
+                self._fail_all(error)
+        self._engine.abort_all()
+        self._fail_all(CancelledError("the engine was closed while the request ran"))
+        for command in self._commands:  # handed over but never taken: their listeners must hear of it
+            command()
+        self._commands.clear()
+        self._engine.abort_all()
+        self._fail_all(CancelledError("the engine was closed before the request ran"))
+
+    def _deliver(self, output: RequestOutput) -> None:
+        listener = self._listeners.get(output.request_id)
+        if listener is not None:
+            listener(output)
+            if output.finished:
+                del self._listeners[output.request_id]
+
+    def _abort(self, request_id: str, listener: Callable[..., None] | None) -> None:
+        """`listener`: abort only if the request is still the one of this listener."""
+        if listener is not None and self._listeners.get(request_id) is not listener:
+            return
+        output = self._engine.abort(request_id)
+        if output is not None:
+            self._deliver(output)
+
+    def _fail_all(self, error: BaseException) -> None:
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener(error)

@@ -1,0 +1,388 @@
+"""`quire.LLM`: a model, its paged cache and an engine in one object; prompts in, texts out.
+
+Cost: construction loads the model and reserves address space for the cache; its memory is committed on use and
+never exceeds `kv_memory`. A call costs the model's steps. Calls from several threads take turns step by step
+and share the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quire.engine.capacity import kv_memory_bytes, num_units_for
+from quire.engine.engine import Engine
+from quire.engine.interrupt import deferred_interrupt
+from quire.engine.prompts import Prompt, encode, split
+from quire.engine.request import RequestOutput
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import ArgumentError, QuireError
+from quire.sizes import format_size
+
+__all__ = ["LLM", "TextStream"]
+
+_log = logging.getLogger("quire")
+
+
+class LLM:
+    """Generates text with any decoder model of transformers, its KV cache paged and shared.
+
+    model: None (the embedded one), a folder, a Hub id, or a loaded (PreTrainedModel, tokenizer or None).
+    kv_memory: hard cap of the KV cache: a size ("1GiB", bytes), a share of the memory free to this process
+        ("40%"), or "auto": half of it, but no more than max_num_seqs sequences of max_model_len can use.
+    dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+    block_size: tokens of a block, 1 to 512. max_batch_tokens: tokens of a step. max_num_seqs: sequences that
+        run at once. max_model_len: longest sequence; the model's own if not given.
+    seed: of requests that bring none. revision, trust_remote_code: of a Hub id.
+    backend: "native", "python" or None for the best there is. num_threads: torch's and the kernels'.
+
+    *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        kv_memory: str | int = "auto",
+        dtype: str = "auto",
+        block_size: int = 16,
+        max_batch_tokens: int = 2048,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        prefix_caching: bool = True,
+        seed: int = 0,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        backend: str | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        _check_range("block_size", block_size, 1, 512)
+        _check_range("max_batch_tokens", max_batch_tokens, 1, 2**20)
+        _check_range("max_num_seqs", max_num_seqs, 1, 2**16)
+        _check_range("seed", seed, 0, 2**63 - 1)
+        if max_model_len is not None:
+            _check_range("max_model_len", max_model_len, 2, 2**31 - 1)
+        if num_threads is not None:
+            _check_range("num_threads", num_threads, 1, 1024)
+        kv_memory_bytes(kv_memory, most_useful_bytes=2**62)  # before minutes of loading
+
+        import torch
+
+        from quire.cache.cache import Cache
+        from quire.engine.runner import Runner
+        from quire.memory.paged import PagedStorage
+        from quire.model.load import load
+        from quire.model.prepare import PreparedModel
+
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        loaded = load(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+        prepared = PreparedModel(loaded, backend=backend, max_model_len=max_model_len)
+        self._prepared = prepared
+        self._storage: PagedStorage | None = None
+        try:
+            self.name: str = loaded.name
+            self.tokenizer: Any = loaded.tokenizer
+            self.spec = loaded.spec
+            self.block_size = block_size
+            self.max_model_len: int = max_model_len or prepared.max_model_len
+            self._storage = storage = PagedStorage(loaded.spec, 1, block_size)
+            self.num_blocks = self._num_blocks(kv_memory, storage.unit_bytes, max_num_seqs)
+            self.kv_memory_bytes = self.num_blocks * storage.unit_bytes
+            storage.resize(self.num_blocks)
+            cache = Cache(
+                loaded.spec,
+                num_blocks=self.num_blocks,
+                block_size=block_size,
+                prefix_caching=prefix_caching,
+                backend=backend,
+            )
+            self.engine = Engine(
+                Runner(prepared, storage, num_threads=num_threads),
+                cache,
+                vocab_size=loaded.vocab_size,
+                max_model_len=self.max_model_len,
+                tokenizer=loaded.tokenizer,
+                eos_token_ids=loaded.eos_token_ids,
+                sampling_defaults=loaded.sampling_defaults,
+                max_batch_tokens=max_batch_tokens,
+                max_num_seqs=max_num_seqs,
+                seed=seed,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self._lock = threading.RLock()
+        self._outputs: dict[str, RequestOutput | None] = {}  # of the requests that calls wait for
+        _log.info("%s: %s", self.name, self.capacity)
+
+    # -- what it holds ---------------------------------------------------------------------------------
+
+    @property
+    def max_num_full_sequences(self) -> int:
+        """Sequences of `max_model_len` tokens that the cache holds at once."""
+        return self.num_blocks // num_units_for(self.spec, self.max_model_len, self.block_size)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens that the cache holds in sequences of at most `max_model_len`."""
+        units = num_units_for(self.spec, self.max_model_len, self.block_size)
+        if self.num_blocks < units:
+            return self.engine.scheduler.max_tokens_that_fit()
+        return self.num_blocks * self.max_model_len // units
+
+    @property
+    def capacity(self) -> str:
+        """What the cache can hold, in one line."""
+        return (
+            f"KV cache of {format_size(self.kv_memory_bytes)}, {self.num_blocks} blocks of {self.block_size} tokens; "
+            f"holds {self.max_num_tokens} tokens, {self.max_num_full_sequences} sequences of the maximum of "
+            f"{self.max_model_len} tokens"
+        )
+
+    def _num_blocks(self, kv_memory: str | int, unit_bytes: int, max_num_seqs: int) -> int:
+        units = num_units_for(self.spec, self.max_model_len, self.block_size)
+        budget = kv_memory_bytes(kv_memory, most_useful_bytes=max_num_seqs * units * unit_bytes)
+        num_blocks = budget // unit_bytes
+        least = num_units_for(self.spec, 1, self.block_size)  # one token: one block in every group
+        if num_blocks < least:
+            raise ArgumentError(
+                f"expected a kv_memory of at least {least * unit_bytes} bytes ({least} blocks of {unit_bytes} bytes "
+                f"hold the first {self.block_size} tokens), got {kv_memory!r}, {budget} bytes - in `kv_memory`"
+            )
+        return min(num_blocks, 2**31 - 1)
+
+    # -- generating ------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """The outputs of one or many prompts, in their order.
+
+        prompts: a string, a list of token ids, a list of chat messages (dicts with role and content), or a
+            list of such. sampling_params: one for all or one for each.
+        progress: shows a progress bar on stderr.
+        *raises:* PromptError, ArgumentError, CapacityError before anything runs if any prompt or parameter
+        cannot be served. A request that fails while it runs has `finish_reason` "error" and `error` set, and
+        the others go on; its error is raised if none of the prompts succeeded. KeyboardInterrupt ends all
+        requests of the call and returns their blocks.
+        """
+        encoded, params = self._prepare(prompts, sampling_params)
+        with self._lock:
+            ids: list[str] = []
+            try:
+                for prompt, one in zip(encoded, params, strict=True):
+                    ids.append(self._submit(prompt, one, stream=False, priority=priority))
+                self._run(ids, progress)
+                results = [self._outputs[request_id] for request_id in ids]
+            except BaseException:
+                self._abort(ids)
+                raise
+            finally:
+                for request_id in ids:
+                    self._outputs.pop(request_id, None)
+        finished = [result for result in results if result is not None]
+        errors = [result.error for result in finished if result.error is not None]
+        if errors and len(errors) == len(finished):
+            raise errors[0]
+        for result in finished:
+            if result.error is not None:
+                _log.error("request %s failed: %s", result.request_id, result.error)
+        return finished
+
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> TextStream:
+        """The text of one prompt (n = 1) piece by piece: `for piece in llm.stream(prompt): ...`."""
+        encoded, params = self._prepare([prompt] if isinstance(prompt, str) else prompt, sampling_params)
+        if len(encoded) != 1 or params[0].n != 1:
+            raise ArgumentError(
+                f"expected one prompt with n=1 to stream, got {len(encoded)} with n={params[0].n if params else 1}"
+            )
+        with self._lock:
+            return TextStream(self, self._submit(encoded[0], params[0], stream=True, priority=priority))
+
+    def _prepare(self, prompts: Any, params: Any) -> tuple[list[Prompt], list[SamplingParams]]:
+        """Everything checked before anything is submitted."""
+        if self._storage is None:
+            raise ArgumentError("expected an open LLM, got one that was closed; make a new one")
+        parts = split(prompts)
+        many = len(parts) > 1
+        encoded = [
+            encode(part, self.tokenizer, f"prompt {i}" if many else "the prompt")
+            for i, part in enumerate(parts)
+        ]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(encoded)
+        if not isinstance(params, Sequence) or len(params) != len(encoded):
+            got = len(params) if isinstance(params, Sequence) else type(params).__name__
+            raise ArgumentError(
+                f"expected SamplingParams, or a list of one for each of the {len(encoded)} prompts, got {got}"
+            )
+        for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
+            try:
+                self.engine.check(prompt.token_ids, one)
+            except QuireError as error:
+                if many:
+                    error.args = (f"{error} - in prompt {index} of {len(encoded)}",)
+                raise
+        return encoded, list(params)
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, *, stream: bool, priority: int) -> str:
+        request_id = self.engine.submit(
+            prompt.token_ids, params, prompt=prompt.text, stream=stream, priority=priority
+        )
+        self._outputs[request_id] = None
+        return request_id
+
+    def _run(self, ids: list[str], progress: bool) -> None:
+        with _Progress(len(ids), enabled=progress) as bar:
+            pending = set(ids)
+            while pending:
+                done = {i for i in pending if (output := self._outputs[i]) is not None and output.finished}
+                pending -= done
+                bar.advance(len(done))
+                if pending and not done:
+                    self._step()
+
+    def _step(self) -> None:
+        """One step, its outputs put where the calls look for them."""
+        with deferred_interrupt():
+            for output in self.engine.step():
+                if output.request_id in self._outputs:
+                    self._outputs[output.request_id] = output
+
+    def _abort(self, ids: list[str]) -> None:
+        for request_id in ids:
+            self.engine.abort(request_id)
+
+    # -- the rest --------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of the cache and of the engine since the start, see `docs/architecture.md`."""
+        storage = self._storage
+        return {
+            **self.engine.stats(),
+            "kv_memory_bytes": self.kv_memory_bytes,
+            "kv_committed_bytes": storage.bytes_committed if storage is not None else 0,
+        }
+
+    def close(self) -> None:
+        """Ends all requests, gives the cache's memory back and the model as it was. Twice does nothing."""
+        engine = getattr(self, "engine", None)
+        if engine is not None:
+            engine.abort_all()
+        self._prepared.restore()
+        if self._storage is not None:
+            self._storage.close()
+            self._storage = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class TextStream:
+    """An iterator over pieces of text; `result` is the output so far, whole once the iteration has ended.
+
+    Closing it (or leaving it to the garbage collector) ends the request and returns its blocks.
+    """
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        self._closed = False
+        self._num_shown = 0  # characters
+        self.result: RequestOutput | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        while not self._closed:
+            with self._llm._lock:
+                output = self._take()
+                if output is None:
+                    try:
+                        self._llm._step()
+                    except BaseException:
+                        self.close()
+                        raise
+                    continue
+            self.result = output
+            if output.finished:
+                self.close()
+                if output.error is not None:
+                    raise output.error
+            # Not `new_text`: steps that others ran may have put several outputs in one place.
+            text = output.outputs[0].text
+            new, self._num_shown = text[self._num_shown :], len(text)
+            if new:
+                return new
+        raise StopIteration
+
+    def _take(self) -> RequestOutput | None:
+        outputs = self._llm._outputs
+        output = outputs[self._request_id]
+        outputs[self._request_id] = None
+        return output
+
+    def close(self) -> None:
+        """Ends the request if it still runs."""
+        if not self._closed:
+            self._closed = True
+            with self._llm._lock:
+                self._llm._outputs.pop(self._request_id, None)
+                aborted = self._llm.engine.abort(self._request_id)
+                self.result = aborted or self.result
+
+    def __del__(self) -> None:
+        if hasattr(self, "_closed"):
+            self.close()
+
+
+class _Progress:
+    """A bar of finished prompts on stderr, or nothing."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self._bar: Any = None
+        if enabled:
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("prompts", total=total)
+
+    def __enter__(self) -> _Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task, count)
+
+
+def _check_range(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
+        raise ArgumentError(f"expected an integer of {low} to {high}, got {value!r} - in `{name}`")

@@ -1,0 +1,187 @@
+"""A request, its samples and what comes out of it. Data only: nothing here decides or computes.
+
+A *request* is one prompt and its parameters; a *sample* is one of its `n` continuations and the unit the
+scheduler moves. The first sample computes the prompt; the others are forked from it when it is done.
+
+    State of a sample          edge: function
+    WAITING -> RUNNING         Scheduler.schedule admits it (a cache sequence is open while RUNNING)
+    RUNNING -> WAITING         Scheduler preempts it (its sequence is closed, its content stays findable)
+    UNBORN  -> RUNNING|WAITING Scheduler.update forks it from the first sample
+    any     -> FINISHED        stop token, stop string, length, abort, error
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quire.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.engine.detokenizer import Detokenizer
+
+__all__ = ["CompletionOutput", "Request", "RequestOutput", "Sample", "SampleState", "Timings"]
+
+
+class SampleState(enum.Enum):
+    UNBORN = "unborn"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sample:
+    """One continuation of a request's prompt.
+
+    sequence: the open cache sequence, None unless RUNNING. num_computed: its tokens whose KV is computed
+    (mirrors `sequence.num_computed_tokens` while RUNNING, without the call).
+    """
+
+    __slots__ = (
+        "detokenizer",
+        "error",
+        "finish_reason",
+        "generator",
+        "index",
+        "key",
+        "last_token",
+        "logprobs",
+        "num_computed",
+        "num_tokens",
+        "output_ids",
+        "request",
+        "sequence",
+        "state",
+        "waits_for",
+    )
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.last_token = int(request.prompt_token_ids[-1])  # the newest known one
+        self.state = SampleState.UNBORN
+        self.key: tuple[int, int, int] = (request.priority, request.arrival, index)  # smaller is served first
+        self.output_ids: list[int] = []
+        self.num_tokens = len(request.prompt_token_ids)  # known ones: prompt and output
+        self.num_computed = 0
+        self.sequence: Any = None
+        self.waits_for: tuple[Sample, int] | None = None  # a running sample, and the position it has to reach
+        self.finish_reason: str | None = None
+        self.error: BaseException | None = None
+        self.generator: torch.Generator | None = None
+        self.logprobs: list[dict[int, float]] | None = None
+        self.detokenizer: Detokenizer | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.state is SampleState.FINISHED
+
+    def unborn_siblings(self) -> list[Sample]:
+        """The samples that draw their first token from this one's logits: those not forked from it yet."""
+        if self.index or self.output_ids or len(self.request.samples) == 1:
+            return []
+        return [sample for sample in self.request.samples[1:] if sample.state is SampleState.UNBORN]
+
+    def token_ids(self) -> np.ndarray:
+        """All known tokens, int32 [num_tokens]."""
+        prompt = self.request.prompt_token_ids
+        if not self.output_ids:
+            return prompt
+        return np.concatenate([prompt, np.asarray(self.output_ids, np.int32)])
+
+
+class Request:
+    """One prompt and its parameters (resolved), with its samples and times (of the engine's clock, seconds)."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: np.ndarray,
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        stop_ids: frozenset[int] = frozenset(),
+        arrival: int = 0,
+        priority: int = 0,
+        seed: int = 0,
+        arrival_s: float = 0.0,
+        prompt: str | None = None,
+        stream: bool = False,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.max_tokens = max_tokens
+        self.stop_ids = stop_ids
+        self.arrival = arrival
+        self.priority = priority
+        self.seed = seed
+        self.prompt = prompt
+        self.stream = stream
+        # What most steps ask of every sample, decided once.
+        self.is_plain = params.is_plain_greedy and params.logprobs is None
+        self.namespace = namespace
+        self.extra_keys = extra_keys
+        self.samples = [Sample(self, index) for index in range(params.n)]
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.arrival_s = arrival_s
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.state is SampleState.FINISHED for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds since the request arrived; None where it has not come to that."""
+
+    queued_s: float | None = None
+    time_to_first_token_s: float | None = None
+    total_s: float | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation so far. `finish_reason`: None while it grows, then "stop", "length", "abort" or "error".
+
+    new_text: what this output adds to the text of the one before (streaming). logprobs: one dict per token,
+    the chosen token first, then the likeliest.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: list[dict[int, float]] | None = None
+    new_text: str = ""
+    error: BaseException | None = None
+
+
+@dataclass
+class RequestOutput:
+    """What a request has produced so far; `finished` once nothing more will come."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    outputs: list[CompletionOutput]
+    finished: bool
+    timings: Timings = field(default_factory=Timings)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error among the continuations, None if all is well."""
+        return next((output.error for output in self.outputs if output.error is not None), None)

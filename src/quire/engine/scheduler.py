@@ -1,0 +1,373 @@
+"""Which tokens of which samples run in the next step. Pure bookkeeping: no tensors, no text, no model.
+
+Continuous batching with chunked prefill under a token budget: running samples that decode come first, then
+running ones that still compute their prompt, then waiting ones, each in order of (priority, arrival). A waiting
+sample does not overtake one that was refused for want of memory.
+
+Out of memory (the cache evicts what is merely cached by itself): the last running sample in that order is
+preempted: its sequence is closed, so that its content stays findable, and it waits to be opened again with
+prompt and output.
+
+A waiting sample whose next tokens are being computed by a running one waits for that one's commit.
+
+Invariants
+    R1  a sample has an open sequence exactly while it is RUNNING.
+    R2  `running` and `waiting` are sorted by `Sample.key`; nobody is in both.
+    R3  progress: the first running sample is never preempted, and alone it always fits (`check_fits`).
+
+Not here: the clock is an argument, chance has no place. Not thread-safe: one owner.
+Cost: `schedule` O(running + samples looked at + new tokens), `update` O(scheduled).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import insort
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.engine.capacity import num_units_for
+from quire.engine.prefixes_under_way import PrefixesUnderWay
+from quire.engine.request import Request, Sample, SampleState
+from quire.engine.scheduled_step import ScheduledStep
+from quire.errors import CapacityError
+
+__all__ = ["Scheduler"]
+
+_MAX_LOOKED_AT = 1024  # waiting samples that one step looks at
+
+
+class Scheduler:
+    """Decides the steps of one engine over one cache.
+
+    cache: a `quire.Cache` (its own watermark 0: the scheduler keeps one). max_batch_tokens: tokens of a step.
+    max_num_seqs: samples that run at once. watermark: share of the units an admission must leave while others
+    run, so that they do not have to preempt it at once. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        cache: Any,
+        *,
+        max_batch_tokens: int = 2048,
+        max_num_seqs: int = 256,
+        watermark: float = 0.01,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._block_size: int = cache.block_size
+        self._num_full_groups = sum(group.retention.kind == "full" for group in cache.spec.groups)
+        self._shares: bool = cache.prefix_caching
+        self._watermark_units = math.ceil(watermark * cache.num_blocks)
+        self.max_batch_tokens = max_batch_tokens
+        self.max_num_seqs = max_num_seqs
+        self.clock = clock
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Sample] = []
+        self.running: list[Sample] = []
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_computed_tokens = 0
+        self._failed: list[Sample] = []
+        self._chunk_limit = max_batch_tokens  # lowered while one sample alone has too little memory
+
+    # -- requests in and out ---------------------------------------------------------------------------
+
+    def check_fits(self, num_tokens: int, what: str) -> None:
+        """Raises CapacityError unless a sequence of `num_tokens` tokens could be computed here alone."""
+        needed = num_units_for(self._cache.spec, num_tokens, self._block_size)
+        if needed > self._cache.num_blocks:
+            stats = self._cache.stats()
+            raise CapacityError(
+                f"expected a request that fits in the KV cache, got one of {num_tokens} tokens that needs {needed} "
+                f"blocks of {self._cache.num_blocks} (free {stats['free']}, cached {stats['cached']}, held "
+                f"{stats['held']}) - in {what}; lower max_tokens or shorten the prompt to at most "
+                f"{self.max_tokens_that_fit()} tokens in all, or raise kv_memory by a factor of "
+                f"{needed / self._cache.num_blocks:.2f}"
+            )
+
+    def max_tokens_that_fit(self) -> int:
+        """The longest sequence that can be computed here alone."""
+        spec, block_size, num_blocks = self._cache.spec, self._block_size, self._cache.num_blocks
+        low, high = 0, num_blocks * block_size
+        if num_units_for(spec, 2**40, block_size) <= num_blocks:
+            return 2**40  # windows only
+        while low < high:
+            middle = (low + high + 1) // 2
+            if num_units_for(spec, middle, block_size) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def add(self, request: Request) -> None:
+        """Queues a request. *raises:* CapacityError if it can never fit, with the numbers."""
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens - 1  # the last one is never computed
+        self.check_fits(num_tokens, f"request {request.request_id!r}")
+        self.requests[request.request_id] = request
+        self._wait(request.samples[0])
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request wherever it is; its blocks are returned. None if it is not here (any more)."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            for sample in request.samples:
+                self.finish(sample, "abort")
+        return request
+
+    def finish(self, sample: Sample, reason: str, error: BaseException | None = None) -> None:
+        """Ends one sample and returns its blocks. Nothing happens if it has ended already."""
+        state = sample.state
+        if state is SampleState.FINISHED:
+            return
+        sample.state = SampleState.FINISHED
+        sample.finish_reason = reason
+        sample.error = error or sample.error
+        if state is SampleState.WAITING:
+            self.waiting.remove(sample)
+        elif state is SampleState.RUNNING:
+            self.running.remove(sample)
+            self._close(sample)
+        request = sample.request
+        if request.finished:
+            request.finished_s = self.clock()
+            self.requests.pop(request.request_id, None)
+
+    def take_failed(self) -> list[Sample]:
+        """Samples that `schedule` itself has ended, there being no room for them even alone."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, its memory reserved; None if there is nothing to run."""
+        self._chunk_limit = self.max_batch_tokens
+        may_admit = True
+        while self.running or self.waiting:
+            chosen, budget = self._continue_running()
+            admitted = self._admit(chosen, budget) if may_admit else []
+            chosen += admitted
+            while chosen:
+                ids = np.array([sample.sequence.id for sample, _ in chosen], np.int64)
+                num_new = np.array([n for _, n in chosen], np.int32)
+                plan = self._cache.reserve(ids, num_new)
+                if plan is not None:
+                    self._start([sample for sample, _ in admitted])
+                    self.num_steps += 1
+                    self.num_computed_tokens += int(num_new.sum())
+                    return ScheduledStep.build(chosen, ids, num_new, plan)
+                if not admitted or len(chosen) == 1:
+                    break
+                self._unadmit(admitted.pop()[0])
+                chosen.pop()
+            if not self._make_room():
+                return None
+            may_admit = not self.running
+        return None
+
+    def update(self, step: ScheduledStep, tokens: Sequence[int] | np.ndarray) -> None:
+        """Takes in a step that has been computed, with the token each of `step.sampled` drew.
+
+        Commits what was computed, forks the samples of new requests, appends the tokens and ends what is at
+        its end. A sample with `error` set ends with it.
+        """
+        cache, now = self._cache, self.clock()
+        # Nothing but decodes, as it mostly is: one call for all of them.
+        together = step.is_decode and all(s.state is SampleState.RUNNING for s in step.samples)
+        if together:
+            cache.advance(step.sequence_ids, step.positions + 1, tokens)
+        for sample, n in zip(step.samples, step.num_new_tokens.tolist(), strict=True):
+            if sample.state is SampleState.RUNNING:
+                sample.num_computed += n
+                if not together:
+                    cache.commit(sample.sequence, sample.num_computed)
+        for sample in step.sampled:
+            if sample.state is SampleState.UNBORN:
+                self._fork(sample)
+        if isinstance(tokens, np.ndarray):
+            tokens = tokens.tolist()
+        for sample, token in zip(step.sampled, tokens, strict=True):
+            if sample.state is SampleState.FINISHED:
+                continue
+            request = sample.request
+            if sample.error is not None:
+                self.finish(sample, "error")
+                continue
+            sample.output_ids.append(token)
+            sample.last_token = token
+            sample.num_tokens += 1
+            if request.first_token_s is None:
+                request.first_token_s = now
+            if token in request.stop_ids:
+                self.finish(sample, "stop")
+            elif len(sample.output_ids) >= request.max_tokens:
+                self.finish(sample, "length")
+            elif sample.sequence is not None and not together:
+                sample.sequence.append([token])
+
+    # -- choosing --------------------------------------------------------------------------------------
+
+    def _continue_running(self) -> tuple[list[tuple[Sample, int]], int]:
+        """What the running samples compute, decodes first, and the token budget that is left."""
+        budget = self.max_batch_tokens
+        chosen: list[tuple[Sample, int]] = []
+        prefills: list[Sample] = []
+        for sample in self.running:
+            if sample.num_tokens - sample.num_computed > 1:
+                prefills.append(sample)
+            elif budget:
+                chosen.append((sample, 1))
+                budget -= 1
+        for sample in prefills:
+            n = min(sample.num_tokens - sample.num_computed, budget, self._chunk_limit)
+            if n == 0:
+                break
+            chosen.append((sample, n))
+            budget -= n
+        return chosen, budget
+
+    def _admit(self, chosen: list[tuple[Sample, int]], budget: int) -> list[tuple[Sample, int]]:
+        """Waiting samples that join the step, opened and moved to `running`."""
+        room = self.max_num_seqs - len(self.running)
+        if not self.waiting or room <= 0 or budget <= 0:
+            return []
+        cache = self._cache
+        taken = self._units_to_come(chosen)
+        being_computed = PrefixesUnderWay(self.running, self._block_size) if self._shares else None
+        admitted: list[tuple[Sample, int]] = []
+        passed: list[Sample] = []  # wait for another's commit
+        num_looked_at = 0
+        for sample in self.waiting[:_MAX_LOOKED_AT]:
+            if not room or not budget:
+                break
+            num_looked_at += 1
+            if sample.waits_for is not None and self._is_coming(sample):
+                passed.append(sample)
+                continue
+            tokens = sample.token_ids()
+            request = sample.request
+            sequence = cache.open(tokens, namespace=request.namespace, extra_keys=request.extra_keys)
+            num_computed = sequence.num_computed_tokens
+            if being_computed is not None:
+                sample.waits_for = being_computed.find(request, tokens, num_computed)
+                if sample.waits_for is not None:
+                    cache.close(sequence)
+                    passed.append(sample)
+                    continue
+            n = min(len(tokens) - num_computed, budget, self._chunk_limit)
+            units = cache.num_blocks_needed([sequence], [n]) + self._later_units(
+                len(tokens), num_computed + n
+            )
+            # The very first may take what there is, in smaller chunks if need be (R3); others leave a margin.
+            if (self.running or admitted) and taken + units + self._watermark_units > cache.num_free_blocks:
+                cache.close(sequence)
+                num_looked_at -= 1
+                break
+            taken += units
+            room -= 1
+            budget -= n
+            sample.sequence = sequence
+            sample.num_computed = num_computed
+            sample.state = SampleState.RUNNING
+            if being_computed is not None:
+                being_computed.add(sample, tokens)
+            admitted.append((sample, n))
+        if admitted:
+            self.waiting[:num_looked_at] = passed
+            for sample, _ in admitted:
+                insort(self.running, sample, key=_key)
+        return admitted
+
+    def _is_coming(self, sample: Sample) -> bool:
+        """Whether what `sample` waits for is still on its way."""
+        assert sample.waits_for is not None
+        other, position = sample.waits_for
+        return other.state is SampleState.RUNNING and other.num_computed < position
+
+    def _units_to_come(self, chosen: list[tuple[Sample, int]]) -> int:
+        """Units that this step of the running samples takes, and that the rest of their prompts will."""
+        if not chosen:
+            return 0
+        sequences = [sample.sequence for sample, _ in chosen]
+        units = self._cache.num_blocks_needed(sequences, [n for _, n in chosen])
+        return units + sum(self._later_units(s.num_tokens, s.num_computed + n) for s, n in chosen)
+
+    def _later_units(self, num_tokens: int, num_computed: int) -> int:
+        """Units of the full-attention groups between two lengths; windows give back what they take."""
+        size = self._block_size
+        return self._num_full_groups * (-(-num_tokens // size) - -(-num_computed // size))
+
+    # -- moving samples --------------------------------------------------------------------------------
+
+    def _make_room(self) -> bool:
+        """The running samples do not fit: preempts the last of them, or lets the only one ask for less."""
+        if not self.running:
+            return False
+        if len(self.running) > 1:
+            sample = self.running[-1]
+            sample.request.num_preemptions += 1
+            self.num_preemptions += 1
+            self._unadmit(sample)
+            return True
+        sample = self.running[0]
+        if self._chunk_limit > 1:
+            wanted = min(self._chunk_limit, sample.num_tokens - sample.num_computed)
+            self._chunk_limit = max(1, wanted // 2)
+            return True
+        needed = self._cache.num_blocks_needed([sample.sequence], [1])
+        error = CapacityError(
+            f"expected room for one more token, got none: {needed} blocks needed, "
+            f"{self._cache.num_free_blocks} of {self._cache.num_blocks} free, and no other request runs - in "
+            f"request {sample.request.request_id!r} at token {sample.num_computed}"
+        )
+        for ended in (sample, *sample.unborn_siblings()):
+            self._failed.append(ended)
+            self.finish(ended, "error", error)
+        return True
+
+    def _start(self, admitted: list[Sample]) -> None:
+        """Notes when a request began and what it found; what it finds after a preemption is its own work."""
+        for sample in admitted:
+            request = sample.request
+            if request.started_s is None:
+                request.started_s = self.clock()
+                request.num_cached_tokens = sample.num_computed
+
+    def _unadmit(self, sample: Sample) -> None:
+        """From RUNNING back to WAITING; what it committed stays findable."""
+        self.running.remove(sample)
+        self._close(sample)
+        self._wait(sample)
+
+    def _wait(self, sample: Sample) -> None:
+        sample.state = SampleState.WAITING
+        sample.num_computed = 0
+        sample.waits_for = None
+        insort(self.waiting, sample, key=_key)
+
+    def _close(self, sample: Sample) -> None:
+        sequence, sample.sequence = sample.sequence, None
+        self._cache.close(sequence)
+
+    def _fork(self, sample: Sample) -> None:
+        """A sample of a request whose prompt its first sample has just computed."""
+        parent = sample.request.samples[0]
+        if parent.state is not SampleState.RUNNING or len(self.running) >= self.max_num_seqs:
+            self._wait(sample)  # opened later, over the same prompt's blocks
+            return
+        sample.sequence = self._cache.fork(parent.sequence)
+        sample.num_computed = parent.num_computed
+        sample.state = SampleState.RUNNING
+        insort(self.running, sample, key=_key)
+
+
+def _key(sample: Sample) -> tuple[int, int, int]:
+    return sample.key

@@ -1,0 +1,157 @@
+"""The cache a transformers model is given: it writes K and V to their slots and keeps no history of its own.
+
+`update()` scatters the new keys and values into the paged storage and returns its very arguments, tagged with the
+layer they belong to; `attention_function` finds the tag on what reaches it and reads the pages. The tag is how a
+layer that shares another's KV finds it, and how a model that alters K or V in between is found out.
+Not an owner of blocks: which slot belongs to whom comes with each step.
+
+Invariants
+    M1  between `begin` and `end` there is exactly one step; outside of it `update` refuses.
+    M2  only layers that store KV are written, with the shape the spec states.
+
+Cost: one back end write per layer and forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DummyLayer
+
+from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan
+from quire.errors import ArgumentError, UnsupportedModelError
+from quire.memory.paged import PagedStorage
+from quire.memory.view import KVView
+from quire.model.step import ForwardStep
+from quire.spec import KVSpec
+
+__all__ = ["KVTag", "PagedCache", "tag_of"]
+
+_TAG = "_quire_kv"
+
+
+@dataclass(frozen=True, eq=False)
+class KVTag:
+    """Whose K and V a tensor is."""
+
+    cache: PagedCache
+    layer: int
+
+
+def tag_of(tensor: torch.Tensor) -> KVTag | None:
+    """The tag `PagedCache.update` left on this very tensor object; None on any other, a view of it included."""
+    return getattr(tensor, _TAG, None)
+
+
+class PagedCache(Cache):
+    """`past_key_values` of one forward after another, over one storage.
+
+    Args:
+        spec: the model's KV shape.
+        storage: where K and V go.
+        backend: the attention that writes and reads them.
+        model_type: for messages.
+    """
+
+    def __init__(
+        self, spec: KVSpec, storage: PagedStorage, backend: AttentionBackend, model_type: str
+    ) -> None:
+        super().__init__(layers=[DummyLayer() for _ in spec.layers])
+        self.spec = spec
+        self.storage = storage
+        self.backend = backend
+        self.model_type = model_type
+        self.options: dict[tuple[Any, ...], AttentionOptions] = {}  # of `attention_function`
+        self.num_attended = 0  # attention calls of the current forward: what the probe counts
+        self._tags = [KVTag(self, layer) for layer in range(len(spec.layers))]
+        self._group_of = {layer: group.index for group in spec.groups for layer in group.layers}
+        self._views: list[KVView] = []
+        self._step: ForwardStep | None = None
+
+    def begin(self, step: ForwardStep) -> None:
+        """Take over the step's plans and slot mappings, one per group."""
+        if len(step.plans) != len(self.spec.groups):
+            raise ArgumentError(
+                f"expected a plan for each of {len(self.spec.groups)} groups, got {len(step.plans)}"
+            )
+        if not self._views or self._views[0].num_blocks != self.storage.num_blocks:
+            self._views = [self.storage.view(layer) for layer in range(len(self.spec.layers))]
+        self._step, self.num_attended = step, 0
+
+    def end(self) -> None:
+        """Forget the step."""
+        self._step = None
+
+    def view(self, layer: int) -> KVView:
+        return self._views[layer]
+
+    def plan(self, layer: int) -> AttentionPlan:
+        """The current step's plan for the group of `layer`, a layer that stores KV."""
+        assert self._step is not None  # M1
+        return self._step.plans[self._group_of[layer]]
+
+    def update(  # type: ignore[override]  # the base class also takes None
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new K `[1, Hkv, T, Dk]` and V `[1, Hkv, T, Dv]`; returns them as given, tagged."""
+        if self._step is None:
+            raise ArgumentError("expected a step before PagedCache.update; PreparedModel.forward begins it")
+        group = self._group_of.get(layer_idx)
+        if group is None:
+            raise UnsupportedModelError(
+                f"model type {self.model_type}: layer {layer_idx} stores K and V, where its config lets it share "
+                f"another layer's or knows only {len(self.spec.layers)} layers"
+            )
+        slots, layer = self._step.slot_mappings[group], self.spec.layers[layer_idx]
+        expected_k = (1, layer.num_kv_heads, slots.numel(), layer.k_head_dim)
+        expected_v = (*expected_k[:3], layer.v_head_dim)
+        if key_states.shape != expected_k or value_states.shape != expected_v:
+            raise UnsupportedModelError(
+                f"model type {self.model_type}: expected K {list(expected_k)} and V {list(expected_v)} in layer "
+                f"{layer_idx} from its config, got {list(key_states.shape)} and {list(value_states.shape)}"
+            )
+        self.backend.write(
+            self._views[layer_idx], key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), slots
+        )
+        for tensor in (key_states, value_states):
+            setattr(tensor, _TAG, self._tags[layer_idx])
+        return key_states, value_states
+
+    # What models ask a cache before they attend: as if it were empty, since positions come with the step.
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:  # type: ignore[override]
+        """0; for a layer that asks for itself, int64 [T], what each row has to add to its number to get its position.
+
+        Llama 4's attention computes positions of its own, `arange(T) + get_seq_length(layer)`, for its temperature.
+        """
+        if layer_idx is None or self._step is None:
+            return 0
+        positions = self._step.position_ids
+        return positions - torch.arange(positions.numel())
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [layer.retention.kind != "full" for layer in self.spec.layers]

@@ -1,0 +1,194 @@
+"""A loaded model, made ready to run on the paged cache, and given back as it was.
+
+Preparation holds rotary embeddings still (`rope`), packs the linear layers (`linear`), and proves by a probe that the
+model so prepared answers as it did before (`probe`). The attention function is switched in only while `forward`
+runs, so between steps the model is an ordinary one.
+Not an engine: it computes one step for somebody who has allotted the slots.
+
+Invariants
+    R1  after `restore()` the model is as it came: same modules, same attention implementation, same buffers.
+    R2  every answer comes from a model the probe has passed.
+
+Cost: `forward` is the model's own forward plus a few microseconds; preparation is one pass over the modules and the
+probe's seven small forwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from quire.attention import AttentionBackend, reference
+from quire.attention import backend as attention_backend
+from quire.errors import ArgumentError, UnsupportedModelError
+from quire.memory.paged import PagedStorage
+from quire.model import attention_function, rope
+from quire.model.linear import choose_packing, pack_linears
+from quire.model.load import LoadedModel
+from quire.model.paged_cache import PagedCache
+from quire.model.probe import probe
+from quire.model.step import ForwardStep
+
+__all__ = ["PreparedModel"]
+
+_IMPLEMENTATION = "_attn_implementation_internal"  # where transformers' configs keep the attention's name
+
+
+class PreparedModel:
+    """The model of `loaded`, ready for `forward`.
+
+    Args:
+        loaded: what `quire.model.load` gave.
+        backend: of the attention: "python", "native" or None for the best there is.
+        max_model_len: longest sequence that will be run. Not given: the model's own, or, for rotary embeddings that
+            switch with the length (longrope, dynamic), the length up to which they do not. A longer one holds the long
+            frequencies for all sequences.
+
+    Raises:
+        UnsupportedModelError: the model cannot be run exactly, with its type and the reason; it is left as it was.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, *, backend: str | None = None, max_model_len: int | None = None
+    ) -> None:
+        self.loaded = loaded
+        self.spec = loaded.spec
+        self.vocab_size = loaded.vocab_size
+        self.max_model_len = _resolve_length(loaded, max_model_len)
+        self.attention: AttentionBackend = attention_backend(backend)
+        self._model: PreTrainedModel = loaded.model
+        self._cache: PagedCache | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._parameters = _forward_parameters(loaded)
+        self._configs = _attention_configs(loaded.model)
+        attention_function.register()
+        try:
+            self._change(loaded.model)
+            probe(self)
+        except BaseException:
+            self.restore()
+            raise
+
+    def attach(self, storage: PagedStorage | None) -> None:
+        """Run on `storage` from now on; its spec must be this model's. None lets go of it."""
+        if storage is None:
+            self._cache = None
+            return
+        if storage.spec.layers != self.spec.layers:
+            raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
+        self._cache = PagedCache(self.spec, storage, self.attention, self.loaded.model_type)
+
+    @property
+    def num_attended(self) -> int:
+        """Attention calls that read pages in the last forward."""
+        return 0 if self._cache is None else self._cache.num_attended
+
+    def forward(self, step: ForwardStep) -> torch.Tensor:
+        """Compute a step: K and V of its tokens are in their slots afterwards.
+
+        Returns:
+            float32 [R, vocab_size], the next-token logits of `step.logits_rows`.
+        """
+        cache = self._cache
+        if cache is None:
+            raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
+        arguments: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in self._parameters:
+            arguments["logits_to_keep"] = step.logits_rows
+        cache.begin(step)
+        try:
+            with torch.inference_mode(), self._switched():
+                output = self._model(
+                    input_ids=step.input_ids[None],
+                    position_ids=step.position_ids[None],
+                    past_key_values=cache,
+                    **arguments,
+                )
+        finally:
+            cache.end()
+        logits = output.logits[0]
+        if "logits_to_keep" not in self._parameters:
+            logits = logits[step.logits_rows]
+        return logits.float()
+
+    def plain_forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The model's own answer for one sequence int64 [T]: its cache, its eager attention. float32 [T, vocab_size].
+
+        The probe's yardstick: linear layers and rotary embeddings are the prepared ones.
+        """
+        from transformers import DynamicCache
+
+        with torch.inference_mode(), self._switched("eager"):
+            output = self._model(
+                input_ids=input_ids[None],
+                position_ids=torch.arange(input_ids.numel())[None],
+                past_key_values=DynamicCache(config=self._model.config),
+                use_cache=True,
+            )
+        return output.logits[0].float()
+
+    def restore(self) -> None:
+        """Make the model what it was before. Done twice, nothing happens."""
+        self._cache = None
+        while self._undo:
+            self._undo.pop()()
+
+    def _change(self, model: PreTrainedModel) -> None:
+        training = model.training
+        model.eval()
+        self._undo.append(lambda: model.train(training) and None)
+        self._undo.append(rope.freeze(model, self.max_model_len))
+        if self.attention is not reference or choose_packing(self.loaded.dtype) != "native":
+            # The python back end leaves the extension's kernels alone where they are built.
+            self._undo.append(pack_linears(model))
+
+    @contextmanager
+    def _switched(self, name: str = attention_function.NAME) -> Iterator[None]:
+        """Attention `name` in all of the model's configs, for the time of a forward."""
+        before = [config.__dict__.get(_IMPLEMENTATION) for config in self._configs]
+        try:
+            for config in self._configs:
+                config.__dict__[_IMPLEMENTATION] = name
+            yield
+        finally:
+            for config, value in zip(self._configs, before, strict=True):
+                config.__dict__[_IMPLEMENTATION] = value
+
+
+def _attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Every config object an attention module of the model may look its implementation up in."""
+    configs = {
+        id(config): config
+        for module in model.modules()
+        if isinstance(config := getattr(module, "config", None), PreTrainedConfig)
+    }
+    return list(configs.values())
+
+
+def _forward_parameters(loaded: LoadedModel) -> frozenset[str]:
+    parameters = frozenset(inspect.signature(loaded.model.forward).parameters)
+    missing = {"input_ids", "position_ids", "past_key_values"} - parameters
+    if missing:
+        raise UnsupportedModelError(
+            f"model type {loaded.model_type}: expected a forward that takes input_ids, position_ids and "
+            f"past_key_values, {type(loaded.model).__name__} takes no {' and no '.join(sorted(missing))}; such models "
+            "come in a later version"
+        )
+    return parameters
+
+
+def _resolve_length(loaded: LoadedModel, asked: int | None) -> int:
+    """The longest sequence to prepare for; checks what was asked for against what the model can."""
+    most = loaded.max_model_len
+    unswitched = rope.original_length(loaded.model)
+    if asked is None:
+        return most if unswitched is None else min(most, unswitched)
+    switches_by_length = any("dynamic" in kind for kind in rope.kinds(loaded.model))
+    if asked < 1 or (asked > most and not switches_by_length):
+        raise ArgumentError(f"expected max_model_len of 1 to {most} tokens for this model, got {asked}")
+    return asked

@@ -1,0 +1,280 @@
+"""A model's `config.json` read as a KV cache: one `LayerSpec` per decoder layer.
+
+What it is: the only place that knows how configs spell heads, head sizes, windows, chunks and shared KV. The
+layers' kinds come from transformers itself (`get_layer_types_and_kwargs`, what its own `DynamicCache` is built
+from); the shapes from the per-layer fields. No model is built and no weights are read.
+What it is not: a promise that the model runs. `quire.model.probe` proves that on the model itself, and
+`PagedCache` refuses K/V of another shape than stated here.
+
+Refused by name, since they keep something else than K and V per token: latent (MLA) layers, state layers
+(Mamba, convolution, delta-net), indexed and compressed attention.
+
+Cost: O(layers), plus importing transformers on the first call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ConfigError, LoadError, UnsupportedModelError
+from quire.spec.kv_spec import DTYPE_BYTES, KVSpec, LayerSpec, Retention
+
+__all__ = ["read_config", "spec_of"]
+
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_kv_heads", "n_head_kv")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "attention_heads",
+    "decoder_attention_heads",
+)
+_HEAD_DIM = ("head_dim", "kv_channels", "d_kv", "dim_head")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+_LENGTH = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+)
+
+
+def spec_of(config: Any | str | Path | Mapping[str, Any], *, dtype: str | None = None) -> KVSpec:
+    """The `KVSpec` of a transformers config, a model folder, a `config.json` or its dict.
+
+    `dtype` overrides the config's own; a config that names none counts as float32, as transformers does.
+    raises: ConfigError naming the field; UnsupportedModelError for layers that do not keep K and V per token;
+    LoadError where the file cannot be read.
+    """
+    whole = read_config(config)
+    text = whole.get_text_config(decoder=True)
+    model_type = str(getattr(text, "model_type", "") or getattr(whole, "model_type", "") or "unnamed")
+    return KVSpec(
+        layers=_layers(text, model_type),
+        dtype=dtype or _dtype(text, whole, model_type),
+        max_model_len=_optional(text, _LENGTH, model_type),
+        vocab_size=_optional(text, ("vocab_size",), model_type),
+        name=model_type,
+    )
+
+
+def read_config(config: Any | str | Path | Mapping[str, Any]) -> Any:
+    """A transformers config object of whatever names one; no network, no remote code.
+
+    A `model_type` this transformers does not know is read by its field names alone.
+    """
+    if isinstance(config, (str, Path)):
+        config = _read_file(Path(config).expanduser())
+    if not isinstance(config, Mapping):
+        if not hasattr(config, "get_text_config"):
+            raise ConfigError(
+                "expected a transformers config, a dict, or the path of a model folder or config.json, "
+                f"got {type(config).__name__}"
+            )
+        return config
+    from transformers import AutoConfig, PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    fields = dict(config)
+    model_type = fields.pop("model_type", None)
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    try:
+        if known:
+            return AutoConfig.for_model(model_type, **fields)
+        generic = PreTrainedConfig(**fields)
+        generic.model_type = model_type or ""  # type: ignore[misc]  # a class attribute of known types
+        return generic
+    except Exception as error:  # strict config classes raise many kinds
+        raise ConfigError(
+            f"expected a config that transformers can read, got one it refuses (model_type {model_type!r}): "
+            f"{_one_line(error)}"
+        ) from error
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LoadError(
+            f"expected a model folder or config.json, cannot read {file}: {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"expected JSON in {file}, got something else: {_one_line(error)}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"expected a JSON object in {file}, got a {type(fields).__name__}")
+    return fields
+
+
+def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    _refuse_other_state(text, model_type)
+    num_layers = _required(text, ("num_hidden_layers", "n_layer", "n_layers"), model_type)
+    declared = getattr(text, "layer_types", None)
+    if declared is not None and len(declared) < num_layers:
+        raise ConfigError(
+            f"expected {num_layers} entries (num_hidden_layers) in layer_types of {model_type}, got {len(declared)}"
+        )
+    if getattr(text, "num_hidden_layers", None) is None:
+        text.num_hidden_layers = num_layers  # a config read by its fields: what the next call counts
+    try:
+        kinds, options = get_layer_types_and_kwargs(text)
+        configs = [text.per_layer_config[index] for index in range(num_layers)]
+    except Exception as error:  # whatever a config's own properties raise
+        raise ConfigError(
+            f"expected layer fields transformers can interpret in the config of {model_type}, "
+            f"got {type(error).__name__}: {_one_line(error)}"
+        ) from error
+    producers = _producers(text, kinds, num_layers, model_type)
+    later = Counter(
+        k for k in kinds if k not in ("full_attention", "sliding_attention", "chunked_attention", "dummy")
+    )
+    if later:
+        listed = ", ".join(f"{count} {kind}" for kind, count in sorted(later.items()))
+        raise UnsupportedModelError(
+            f"model type {model_type}: expected full, sliding or chunked attention in every layer, got {listed} "
+            f"of {num_layers} layers; state, indexed and compressed layers come in a later version"
+        )
+    layers = []
+    for index in range(num_layers):
+        producer = producers[index]
+        source = index if producer is None else producer
+        retention = _retention(kinds[source], options[source].get("sliding_window"), model_type)
+        heads, k_dim, v_dim = _shape(configs[source], source, retention.kind == "window", model_type)
+        layers.append(LayerSpec(retention, heads, k_dim, v_dim, producer))
+    return tuple(layers)
+
+
+def _refuse_other_state(text: Any, model_type: str) -> None:
+    """Models whose config shows that K and V per token are not what they keep."""
+    if getattr(text, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"model type {model_type}: expected a decoder-only model, got an encoder-decoder one"
+        )
+    if "kv_lora_rank" in text.to_dict():  # also where it differs by layer
+        raise UnsupportedModelError(
+            f"model type {model_type}: its attention layers keep a latent (MLA, kv_lora_rank) in place of K and V; "
+            "latent layers come in a later version"
+        )
+
+
+def _producers(text: Any, kinds: list[str], num_layers: int, model_type: str) -> list[int | None]:
+    """For each layer the layer whose KV it reads instead of storing its own, or None."""
+    modes = list(getattr(text, "kv_sharing_modes", None) or [None] * num_layers)
+    declared = list(getattr(text, "layer_types", None) or kinds)
+    sources = getattr(text, "kv_source_layers", None)
+    producers: list[int | None] = []
+    for index in range(num_layers):
+        if modes[index] != "reuse":
+            if kinds[index] == "dummy":
+                raise UnsupportedModelError(
+                    f"model type {model_type}: layer {index} has no attention; such layers come in a later version"
+                )
+            producers.append(None)
+        elif sources is not None:
+            producers.append(int(sources[index]))
+        else:  # the last layer of the same kind that stores its own
+            producers.append(
+                max(
+                    other
+                    for other in range(index)
+                    if modes[other] != "reuse" and declared[other] == declared[index]
+                )
+            )
+    return producers
+
+
+def _retention(kind: str, size: Any, model_type: str) -> Retention:
+    if kind == "full_attention":
+        return Retention()
+    field = "sliding_window" if kind == "sliding_attention" else "attention_chunk_size"
+    return Retention("window" if field == "sliding_window" else "chunked", _positive(size, field, model_type))
+
+
+def _shape(layer: Any, index: int, windowed: bool, model_type: str) -> tuple[int, int, int]:
+    """(num_kv_heads, k_head_dim, v_head_dim) of one layer."""
+    attention = getattr(layer, "attn_config", None) or layer  # dbrx, mpt keep theirs one level down
+    prefix = ("swa_",) if windowed and getattr(layer, "swa_num_key_value_heads", None) else ()
+    names = tuple(p + name for p in (*prefix, "") for name in _KV_HEADS)
+    heads = _required(layer, tuple(p + name for p in (*prefix, "") for name in _HEADS), model_type, index)
+    if getattr(layer, "multi_query", False) and not getattr(layer, "new_decoder_architecture", False):
+        kv_heads = 1  # gpt_bigcode, falcon
+    else:
+        kv_heads = _optional(layer, names, model_type, index)
+        if kv_heads is None and attention is not layer:
+            kv_heads = _optional(attention, ("kv_n_heads",), model_type, index)
+        kv_heads = kv_heads or heads
+    if windowed and model_type == "mimo_v2_flash":
+        kv_heads *= 2  # written into its attention module, not into its config
+    head_dim = _optional(
+        layer, tuple(p + name for p in (*prefix, "") for name in _HEAD_DIM), model_type, index
+    )
+    if head_dim is None:
+        hidden = _required(layer, _HIDDEN, model_type, index)
+        if hidden % heads:
+            raise ConfigError(
+                f"expected hidden_size to be a multiple of num_attention_heads where head_dim is missing in the "
+                f"config of {model_type}, got {hidden} and {heads}"
+            )
+        head_dim = hidden // heads
+    v_head_dim = (
+        _optional(layer, tuple(p + "v_head_dim" for p in (*prefix, "")), model_type, index) or head_dim
+    )
+    if heads % kv_heads:
+        raise ConfigError(
+            f"expected num_attention_heads to be a multiple of num_key_value_heads in the config of {model_type}, "
+            f"got {heads} and {kv_heads}"
+        )
+    return kv_heads, head_dim, v_head_dim
+
+
+def _optional(config: Any, names: tuple[str, ...], model_type: str, index: int | None = None) -> int | None:
+    """The first of the fields `names` that is set; a list holds one entry per layer."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, (list, tuple)) and index is not None and index < len(value):
+            value = value[index]
+        if value is not None:
+            return _positive(value, name, model_type)
+    return None
+
+
+def _required(config: Any, names: tuple[str, ...], model_type: str, index: int | None = None) -> int:
+    value = _optional(config, names, model_type, index)
+    if value is None:
+        raise ConfigError(f"expected {names[0]} in the config of {model_type}, got none")
+    return value
+
+
+def _positive(value: Any, name: str, model_type: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"expected a positive integer as {name} in the config of {model_type}, got {value!r}"
+        )
+    return value
+
+
+def _dtype(text: Any, whole: Any, model_type: str) -> str:
+    for config in (text, whole):
+        value = getattr(config, "dtype", None)
+        if value is not None:
+            name = str(value).removeprefix("torch.")
+            if name not in DTYPE_BYTES:
+                raise ConfigError(
+                    f"expected dtype of {sorted(DTYPE_BYTES)} in the config of {model_type}, got {name!r}; "
+                    "pass dtype= for the KV cache"
+                )
+            return name
+    return "float32"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,89 @@
+"""How the cost of the Python back end grows, in nodes compared: never with the number of prompts in the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.cache.block_manager import PythonBlockManager
+
+NO_KEYS = (np.empty(0, np.int64), [])
+
+
+def filled(num_prompts: int, num_blocks: int, *, common: int = 0) -> PythonBlockManager:
+    """A pool filled by prompts of 4 blocks of 4 tokens, the first `common` tokens equal."""
+    manager = PythonBlockManager([("full", 0)], num_blocks, 4, True, 0, False)
+    for index in range(num_prompts):
+        run(manager, tokens_of(index, common))
+    return manager
+
+
+def tokens_of(index: int, common: int) -> np.ndarray:
+    tokens = np.full(16, 7, np.int32)
+    tokens[common:] = index + 100
+    return tokens
+
+
+def run(manager: PythonBlockManager, tokens: np.ndarray) -> None:
+    sequence = manager.open(tokens, b"", *NO_KEYS)
+    num_new = len(tokens) - manager.num_computed_tokens(sequence)
+    assert manager.reserve(np.array([sequence]), np.array([num_new]), 0) is not None
+    manager.commit(sequence, len(tokens))
+    manager.close(sequence)
+
+
+def visited(manager: PythonBlockManager, call) -> int:
+    before = manager.blocks.tree.num_visited
+    call()
+    return manager.blocks.tree.num_visited - before
+
+
+@pytest.mark.parametrize("common", [0, 2, 4, 6])
+def test_match_insert_and_evict_visit_hardly_more_nodes_at_four_times_the_prompts(common: int) -> None:
+    counts = []
+    for num_prompts in (200, 800):
+        manager = filled(num_prompts, 4 * num_prompts, common=common)
+        matching = visited(manager, lambda m=manager: m.match(tokens_of(50, common), b"", *NO_KEYS))
+        # The pool is full (up to what is shared): a new prompt inserts 4 nodes and evicts old ones.
+        inserting = visited(manager, lambda m=manager, n=num_prompts: run(m, tokens_of(n + 5, common)))
+        counts.append((matching, inserting))
+        manager.check()
+    (small_match, small_insert), (large_match, large_insert) = counts
+    # log2 grows by 2: two more comparisons for each search among siblings.
+    assert large_match <= small_match + 2 * 4
+    assert large_insert <= small_insert + 2 * 30
+
+
+def test_evicting_visits_the_same_whatever_is_cached() -> None:
+    counts = []
+    for num_prompts in (100, 400):
+        manager = filled(num_prompts, 4 * num_prompts)
+        assert manager.counts()[0] == 0
+        counts.append(visited(manager, lambda m=manager: [run(m, tokens_of(5000 + i, 0)) for i in range(20)]))
+        assert manager.stats()["evicted_blocks"] == 80
+    assert counts[1] <= counts[0] + 20 * 2 * 30
+
+
+def test_a_decode_step_does_not_grow_with_the_length_of_the_sequence() -> None:
+    counts = []
+    for length in (100, 400):
+        manager = PythonBlockManager([("full", 0)], 1000, 4, True, 0, False)
+        sequence = manager.open(np.arange(length, dtype=np.int32), b"", *NO_KEYS)
+        assert manager.reserve(np.array([sequence]), np.array([length]), 0) is not None
+        manager.commit(sequence, length)
+
+        def decode(manager=manager, sequence=sequence, length=length) -> None:
+            manager.append(sequence, np.array([1], np.int32))
+            assert manager.reserve(np.array([sequence]), np.array([1]), 0) is not None
+            manager.commit(sequence, length + 1)
+
+        counts.append(visited(manager, decode))
+    assert counts[0] == counts[1]
+
+
+def test_looking_again_costs_nothing_while_nothing_was_committed() -> None:
+    manager = filled(50, 400)
+    sequence = manager.open(tokens_of(3, 0), b"", *NO_KEYS)
+    assert visited(manager, lambda: manager.num_computed_tokens(sequence)) == 0
+    run(manager, tokens_of(777, 0))
+    assert visited(manager, lambda: manager.num_computed_tokens(sequence)) > 0

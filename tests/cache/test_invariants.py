@@ -1,0 +1,70 @@
+"""`check()` finds each kind of damage: a check that cannot fail proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.cache_case import FULL, compute, make, prompt, store
+
+from quire.cache.block_manager import PythonBlockManager
+from quire.errors import InvariantError
+from quire.spec import Retention
+
+
+def damaged(damage: Callable[[PythonBlockManager], object]) -> None:
+    cache = make("python", FULL, Retention("window", 6), num_blocks=40)
+    store(cache, prompt(12, seed=1))
+    store(cache, prompt(12, seed=2))
+    sequence = compute(cache, prompt(18, seed=3))
+    sequence.append([1, 2, 3, 4, 5])
+    cache.reserve([sequence], [5])
+    cache.check()
+    damage(cache._manager)
+    cache.check()
+
+
+def swap_lru(m: PythonBlockManager) -> None:
+    leaf = m.blocks.tree.roots[b""].children[0].children[0].children[0]
+    m.blocks.pool.cached.move_to_end(leaf.units[0])
+
+
+def swap_siblings(m: PythonBlockManager) -> None:
+    m.blocks.tree.roots[b""].children.reverse()
+
+
+def add_leftover(m: PythonBlockManager) -> None:
+    node = m.blocks.tree.roots[b""].children[0]
+    assert node.parent is not None
+    unit = m.blocks.pool.free.pop()
+    m.blocks.pool.cached[unit] = None
+    m.blocks.tree.insert(node.parent, node.content[:4], 1, [unit, -1])
+    m.blocks.node_of[unit] = node.parent.children[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "damage"),
+    [
+        ("C1", lambda m: m.blocks.pool.free.pop()),
+        ("C1", lambda m: m.blocks.pool.free.append(m.blocks.pool.free[0])),
+        ("C2", lambda m: m.blocks.node_of.__setitem__(m.sequences[2].tables[0][0], None)),
+        ("C3", lambda m: m.blocks.pool.num_references.__setitem__(m.sequences[2].tables[0][0], 2)),
+        ("C4", lambda m: m.blocks.pool.writer.__setitem__(m.sequences[2].tables[0][5], -1)),
+        ("C4", lambda m: m.blocks.pool.writer.__setitem__(m.blocks.pool.free[0], 2)),
+        ("C5", swap_lru),
+        ("C6", swap_siblings),
+        ("C6", add_leftover),
+        ("C7", lambda m: setattr(m.sequences[2], "reserved", 1000)),
+        ("C3", lambda m: m.sequences[2].tables[0].truncate(5)),
+        ("C8", lambda m: setattr(m.sequences[2].node, "num_sequences", 2)),
+        ("C8", lambda m: m.sequences[2].tokens.__setitem__(0, 5)),
+    ],
+)
+def test_damage_is_found(number: str, damage: Callable[[PythonBlockManager], object]) -> None:
+    with pytest.raises(InvariantError, match=number):
+        damaged(damage)
+
+
+def test_what_is_whole_passes() -> None:
+    damaged(lambda m: np.empty(0))

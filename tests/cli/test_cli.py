@@ -1,0 +1,118 @@
+"""The command line as a user sees it: results on stdout, one clear line and an exit status for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.cli.app import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run_main(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["quire", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        out, err = capsys.readouterr()
+        assert isinstance(left.value.code, int)
+        return left.value.code, out, err
+
+    return run_main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["generate"], 2, "expected at least one prompt, got none"),
+        (["generate", ""], 2, "got an empty one"),
+        (["generate", "x", "--kv-memory", "12 bananas"], 2, "'12 bananas'"),
+        (["generate", "x", "--kv-memory", "1KiB"], 2, "expected a kv_memory of at least"),
+        (["generate", "x", "--block-size", "0"], 2, "expected an integer of 1 to 512, got 0"),
+        (["generate", "x", "--block-size", "513"], 2, "expected an integer of 1 to 512, got 513"),
+        (["generate", "x", "--temperature", "-1"], 2, "temperature"),
+        (["generate", "x", "--max-tokens", "0"], 2, "max_tokens"),
+        (["generate", "x", "--dtype", "int3"], 2, "'int3'"),
+        (["generate", "x", "--model", "./no/such/folder"], 2, "no such folder"),
+        (["generate", "x", "--prompts", "no-such-file"], 2, "no-such-file"),
+        (["generate", "x", "--max-tokens", "ten"], 2, "--max-tokens"),
+        (["generate", "--frob"], 2, "--frob"),
+        (["frob"], 2, "frob"),
+        (["generate", "x = 1\n" * 2000], 2, "2048"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_status_2(
+    run: Run, arguments: list[str], status: int, says: str
+) -> None:
+    code, out, err = run(*arguments)
+    lines = [line for line in err.splitlines() if "KV cache of" not in line]
+    assert (code, out) == (status, "")
+    assert len(lines) == 1
+    assert says in lines[0]
+
+
+def test_a_broken_model_is_one_line_and_status_1(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((EMBEDDED / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")
+    code, out, err = run("generate", "x", "--model", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert "safetensors" in err
+
+
+def test_json_is_one_object_of_the_documented_form(run: Run) -> None:
+    code, out, _ = run("generate", "def f(", "class A", "--max-tokens", "5", "--temperature", "0", "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert set(answer) == {"outputs", "stats"}
+    assert [output["prompt"] for output in answer["outputs"]] == ["def f(", "class A"]
+    for output in answer["outputs"]:
+        keys = ["prompt", "prompt_token_ids", "text", "token_ids", "finish_reason", "num_cached_tokens"]
+        assert list(output) == keys
+        assert len(output["token_ids"]) == 5
+        assert output["finish_reason"] == "length"
+
+
+def test_prompts_come_from_files_and_a_stream_equals_the_batch(run: Run, tmp_path: Path) -> None:
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("def f(\n\nclass A\n")
+    objects = tmp_path / "prompts.jsonl"
+    objects.write_text('"def f("\n{"prompt": "class A"}\n')
+    common = ("--max-tokens", "5", "--temperature", "0")
+    _, from_lines, _ = run("generate", "--prompts", str(lines), *common)
+    _, from_objects, _ = run("generate", "--prompts", str(objects), *common)
+    _, streamed, _ = run("generate", "def f(", *common)
+    assert from_lines == from_objects
+    assert from_lines.startswith(streamed.rstrip("\n"))
+    assert "class A" in from_lines
+
+
+def test_ctrl_c_in_the_middle_is_one_line(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", "generate", "def f(", "--max-tokens", "2000", "--temperature", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    process.stdout.read(len("def f(") + 1)  # it has begun to answer
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "quire: interrupted"
+    assert "Traceback" not in err
+
+
+EMBEDDED = Path(__file__).parents[2] / "src/quire/model/embedded"

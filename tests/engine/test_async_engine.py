@@ -1,0 +1,195 @@
+"""`quire.AsyncEngine`: concurrent streams, abort, cancellation, errors that reach whoever waits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import tiny_llm
+
+from quire import LLM, AsyncEngine, SamplingParams
+from quire.engine.request import RequestOutput
+from quire.errors import ArgumentError, CancelledError, PromptError
+
+GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    torch.set_num_threads(1)
+    with tiny_llm.llm(max_num_seqs=4) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(llm: LLM) -> Iterator[AsyncEngine]:
+    made = AsyncEngine(llm)
+    yield made
+    made.close()
+    assert not made._thread.is_alive()
+    assert llm.stats()["held"] == 0
+    assert llm.stats()["num_unfinished_requests"] == 0
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def collect(
+    engine: AsyncEngine, prompt: Any, params: SamplingParams = GREEDY, **more: Any
+) -> list[RequestOutput]:
+    return [output async for output in engine.generate(prompt, params, **more)]
+
+
+def test_many_streams_at_once_equal_generate(engine: AsyncEngine, llm: LLM) -> None:
+    async def main() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*(collect(engine, f"prompt {i}") for i in range(7)))
+
+    streams = run(main())
+    for outputs in streams:
+        assert [output.finished for output in outputs] == [False] * 9 + [True]
+        assert "".join(output.outputs[0].new_text for output in outputs) == outputs[-1].outputs[0].text
+    engine.close()
+    for i, outputs in enumerate(streams):
+        assert outputs[-1].outputs[0].token_ids == llm.generate(f"prompt {i}", GREEDY)[0].outputs[0].token_ids
+
+
+def test_abort_gives_a_last_output(engine: AsyncEngine) -> None:
+    async def main() -> list[RequestOutput]:
+        outputs = []
+        async for output in engine.generate("abc", LONG, request_id="mine"):
+            outputs.append(output)
+            if len(outputs) == 3:
+                engine.abort("mine")
+                engine.abort("unknown")
+        return outputs
+
+    outputs = run(main())
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert len(outputs[-1].outputs[0].token_ids) < 200
+
+
+def test_leaving_the_iteration_aborts(engine: AsyncEngine, llm: LLM) -> None:
+    async def main() -> dict[str, Any]:
+        stream = engine.generate("abc", LONG)
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+        return await engine.stats()
+
+    assert run(main())["num_unfinished_requests"] == 0
+
+
+def test_cancelling_a_task_aborts(engine: AsyncEngine) -> None:
+    async def main() -> dict[str, Any]:
+        task = asyncio.create_task(collect(engine, "abc", LONG))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await engine.stats()
+
+    assert run(main())["num_unfinished_requests"] == 0
+
+
+def test_the_event_loop_is_never_blocked_by_a_step(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = engine._engine.step
+
+    def slow() -> Any:
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(engine._engine, "step", slow)
+
+    async def main() -> float:
+        task = asyncio.create_task(collect(engine, "abc", SamplingParams(max_tokens=5, ignore_eos=True)))
+        longest = 0.0
+        while not task.done():
+            started = time.monotonic()
+            await asyncio.sleep(0)
+            longest = max(longest, time.monotonic() - started)
+        await task
+        return longest
+
+    assert run(main()) < 0.045
+
+
+def test_bad_requests_fail_alone(engine: AsyncEngine) -> None:
+    async def main() -> list[Any]:
+        return await asyncio.gather(
+            collect(engine, "good"),
+            collect(engine, ""),
+            collect(engine, [999]),
+            collect(engine, "x" * 400),
+            collect(engine, "abc", LONG, request_id="same"),
+            collect(engine, "abc", LONG, request_id="same"),
+            return_exceptions=True,
+        )
+
+    good, empty, out_of_range, too_long, first, second = run(main())
+    assert good[-1].finished
+    assert [type(e) for e in (empty, out_of_range, too_long, second)] == [PromptError] * 3 + [ArgumentError]
+    assert len(first[-1].outputs[0].token_ids) == 200
+
+
+def test_an_error_of_the_engine_reaches_every_waiter_and_it_goes_on(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(step: Any) -> Any:
+        raise RuntimeError("no luck")
+
+    async def main() -> list[Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._engine._runner, "run", broken)
+            failed = await asyncio.gather(
+                *(collect(engine, f"p{i}") for i in range(6)), return_exceptions=True
+            )
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                engine._engine.scheduler, "schedule", lambda: broken(None)
+            )  # a bug in the bookkeeping
+            failed += await asyncio.gather(
+                *(collect(engine, f"q{i}") for i in range(2)), return_exceptions=True
+            )
+        return [*failed, await collect(engine, "fine")]
+
+    *failed, fine = run(main())
+    assert [str(error) for error in failed] == ["no luck"] * 8
+    assert fine[-1].finished
+
+
+def test_closing_tells_whoever_waits(engine: AsyncEngine) -> None:
+    async def main() -> Any:
+        task = asyncio.create_task(collect(engine, "abc", LONG))
+        await asyncio.sleep(0.02)
+        await asyncio.to_thread(engine.close)
+        result = await asyncio.gather(task, return_exceptions=True)
+        with pytest.raises(CancelledError, match="closed"):
+            await collect(engine, "abc")
+        return result[0]
+
+    assert isinstance(run(main()), CancelledError)
+
+
+def test_it_sleeps_while_there_is_nothing_to_do(engine: AsyncEngine) -> None:
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+
+
+def test_options_go_to_the_llm() -> None:
+    async def main() -> str:
+        async with AsyncEngine((tiny_llm.model(), tiny_llm.tokenizer()), kv_memory="1MiB") as engine:
+            return (await collect(engine, "abc"))[-1].outputs[0].finish_reason or ""
+
+    assert run(main()) == "length"
+    with pytest.raises(ArgumentError):
+        AsyncEngine((tiny_llm.model(), None), block_size=0)

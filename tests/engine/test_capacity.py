@@ -1,0 +1,96 @@
+"""Units, sizes, and the memory that is free to this process with control groups counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.capacity import free_memory_bytes, kv_memory_bytes, num_units_for
+from quire.errors import ArgumentError, CapacityError
+from quire.spec import KVSpec, LayerSpec, Retention
+
+
+def spec_of(*retentions: Retention) -> KVSpec:
+    return KVSpec(tuple(LayerSpec(retention, 1, 8, 8) for retention in retentions))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize(
+    "retention", [Retention(), Retention("window", 1), Retention("window", 20), Retention("chunked", 20)]
+)
+def test_units_are_what_a_walk_over_all_positions_needs(retention: Retention, block_size: int) -> None:
+    for num_tokens in (1, 2, 16, 17, 90):
+        # At position q the table holds the blocks from first_needed(q) to q.
+        most = max(q // block_size - retention.first_needed(q) // block_size + 1 for q in range(num_tokens))
+        needed = num_units_for(spec_of(retention), num_tokens, block_size)
+        assert needed >= most
+        assert num_units_for(spec_of(retention), 10_000, block_size) >= needed
+        if retention.kind == "full":
+            assert needed == most
+        else:
+            assert needed <= most + 1
+
+
+@pytest.mark.parametrize(
+    "text", ["12 bananas", "", "-1GiB", "0", 0, -5, "GiB", None, 1.5, "0.1b", True, "0%", "101%"]
+)
+def test_what_is_no_size_is_refused(text: Any) -> None:
+    with pytest.raises(ArgumentError, match="kv_memory"):
+        kv_memory_bytes(text, most_useful_bytes=300, free_bytes=1000)
+
+
+def test_a_budget_is_a_size_a_share_or_half_of_what_is_free() -> None:
+    def budget(text: str | int) -> int:
+        return kv_memory_bytes(text, most_useful_bytes=300, free_bytes=1000)
+
+    assert budget("40%") == 400
+    assert budget("auto") == 300
+    assert kv_memory_bytes("auto", most_useful_bytes=900, free_bytes=1000) == 500
+    assert budget(700) == 700
+    with pytest.raises(CapacityError, match="free to this process"):
+        budget("1GiB")
+
+
+def machine(root: Path, available_kib: int, cgroup: str, files: dict[str, str]) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 999 kB\nMemAvailable:   {available_kib} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_without_groups_it_is_what_the_machine_has(tmp_path: Path) -> None:
+    assert free_memory_bytes(machine(tmp_path, 2048, "0::/\n", {})) == 2048 * 1024
+
+
+def test_the_tightest_group_v2_counts_the_ancestors_too(tmp_path: Path) -> None:
+    files = {
+        "a/memory.max": "500000\n",
+        "a/memory.current": "450000\n",
+        "a/memory.stat": "anon 1\ninactive_file 30000\n",
+        "a/b/memory.max": "max\n",
+        "a/b/memory.current": "1\n",
+    }
+    assert free_memory_bytes(machine(tmp_path, 2048, "0::/a/b\n", files)) == 80_000
+
+
+def test_group_v1(tmp_path: Path) -> None:
+    files = {
+        "memory/c/memory.limit_in_bytes": "400000\n",
+        "memory/c/memory.usage_in_bytes": "100000\n",
+        "memory/c/memory.stat": "total_inactive_file 5000\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "memory/memory.usage_in_bytes": "100000\n",
+    }
+    cgroup = "9:name=systemd:/\n4:cpu,memory:/c\n0::/\n"
+    assert free_memory_bytes(machine(tmp_path, 2048, cgroup, files)) == 305_000
+
+
+def test_a_container_whose_group_path_is_not_mounted_uses_the_mounts_root(tmp_path: Path) -> None:
+    files = {"memory.max": "1000\n", "memory.current": "400\n"}
+    assert free_memory_bytes(machine(tmp_path, 2048, "0::/../../host/path\n", files)) == 600

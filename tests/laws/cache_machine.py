@@ -1,0 +1,468 @@
+"""The laws of the cache as a state machine: random calls on one or more back ends side by side.
+
+After every call: each back end's own `check()`; equal results, block ids included; and through a storage of
+fake bytes, that whatever a query may read holds what a recompute would have written. With overlapped steps a
+step is carried out only when it is completed, so that blocks reused too early are noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from laws.cache_model import GROUPS, KEYS, NAMESPACES, THEN, TOKENS, WHICH, Open, same
+from support.cache_case import spec_of
+from support.fake_storage import Content, FakeStorage, Step, num_common
+
+from quire import Cache
+from quire.cache.cache import Sequence
+from quire.cache.prefix import Node
+from quire.spec import Retention
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Subclasses name the back ends."""
+
+    backends: tuple[str, ...] = ("python",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open_sequences: list[Open] = []
+        self.history: list[Content] = []
+        self.committed: list[Content] = []
+        self.pending: list[Step] = []
+        self.newest_step = 0
+
+    @initialize(
+        groups=st.sampled_from(GROUPS),
+        block_size=st.sampled_from([1, 2, 3, 4, 4, 7]),
+        num_blocks=st.sampled_from([2, 3, 5, 8, 12, 20, 20, 400]),
+        prefix_caching=st.sampled_from([True, True, True, True, False]),
+        watermark=st.sampled_from([0.0, 0.0, 0.2]),
+        overlapped=st.booleans(),
+        stored=st.lists(TOKENS, max_size=3),
+    )
+    def start(
+        self,
+        groups: list[Retention],
+        block_size: int,
+        num_blocks: int,
+        prefix_caching: bool,
+        watermark: float,
+        overlapped: bool,
+        stored: list[list[int]],
+    ) -> None:
+        self.caches = [
+            Cache(
+                spec_of(*groups),
+                num_blocks=num_blocks,
+                block_size=block_size,
+                prefix_caching=prefix_caching,
+                watermark=watermark,
+                overlapped_steps=overlapped,
+                backend=backend,
+            )
+            for backend in self.backends
+        ]
+        self.cache = self.caches[0]
+        self.retentions = [group.retention for group in self.cache.spec.groups]
+        self.num_groups = len(self.retentions)
+        self.size, self.num_blocks, self.overlapped = block_size, num_blocks, overlapped
+        self.storage = FakeStorage(self.retentions, num_blocks, block_size)
+        for tokens in stored:
+            self.serve(Content(b"", tokens), "store")
+
+    # Calls on all back ends
+
+    def call(self, function: Callable[[int, Cache], Any]) -> list[Any]:
+        """The results of all back ends, or the one error all of them raise."""
+        results, errors = [], []
+        for index, cache in enumerate(self.caches):
+            try:
+                results.append(function(index, cache))
+            except ValueError as error:
+                errors.append(error)
+        if errors:
+            assert not results, f"{errors[0]!r} in some back ends only"
+            same([(type(error), str(error)) for error in errors])
+            raise errors[0]
+        return results
+
+    def pick(self, which: int) -> Open:
+        return self.open_sequences[which % len(self.open_sequences)]
+
+    def look(self, sequence: Open) -> None:
+        """Read how far it is, which may take a longer hit."""
+        computed = same(self.call(lambda i, _: sequence.handles[i].num_computed_tokens))
+        cached = same(self.call(lambda i, _: sequence.handles[i].num_cached_tokens))
+        if sequence.admitted or not self.cache.prefix_caching:
+            assert computed == sequence.computed
+        else:
+            assert sequence.computed <= computed <= max(sequence.computed, sequence.num_known - 1)
+            assert cached == computed
+        assert cached <= computed
+        if computed > sequence.computed:
+            sequence.written = []
+        sequence.computed = computed
+
+    # Rules. Each does something whole: hypothesis switches rules off at random, example by example.
+
+    @rule(
+        like=st.one_of(st.none(), WHICH, WHICH),
+        cut=st.integers(0, 24),
+        tokens=TOKENS,
+        namespace=NAMESPACES,
+        keys=KEYS,
+        then=THEN,
+    )
+    def open(
+        self,
+        like: int | None,
+        cut: int,
+        tokens: list[int],
+        namespace: bytes,
+        keys: dict[int, bytes],
+        then: str,
+    ) -> None:
+        """A new prompt, or one that begins as an earlier one did."""
+        if like is None or not self.history:
+            self.serve(Content(namespace, tokens, keys).cut(len(tokens)), then)
+        else:
+            self.serve(self.similar(like, cut, tokens), then)
+
+    def similar(self, which: int, cut: int, tokens: list[int]) -> Content:
+        content = self.history[-1 - which % len(self.history)].cut(cut)
+        content.tokens = content.tokens + tokens
+        return content
+
+    def serve(self, content: Content, then: str) -> None:
+        """Open, and perhaps compute all of it, and perhaps close again."""
+        if len(self.open_sequences) >= 6:
+            return
+        self.open_content(content)
+        sequence = self.open_sequences[-1]
+        if then != "wait" and sequence.computed < sequence.num_known:
+            if self.reserve_all([(sequence, sequence.num_known - sequence.computed)], 0, 0):
+                self.commit_to(sequence, sequence.num_known)
+            if then == "store":
+                self.close(len(self.open_sequences) - 1)
+
+    def open_content(self, content: Content) -> None:
+        expected = self.expect_match(content)
+        handles = self.call(
+            lambda _, cache: cache.open(content.tokens, namespace=content.namespace, extra_keys=content.keys)
+        )
+        same([handle.id for handle in handles])
+        computed = same([handle.num_cached_tokens for handle in handles])
+        assert computed == expected
+        self.open_sequences.append(Open(handles, content, computed))
+        self.history.append(content)
+
+    def expect_match(self, content: Content) -> int:
+        """What `match` says, checked against all that was ever committed."""
+        found = same(
+            self.call(
+                lambda _, cache: (
+                    cache.match(
+                        content.tokens, namespace=content.namespace, extra_keys=content.keys
+                    ).num_tokens
+                )
+            )
+        )
+        usable = content.cut(max(0, len(content.tokens) - 1))
+        best = max((num_common(usable, other) for other in self.committed), default=0)
+        assert found <= best
+        if self.num_blocks == 400 and self.cache.prefix_caching and not self.cache.stats()["evicted_blocks"]:
+            assert found == best, "with room for everything the longest prefix is found to the token"
+        return found
+
+    @precondition(lambda self: self.history)
+    @rule(
+        kind=st.sampled_from(["match", "match", "read", "misuse", "reset"]),
+        which=WHICH,
+        cut=WHICH,
+        tokens=TOKENS,
+    )
+    def probe(self, kind: str, which: int, cut: int, tokens: list[int]) -> None:
+        if kind == "match":
+            before = self.cache.stats()
+            self.expect_match(self.similar(which, cut, tokens))
+            assert self.cache.stats() == before
+        elif kind == "reset":
+            self.reset(really=cut == 30)
+        elif self.open_sequences and kind == "read":
+            self.look(self.pick(which))
+        elif self.open_sequences:
+            self.misuse(self.pick(which), cut)
+
+    @precondition(lambda self: self.open_sequences)
+    @rule(which=WHICH, tokens=TOKENS, drafted=st.booleans())
+    def append(self, which: int, tokens: list[int], drafted: bool) -> None:
+        """Sampled tokens; `drafted`: they follow what was written ahead, as accepted drafts do."""
+        sequence = self.pick(which)
+        ahead = sequence.written[sequence.num_known - sequence.computed :] if drafted else []
+        tokens = [*ahead, *tokens][:14]
+        self.call(lambda i, _: sequence.handles[i].append(tokens))
+        sequence.content.tokens = sequence.content.tokens + tokens
+        self.history.append(sequence.content.cut(sequence.num_known))
+
+    @precondition(lambda self: self.open_sequences)
+    @rule(
+        which=st.lists(st.tuples(WHICH, st.sampled_from([1, 1, 2, 5, 100])), min_size=1, max_size=4),
+        num_lookahead=st.sampled_from([0, 0, 1, 3]),
+        draft=st.integers(0, 2),
+        part=st.sampled_from([0.0, 0.5, 1.0]),
+    )
+    def reserve(self, which: list[tuple[int, int]], num_lookahead: int, draft: int, part: float) -> None:
+        chosen: dict[int, tuple[Open, int]] = {}
+        for index, most in which:
+            sequence = self.pick(index)
+            self.look(sequence)
+            num_new = min(most, sequence.num_known - sequence.computed)
+            if num_new:
+                chosen[id(sequence)] = (sequence, num_new)
+        if chosen and self.reserve_all(list(chosen.values()), num_lookahead, draft):
+            for sequence, _ in chosen.values():
+                self.commit_part(sequence, part)
+
+    def reserve_all(self, chosen: list[tuple[Open, int]], num_lookahead: int, draft: int) -> bool:
+        counts = [num_new for _, num_new in chosen]
+        options = {"num_lookahead_tokens": num_lookahead}
+
+        def handles(i: int) -> list[Sequence]:
+            return [sequence.handles[i] for sequence, _ in chosen]
+
+        needed = same(self.call(lambda i, c: c.num_blocks_needed(handles(i), counts, **options)))
+        available = self.cache.num_free_blocks
+        before = self.cache.stats()
+        plans = self.call(lambda i, c: c.reserve(handles(i), counts, **options))
+        watermark = int(np.ceil(self.cache.watermark * self.num_blocks))
+        is_new = any(not sequence.admitted for sequence, _ in chosen)
+        alone = len(chosen) == 1 and not any(
+            other.admitted for other in self.open_sequences if other is not chosen[0][0]
+        )
+        fits = needed + (watermark if is_new and not alone else 0) <= available
+        if plans[0] is None:
+            assert all(plan is None for plan in plans)
+            assert not fits
+            assert self.cache.stats() == before
+            sequence, num_new = chosen[0]
+            num_blocks = -(-(sequence.computed + num_new + num_lookahead) // self.size)
+            if len(self.open_sequences) == 1 and not self.pending:
+                assert num_blocks * self.num_groups > self.num_blocks, "what fits runs alone"
+            return False
+        assert fits or alone
+        self.newest_step += 1
+        self.check_plans(plans, chosen, num_lookahead)
+        if fits:
+            assert self.cache.num_free_blocks >= available - needed
+        tables = self.tables_of(chosen, num_lookahead)
+        step = Step(plans[0], plans[1:], tables, [sequence.handles[0].id for sequence, _ in chosen], [], [])
+        for sequence, num_new in chosen:
+            stop = sequence.computed + num_new
+            known = sequence.content.tokens[stop : stop + num_lookahead]
+            ahead = known + [draft] * (num_lookahead - len(known))
+            content = sequence.content.cut(stop)
+            content.keys = sequence.content.keys
+            content.tokens = content.tokens + ahead
+            sequence.written = content.tokens[sequence.computed :]
+            sequence.admitted = True
+            step.digests.append(content.digests())
+            step.starts.append(sequence.computed)
+        written = dict(self.storage.touched(step, written_only=True))
+        for earlier in self.pending:
+            for slot, owner in self.storage.touched(earlier, written_only=False):
+                assert written.get(slot, owner) == owner, f"slot {slot} is in use by step {earlier.plan.step}"
+        self.pending.append(step)
+        if not self.overlapped:
+            self.run_steps(self.newest_step)
+        return True
+
+    def check_plans(self, plans: list[Any], chosen: list[tuple[Open, int]], num_lookahead: int) -> None:
+        same([plan.step for plan in plans])
+        assert plans[0].step == self.newest_step
+        lengths = [sequence.computed + num_new for sequence, num_new in chosen]
+        assert plans[0].context_lengths.tolist() == lengths
+        assert plans[0].query_start.tolist() == [0, *np.cumsum([num_new for _, num_new in chosen])]
+        for group in range(self.num_groups):
+            parts = [plan.group(group) for plan in plans]
+            for name in (
+                "query_start",
+                "context_lengths",
+                "slot_mapping",
+                "lookahead_slots",
+                "copies",
+            ):
+                same([getattr(part, name) for part in parts])
+
+    def tables_of(self, chosen: list[tuple[Open, int]], num_lookahead: int) -> list[list[list[int]]]:
+        """What the plan's block tables have to be, by the sequences' own."""
+        ends = [sequence.computed + num_new + num_lookahead for sequence, num_new in chosen]
+        widths = [-(-end // self.size) for end in ends]
+        return [
+            [
+                sequence.handles[0].block_table(group)[:width].tolist() + [-1] * (max(widths) - width)
+                for (sequence, _), width in zip(chosen, widths, strict=True)
+            ]
+            for group in range(self.num_groups)
+        ]
+
+    def check_tables(self, step: Step) -> None:
+        """Asked for only when the step is carried out, perhaps long after: a plan does not change."""
+        for group, tables in enumerate(step.tables):
+            for plan in (step.plan, *step.others):
+                found = plan.group(group).block_tables
+                assert found.dtype == np.int32
+                assert found.tolist() == tables
+
+    def run_steps(self, step: int) -> None:
+        while self.pending and self.pending[0].plan.step <= step:
+            self.check_tables(self.pending[0])
+            self.storage.run(self.pending.pop(0))
+
+    @precondition(lambda self: self.open_sequences)
+    @rule(which=WHICH, part=st.sampled_from([0.0, 0.5, 1.0, 1.0]))
+    def commit(self, which: int, part: float) -> None:
+        self.commit_part(self.pick(which), part)
+
+    def commit_part(self, sequence: Open, part: float) -> None:
+        if sequence.written:
+            end = sequence.computed + round(part * (sequence.num_committable - sequence.computed))
+            self.commit_to(sequence, end)
+
+    def commit_to(self, sequence: Open, end: int) -> None:
+        self.call(lambda i, cache: cache.commit(sequence.handles[i], end))
+        sequence.written = sequence.written[end - sequence.computed :]
+        if end > sequence.computed and self.cache.prefix_caching:
+            self.committed.append(sequence.content.cut(end))
+        sequence.computed = end
+
+    @precondition(lambda self: self.open_sequences)
+    @rule(which=WHICH, token=st.integers(0, 2))
+    def decode(self, which: int, token: int) -> None:
+        """What an engine does most: sample a token, reserve, commit."""
+        sequence = self.pick(which)
+        self.append(which, [token], False)
+        self.look(sequence)
+        num_new = sequence.num_known - sequence.computed
+        if num_new and self.reserve_all([(sequence, num_new)], 0, 0):
+            self.commit_to(sequence, sequence.num_known)
+
+    @precondition(lambda self: self.newest_step and self.overlapped)
+    @rule(back=st.sampled_from([0, 0, 1, 3]))
+    def complete(self, back: int) -> None:
+        step = max(1, self.newest_step - back)
+        self.run_steps(step)
+        self.call(lambda _, cache: cache.complete(step))
+
+    @precondition(lambda self: self.open_sequences)
+    @rule(
+        kind=st.sampled_from(["fork", "rewind", "rewind", "close", "close"]),
+        which=WHICH,
+        back=st.integers(0, 12),
+    )
+    def change(self, kind: str, which: int, back: int) -> None:
+        if kind == "close":
+            self.close(which)
+        elif kind == "rewind":
+            self.rewind(self.pick(which), back)
+        elif len(self.open_sequences) < 6:
+            self.fork(self.pick(which))
+
+    def fork(self, parent: Open) -> None:
+        self.look(parent)
+        handles = self.call(lambda i, cache: cache.fork(parent.handles[i]))
+        same([handle.id for handle in handles])
+        content = parent.content.cut(parent.num_known)
+        self.open_sequences.append(Open(handles, content, parent.computed, admitted=parent.admitted))
+
+    def rewind(self, sequence: Open, back: int) -> None:
+        self.look(sequence)
+        position = max(0, sequence.num_known - back)
+        kept = same(self.call(lambda i, cache: cache.rewind(sequence.handles[i], position)))
+        wanted = min(position, sequence.computed)
+        assert kept <= wanted
+        if wanted == sequence.computed or all(retention.kind == "full" for retention in self.retentions):
+            assert kept == wanted
+        sequence.content = sequence.content.cut(position)
+        sequence.computed, sequence.written = kept, []
+
+    def close(self, which: int) -> None:
+        sequence = self.pick(which)
+        self.open_sequences.remove(sequence)
+        self.call(lambda i, cache: cache.close(sequence.handles[i]))
+
+    def reset(self, really: bool) -> None:
+        if really:
+            while self.open_sequences:
+                self.close(0)
+            self.call(lambda _, cache: cache.reset())
+            self.committed.clear()
+        elif self.open_sequences:
+            self.refused(lambda _, cache: cache.reset())
+
+    def misuse(self, sequence: Open, kind: int) -> None:
+        """Refused alike by all back ends, with the same message, and nothing changes."""
+        self.look(sequence)
+        too_many = sequence.num_known - sequence.computed + 1
+        calls: list[Callable[[int, Cache], Any]] = [
+            lambda i, cache: cache.reserve([sequence.handles[i]], [too_many]),
+            lambda i, cache: cache.commit(sequence.handles[i], sequence.num_known + 1),
+            lambda i, cache: cache.rewind(sequence.handles[i], sequence.num_known + 1),
+            lambda i, cache: cache.close(12345),
+            lambda i, cache: cache.complete(self.newest_step + 1),
+        ]
+        self.refused(calls[kind % len(calls)])
+
+    def refused(self, call: Callable[[int, Cache], Any]) -> None:
+        before = self.cache.stats()
+        try:
+            self.call(call)
+        except ValueError:
+            assert self.cache.stats() == before
+        else:
+            raise AssertionError("misuse was not refused")
+
+    # What holds after every call
+
+    @invariant()
+    def whole(self) -> None:
+        if not hasattr(self, "caches"):
+            return
+        for cache in self.caches:
+            cache.check()
+        same([cache.stats() for cache in self.caches])
+        for sequence in self.open_sequences:
+            for group in range(self.num_groups):
+                table = same([handle.block_table(group) for handle in sequence.handles])
+                if not self.pending:
+                    digests = sequence.content.cut(sequence.computed).digests()
+                    self.storage.expect(group, table, digests, sequence.computed, "after a call")
+        blocks = self.caches[self.backends.index("python")]._manager.blocks
+        self.storage.poison(blocks.pool.free)
+        if not self.pending:
+            for root in blocks.tree.roots.values():
+                for child in root.children:
+                    self.check_node(child, hash(root.content))
+
+    def check_node(self, node: Node, chain: int) -> None:
+        """Whatever the tree would let somebody find is what its tokens say."""
+        position = 0
+        for offset in range(node.num_tokens):
+            token = int.from_bytes(node.content[position : position + 4], "big")
+            position += 4
+            key = None
+            if token & 1:
+                end = node.content.index(b"\0\0", position)
+                key = node.content[position:end].replace(b"\0\xff", b"\0")
+                position = end + 2
+            chain = hash((chain, (token >> 1, key)))
+            for group, unit in enumerate(node.units):
+                if unit >= 0:
+                    found = self.storage.slots[unit * self.size + offset]
+                    assert found == hash((group, chain)), f"unit {unit} of a node holds something else"
+        for child in node.children:
+            self.check_node(child, chain)

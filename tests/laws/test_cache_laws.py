@@ -1,0 +1,37 @@
+"""The laws of the cache: a small run by default, the full one in CI (2000 examples of 50 steps)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+from laws.cache_machine import CacheMachine
+from support.cache_case import BACKENDS
+
+
+class Machine(CacheMachine):
+    """Both back ends side by side where the native one was built."""
+
+    backends = tuple(BACKENDS)
+
+
+def run(num_examples: int, num_steps: int) -> None:
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=num_examples,
+            stateful_step_count=num_steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_laws_hold() -> None:
+    run(num_examples=120, num_steps=40)
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(1500)
+def test_the_laws_hold_at_full_size() -> None:
+    run(num_examples=2000, num_steps=50)

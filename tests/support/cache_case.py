@@ -1,0 +1,61 @@
+"""What the tests of the cache share: the back ends there are, small specs, and prompts that get computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quire import Cache, KVSpec
+from quire.cache.backends import native_module
+from quire.cache.cache import Sequence
+from quire.spec import LayerSpec, Retention
+
+BACKENDS = ["python", "native"] if hasattr(native_module(), "BlockManager") else ["python"]
+
+
+def spec_of(*retentions: Retention) -> KVSpec:
+    """One group for each retention: one layer each, all of different widths so that none share a group."""
+    layers = [LayerSpec(retention, 1, 8, 8 + index) for index, retention in enumerate(retentions)]
+    return KVSpec(layers=tuple(layers))
+
+
+FULL = Retention()
+
+
+def make(
+    backend: str, *retentions: Retention, num_blocks: int = 16, block_size: int = 4, **options: Any
+) -> Cache:
+    spec = spec_of(*(retentions or (FULL,)))
+    return Cache(spec, num_blocks=num_blocks, block_size=block_size, backend=backend, **options)
+
+
+def prompt(num_tokens: int, seed: int = 0) -> np.ndarray:
+    """Tokens that no other seed's prompt begins with."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 1000, num_tokens).astype(np.int32)
+    if num_tokens:
+        tokens[0] = 1000 + seed
+    return tokens
+
+
+def compute(cache: Cache, tokens: Any, **options: Any) -> Sequence:
+    """Open a prompt, reserve what is not cached, and commit all of it."""
+    sequence = cache.open(tokens, **options)
+    advance(cache, sequence)
+    return sequence
+
+
+def advance(cache: Cache, sequence: Sequence) -> Any:
+    """Compute every known token of the sequence; the plan."""
+    plan = cache.reserve([sequence], [sequence.num_tokens - sequence.num_computed_tokens])
+    assert plan is not None
+    cache.commit(sequence, sequence.num_tokens)
+    cache.check()
+    return plan
+
+
+def store(cache: Cache, tokens: Any, **options: Any) -> None:
+    """Leave a prompt in the cache, held by nobody."""
+    cache.close(compute(cache, tokens, **options))
+    cache.check()

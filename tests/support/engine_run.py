@@ -1,0 +1,112 @@
+"""The real engine on a tiny model: prompts arrive one step apart, every drawn row of logits is kept.
+
+Small token budgets cut prompts into chunks; blocks are poisoned with NaN before anything runs, and handed out in
+shuffled order.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from quire import LLM, SamplingParams
+from quire.engine.capacity import num_units_for
+from quire.engine.scheduled_step import ScheduledStep
+from quire.memory.paged import PagedStorage
+from quire.spec import KVSpec
+
+
+@dataclass
+class Answer:
+    token_ids: list[int]
+    logits: torch.Tensor  # [len(token_ids), vocab]
+    num_cached_tokens: int
+
+
+class _Recording:
+    """A runner that keeps the logits each sample draws from."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.rows: dict[str, list[torch.Tensor]] = {}
+
+    def run(self, step: ScheduledStep) -> torch.Tensor:
+        logits = self._runner.run(step)
+        for sample, row in zip(step.sampled, step.draw_rows.tolist(), strict=True):
+            self.rows.setdefault(sample.request.request_id, []).append(logits[row].clone())
+        return logits
+
+
+class EngineRun:
+    """An `LLM` on `model`; `room` is how many of the longest of `prompts` its pool holds at once."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: list[list[int]],
+        max_tokens: int,
+        *,
+        backend: str,
+        room: float,
+        block_size: int = 4,
+        max_batch_tokens: int = 11,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.prompts, self.max_tokens = prompts, max_tokens
+        spec = KVSpec.from_config(model.config, dtype="float32")
+        longest = max(map(len, prompts)) + max_tokens
+        num_blocks = int(num_units_for(spec, longest, block_size) * room)
+        storage = PagedStorage(spec, 1, block_size, max_blocks=1)
+        self.llm = LLM(
+            (model, None),
+            kv_memory=num_blocks * storage.unit_bytes,
+            block_size=block_size,
+            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=4,
+            prefix_caching=prefix_caching,
+            backend=backend,
+        )
+        storage.close()
+        self.llm._storage.fill(float("nan"))
+        _shuffle(self.llm.engine._cache, num_blocks)
+        self._recording = self.llm.engine._runner = _Recording(self.llm.engine._runner)
+
+    def answer(self) -> list[Answer]:
+        """Greedy answers to all prompts."""
+        engine = self.llm.engine
+        params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0, ignore_eos=True)
+        waiting, ids, outputs = list(self.prompts), [], {}
+        while waiting or engine.has_work:
+            if waiting:
+                ids.append(engine.submit(waiting.pop(0), params))
+            for output in engine.step():
+                outputs[output.request_id] = output
+        answers = []
+        for request_id in ids:
+            completion = outputs[request_id].outputs[0]
+            assert completion.error is None, completion.error
+            answers.append(
+                Answer(
+                    completion.token_ids,
+                    torch.stack(self._recording.rows.pop(request_id)),
+                    outputs[request_id].num_cached_tokens,
+                )
+            )
+        engine._cache.check()
+        assert engine._cache.stats()["held"] == 0
+        return answers
+
+
+def _shuffle(cache: Any, num_blocks: int) -> None:
+    """Leave the free blocks in random order, by sequences of a block each that end in random order."""
+    num_groups = len(cache.spec.groups)
+    sequences = [cache.open(np.array([index + 1], np.int32)) for index in range(num_blocks // num_groups)]
+    assert cache.reserve(sequences, [1] * len(sequences)) is not None
+    random.Random(3).shuffle(sequences)
+    for sequence in sequences:
+        cache.close(sequence)

@@ -1,0 +1,90 @@
+"""An engine over the fake model, and the checks every test ends with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.fake_model import VOCAB, FakeRunner, FakeTokenizer, full_spec
+
+from quire.cache.cache import Cache
+from quire.engine.engine import Engine
+from quire.engine.request import RequestOutput
+from quire.spec import KVSpec
+
+
+class FakeEngine:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        spec: KVSpec | None = None,
+        *,
+        prefix_caching: bool = True,
+        max_model_len: int = 512,
+        **options: Any,
+    ) -> None:
+        self.spec = spec or full_spec()
+        self.cache = Cache(
+            self.spec,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            prefix_caching=prefix_caching,
+            backend="python",
+        )
+        self.runner = FakeRunner(self.spec, num_blocks, block_size)
+        self.now = 0.0
+        self.engine = Engine(
+            self.runner,
+            self.cache,
+            vocab_size=VOCAB,
+            max_model_len=max_model_len,
+            tokenizer=FakeTokenizer(),
+            sampling_defaults={"temperature": 0.0},
+            clock=self._tick,
+            **options,
+        )
+        self.outputs: dict[str, RequestOutput] = {}
+        self.submit = self.engine.submit
+        self.scheduler = self.engine.scheduler
+
+    def _tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self.engine.step()
+        self.cache.check()
+        self.check()
+        for output in outputs:
+            self.outputs[output.request_id] = output
+        return outputs
+
+    def check(self) -> None:
+        """R1 and R2 of the scheduler."""
+        scheduler = self.scheduler
+        for queue in (scheduler.running, scheduler.waiting):
+            assert [s.key for s in queue] == sorted(s.key for s in queue)
+        assert all(s.sequence is not None and s.state.value == "running" for s in scheduler.running)
+        assert all(s.sequence is None and s.state.value == "waiting" for s in scheduler.waiting)
+        assert len(scheduler.running) <= scheduler.max_num_seqs
+        assert self.cache.stats()["num_sequences"] == len(scheduler.running)
+
+    def run(self, max_steps: int = 5000) -> dict[str, RequestOutput]:
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                break
+            self.step()
+        else:
+            raise AssertionError(f"not done after {max_steps} steps: {self.engine.stats()}")
+        self.check_empty()
+        return self.outputs
+
+    def check_empty(self) -> None:
+        """Every block has been returned and nothing is remembered."""
+        stats = self.cache.stats()
+        assert stats["held"] == 0
+        assert stats["num_sequences"] == 0
+        assert not self.scheduler.requests
+        assert not self.scheduler.running
+        assert not self.scheduler.waiting
+        self.cache.check()

@@ -1,0 +1,120 @@
+"""A model without weights: its KV is numbers in an array, its logits a hash of what it reads back.
+
+The runner writes a number made of token and position into the slots of the plan and then gathers each sequence's
+history through the block tables, group by group, as attention would. So a wrong slot, table, copy, hit or order
+changes the tokens. `expected_tokens` computes the same from the plain token list, with no cache at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.engine.scheduled_step import ScheduledStep
+from quire.spec import KVSpec, LayerSpec, Retention
+
+VOCAB = 97
+_POISON = -(10**9)
+_WEIGHTS = np.random.default_rng(7).integers(1, 2**31, 4096)
+_ROWS = np.random.default_rng(8).integers(1, 2**31, (VOCAB, 2))
+_PRIME = 2**31 - 1
+
+
+def full_spec() -> KVSpec:
+    return KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32")
+
+
+def window_spec(size: int = 6) -> KVSpec:
+    """A full group and a sliding-window one."""
+    layers = [LayerSpec(Retention(), 1, 8, 8), LayerSpec(Retention("window", size), 1, 8, 8)]
+    return KVSpec(layers=tuple(layers), dtype="float32")
+
+
+def _values(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return (np.asarray(tokens, np.int64) + 1) * 5003 + positions
+
+
+def _logits(histories: list[tuple[np.ndarray, int]]) -> np.ndarray:
+    """float32 [VOCAB] from each group's (values it reads, position of the first)."""
+    total = 0
+    for values, first in histories:
+        total = (total * 31 + int((values * _WEIGHTS[first : first + len(values)] % _PRIME).sum())) % _PRIME
+    return ((total * _ROWS[:, 0] + _ROWS[:, 1]) % _PRIME / _PRIME * 8).astype(np.float32)
+
+
+def expected_logits(spec: KVSpec, tokens: list[int]) -> np.ndarray:
+    values = _values(np.array(tokens), np.arange(len(tokens)))
+    firsts = [group.retention.first_needed(len(tokens) - 1) for group in spec.groups]
+    return _logits([(values[first:], first) for first in firsts])
+
+
+def expected_tokens(spec: KVSpec, prompt: list[int], num_tokens: int) -> list[int]:
+    """The greedy continuation of `prompt`."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(expected_logits(spec, tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """Runs scheduled steps over its own storage of numbers; `fail` is raised before the next step."""
+
+    def __init__(self, spec: KVSpec, num_blocks: int, block_size: int) -> None:
+        self.spec = spec
+        self.block_size = block_size
+        self.slots = np.full((len(spec.groups), num_blocks * block_size), _POISON, np.int64)
+        self.fail: BaseException | None = None
+        self.num_computed_tokens = 0
+        self.batch_sizes: list[int] = []
+
+    def run(self, step: ScheduledStep) -> torch.Tensor:
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            raise error
+        assert len(step.input_ids) == len(step.positions) == int(step.num_new_tokens.sum())
+        self.num_computed_tokens += len(step.input_ids)
+        self.batch_sizes.append(len(step.samples))
+        size = self.block_size
+        for index in range(len(self.spec.groups)):
+            plan = step.plan.group(index)
+            blocks = self.slots[index].reshape(-1, size)
+            for source, destination, num_tokens in plan.copies.tolist():
+                blocks[destination, :num_tokens] = blocks[source, :num_tokens]
+                blocks[destination, num_tokens:] = _POISON
+            slots = plan.slot_mapping
+            assert len(set(slots.tolist())) == len(slots), "two tokens in one slot"
+            self.slots[index][slots] = _values(step.input_ids, step.positions)
+        rows = [self._row(step, int(row)) for row in step.logit_rows]
+        return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, VOCAB)
+
+    def _row(self, step: ScheduledStep, row: int) -> np.ndarray:
+        position = int(step.positions[row])
+        histories: list[tuple[np.ndarray, int]] = []
+        for index, group in enumerate(self.spec.groups):
+            plan = step.plan.group(index)
+            sequence = int(np.searchsorted(plan.query_start, row, side="right")) - 1
+            last = int(plan.query_start[sequence + 1]) - 1
+            assert int(plan.context_lengths[sequence]) - 1 - (last - row) == position
+            table = plan.block_tables[sequence]
+            first = group.retention.first_needed(position)
+            places = np.arange(first, position + 1)
+            blocks = table[places // self.block_size]
+            assert (blocks >= 0).all(), "the table has given up a block that is still needed"
+            values = self.slots[index][blocks.astype(np.int64) * self.block_size + places % self.block_size]
+            assert (values != _POISON).all(), "a slot that nobody wrote is read"
+            histories.append((values, first))
+        return _logits(histories)
+
+
+class FakeTokenizer:
+    """Token t is the letter or digit t; a byte-level tokenizer's habits are tested with a real one."""
+
+    chat_template = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - 32 for letter in text]}
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(chr(32 + int(token)) for token in token_ids)

@@ -1,0 +1,126 @@
+"""A storage of fake bytes: every slot holds a digest of all that its K and V would depend on.
+
+The digest at position p of a group stands for (group, namespace, tokens 0 .. p, extra keys 0 .. p). A step does
+its copies, writes its slots, and then reads what its attention would read: each slot must hold exactly the
+digest that computing the sequence from its first token would have written. Free units are poisoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quire.spec import Retention
+
+POISON = 0
+
+
+@dataclass
+class Content:
+    """What a sequence is about: namespace, tokens, extra keys."""
+
+    namespace: bytes
+    tokens: list[int]
+    keys: dict[int, bytes] = field(default_factory=dict)
+
+    def elements(self) -> list[tuple[int, bytes | None]]:
+        return [(token, self.keys.get(position)) for position, token in enumerate(self.tokens)]
+
+    def cut(self, position: int) -> Content:
+        keys = {at: key for at, key in self.keys.items() if at < position}
+        return Content(self.namespace, self.tokens[:position], keys)
+
+    def digests(self) -> list[int]:
+        """One per position; a chain, so that it depends on the whole prefix."""
+        chain, result = hash(self.namespace), []
+        for element in self.elements():
+            chain = hash((chain, element))
+            result.append(chain)
+        return result
+
+
+def num_common(a: Content, b: Content) -> int:
+    """Tokens of the longest common prefix in one namespace."""
+    count = 0
+    if a.namespace == b.namespace:
+        for x, y in zip(a.elements(), b.elements(), strict=False):
+            if x != y:
+                break
+            count += 1
+    return count
+
+
+@dataclass
+class Step:
+    """A step that has been planned: for each sequence the digests of positions 0 .. end - 1, lookahead included."""
+
+    plan: Any
+    # The same plan of the other back ends.
+    others: list[Any]
+    # Per group, the block tables as they were when the step was planned, padded with -1.
+    tables: list[list[list[int]]]
+    owners: list[int]
+    digests: list[list[int]]
+    starts: list[int]
+
+
+class FakeStorage:
+    def __init__(self, retentions: list[Retention], num_blocks: int, block_size: int) -> None:
+        self.retentions = retentions
+        self.block_size = block_size
+        self.slots = np.full(num_blocks * block_size, POISON, np.int64)
+
+    def touched(self, step: Step, *, written_only: bool) -> set[tuple[int, int]]:
+        """(slot, owner) of all that the step writes, and reads unless `written_only`."""
+        size, result = self.block_size, set()
+        for group, retention in enumerate(self.retentions):
+            tables = step.tables[group]
+            for table, owner, digests, start in zip(
+                tables, step.owners, step.digests, step.starts, strict=True
+            ):
+                first = start if written_only else retention.first_needed(start)
+                for position in range(first, len(digests)):
+                    result.add((table[position // size] * size + position % size, owner))
+        return result
+
+    def run(self, step: Step) -> None:
+        """Copy, write, read."""
+        size, plan = self.block_size, step.plan
+        for group in range(plan.num_groups):
+            for source, destination, count in plan.group(group).copies.tolist():
+                copied = self.slots[source * size : source * size + count].copy()
+                self.slots[destination * size : (destination + 1) * size] = POISON
+                self.slots[destination * size : destination * size + count] = copied
+        written: list[int] = []
+        for group in range(plan.num_groups):
+            part = plan.group(group)
+            num_lookahead = len(part.lookahead_slots) // max(1, len(step.digests))
+            for index, (digests, start) in enumerate(zip(step.digests, step.starts, strict=True)):
+                first, last = part.query_start[index : index + 2].tolist()
+                slots = part.slot_mapping[first:last].tolist()
+                slots += part.lookahead_slots[index * num_lookahead : (index + 1) * num_lookahead].tolist()
+                assert len(slots) == len(digests) - start
+                self.slots[slots] = [hash((group, digest)) for digest in digests[start:]]
+                written += slots
+        assert len(set(written)) == len(written), "one slot is written twice in a step"
+        for group in range(plan.num_groups):
+            tables = plan.group(group).block_tables
+            for table, digests, start in zip(tables, step.digests, step.starts, strict=True):
+                self.expect(group, table, digests, start, f"step {plan.step}")
+
+    def expect(self, group: int, table: np.ndarray, digests: list[int], position: int, where: str) -> None:
+        """Everything that queries from `position` on may read of these digests is there."""
+        size = self.block_size
+        for at in range(self.retentions[group].first_needed(position), len(digests)):
+            unit = int(table[at // size])
+            found = self.slots[unit * size + at % size] if unit >= 0 else None
+            assert found == hash((group, digests[at])), (
+                f"{where}: group {group}, position {at}: unit {unit} holds {found}, not what a recompute writes"
+            )
+
+    def poison(self, units: Iterable[int]) -> None:
+        slots = self.slots.reshape(-1, self.block_size)
+        slots[list(units)] = POISON

@@ -1,0 +1,56 @@
+"""Imports run one way: a part may use the parts above it in the list, never one below."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import quire
+
+PACKAGE = Path(quire.__file__).parent
+# docs/architecture.md, "Layers", top to bottom. `_native` is the extension; `errors` and `sizes` use nothing.
+ORDER = ["errors", "sizes", "_native", "spec", "memory", "attention", "cache", "model", "engine", "cli"]
+
+
+def part_of(module: str) -> str | None:
+    """`quire.cache.pool` -> `cache`; None for anything outside the package and for `quire` itself."""
+    names = module.split(".")
+    return names[1] if names[0] == "quire" and len(names) > 1 else None
+
+
+def imported_parts(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {part_of(alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: expected an absolute import"
+            assert node.module is not None
+            if node.module == "quire":
+                found |= {alias.name for alias in node.names if alias.name in ORDER}
+            else:
+                found.add(part_of(node.module))
+    return {part for part in found if part is not None}
+
+
+def test_every_part_is_in_the_list() -> None:
+    parts = {path.stem for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"}
+    parts -= {"__init__", "__main__", "__pycache__"}
+    assert parts <= set(ORDER)
+
+
+@pytest.mark.parametrize("part", ORDER)
+def test_imports_run_downwards_only(part: str) -> None:
+    files = list((PACKAGE / part).rglob("*.py")) or list(PACKAGE.glob(f"{part}.py"))
+    allowed = set(ORDER[: ORDER.index(part) + 1])
+    for path in files:
+        forbidden = imported_parts(path) - allowed
+        assert not forbidden, f"{path} imports {sorted(forbidden)}, which stand below {part} in the layers"
+
+
+def test_the_check_can_fail(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("from quire.engine.llm import LLM\nimport quire.cli.app\n")
+    assert imported_parts(wrong) == {"engine", "cli"}
