@@ -124,12 +124,13 @@ class AttendItem {
                     // What comes after: the head's next tile, the next head, or the first one of the next span.
                     const bool same_head = tile + 1 < stop, same_span = same_head || head + 1 < heads_;
                     const std::int64_t next_tile = same_head ? tile + 1 : same_span ? start : stop;
+                    const bool more = next_tile <= last_tile;
                     int next = here;
-                    if (next_tile <= last_tile) {
+                    if (more) {
                         if (next_tile != tile) find_tokens(next_tile, begin, end, tokens[next = 1 - here]);
                         find_rows(tokens[next], item_.head_start + (same_head ? head : same_span ? head + 1 : 0), rows[1 - now]);
                     }
-                    attend_tile(tile, head, tokens[here], rows[now], rows[1 - now], states);
+                    attend_tile(tile, head, tokens[here], rows[now], rows[more ? 1 - now : now], states);
                     here = next;
                     now = 1 - now;
                 }

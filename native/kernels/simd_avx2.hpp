@@ -88,7 +88,8 @@ struct Avx2 {
         const Vec low = fold_half(rows), high = fold_half(rows + 4 * kWidth);  // of tokens 0-3 and 4-7
         return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
     }
-    static void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+    // Not _mm_prefetch: gcc takes a function that does nothing else for one without effects, and drops its calls.
+    static void prefetch(const void* address) { __asm__ volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address))); }
 
   private:
     // Four vectors -> per 128-bit half, lane i = (l0 + l2) + (l1 + l3) of vector i.

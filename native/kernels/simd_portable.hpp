@@ -87,7 +87,11 @@ struct Portable {
         const Vec cd = Vec{c[0], d[0], c[1], d[1]} + Vec{c[2], d[2], c[3], d[3]};
         return Vec{ab[0], ab[1], cd[0], cd[1]} + Vec{ab[2], ab[3], cd[2], cd[3]};
     }
-    static void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+    // gcc takes a function of __builtin_prefetch alone for one without effects, and drops its calls; the empty asm is one.
+    static void prefetch(const void* address) {
+        __builtin_prefetch(address, 0, 3);
+        __asm__ volatile("");
+    }
 };
 
 }  // namespace

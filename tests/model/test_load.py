@@ -157,7 +157,7 @@ def test_a_path_that_is_not_there_never_asks_the_network(
     source: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("asked"))
-    with pytest.raises(LoadError, match="folder"):
+    with pytest.raises(ArgumentError, match="there is no such folder"):
         load(source)
 
 
@@ -173,7 +173,7 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_in_place_of_a_folder(saved: Path) -> None:
-    with pytest.raises(LoadError, match="give the folder it lies in"):
+    with pytest.raises(ArgumentError, match="give the folder it lies in"):
         load(saved / "model.safetensors")
 
 

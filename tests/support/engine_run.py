@@ -1,14 +1,16 @@
 """The real engine on a tiny model: prompts arrive one step apart, every drawn row of logits is kept.
 
-The pool is small enough that sequences are preempted, poisoned with NaN before anything runs, and small blocks and
-token budgets cut prompts into chunks. What ended before leaves blocks behind in whatever order.
+Small token budgets cut prompts into chunks; blocks are poisoned with NaN before anything runs, and handed out in
+shuffled order.
 """
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -41,7 +43,7 @@ class _Recording:
 
 
 class EngineRun:
-    """An `LLM` on `model`, its pool just large enough for the longest of `prompts` and a half."""
+    """An `LLM` on `model`; `room` is how many of the longest of `prompts` its pool holds at once."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class EngineRun:
         max_tokens: int,
         *,
         backend: str,
+        room: float,
         block_size: int = 4,
         max_batch_tokens: int = 11,
         prefix_caching: bool = True,
@@ -57,7 +60,7 @@ class EngineRun:
         self.prompts, self.max_tokens = prompts, max_tokens
         spec = KVSpec.from_config(model.config, dtype="float32")
         longest = max(map(len, prompts)) + max_tokens
-        num_blocks = num_units_for(spec, longest, block_size) * 3 // 2
+        num_blocks = int(num_units_for(spec, longest, block_size) * room)
         storage = PagedStorage(spec, 1, block_size, max_blocks=1)
         self.llm = LLM(
             (model, None),
@@ -70,6 +73,7 @@ class EngineRun:
         )
         storage.close()
         self.llm._storage.fill(float("nan"))
+        _shuffle(self.llm.engine._cache, num_blocks)
         self._recording = self.llm.engine._runner = _Recording(self.llm.engine._runner)
 
     def answer(self) -> list[Answer]:
@@ -96,3 +100,13 @@ class EngineRun:
         engine._cache.check()
         assert engine._cache.stats()["held"] == 0
         return answers
+
+
+def _shuffle(cache: Any, num_blocks: int) -> None:
+    """Leave the free blocks in random order, by sequences of a block each that end in random order."""
+    num_groups = len(cache.spec.groups)
+    sequences = [cache.open(np.array([index + 1], np.int32)) for index in range(num_blocks // num_groups)]
+    assert cache.reserve(sequences, [1] * len(sequences)) is not None
+    random.Random(3).shuffle(sequences)
+    for sequence in sequences:
+        cache.close(sequence)

@@ -215,7 +215,7 @@ class Engine:
         for sample in scheduled.sampled:
             if sample.detokenizer is not None:
                 self._read(sample, sample.detokenizer)
-        return scheduled.sampled
+        return [sample for sample in scheduled.sampled if sample.request.stream or sample.finished]
 
     def _read(self, sample: Sample, detokenizer: Detokenizer) -> None:
         """Turns a sample's newest token into text and ends the sample at a stop string."""
@@ -237,7 +237,7 @@ class Engine:
         seen: set[str] = set()
         for sample in samples:
             request = sample.request
-            if (request.stream or sample.finished) and request.request_id not in seen:
+            if request.request_id not in seen:
                 seen.add(request.request_id)
                 if request.finished:
                     outputs.append(self._finished(request))

@@ -211,6 +211,8 @@ class LLM:
 
     def _prepare(self, prompts: Any, params: Any) -> tuple[list[Prompt], list[SamplingParams]]:
         """Everything checked before anything is submitted."""
+        if self._storage is None:
+            raise ArgumentError("expected an open LLM, got one that was closed; make a new one")
         parts = split(prompts)
         many = len(parts) > 1
         encoded = [

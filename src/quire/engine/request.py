@@ -50,6 +50,7 @@ class Sample:
         "generator",
         "index",
         "key",
+        "last_token",
         "logprobs",
         "num_computed",
         "num_tokens",
@@ -63,6 +64,7 @@ class Sample:
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
         self.index = index
+        self.last_token = int(request.prompt_token_ids[-1])  # the newest known one
         self.state = SampleState.UNBORN
         self.key: tuple[int, int, int] = (request.priority, request.arrival, index)  # smaller is served first
         self.output_ids: list[int] = []
@@ -82,7 +84,7 @@ class Sample:
 
     def unborn_siblings(self) -> list[Sample]:
         """The samples that draw their first token from this one's logits: those not forked from it yet."""
-        if self.index or len(self.request.samples) == 1:
+        if self.index or self.output_ids or len(self.request.samples) == 1:
             return []
         return [sample for sample in self.request.samples[1:] if sample.state is SampleState.UNBORN]
 
@@ -124,6 +126,8 @@ class Request:
         self.seed = seed
         self.prompt = prompt
         self.stream = stream
+        # What most steps ask of every sample, decided once.
+        self.is_plain = params.is_plain_greedy and params.logprobs is None
         self.namespace = namespace
         self.extra_keys = extra_keys
         self.samples = [Sample(self, index) for index in range(params.n)]

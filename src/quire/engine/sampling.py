@@ -45,16 +45,19 @@ def sample_tokens(logits: torch.Tensor, samples: Sequence[Sample], rows: np.ndar
         finite = torch.isfinite(best).numpy()[rows]
         for index in np.flatnonzero(~finite).tolist():
             _fail(samples[index], "the model's logits hold a NaN or infinity")
+    special = [index for index, sample in enumerate(samples) if not sample.request.is_plain]
     others = [
         index
-        for index, sample in enumerate(samples)
-        if not sample.request.params.is_plain_greedy and sample.error is None
+        for index in special
+        if not samples[index].request.params.is_plain_greedy and samples[index].error is None
     ]
     if others:
         tokens = tokens.copy()
         picked = torch.from_numpy(np.ascontiguousarray(rows[others], dtype=np.int64))
         tokens[others] = _sample_others(logits[picked], [samples[index] for index in others])
-    _record_logprobs(logits, samples, rows, tokens)
+    for index in special:
+        if samples[index].request.params.logprobs is not None and samples[index].error is None:
+            _record_logprobs(logits[int(rows[index])], samples[index], int(tokens[index]))
     return tokens
 
 
@@ -143,20 +146,15 @@ def _draw(scores: torch.Tensor, samples: list[Sample]) -> np.ndarray:
     return tokens.clamp_(max=scores.shape[-1] - 1)[:, 0].numpy()
 
 
-def _record_logprobs(
-    logits: torch.Tensor, samples: Sequence[Sample], rows: np.ndarray, tokens: np.ndarray
-) -> None:
-    for index, sample in enumerate(samples):
-        num_top = sample.request.params.logprobs
-        if num_top is None or sample.error is not None:
-            continue
-        row = torch.log_softmax(logits[int(rows[index])], dim=-1)
-        token = int(tokens[index])
-        entry = {token: float(row[token])}
-        if num_top:
-            values, indices = row.topk(min(num_top, row.shape[0]))
-            for other, value in zip(indices.tolist(), values.tolist(), strict=True):
-                entry.setdefault(other, value)
-        if sample.logprobs is None:
-            sample.logprobs = []
-        sample.logprobs.append(entry)
+def _record_logprobs(logits: torch.Tensor, sample: Sample, token: int) -> None:
+    """logits: float32 [vocab], the raw ones."""
+    num_top = sample.request.params.logprobs or 0
+    row = torch.log_softmax(logits, dim=-1)
+    entry = {token: float(row[token])}
+    if num_top:
+        values, indices = row.topk(min(num_top, row.shape[0]))
+        for other, value in zip(indices.tolist(), values.tolist(), strict=True):
+            entry.setdefault(other, value)
+    if sample.logprobs is None:
+        sample.logprobs = []
+    sample.logprobs.append(entry)

@@ -160,9 +160,10 @@ class Scheduler:
                 num_new = np.array([n for _, n in chosen], np.int32)
                 plan = self._cache.reserve(ids, num_new)
                 if plan is not None:
+                    self._start([sample for sample, _ in admitted])
                     self.num_steps += 1
                     self.num_computed_tokens += int(num_new.sum())
-                    return ScheduledStep.build(chosen, num_new, plan)
+                    return ScheduledStep.build(chosen, ids, num_new, plan)
                 if not admitted or len(chosen) == 1:
                     break
                 self._unadmit(admitted.pop()[0])
@@ -179,10 +180,15 @@ class Scheduler:
         its end. A sample with `error` set ends with it.
         """
         cache, now = self._cache, self.clock()
+        # Nothing but decodes, as it mostly is: one call for all of them.
+        together = step.is_decode and all(s.state is SampleState.RUNNING for s in step.samples)
+        if together:
+            cache.advance(step.sequence_ids, step.positions + 1, tokens)
         for sample, n in zip(step.samples, step.num_new_tokens.tolist(), strict=True):
             if sample.state is SampleState.RUNNING:
                 sample.num_computed += n
-                cache.commit(sample.sequence, sample.num_computed)
+                if not together:
+                    cache.commit(sample.sequence, sample.num_computed)
         for sample in step.sampled:
             if sample.state is SampleState.UNBORN:
                 self._fork(sample)
@@ -196,6 +202,7 @@ class Scheduler:
                 self.finish(sample, "error")
                 continue
             sample.output_ids.append(token)
+            sample.last_token = token
             sample.num_tokens += 1
             if request.first_token_s is None:
                 request.first_token_s = now
@@ -203,7 +210,7 @@ class Scheduler:
                 self.finish(sample, "stop")
             elif len(sample.output_ids) >= request.max_tokens:
                 self.finish(sample, "length")
-            elif sample.sequence is not None:
+            elif sample.sequence is not None and not together:
                 sample.sequence.append([token])
 
     # -- choosing --------------------------------------------------------------------------------------
@@ -270,9 +277,6 @@ class Scheduler:
             sample.sequence = sequence
             sample.num_computed = num_computed
             sample.state = SampleState.RUNNING
-            if request.started_s is None:
-                request.started_s = self.clock()
-                request.num_cached_tokens = num_computed
             if being_computed is not None:
                 being_computed.add(sample, tokens)
             admitted.append((sample, n))
@@ -328,6 +332,14 @@ class Scheduler:
             self._failed.append(ended)
             self.finish(ended, "error", error)
         return True
+
+    def _start(self, admitted: list[Sample]) -> None:
+        """Notes when a request began and what it found; what it finds after a preemption is its own work."""
+        for sample in admitted:
+            request = sample.request
+            if request.started_s is None:
+                request.started_s = self.clock()
+                request.num_cached_tokens = sample.num_computed
 
     def _unadmit(self, sample: Sample) -> None:
         """From RUNNING back to WAITING; what it committed stays findable."""

@@ -203,9 +203,9 @@ def _locate(source: str | Path | None) -> tuple[str, bool]:
         return str(EMBEDDED), True
     text = str(source)
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return str(path), True
-    if path.exists():
+    if text and path.exists():
         raise ArgumentError(
             f"expected a model folder or a Hub id, got the file {text}; give the folder it lies in"
         )
