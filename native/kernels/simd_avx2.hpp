@@ -28,6 +28,10 @@ struct Avx2 {
         for (int i = 0; i < n; ++i) lanes[i] = from[i];
         return load(lanes);
     }
+    static Vec held(Vec v) {
+        __asm__("" : "+x"(v));
+        return v;
+    }
     static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
         const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
         low = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));

@@ -25,6 +25,10 @@ struct Avx512 {
     static Vec load_part(const float* from, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), from); }
     static Vec load_part(const bf16* from, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), from)); }
     static Vec load_part(const f16* from, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), from)); }
+    static Vec held(Vec v) {
+        __asm__("" : "+v"(v));
+        return v;
+    }
     static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
         const __m512i pairs = _mm512_loadu_si512(from);
         low = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));

@@ -30,6 +30,12 @@ struct Portable {
         for (int i = 0; i < n; ++i) lanes[i] = to_float(from[i]);
         return load(lanes);
     }
+    static Vec held(Vec v) {
+#if defined(__x86_64__)
+        __asm__("" : "+x"(v));
+#endif
+        return v;
+    }
     static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
         low = Vec{to_float(from[0]), to_float(from[2]), to_float(from[4]), to_float(from[6])};
         high = Vec{to_float(from[1]), to_float(from[3]), to_float(from[5]), to_float(from[7])};
