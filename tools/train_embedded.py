@@ -298,6 +298,9 @@ def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
     shipped.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(IM_END)],
         pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,  # greedy answers of so small a model run in circles
+        temperature=0.7,
+        top_p=0.95,
     )
     shipped.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder, save_jinja_files=False)
