@@ -177,10 +177,11 @@ class PythonBlockManager:
 
     def _take_over(self, request: Request) -> None:
         """No room for a copy and nobody else to wait for: the tree forgets the block, which is then ours."""
-        unit = request.sequence.tables[0][request.start // self.block_size]
-        node = self.blocks.node_of[unit]
-        assert node is not None
-        self.blocks.remove(node)
+        for group, table in enumerate(request.sequence.tables):
+            node = self.blocks.node_of[table[request.start // self.block_size]]
+            if node is not None:
+                self.blocks.make_hole(node, group)
+                self.blocks.tree.prune(node)
         request.copies = False
 
     def _allocate(

@@ -122,8 +122,9 @@ def generate(
             print(as_json(llm.generate(texts, params), llm.stats()))
             return
         if len(texts) == 1:
+            stream = llm.stream(texts[0], params)
             print(texts[0], end="", flush=True)
-            for delta in llm.stream(texts[0], params):
+            for delta in stream:
                 print(delta, end="", flush=True)
             print()
         else:
