@@ -3,6 +3,7 @@
     python benchmarks/metadata.py [--quick] [--backend native|python|both] [--repetitions 200]
 
   step      `reserve` of one token for each of 256 decoding sequences, 16 of which need a block, ids as an int array
+            its slots as an array; and `advance`, which commits these tokens and appends the next ones
   hit       `open` of a prompt of 8 192 tokens that is cached but for its last token: match and take
   insert    `commit` of 8 192 tokens nobody has committed before
   evict     `reserve` of 2 048 tokens out of a full pool that holds 10 000 or 100 000 cached prompts of 64 tokens
@@ -82,14 +83,14 @@ def step(backend: str, repetitions: int, num_sequences: int = 256) -> None:
     sequences = [compute(cache, fresh_tokens(rng, context)) for context in contexts]
     ids = np.array([sequence.id for sequence in sequences], np.int64)
     ones = np.ones(num_sequences, np.int64)
-    reserve, slots, token = Stopwatch(), Stopwatch(), np.zeros(1, np.int32)
+    reserve, slots, advance = Stopwatch(), Stopwatch(), Stopwatch()
+    sampled = np.zeros(num_sequences, np.int32)
+    for sequence in sequences:
+        sequence.append(sampled[:1])
     for _ in range(repetitions):
-        for sequence in sequences:
-            sequence.append(token)
         plan = reserve.time(lambda: cache.reserve(ids, ones))
         slots.time(lambda plan=plan: plan.slot_mapping)
-        for sequence, length in zip(sequences, plan.context_lengths.tolist(), strict=True):
-            cache.commit(sequence, length)
+        advance.time(lambda plan=plan: cache.advance(ids, plan.context_lengths, sampled))
     emit("metadata", case="step", backend=backend, num_sequences=num_sequences, **reserve.figures())
     emit(
         "metadata", case="slots of the step", backend=backend, num_sequences=num_sequences, **slots.figures()

@@ -121,12 +121,11 @@ std::shared_ptr<const StepPlan> BlockManager::reserve(std::span<const SequenceId
     // From here on nothing fails.
     if (takes_over) {
         const Sequence& sequence = *works_[0].sequence;
-        for (std::int32_t group = 0; group < num_groups(); ++group) {
-            const UnitId unit = sequence.tables[static_cast<std::size_t>(group)][sequence.num_computed / block_size_];
+        for (const BlockTable& entries : sequence.tables) {
+            const UnitId unit = entries[sequence.num_computed / block_size_];
             const NodeId node = pool_.node(unit);
             if (node == kNone) continue;
-            tree_.set_unit(node, group, kNone);
-            pool_.set_node(unit, kNone);
+            leave_node(unit);
             drop_bare(node);
         }
         works_[0].copies = false;

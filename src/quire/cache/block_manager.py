@@ -222,6 +222,13 @@ class PythonBlockManager:
         state.num_computed = num_computed_tokens
         self._release_behind_windows(state)
 
+    def advance(self, sequences: Int64Array, num_computed_tokens: Int64Array, tokens: Int32Array) -> None:
+        for index, (sequence, count) in enumerate(
+            zip(sequences.tolist(), num_computed_tokens.tolist(), strict=True)
+        ):
+            self.commit(sequence, count)
+            self.append(sequence, tokens[index : index + 1])
+
     def _release_behind_windows(self, sequence: SequenceState) -> None:
         for group, (retention, table) in enumerate(zip(self.retentions, sequence.tables, strict=True)):
             first = retention.first_needed(sequence.num_computed) // self.block_size

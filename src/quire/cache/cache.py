@@ -236,9 +236,7 @@ class Cache:
         tokens = arguments.token_array(token_ids)
         if len(tokens) != len(ids):
             raise ArgumentError(f"expected one token for each of the {len(ids)} sequences, got {len(tokens)}")
-        for index, (sequence, count) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
-            self._call("commit", sequence, count)
-            self._call("append", sequence, tokens[index : index + 1])
+        self._call("advance", ids, counts, tokens)
 
     def complete(self, step: int) -> None:
         """Step `plan.step` and all before it have ended. Does nothing unless `overlapped_steps`."""
