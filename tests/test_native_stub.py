@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 import quire
-from quire.cache.backends import native_module
+from quire.backends import native_module
 
 
 def names_in_stub(body: list[ast.stmt]) -> dict[str, set[str]]:

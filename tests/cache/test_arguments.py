@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from support.cache_case import FULL, make, prompt, spec_of
 
-from quire import Cache, KVSpec
-from quire.cache import backends
+from quire import Cache, KVSpec, backends
 from quire.errors import ArgumentError, BackendError
 
 SPEC = spec_of(FULL)

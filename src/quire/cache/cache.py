@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from quire.backends import choose_backend, native_module
 from quire.cache import arguments
 from quire.cache.backend import BlockManager, Int32Array, Int64Array, StepPlan
-from quire.cache.backends import choose_backend, native_module
 from quire.errors import ArgumentError, SequenceClosedError
 from quire.sizes import format_size, parse_size
 from quire.spec import KVSpec
