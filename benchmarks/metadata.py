@@ -91,10 +91,8 @@ def step(backend: str, repetitions: int, num_sequences: int = 256) -> None:
         plan = reserve.time(lambda: cache.reserve(ids, ones))
         slots.time(lambda plan=plan: plan.slot_mapping)
         advance.time(lambda plan=plan: cache.advance(ids, plan.context_lengths, sampled))
-    emit("metadata", case="step", backend=backend, num_sequences=num_sequences, **reserve.figures())
-    emit(
-        "metadata", case="slots of the step", backend=backend, num_sequences=num_sequences, **slots.figures()
-    )
+    for case, watch in (("step", reserve), ("slots of the step", slots), ("end of the step", advance)):
+        emit("metadata", case=case, backend=backend, num_sequences=num_sequences, **watch.figures())
 
 
 def hit_and_insert(backend: str, repetitions: int, num_tokens: int = 8192) -> None:
