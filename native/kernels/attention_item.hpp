@@ -40,6 +40,26 @@ class Scratch {
     std::int64_t used_ = 0;
 };
 
+// Rows cut into blocks of at most `most`, as even as they can be: 8 rows by 6 are 4 + 4, not 6 + 2.
+class RowBlocks {
+  public:
+    RowBlocks(int rows, int most) : rows_(rows) {
+        const int blocks = (rows + most - 1) / most;
+        step_ = (rows + blocks - 1) / blocks;
+    }
+    int rows_from(int row) const { return rows_ - row < step_ ? rows_ - row : step_; }
+
+  private:
+    int rows_, step_;
+};
+
+// Asks for the cache lines of a row to come.
+template <class S, class T>
+inline void prefetch_row(const T* row, int width) {
+    constexpr int kLine = 64 / static_cast<int>(sizeof(T));
+    for (int d = 0; d < width; d += kLine) S::prefetch(row + d);
+}
+
 // Rows' running softmax, see state_floats.
 struct RowStates {
     RowStates(float* base, std::int64_t rows, std::int64_t width)

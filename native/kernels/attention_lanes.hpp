@@ -25,6 +25,7 @@ class LaneProducts {
           k_stride_(static_cast<int>(padded_to(k_width, 16))),
           v_stride_(static_cast<int>(padded_to(v_width, 16))),
           rows_(rows),
+          blocks_(rows, kBlockRows),
           widened_(rows > kBlockRows && sizeof(T) < sizeof(float)),
           folds_(scratch.take<float>(kBlockRows * kGroup * kWidth)) {
         if (widened_) {
@@ -39,14 +40,14 @@ class LaneProducts {
         widen(query, reinterpret_cast<float*>(packed) + std::int64_t{row} * k_stride_, k_width_, k_stride_);
     }
 
-    int block_rows(int row) const { return rows_ - row < kBlockRows ? rows_ - row : rows_ % kBlockRows == 0 ? kBlockRows : even_rows(row); }
+    int block_rows(int row) const { return blocks_.rows_from(row); }
 
     void begin(const T* const* k, const T* const* v, const T* const* next_k, const T* const* next_v, int start, int stop) {
         k_ = k, v_ = v, next_k_ = next_k, next_v_ = next_v;
         if (rows_ <= kBlockRows) return;
         for (int t = 0; t < kTileTokens; ++t) {
-            prefetch(next_k[t], 0, k_width_);
-            prefetch(next_v[t], 0, v_width_);
+            prefetch_row<S>(next_k[t], k_width_);
+            prefetch_row<S>(next_v[t], v_width_);
             if (!widened_) continue;
             wide_k_rows_[t] = wide_k_ + t * k_stride_;
             wide_v_rows_[t] = wide_v_ + t * v_stride_;
@@ -92,12 +93,6 @@ class LaneProducts {
     }
     static constexpr int tile_vectors(int rows) { return tile_tokens(rows); }
 
-    // Blocks as even as they can be: 8 rows are 4 + 4, not 6 + 2.
-    int even_rows(int row) const {
-        const int blocks = (rows_ + kBlockRows - 1) / kBlockRows, most = (rows_ + blocks - 1) / blocks;
-        return rows_ - row < most ? rows_ - row : most;
-    }
-
     // + 0.0f: a sum of no terms and a sum of zeros are the same zero.
     static Vec finished(const float* o, Vec factors) { return S::add(S::mul(S::load(o), factors), S::zero()); }
 
@@ -108,12 +103,6 @@ class LaneProducts {
             if (d < width) S::store(to + d, S::load_part(from + d, width - d)), d += kWidth;
         }
         for (; d < padded; d += kWidth) S::store(to + d, S::zero());
-    }
-
-    // Cache lines of elements [from, to) of a row.
-    static void prefetch(const T* row, int from, int to) {
-        constexpr int kLine = 64 / static_cast<int>(sizeof(T));
-        for (int d = (from + kLine - 1) / kLine * kLine; d < to; d += kLine) S::prefetch(row + d);
     }
 
     template <class E>
@@ -129,7 +118,7 @@ class LaneProducts {
     }
 
     template <int kRows, class E>
-    void scores_tile(const float* query, const E* const* k, int start, int stop, float* s) const {
+    __attribute__((noinline)) void scores_tile(const float* query, const E* const* k, int start, int stop, float* s) const {
         constexpr int kTokens = tile_tokens(kRows);
         static_assert(kGroup % kTokens == 0 && kTileTokens % kGroup == 0);
         for (int group = start / kGroup * kGroup; group < stop; group += kGroup) {
@@ -139,7 +128,7 @@ class LaneProducts {
 #pragma GCC unroll 16
                 for (int n = 0; n < kTokens; ++n) {
                     key[n] = k[group + t + n];
-                    if (rows_ <= kBlockRows) prefetch(next_k_[group + t + n], 0, k_width_);
+                    if (rows_ <= kBlockRows) prefetch_row<S>(next_k_[group + t + n], k_width_);
 #pragma GCC unroll 8
                     for (int r = 0; r < kRows; ++r) sum[r][n] = S::zero();
                 }
@@ -175,7 +164,7 @@ class LaneProducts {
         for (int n = 0; n < kTokens; ++n) loaded[n] = load(key[n]);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
-            const Vec q = S::load(query + r * k_stride_);
+            const Vec q = S::held(S::load(query + r * k_stride_));
 #pragma GCC unroll 16
             for (int n = 0; n < kTokens; ++n) sum[r][n] = S::fma(q, loaded[n], sum[r][n]);
         }
@@ -194,7 +183,7 @@ class LaneProducts {
     }
 
     template <int kRows, class E>
-    void values_tile(const float* p, const E* const* v, int start, int stop, float* o, std::int64_t stride) const {
+    __attribute__((noinline)) void values_tile(const float* p, const E* const* v, int start, int stop, float* o, std::int64_t stride) const {
         constexpr int kVectors = tile_vectors(kRows), kStep = kVectors * kWidth;
         int d = 0;
         for (; d + kStep <= v_width_; d += kStep) {
@@ -214,6 +203,11 @@ class LaneProducts {
     template <int kRows, int kVectors, class E, class Load>
     __attribute__((always_inline)) void values_columns(const float* p, const E* const* v, int start, int stop, float* o, std::int64_t stride,
                                                        int column, Load load) const {
+        if (rows_ <= kBlockRows) {
+            for (int t = kTileTokens * column / v_width_, stop = kTileTokens * (column + kVectors * kWidth) / v_width_; t < stop && t < kTileTokens; ++t) {
+                prefetch_row<S>(next_v_[t], v_width_);
+            }
+        }
         Vec sum[kRows][kVectors];
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
@@ -222,7 +216,6 @@ class LaneProducts {
         }
         for (int t = start; t < stop; ++t) {
             const E* row = v[t];
-            if (rows_ <= kBlockRows) prefetch(next_v_[t], column, column + kVectors * kWidth < v_width_ ? column + kVectors * kWidth : v_width_);
             Vec loaded[kVectors];
 #pragma GCC unroll 16
             for (int i = 0; i < kVectors; ++i) loaded[i] = load(row, i);
@@ -243,6 +236,7 @@ class LaneProducts {
     const int k_width_, v_width_;
     const int k_stride_, v_stride_;  // floats of a packed query, of a widened key and value
     const int rows_;
+    const RowBlocks blocks_;
     const bool widened_;
     float* folds_;
     float* wide_k_ = nullptr;

@@ -8,6 +8,7 @@
 //   load, store       float32, bf16 or f16 in memory, float32 in the register; no alignment asked for; stores round to
 //                     nearest even
 //   load_part, store_part   the first n lanes only, the others zero or untouched: nothing beyond n is read or written
+//   held(v)           v, in a register from here on: one load for several uses
 //   load_split_pairs  2 kWidth bf16 in pairs (column j, column j + kWidth) -> two Vecs: a shift and a mask, no shuffle
 //   fma(a, b, c)      a b + c, rounded once where the instruction set does
 //   fold(rows)        kWidth vectors in memory -> lane i is the sum of vector i's lanes, by one fixed tree

@@ -28,6 +28,10 @@ struct Avx2 {
         for (int i = 0; i < n; ++i) lanes[i] = from[i];
         return load(lanes);
     }
+    static Vec held(Vec v) {
+        __asm__("" : "+x"(v));
+        return v;
+    }
     static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
         const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
         low = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
@@ -88,7 +92,8 @@ struct Avx2 {
         const Vec low = fold_half(rows), high = fold_half(rows + 4 * kWidth);  // of tokens 0-3 and 4-7
         return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
     }
-    static void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+    // Not _mm_prefetch: gcc takes a function that does nothing else for one without effects, and drops its calls.
+    static void prefetch(const void* address) { __asm__ volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address))); }
 
   private:
     // Four vectors -> per 128-bit half, lane i = (l0 + l2) + (l1 + l3) of vector i.

@@ -25,6 +25,10 @@ struct Avx512 {
     static Vec load_part(const float* from, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), from); }
     static Vec load_part(const bf16* from, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), from)); }
     static Vec load_part(const f16* from, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), from)); }
+    static Vec held(Vec v) {
+        __asm__("" : "+v"(v));
+        return v;
+    }
     static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
         const __m512i pairs = _mm512_loadu_si512(from);
         low = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
@@ -84,7 +88,8 @@ struct Avx512 {
         const Vec cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
         return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
     }
-    static void prefetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+    // Not _mm_prefetch: gcc takes a function that does nothing else for one without effects, and drops its calls.
+    static void prefetch(const void* address) { __asm__ volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address))); }
 
   private:
     static Vec widen(__m256i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16)); }

@@ -9,8 +9,38 @@
 // Not inlined: kernels unroll over vectors, and sixteen lanes of plain code at each place would take minutes to compile.
 #define QUIRE_EMULATED __attribute__((noinline)) static
 
+// The multiply-add loops are compiled a second time for processors with FMA: elsewhere std::fma is a call per lane.
+#if defined(__x86_64__) && !defined(__FMA__)
+#define QUIRE_FMA_CLONE __attribute__((target_clones("arch=haswell", "default"), optimize("O3")))
+#else
+#define QUIRE_FMA_CLONE
+#endif
+
 namespace quire {
 namespace {
+
+// c[i] = a[i] b[i] + c[i], rounded once.
+QUIRE_FMA_CLONE void fma_lanes(const float* a, const float* b, float* c) {
+    for (int i = 0; i < 16; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+}
+
+// Subnormal numbers count as zero, of the same sign.
+inline float flushed(float x) {
+    const std::uint32_t bits = bits_of(x);
+    return float_of((bits & 0x7f800000u) != 0 ? bits : bits & 0x80000000u);
+}
+
+// vdpbf16ps after the operation section of Intel's Software Developer's Manual: two FMAs with subnormal inputs and results
+// as zero, to nearest even, the odd elements' first.
+QUIRE_FMA_CLONE void dot_lanes(const bf16* a, const bf16* b, float* c) {
+    std::uint32_t x[16], y[16];
+    std::memcpy(x, a, sizeof x);
+    std::memcpy(y, b, sizeof y);
+    for (int i = 0; i < 16; ++i) {
+        const float odd = flushed(__builtin_fmaf(flushed(float_of(x[i] & 0xffff0000u)), flushed(float_of(y[i] & 0xffff0000u)), flushed(c[i])));
+        c[i] = flushed(__builtin_fmaf(flushed(float_of(x[i] << 16)), flushed(float_of(y[i] << 16)), odd));
+    }
+}
 
 struct Emulated512 {
     static constexpr int kWidth = 16;
@@ -38,7 +68,8 @@ struct Emulated512 {
     QUIRE_EMULATED Vec load_part(const T* from, int n) {
         return each([&](int i) { return i < n ? to_float(from[i]) : 0.0f; });
     }
-    static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
+    static Vec held(Vec v) { return v; }
+    QUIRE_EMULATED void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
         low = each([&](int i) { return to_float(from[2 * i]); });
         high = each([&](int i) { return to_float(from[2 * i + 1]); });
     }
@@ -66,7 +97,8 @@ struct Emulated512 {
         return each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
     }
     QUIRE_EMULATED Vec fma(Vec a, Vec b, Vec c) {
-        return each([&](int i) { return std::fma(a.lane[i], b.lane[i], c.lane[i]); });
+        fma_lanes(a.lane, b.lane, c.lane);
+        return c;
     }
     QUIRE_EMULATED Vec round(Vec a) {
         return each([&](int i) { return std::nearbyint(a.lane[i]); });
@@ -106,8 +138,6 @@ struct Emulated512 {
     }
 };
 
-// vdpbf16ps and vcvtneps2bf16 after the operation sections of Intel's Software Developer's Manual: FMA with subnormal
-// inputs and results as zero, to nearest even; a lane adds the product of the odd elements first, then that of the even.
 struct Emulated512Bf16 : Emulated512 {
     static constexpr bool kHasPairs = true;
     struct Pairs {
@@ -127,10 +157,8 @@ struct Emulated512Bf16 : Emulated512 {
         return v;
     }
     QUIRE_EMULATED Vec dot(Vec sum, const Pairs& a, const Pairs& b) {
-        return each([&](int i) {
-            const float after_odd = fused(a.element[2 * i + 1], b.element[2 * i + 1], sum.lane[i]);
-            return fused(a.element[2 * i], b.element[2 * i], after_odd);
-        });
+        dot_lanes(a.element, b.element, sum.lane);
+        return sum;
     }
     QUIRE_EMULATED void interleave(const Pairs& a, const Pairs& b, Pairs& low, Pairs& high) {
         for (int part = 0; part < 4; ++part) {
@@ -152,17 +180,13 @@ struct Emulated512Bf16 : Emulated512 {
         std::memcpy(high.lane, columns + 16, sizeof high.lane);
     }
     QUIRE_EMULATED void to_bf16(bf16* to, Vec v) {
-        for (int i = 0; i < 16; ++i) round_to(flush(v.lane[i]), to[i]);
-    }
-
-  private:
-    QUIRE_EMULATED float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
-    QUIRE_EMULATED float fused(bf16 a, bf16 b, float c) {
-        return flush(std::fma(flush(to_float(a)), flush(to_float(b)), flush(c)));
+        // vcvtneps2bf16: subnormal inputs as zero.
+        for (int i = 0; i < 16; ++i) round_to(flushed(v.lane[i]), to[i]);
     }
 };
 
 }  // namespace
 }  // namespace quire
 
+#undef QUIRE_FMA_CLONE
 #undef QUIRE_EMULATED

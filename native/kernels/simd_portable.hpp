@@ -30,6 +30,12 @@ struct Portable {
         for (int i = 0; i < n; ++i) lanes[i] = to_float(from[i]);
         return load(lanes);
     }
+    static Vec held(Vec v) {
+#if defined(__x86_64__)
+        __asm__("" : "+x"(v));
+#endif
+        return v;
+    }
     static void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
         low = Vec{to_float(from[0]), to_float(from[2]), to_float(from[4]), to_float(from[6])};
         high = Vec{to_float(from[1]), to_float(from[3]), to_float(from[5]), to_float(from[7])};
@@ -87,7 +93,11 @@ struct Portable {
         const Vec cd = Vec{c[0], d[0], c[1], d[1]} + Vec{c[2], d[2], c[3], d[3]};
         return Vec{ab[0], ab[1], cd[0], cd[1]} + Vec{ab[2], ab[3], cd[2], cd[3]};
     }
-    static void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+    // gcc takes a function of __builtin_prefetch alone for one without effects, and drops its calls; the empty asm is one.
+    static void prefetch(const void* address) {
+        __builtin_prefetch(address, 0, 3);
+        __asm__ volatile("");
+    }
 };
 
 }  // namespace

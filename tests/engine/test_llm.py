@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -141,6 +143,25 @@ def test_samples(llm: LLM) -> None:
     assert first.outputs[0].logprobs is not None
 
 
+def test_logits_are_edited_as_asked(llm: LLM) -> None:
+    greedy = llm.generate("def f(x):", GREEDY)[0].outputs[0].token_ids
+    never = SamplingParams(
+        max_tokens=10, temperature=0, ignore_eos=True, logit_bias={greedy[0]: float("-inf")}
+    )
+    assert greedy[0] not in llm.generate("def f(x):", never)[0].outputs[0].token_ids
+    fresh = SamplingParams(
+        max_tokens=10, temperature=0, ignore_eos=True, presence_penalty=2.0, frequency_penalty=2.0
+    )
+    tokens = llm.generate("def f(x):", fresh)[0].outputs[0].token_ids
+    assert len(set(tokens)) > len(set(greedy))
+    ids = tiny_llm.tokenizer()("def f(x):")["input_ids"]
+    repeats = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, repetition_penalty=1.3)
+    out = tiny_llm.model().generate(
+        torch.tensor([ids]), max_new_tokens=10, do_sample=False, repetition_penalty=1.3, eos_token_id=None
+    )
+    assert llm.generate("def f(x):", repeats)[0].outputs[0].token_ids == out[0, len(ids) :].tolist()
+
+
 def test_stats_merge_cache_and_engine(llm: LLM) -> None:
     before = llm.stats()
     llm.generate("something new to count", GREEDY)
@@ -188,13 +209,14 @@ def test_ctrl_c_in_the_middle(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None
         nonlocal num_calls
         num_calls += 1
         if num_calls == 4:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
         return run(step)
 
     monkeypatch.setattr(llm.engine._runner, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(TEXTS, GREEDY)
     monkeypatch.undo()
+    assert num_calls == 4
     assert llm.stats()["held"] == 0
     assert llm.generate("a", GREEDY)[0].finished
 

@@ -69,7 +69,7 @@ def test_draws_follow_the_distribution_of_transformers_pipeline(params: dict[str
         if name in params:
             scores = warper(params[name])(None, scores)
     expected = scores.softmax(-1)[0].double().numpy()
-    num_draws = 4000
+    num_draws = 2500
     samples = [make_sample(seed=seed, **params) for seed in range(num_draws)]
     tokens = sample_tokens(row, samples, np.zeros(num_draws, np.int64))
     counts = np.bincount(tokens, minlength=VOCAB)

@@ -58,6 +58,10 @@ class Step:
     """A step that has been planned: for each sequence the digests of positions 0 .. end - 1, lookahead included."""
 
     plan: Any
+    # The same plan of the other back ends.
+    others: list[Any]
+    # Per group, the block tables as they were when the step was planned, padded with -1.
+    tables: list[list[list[int]]]
     owners: list[int]
     digests: list[list[int]]
     starts: list[int]
@@ -73,13 +77,13 @@ class FakeStorage:
         """(slot, owner) of all that the step writes, and reads unless `written_only`."""
         size, result = self.block_size, set()
         for group, retention in enumerate(self.retentions):
-            tables = step.plan.group(group).block_tables
+            tables = step.tables[group]
             for table, owner, digests, start in zip(
                 tables, step.owners, step.digests, step.starts, strict=True
             ):
                 first = start if written_only else retention.first_needed(start)
                 for position in range(first, len(digests)):
-                    result.add((int(table[position // size]) * size + position % size, owner))
+                    result.add((table[position // size] * size + position % size, owner))
         return result
 
     def run(self, step: Step) -> None:

@@ -226,6 +226,18 @@ class Cache:
         num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)
         self._call("commit", self._id(sequence), num_computed)
 
+    def advance(self, sequences: Any, num_computed_tokens: Any, token_ids: Any) -> None:
+        """The end of a decode step: `commit` of each sequence, then `append` of one token to it.
+
+        Arrays of one length: sequences as in `reserve`, absolute numbers of computed tokens, token ids. Their form is
+        checked before anything changes; a sequence that cannot be committed ends the call, those before it are done.
+        """
+        ids, counts, _ = self._step_arguments(sequences, num_computed_tokens, 0)
+        tokens = arguments.token_array(token_ids)
+        if len(tokens) != len(ids):
+            raise ArgumentError(f"expected one token for each of the {len(ids)} sequences, got {len(tokens)}")
+        self._call("advance", ids, counts, tokens)
+
     def complete(self, step: int) -> None:
         """Step `plan.step` and all before it have ended. Does nothing unless `overlapped_steps`."""
         self._call("complete", arguments.count(step, "step", 1))

@@ -19,12 +19,14 @@ __all__ = ["ScheduledStep"]
 class ScheduledStep:
     """One forward: `samples[i]` computes its next `num_new_tokens[i]` tokens, flattened into one row of T.
 
-    input_ids, positions: int64 [T]. logit_rows: int64 [m], the places in the row whose logits are wanted.
-    sampled: the samples that draw a token; draw_rows: int64 [len(sampled)], which of the m each draws from.
+    sequence_ids: int64 [len(samples)], their cache sequences. input_ids, positions: int64 [T].
+    logit_rows: int64 [m], the places in the row whose logits are wanted. sampled: the samples that draw a token;
+    draw_rows: int64 [len(sampled)], which of the m each draws from.
     plan: the cache's StepPlan, its sequences in the order of `samples`.
     """
 
     samples: list[Sample]
+    sequence_ids: np.ndarray
     num_new_tokens: np.ndarray
     input_ids: np.ndarray
     positions: np.ndarray
@@ -33,14 +35,21 @@ class ScheduledStep:
     draw_rows: np.ndarray
     plan: Any
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sample computes its newest token and draws one: nothing but decodes."""
+        return self.sampled is self.samples
+
     @classmethod
-    def build(cls, chosen: list[tuple[Sample, int]], num_new_tokens: np.ndarray, plan: Any) -> ScheduledStep:
+    def build(
+        cls, chosen: list[tuple[Sample, int]], sequence_ids: np.ndarray, num_new_tokens: np.ndarray, plan: Any
+    ) -> ScheduledStep:
         """chosen: each sample and the number of tokens it computes, in the order of the plan."""
         samples = [sample for sample, _ in chosen]
         starts = np.array([sample.num_computed for sample in samples], np.int64)
         num_rows = int(num_new_tokens.sum())
         if num_rows == len(samples) and all(s.num_computed + 1 == s.num_tokens for s in samples):
-            return cls._decodes(samples, starts, num_new_tokens, plan)
+            return cls._decodes(samples, sequence_ids, starts, num_new_tokens, plan)
         first = np.cumsum(num_new_tokens) - num_new_tokens
         positions = np.arange(num_rows, dtype=np.int64) + np.repeat(starts - first, num_new_tokens)
         input_ids = np.empty(num_rows, np.int64)
@@ -65,6 +74,7 @@ class ScheduledStep:
             logit_rows.append(last)
         return cls(
             samples=samples,
+            sequence_ids=sequence_ids,
             num_new_tokens=num_new_tokens,
             input_ids=input_ids,
             positions=positions,
@@ -76,7 +86,12 @@ class ScheduledStep:
 
     @classmethod
     def _decodes(
-        cls, samples: list[Sample], positions: np.ndarray, num_new_tokens: np.ndarray, plan: Any
+        cls,
+        samples: list[Sample],
+        sequence_ids: np.ndarray,
+        positions: np.ndarray,
+        num_new_tokens: np.ndarray,
+        plan: Any,
     ) -> ScheduledStep:
         """A step in which everybody computes its newest token and draws the next: the common one."""
         rows = np.arange(len(samples), dtype=np.int64)
@@ -87,6 +102,7 @@ class ScheduledStep:
             draw_rows = np.repeat(rows, [len(siblings) for siblings in draws])
         return cls(
             samples=samples,
+            sequence_ids=sequence_ids,
             num_new_tokens=num_new_tokens,
             input_ids=np.array([sample.last_token for sample in samples], np.int64),
             positions=positions,

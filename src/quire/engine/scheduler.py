@@ -163,7 +163,7 @@ class Scheduler:
                     self._start([sample for sample, _ in admitted])
                     self.num_steps += 1
                     self.num_computed_tokens += int(num_new.sum())
-                    return ScheduledStep.build(chosen, num_new, plan)
+                    return ScheduledStep.build(chosen, ids, num_new, plan)
                 if not admitted or len(chosen) == 1:
                     break
                 self._unadmit(admitted.pop()[0])
@@ -180,10 +180,15 @@ class Scheduler:
         its end. A sample with `error` set ends with it.
         """
         cache, now = self._cache, self.clock()
+        # Nothing but decodes, as it mostly is: one call for all of them.
+        together = step.is_decode and all(s.state is SampleState.RUNNING for s in step.samples)
+        if together:
+            cache.advance(step.sequence_ids, step.positions + 1, tokens)
         for sample, n in zip(step.samples, step.num_new_tokens.tolist(), strict=True):
             if sample.state is SampleState.RUNNING:
                 sample.num_computed += n
-                cache.commit(sample.sequence, sample.num_computed)
+                if not together:
+                    cache.commit(sample.sequence, sample.num_computed)
         for sample in step.sampled:
             if sample.state is SampleState.UNBORN:
                 self._fork(sample)
@@ -205,7 +210,7 @@ class Scheduler:
                 self.finish(sample, "stop")
             elif len(sample.output_ids) >= request.max_tokens:
                 self.finish(sample, "length")
-            elif sample.sequence is not None:
+            elif sample.sequence is not None and not together:
                 sample.sequence.append([token])
 
     # -- choosing --------------------------------------------------------------------------------------

@@ -1,0 +1,250 @@
+// Both products of attention by bf16 pairs (vdpbf16ps), for bf16 keys and values.
+//
+// Scores: pairs of d, 16 lanes of them, in order; then the fold tree. Values: lanes of d, pairs of tokens in order, p rounded
+// to bf16. The rows of a pair of tokens are interleaved on the way, or once for many query rows.
+#pragma once
+
+#include "kernels/attention_item.hpp"
+
+namespace quire {
+namespace {
+
+// What a variant with pairs shares, whatever it multiplies with: interleaved values and the order of their columns.
+template <class S>
+class InterleavedValues {
+    using Vec = typename S::Vec;
+    using Pairs = typename S::Pairs;
+
+  public:
+    static constexpr int kColumns = 32;  // of one interleave
+
+    // Rows a and b of `width` elements -> padded to kColumns: [width / 32][low, high][32].
+    static void interleave_rows(const bf16* a, const bf16* b, int width, bf16* to) {
+        for (int d = 0; d < width; d += kColumns) {
+            Pairs low, high;
+            load_interleaved(a, b, d, width, low, high);
+            S::store_pairs(to + 2 * d, low);
+            S::store_pairs(to + 2 * d + kColumns, high);
+        }
+    }
+    static void load_interleaved(const bf16* a, const bf16* b, int d, int width, Pairs& low, Pairs& high) {
+        S::interleave(load_columns(a, d, width), load_columns(b, d, width), low, high);
+    }
+    static Pairs load_columns(const bf16* row, int d, int width) {
+        return width - d >= kColumns ? S::load_pairs(row + d) : S::load_pairs_part(row + d, width - d);
+    }
+    // A row of p as bf16.
+    static void round_row(const float* p, bf16* to) {
+        for (int t = 0; t < kTileTokens; t += S::kWidth) S::to_bf16(to + t, S::load(p + t));
+    }
+    static void finish(const float* o, float factor, int width, bf16* out) {
+        const Vec factors = S::broadcast(factor);
+        for (int d = 0; d < width; d += kColumns) {
+            Vec low = S::load(o + d), high = S::load(o + d + S::kWidth);
+            S::natural_order(low, high);
+            store(low, factors, out + d, width - d);
+            if (width - d > S::kWidth) store(high, factors, out + d + S::kWidth, width - d - S::kWidth);
+        }
+    }
+
+  private:
+    // + 0.0f: a sum of no terms and a sum of zeros are the same zero.
+    static void store(Vec o, Vec factors, bf16* out, int columns) {
+        const Vec finished = S::add(S::mul(o, factors), S::zero());
+        if (columns >= S::kWidth) {
+            S::store(out, finished);
+        } else {
+            S::store_part(out, finished, columns);
+        }
+    }
+};
+
+template <class S>
+class PairProducts : InterleavedValues<S> {
+    using Vec = typename S::Vec;
+    using Pairs = typename S::Pairs;
+    using Values = InterleavedValues<S>;
+    static constexpr int kWidth = S::kWidth;
+    static constexpr int kGroup = kWidth;  // tokens folded together
+    static constexpr int kColumns = Values::kColumns;
+
+  public:
+    using Simd = S;
+    using Element = bf16;
+    static constexpr int kBlockRows = 6;
+
+    PairProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
+        : k_width_(static_cast<int>(k_width)),
+          v_width_(static_cast<int>(v_width)),
+          k_stride_(static_cast<int>(padded_to(k_width, kColumns))),
+          rows_(rows),
+          blocks_(rows, kBlockRows),
+          folds_(scratch.take<float>(kBlockRows * kGroup * kWidth)),
+          rounded_(scratch.take<bf16>(kBlockRows * kTileTokens)),
+          pair_stride_(2 * static_cast<int>(padded_to(v_width, kColumns))) {
+        if (many_rows()) interleaved_ = scratch.take<bf16>(std::int64_t{kTileTokens / 2} * pair_stride_);
+    }
+
+    std::int64_t query_bytes() const { return std::int64_t{rows_} * k_stride_ * 2; }
+
+    void pack_query(unsigned char* packed, int row, const bf16* query) const {
+        auto* to = reinterpret_cast<bf16*>(packed) + std::int64_t{row} * k_stride_;
+        for (int d = 0; d < k_width_; d += kColumns) S::store_pairs(to + d, Values::load_columns(query, d, k_width_));
+    }
+
+    int block_rows(int row) const { return blocks_.rows_from(row); }
+
+    void begin(const bf16* const* k, const bf16* const* v, const bf16* const* next_k, const bf16* const* next_v, int start, int stop) {
+        k_ = k, v_ = v, next_k_ = next_k, next_v_ = next_v;
+        if (!many_rows()) return;
+        for (int t = 0; t < kTileTokens; t += 2) {
+            for (const int token : {t, t + 1}) {
+                prefetch_row<S>(next_k[token], k_width_);
+                prefetch_row<S>(next_v[token], v_width_);
+            }
+            if (t + 1 >= start && t < stop) Values::interleave_rows(v[t], v[t + 1], v_width_, interleaved_ + t / 2 * pair_stride_);
+        }
+    }
+
+    void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) const {
+        const auto* query = reinterpret_cast<const bf16*>(packed) + std::int64_t{row} * k_stride_;
+        switch (rows) {
+            case 1: return scores_tile<1>(query, start, stop, s);
+            case 2: return scores_tile<2>(query, start, stop, s);
+            case 3: return scores_tile<3>(query, start, stop, s);
+            case 4: return scores_tile<4>(query, start, stop, s);
+            case 5: return scores_tile<5>(query, start, stop, s);
+            default: return scores_tile<6>(query, start, stop, s);
+        }
+    }
+
+    void values(const float* p, int, int rows, int start, int stop, float* o, std::int64_t stride) const {
+        for (int r = 0; r < rows; ++r) Values::round_row(p + r * kTileTokens, rounded_ + r * kTileTokens);
+        switch (rows) {
+            case 1: return values_tile<1>(start, stop, o, stride);
+            case 2: return values_tile<2>(start, stop, o, stride);
+            case 3: return values_tile<3>(start, stop, o, stride);
+            case 4: return values_tile<4>(start, stop, o, stride);
+            case 5: return values_tile<5>(start, stop, o, stride);
+            default: return values_tile<6>(start, stop, o, stride);
+        }
+    }
+
+    void finish(const float* o, float factor, bf16* out) const { Values::finish(o, factor, v_width_, out); }
+
+  private:
+    // Tokens of a register tile of scores, and interleaved chunks of 32 columns of one of values.
+    static constexpr int tile_tokens(int rows) { return rows == 1 ? 16 : rows <= 3 ? 8 : 4; }
+    static constexpr int tile_chunks(int rows) { return rows <= 2 ? 4 : 2; }
+
+    bool many_rows() const { return rows_ > kBlockRows; }
+
+    template <int kRows>
+    __attribute__((noinline)) void scores_tile(const bf16* query, int start, int stop, float* s) const {
+        constexpr int kTokens = tile_tokens(kRows);
+        for (int group = start / kGroup * kGroup; group < stop; group += kGroup) {
+            for (int t = 0; t < kGroup; t += kTokens) {
+                const bf16* key[kTokens];
+                Vec sum[kRows][kTokens];
+#pragma GCC unroll 16
+                for (int n = 0; n < kTokens; ++n) {
+                    key[n] = k_[group + t + n];
+                    if (!many_rows()) prefetch_row<S>(next_k_[group + t + n], k_width_);
+#pragma GCC unroll 8
+                    for (int r = 0; r < kRows; ++r) sum[r][n] = S::zero();
+                }
+                int d = 0;
+                for (; d + kColumns <= k_width_; d += kColumns) {
+                    multiply_scores<kRows, kTokens>(query + d, key, sum, [d](const bf16* from) { return S::load_pairs(from + d); });
+                }
+                const int rest = k_width_ - d;
+                if (rest > 0) {
+                    multiply_scores<kRows, kTokens>(query + d, key, sum, [d, rest](const bf16* from) { return S::load_pairs_part(from + d, rest); });
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
+                    for (int n = 0; n < kTokens; ++n) S::store(folds_ + (r * kGroup + t + n) * kWidth, sum[r][n]);
+                }
+            }
+            for (int r = 0; r < kRows; ++r) S::store(s + r * kTileTokens + group, S::fold(folds_ + r * kGroup * kWidth));
+        }
+    }
+
+    template <int kRows, int kTokens, class Load>
+    __attribute__((always_inline)) void multiply_scores(const bf16* query, const bf16* const (&key)[kTokens], Vec (&sum)[kRows][kTokens],
+                                                        Load load) const {
+        Pairs loaded[kTokens];
+#pragma GCC unroll 16
+        for (int n = 0; n < kTokens; ++n) loaded[n] = load(key[n]);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const Pairs q = S::load_pairs(query + r * k_stride_);
+#pragma GCC unroll 16
+            for (int n = 0; n < kTokens; ++n) sum[r][n] = S::dot(sum[r][n], q, loaded[n]);
+        }
+    }
+
+    template <int kRows>
+    __attribute__((noinline)) void values_tile(int start, int stop, float* o, std::int64_t stride) const {
+        constexpr int kChunks = tile_chunks(kRows);
+        const int padded = pair_stride_ / 2;
+        int d = 0;
+        for (; d + kChunks * kColumns <= padded; d += kChunks * kColumns) values_columns<kRows, kChunks>(start, stop, d, o + d, stride);
+        for (; d < padded; d += kColumns) values_columns<kRows, 1>(start, stop, d, o + d, stride);
+    }
+
+    template <int kRows, int kChunks>
+    __attribute__((always_inline)) void values_columns(int start, int stop, int column, float* o, std::int64_t stride) const {
+        if (!many_rows()) {  // the rows to come, spread over the columns
+            const int padded = pair_stride_ / 2;
+            for (int t = kTileTokens * column / padded; t < kTileTokens * (column + kChunks * kColumns) / padded; ++t) prefetch_row<S>(next_v_[t], v_width_);
+        }
+        Vec sum[kRows][2 * kChunks];
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 2 * kChunks; ++i) sum[r][i] = S::load(o + r * stride + i * kWidth);
+        }
+        for (int t = start & ~1; t < stop; t += 2) {
+            Pairs loaded[2 * kChunks];
+            if (many_rows()) {
+                const bf16* pairs = interleaved_ + t / 2 * pair_stride_ + 2 * column;
+#pragma GCC unroll 8
+                for (int i = 0; i < 2 * kChunks; ++i) loaded[i] = S::load_pairs(pairs + i * kColumns);
+            } else {
+#pragma GCC unroll 4
+                for (int i = 0; i < kChunks; ++i) {
+                    Values::load_interleaved(v_[t], v_[t + 1], column + i * kColumns, v_width_, loaded[2 * i], loaded[2 * i + 1]);
+                }
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) {
+                const Pairs weights = S::broadcast_pair(rounded_ + r * kTileTokens + t);
+#pragma GCC unroll 8
+                for (int i = 0; i < 2 * kChunks; ++i) sum[r][i] = S::dot(sum[r][i], weights, loaded[i]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 2 * kChunks; ++i) S::store(o + r * stride + i * kWidth, sum[r][i]);
+        }
+    }
+
+    const int k_width_, v_width_;
+    const int k_stride_;  // elements of a packed query
+    const int rows_;
+    const RowBlocks blocks_;
+    float* folds_;
+    bf16* rounded_;  // p of a block
+    const int pair_stride_;
+    bf16* interleaved_ = nullptr;  // [tile / 2][pair_stride_]
+    const bf16* const* k_ = nullptr;
+    const bf16* const* v_ = nullptr;
+    const bf16* const* next_k_ = nullptr;
+    const bf16* const* next_v_ = nullptr;
+};
+
+}  // namespace
+}  // namespace quire

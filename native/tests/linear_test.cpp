@@ -1,0 +1,131 @@
+// The packed linear layer of every variant that runs here, in buffers of exactly the size it was promised, so that a
+// read or write beyond them stops the test; against sums in double, and each row against the row alone.
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "kernels/linear.hpp"
+#include "kernels/simd.hpp"
+#include "kernels/thread_pool.hpp"
+#include "tests/testing.hpp"
+
+using namespace quire;
+using quire::testing::Random;
+
+namespace {
+
+// Elements of `element` on the heap, no byte more than they need.
+struct Buffer {
+    Buffer(Element kind, std::int64_t size)
+        : element(kind), count(size), data(new unsigned char[static_cast<std::size_t>(size * element_bytes(kind))]) {}
+
+    double get(std::int64_t i) const {
+        const unsigned char* from = data.get() + i * element_bytes(element);
+        if (element == Element::f32) return read<float>(from);
+        return element == Element::bf16 ? to_float(read<bf16>(from)) : to_float(read<f16>(from));
+    }
+    void set(std::int64_t i, float value) {
+        unsigned char* to = data.get() + i * element_bytes(element);
+        if (element == Element::f32) return write<float>(to, value);
+        return element == Element::bf16 ? write<bf16>(to, value) : write<f16>(to, value);
+    }
+    void fill(Random& random) {
+        for (std::int64_t i = 0; i < count; ++i) set(i, static_cast<float>(random.below(2001) - 1000) / 500.0f);
+    }
+    template <class T>
+    static T read(const unsigned char* from) {
+        T value;
+        std::memcpy(&value, from, sizeof value);
+        return value;
+    }
+    template <class T>
+    static void write(unsigned char* to, float value) {
+        T rounded;
+        round_to(value, rounded);
+        std::memcpy(to, &rounded, sizeof rounded);
+    }
+
+    Element element;
+    std::int64_t count;
+    std::unique_ptr<unsigned char[]> data;
+};
+
+bool same(const Buffer& a, std::int64_t first, const Buffer& b, std::int64_t count) {
+    const auto bytes = static_cast<std::size_t>(element_bytes(a.element));
+    return std::memcmp(a.data.get() + static_cast<std::size_t>(first) * bytes, b.data.get(), static_cast<std::size_t>(count) * bytes) == 0;
+}
+
+void test_product(Isa isa, Element element, std::int64_t outputs, std::int64_t inputs, std::int64_t rows, Random& random) {
+    Buffer weight(element, outputs * inputs), bias(element, outputs), x(element, rows * inputs), out(element, rows * outputs);
+    weight.fill(random);
+    bias.fill(random);
+    x.fill(random);
+    const PackedWeight packed(element, weight.data.get(), outputs, inputs, inputs, 1, isa);
+    packed.multiply(x.data.get(), rows, bias.data.get(), out.data.get());
+    const double unit = element == Element::f32 ? 0.0 : element == Element::bf16 ? 0x1p-8 : 0x1p-11;
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t column = 0; column < outputs; ++column) {
+            double exact = bias.get(column), size = std::fabs(exact);
+            for (std::int64_t k = 0; k < inputs; ++k) {
+                const double product = x.get(row * inputs + k) * weight.get(column * inputs + k);
+                exact += product;
+                size += std::fabs(product);
+            }
+            const double error = static_cast<double>(inputs + 4) * 0x1p-23 * size;
+            EXPECT(std::fabs(out.get(row * outputs + column) - exact) <= error + unit * (std::fabs(exact) + error));
+        }
+    }
+    Buffer one_x(element, inputs), one_out(element, outputs);
+    for (const std::int64_t row : {std::int64_t{0}, rows / 2, rows - 1}) {
+        const std::size_t bytes = static_cast<std::size_t>(inputs * element_bytes(element));
+        std::memcpy(one_x.data.get(), x.data.get() + static_cast<std::size_t>(row) * bytes, bytes);
+        packed.multiply(one_x.data.get(), 1, bias.data.get(), one_out.data.get());
+        EXPECT(same(out, row * outputs, one_out, outputs));
+    }
+
+    Buffer dense(element, outputs * inputs);
+    packed.unpack(dense.data.get());
+    EXPECT(same(dense, 0, weight, outputs * inputs));
+    const auto ids = std::make_unique<std::int64_t[]>(2);
+    ids[0] = outputs - 1;
+    ids[1] = 0;
+    Buffer gathered(element, 2 * inputs);
+    packed.gather_rows(ids.get(), 2, gathered.data.get());
+    Buffer last(element, inputs);
+    packed.gather_rows(ids.get(), 1, last.data.get());
+    EXPECT(same(weight, (outputs - 1) * inputs, last, inputs));
+    EXPECT(same(gathered, 0, last, inputs));
+    ids[1] = outputs;
+    bool refused = false;
+    try {
+        packed.gather_rows(ids.get(), 2, gathered.data.get());
+    } catch (const std::out_of_range&) {
+        refused = true;
+    }
+    EXPECT(refused);
+}
+
+}  // namespace
+
+int main() {
+    Random random(1);
+    for (const int num_threads : {1, 3}) {
+        ThreadPool::instance().set_num_threads(num_threads);
+        for (const Isa isa : supported_isas()) {
+            const bool emulated = isa_name(isa).starts_with("emulated");
+            for (const Element element : {Element::f32, Element::bf16, Element::f16}) {
+                for (const std::int64_t rows : {1, 2, 3, 5, 6, 7, 13, 16, 17, 33, 65}) {
+                    test_product(isa, element, 1, 1, rows, random);
+                    test_product(isa, element, 33, 35, rows, random);
+                    test_product(isa, element, 32, 64, rows, random);
+                    if (rows % 16 == 1) test_product(isa, element, 71, 97, rows, random);
+                }
+                if (!emulated) test_product(isa, element, 140, 530, 250, random);
+            }
+            test_product(isa, Element::bf16, 17, 70, 530, random);
+        }
+    }
+    std::puts("linear: ok");
+}

@@ -1,0 +1,74 @@
+"""What the cache laws are made of: the cases they draw, and the model of an open sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from support.fake_storage import Content
+
+from quire.cache.cache import Sequence
+from quire.spec import Retention
+
+FULL = Retention()
+GROUPS = [
+    [FULL],
+    [FULL],
+    [FULL, FULL],
+    [FULL, Retention("window", 3)],
+    [FULL, Retention("window", 5), Retention("chunked", 4)],
+    [Retention("window", 4)],
+    [Retention("chunked", 6), Retention("window", 1)],
+]
+# Prompts are pieces of a few texts, so that most of them share a beginning, and differ somewhere.
+TEXTS = [[(3 + 7 * seed + position * position) % 3 for position in range(40)] for seed in range(3)]
+TOKENS = st.builds(lambda text, stop: text[:stop], st.sampled_from(TEXTS), st.integers(1, 16))
+NAMESPACES = st.sampled_from([b"", b"", b"", b"", b"tenant"])
+KEYS = st.one_of(
+    st.just({}),
+    st.just({}),
+    st.dictionaries(st.integers(0, 9), st.sampled_from([b"", b"cat", b"\0"]), max_size=2),
+)
+WHICH = st.integers(0, 30)
+THEN = st.sampled_from(["wait", "compute", "compute", "store"])
+
+
+@dataclass
+class Open:
+    """An open sequence: its handle in each back end, and the model of it."""
+
+    handles: list[Sequence]
+    content: Content
+    computed: int
+    # Tokens written to slots from `computed` on since the last reserve, lookahead included.
+    written: list[int] = field(default_factory=list)
+    admitted: bool = False
+
+    @property
+    def num_known(self) -> int:
+        return len(self.content.tokens)
+
+    @property
+    def num_committable(self) -> int:
+        """Most tokens that could be committed: known ones whose slots hold just these tokens."""
+        end = self.computed
+        known = self.content.tokens[self.computed :]
+        for written, token in zip(self.written, known, strict=False):
+            if written != token:
+                break
+            end += 1
+        return end
+
+
+def same(values: list[Any]) -> Any:
+    """The one value all back ends gave."""
+    for value in values[1:]:
+        if isinstance(value, np.ndarray):
+            assert value.dtype == values[0].dtype
+            assert value.shape == values[0].shape
+            assert np.array_equal(value, values[0]), f"{values[0].tolist()} differs from {value.tolist()}"
+        else:
+            assert value == values[0], f"{values[0]!r} differs from {value!r}"
+    return values[0]
