@@ -2,6 +2,7 @@
 // partials. A template over the two products of a variant (attention_lanes, attention_pairs, attention_tiles):
 //
 //   Simd, Element      the vector layer and the element in memory
+//   kTileTokens        tokens of a tile
 //   kBlockRows         rows of one product
 //   Products(k width, v width, rows of a head, Scratch&)   takes its scratch memory
 //   query_bytes()      of the packed query rows of a head;  pack_query(packed, row, query)
@@ -80,6 +81,7 @@ class AttendItem {
     using S = typename Products::Simd;
     using Vec = typename S::Vec;
     using Element = typename Products::Element;
+    static constexpr int kTileTokens = Products::kTileTokens;
     static constexpr int kVectors = kTileTokens / S::kWidth;
 
     // Where a tile's tokens lie (offsets of head 0, in elements), and which of them any row sees.
@@ -104,7 +106,7 @@ class AttendItem {
           products_(view_.k.width, view_.v.width, rows_, scratch_),
           all_(scratch_.take<float>(state_floats(rows_ * heads_, view_.v.width)), rows_ * heads_, view_.v.width),
           own_(scratch_.take<float>(state_floats(rows_ * heads_, view_.v.width))),
-          scores_(scratch_.take<float>(Products::kBlockRows * kTileTokens)),
+          scores_(scratch_.take<float>(std::int64_t{kItemRows} * kTileTokens)),
           queries_(scratch_.take<unsigned char>(products_.query_bytes() * heads_)) {
         const std::int32_t* start = job.batch->query_start + item.sequence;
         first_token_ = start[0];
@@ -224,17 +226,41 @@ class AttendItem {
         const std::int64_t base = tile * kTileTokens;
         products_.begin(rows.k, rows.v, next.k, next.v, tokens.start, tokens.stop);
         const unsigned char* query = queries_ + head * products_.query_bytes();
+        // All scores, then all values: the tile's keys, then its values, stay in the first cache meanwhile.
         for (int row = 0, count; row < rows_; row += count) {
             count = products_.block_rows(row);
-            const std::int64_t first = item_.row_start + row;
-            const int start = static_cast<int>(larger(first_visible(options_, position(first)) - base, 0));
-            const int stop = static_cast<int>(smaller(position(first + count - 1) + 1 - base, kTileTokens));
-            if (start >= stop) continue;
-            products_.scores(query, row, count, start, stop, scores_);
-            const std::int64_t state = head * rows_ + row;
-            for (int r = 0; r < count; ++r) soften(scores_ + r * kTileTokens, first + r, base, states, state + r);
-            products_.values(scores_, row, count, start, stop, states.o + state * states.stride, states.stride);
+            const Seen seen = seen_by(row, count, base);
+            if (seen.start >= seen.stop) continue;
+            float* s = scores_ + row * kTileTokens;
+            products_.scores(query, row, count, seen.start, seen.stop, s);
+            for (int r = 0; r < count; ++r) {
+                factors_[row + r] = soften(s + r * kTileTokens, item_.row_start + row + r, base, states, head * rows_ + row + r);
+            }
         }
+        for (int row = 0, count; row < rows_; row += count) {
+            count = products_.block_rows(row);
+            const Seen seen = seen_by(row, count, base);
+            if (seen.start >= seen.stop) continue;
+            float* o = states.o + (head * rows_ + row) * states.stride;
+            for (int r = 0; r < count; ++r) {
+                if (factors_[row + r] != 1.0f) scale(o + r * states.stride, states.stride, factors_[row + r]);
+            }
+            products_.values(scores_ + row * kTileTokens, row, count, seen.start, seen.stop, o, states.stride);
+        }
+    }
+
+    // Tokens of the tile that some row of a block sees.
+    struct Seen {
+        int start, stop;
+    };
+    Seen seen_by(int row, int count, std::int64_t base) const {
+        const std::int64_t first = position(item_.row_start + row), last = position(item_.row_start + row + count - 1);
+        return {static_cast<int>(larger(first_visible(options_, first) - base, 0)), static_cast<int>(smaller(last + 1 - base, kTileTokens))};
+    }
+
+    static void scale(float* o, std::int64_t count, float factor) {
+        const Vec factors = S::broadcast(factor);
+        for (std::int64_t d = 0; d < count; d += S::kWidth) S::store(o + d, S::mul(S::load(o + d), factors));
     }
 
     Vec logits(Vec score) const {
@@ -242,8 +268,8 @@ class AttendItem {
         return options_.softcap > 0.0f ? S::mul(tanh<S>(scaled), S::broadcast(logit_cap_)) : scaled;
     }
 
-    // A row's scores of a tile -> its p, by the online softmax; what it does not see gets p = 0.
-    void soften(float* s, std::int64_t row, std::int64_t base, RowStates& states, std::int64_t state) const {
+    // A row's scores of a tile -> its p, by the online softmax; what it does not see gets p = 0. The factor for its o so far.
+    float soften(float* s, std::int64_t row, std::int64_t base, RowStates& states, std::int64_t state) const {
         const std::int64_t at = position(row), start = first_visible(options_, at) - base, stop = at + 1 - base;
         const bool whole = start <= 0 && stop >= kTileTokens;
         const int low = static_cast<int>(larger(start, 0)), high = static_cast<int>(larger(smaller(stop, kTileTokens), 0));
@@ -257,7 +283,7 @@ class AttendItem {
         const float before = states.m[state], tile_most = S::reduce_max(most), now = tile_most > before ? tile_most : before;
         if (now == kMinusInfinity) {  // nothing seen in this partial so far
             for (int i = 0; i < kVectors; ++i) S::store(s + i * S::kWidth, S::zero());
-            return;
+            return 1.0f;
         }
         Vec sum = S::zero();
         const Vec top = S::broadcast(now);
@@ -267,16 +293,13 @@ class AttendItem {
             S::store(s + i * S::kWidth, p);
             sum = S::add(sum, p);
         }
-        float l = states.l[state];
+        float factor = 1.0f;
         if (now > before) {
-            const float factor = S::first(exp2_nonpositive<S>(S::broadcast(before - now)));
-            float* o = states.o + state * states.stride;
-            const Vec factors = S::broadcast(factor);
-            for (std::int64_t d = 0; d < states.stride; d += S::kWidth) S::store(o + d, S::mul(S::load(o + d), factors));
-            l *= factor;
+            factor = S::first(exp2_nonpositive<S>(S::broadcast(before - now)));
             states.m[state] = now;
         }
-        states.l[state] = l + S::reduce_add(sum);
+        states.l[state] = states.l[state] * factor + S::reduce_add(sum);
+        return factor;
     }
 
     static float weight(float m, float top) {
@@ -339,7 +362,8 @@ class AttendItem {
     Products products_;
     RowStates all_;
     float* own_;
-    float* scores_;
+    float* scores_;  // [rows of a head][kTileTokens]
+    float factors_[kItemRows];
     unsigned char* queries_;
     std::int64_t first_token_;
     std::int64_t first_position_;

@@ -17,6 +17,7 @@ class LaneProducts {
   public:
     using Simd = S;
     using Element = T;
+    static constexpr int kTileTokens = 16;
     static constexpr int kBlockRows = 6;
 
     LaneProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
@@ -204,9 +205,8 @@ class LaneProducts {
     __attribute__((always_inline)) void values_columns(const float* p, const E* const* v, int start, int stop, float* o, std::int64_t stride,
                                                        int column, Load load) const {
         if (rows_ <= kBlockRows) {
-            for (int t = kTileTokens * column / v_width_, stop = kTileTokens * (column + kVectors * kWidth) / v_width_; t < stop && t < kTileTokens; ++t) {
-                prefetch_row<S>(next_v_[t], v_width_);
-            }
+            const int stop = kTileTokens * (column + kVectors * kWidth) / v_width_;
+            for (int t = kTileTokens * column / v_width_; t < stop && t < kTileTokens; ++t) prefetch_row<S>(next_v_[t], v_width_);
         }
         Vec sum[kRows][kVectors];
 #pragma GCC unroll 8

@@ -33,9 +33,9 @@ class InterleavedValues {
     static Pairs load_columns(const bf16* row, int d, int width) {
         return width - d >= kColumns ? S::load_pairs(row + d) : S::load_pairs_part(row + d, width - d);
     }
-    // A row of p as bf16.
-    static void round_row(const float* p, bf16* to) {
-        for (int t = 0; t < kTileTokens; t += S::kWidth) S::to_bf16(to + t, S::load(p + t));
+    // `count` of a row of p as bf16.
+    static void round_row(const float* p, bf16* to, int count) {
+        for (int t = 0; t < count; t += S::kWidth) S::to_bf16(to + t, S::load(p + t));
     }
     static void finish(const float* o, float factor, int width, bf16* out) {
         const Vec factors = S::broadcast(factor);
@@ -71,6 +71,7 @@ class PairProducts : InterleavedValues<S> {
   public:
     using Simd = S;
     using Element = bf16;
+    static constexpr int kTileTokens = 16;
     static constexpr int kBlockRows = 6;
 
     PairProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
@@ -119,7 +120,7 @@ class PairProducts : InterleavedValues<S> {
     }
 
     void values(const float* p, int, int rows, int start, int stop, float* o, std::int64_t stride) const {
-        for (int r = 0; r < rows; ++r) Values::round_row(p + r * kTileTokens, rounded_ + r * kTileTokens);
+        for (int r = 0; r < rows; ++r) Values::round_row(p + r * kTileTokens, rounded_ + r * kTileTokens, kTileTokens);
         switch (rows) {
             case 1: return values_tile<1>(start, stop, o, stride);
             case 2: return values_tile<2>(start, stop, o, stride);

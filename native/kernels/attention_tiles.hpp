@@ -24,6 +24,7 @@ class TileProducts : InterleavedValues<S> {
   public:
     using Simd = S;
     using Element = bf16;
+    static constexpr int kTileTokens = 2 * kSide;
     static constexpr int kBlockRows = kSide;
 
     TileProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
@@ -54,15 +55,14 @@ class TileProducts : InterleavedValues<S> {
     int block_rows(int row) const { return rows_ - row < kSide ? rows_ - row : kSide; }
 
     void begin(const bf16* const* k, const bf16* const* v, const bf16* const* next_k, const bf16* const* next_v, int start, int stop) {
-        for (int half = 0; half < 2; ++half) find_keys(k, half, start, stop);
-        for (int t = 0; t < kTileTokens; t += 2) {
-            for (const int token : {t, t + 1}) {
-                prefetch_row<S>(next_k[token], k_width_);
-                prefetch_row<S>(next_v[token], v_width_);
-            }
-            // All 32 tokens are multiplied: those that no row sees must be zero, not left over.
-            Values::interleave_rows(v[t], v[t + 1], v_width_, interleaved_ + t / 2 * pair_stride_);
+        for (int half = 0; half < 2; ++half) {
+            find_keys(k, half, start, stop);
+            // In the order in which a block of 16 tokens lies in memory.
+            for (int t = half * kSide; t < (half + 1) * kSide; ++t) prefetch_row<S>(next_k[t], k_width_);
+            for (int t = half * kSide; t < (half + 1) * kSide; ++t) prefetch_row<S>(next_v[t], v_width_);
         }
+        // All 32 tokens are multiplied: those that no row sees must be zero, not left over.
+        for (int t = 0; t < kTileTokens; t += 2) Values::interleave_rows(v[t], v[t + 1], v_width_, interleaved_ + t / 2 * pair_stride_);
     }
 
     void scores(const unsigned char* packed, int row, int rows, int, int, float* s) {
@@ -88,7 +88,7 @@ class TileProducts : InterleavedValues<S> {
             tiles_.configure(config(rows));
             configured_rows_ = rows;
         }
-        for (int r = 0; r < rows; ++r) Values::round_row(p + r * kTileTokens, rounded_ + r * kTileTokens);
+        for (int r = 0; r < rows; ++r) Values::round_row(p + r * kTileTokens, rounded_ + r * kTileTokens, kTileTokens);
         tiles_.template load<5>(rounded_, 64);
         const std::int64_t pair_bytes = pair_stride_ * 2, row_bytes = stride * 4;
         for (int d = 0; d < pair_stride_ / 2; d += kColumns) {
