@@ -15,7 +15,19 @@ from typing import Any
 
 __all__ = ["emit", "emit_machine", "machine"]
 
-_ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
+_ISA_FLAGS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+    "sve",
+    "bf16",
+)
 
 
 def _cpu_info() -> tuple[str, list[str]]:

@@ -11,7 +11,19 @@ import quire
 
 PACKAGE = Path(quire.__file__).parent
 # docs/architecture.md, "Layers", top to bottom. `_native` is the extension; `errors` and `sizes` use nothing.
-ORDER = ["errors", "sizes", "_native", "spec", "memory", "attention", "cache", "model", "engine", "cli"]
+ORDER = [
+    "errors",
+    "sizes",
+    "_native",
+    "backends",
+    "spec",
+    "memory",
+    "attention",
+    "cache",
+    "model",
+    "engine",
+    "cli",
+]
 
 
 def part_of(module: str) -> str | None:

@@ -15,7 +15,10 @@ def test_public_names_are_the_documented_ones() -> None:
 
 
 def test_import_quire_brings_neither_torch_nor_transformers() -> None:
-    code = "import sys, quire; quire.Cache, quire.KVSpec; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys, quire; quire.Cache, quire.KVSpec; "
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         == "[]\n"

@@ -287,6 +287,14 @@ void bind_cache(nb::module_& module) {
                  self.use(0, [&] { self.commit(sequence, num_computed_tokens); });
              },
              "sequence"_a, "num_computed_tokens"_a)
+        .def("advance",
+             [](Manager& self, const Input<std::int64_t>& sequences, const Input<std::int64_t>& num_computed_tokens,
+                const Input<std::int32_t>& tokens) {
+                 self.use(0, [&] {
+                     self.advance(span_of(sequences), span_of(num_computed_tokens), span_of(tokens));
+                 });
+             },
+             "sequences"_a, "num_computed_tokens"_a, "tokens"_a)
         .def("complete", [](Manager& self, std::int64_t step) { self.use(0, [&] { self.complete(step); }); }, "step"_a)
         .def("fork",
              [](Manager& self, SequenceId sequence) { return self.use(0, [&] { return self.fork(sequence); }); },

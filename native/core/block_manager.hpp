@@ -84,6 +84,10 @@ public:
     std::shared_ptr<const StepPlan> reserve(std::span<const SequenceId> ids,
                                             std::span<const std::int64_t> num_new_tokens, std::int64_t num_lookahead);
     void commit(SequenceId id, std::int64_t num_computed);
+    // The end of a decode step: for each sequence in order `commit`, then `append` of one token. One that cannot be
+    // committed ends the call; those before it are done.
+    void advance(std::span<const SequenceId> ids, std::span<const std::int64_t> num_computed,
+                 std::span<const Token> tokens);
     void complete(std::int64_t step);
     SequenceId fork(SequenceId id);
     std::int64_t rewind(SequenceId id, std::int64_t position);

@@ -123,6 +123,8 @@ void BlockManager::check_sequence(const Sequence& sequence) const {
                 prove(pool_.num_refs(unit) == 1 && node == kNone, "C4",
                       where + ": unit " + text(unit) + " is not its own, " + text(pool_.num_refs(unit)) + " references");
             } else if (block == partial && sequence.is_writer) {
+                prove(node == pool_.node(sequence.tables.front()[block]), "C4",
+                      where + ": unit " + text(unit) + " is written and in another node than group 0's");
                 const std::int64_t num_findable = node == kNone ? 0 : tree_.num_tokens(node);
                 prove(num_findable <= offset, "C4",
                       where + ": unit " + text(unit) + " is written from " + text(offset) + ", found up to " +

@@ -66,6 +66,14 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
     release_behind_windows(sequence);
 }
 
+void BlockManager::advance(std::span<const SequenceId> ids, std::span<const std::int64_t> num_computed,
+                           std::span<const Token> tokens) {
+    for (std::size_t at = 0; at < ids.size(); ++at) {
+        commit(ids[at], num_computed[at]);
+        append(ids[at], tokens.subspan(at, 1));
+    }
+}
+
 // The partial node of our unit, which only we may extend.
 NodeId BlockManager::own_partial_node(const Sequence& sequence, std::int64_t block) const noexcept {
     return pool_.node(sequence.tables.front()[block]);

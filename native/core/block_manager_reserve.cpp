@@ -121,7 +121,13 @@ std::shared_ptr<const StepPlan> BlockManager::reserve(std::span<const SequenceId
     // From here on nothing fails.
     if (takes_over) {
         const Sequence& sequence = *works_[0].sequence;
-        remove_node(pool_.node(sequence.tables.front()[sequence.num_computed / block_size_]));
+        for (const BlockTable& entries : sequence.tables) {
+            const UnitId unit = entries[sequence.num_computed / block_size_];
+            const NodeId node = pool_.node(unit);
+            if (node == kNone) continue;
+            leave_node(unit);
+            drop_bare(node);
+        }
         works_[0].copies = false;
     }
     plan->step = ++newest_step_;

@@ -140,18 +140,18 @@ struct AmxTiles {
 
 template <class S, class Unit>
 constexpr LinearKernel amx_kernel() {
-    using Tiles = AmxTiles<S, Unit>;
+    using Own = AmxTiles<S, Unit>;
     LinearKernel kernel{};
     kernel.layout = PanelLayout::tiles;
-    kernel.columns = Tiles::kColumns;
-    kernel.depth = Tiles::kDepth;
-    kernel.tile_rows = 2 * Tiles::kTileRows;
+    kernel.columns = Own::kColumns;
+    kernel.depth = Own::kDepth;
+    kernel.tile_rows = 2 * Own::kTileRows;
     kernel.pass_rows = 512;
     kernel.range = 512;  // 32 KiB of a panel stay in the first cache while the rows pass by
     kernel.staged_bytes = sizeof(bf16);
     kernel.stage_is_copy = true;
     kernel.stage = stage_copy<bf16>;
-    kernel.multiply = Tiles::multiply;
+    kernel.multiply = Own::multiply;
     kernel.finish = finish<S, bf16>;
     return kernel;
 }

@@ -202,13 +202,13 @@ struct VectorTiles {
 
 template <class S, class Form>
 constexpr LinearKernel vector_kernel() {
-    using Tiles = VectorTiles<S, Form>;
+    using Own = VectorTiles<S, Form>;
     constexpr bool is_copy = std::is_same_v<typename Form::Activation, typename Form::Weight>;
     LinearKernel kernel{};
     kernel.layout = Form::kLayout;
-    kernel.columns = Tiles::kColumns;
+    kernel.columns = Own::kColumns;
     kernel.depth = Form::kStep;
-    kernel.tile_rows = Tiles::kRows;
+    kernel.tile_rows = Own::kRows;
     kernel.pass_rows = 240;
     kernel.range = 256 * Form::kStep;
     kernel.staged_bytes = sizeof(typename Form::Activation);
@@ -218,7 +218,7 @@ constexpr LinearKernel vector_kernel() {
     } else {
         kernel.stage = stage_float<S, typename Form::Weight>;
     }
-    kernel.multiply = Tiles::multiply;
+    kernel.multiply = Own::multiply;
     kernel.finish = finish<S, typename Form::Weight>;
     return kernel;
 }

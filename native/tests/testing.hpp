@@ -49,12 +49,12 @@ private:
 
 }  // namespace quire::testing
 
-void* operator new(std::size_t bytes) { return quire::testing::allocate(bytes); }
-void* operator new[](std::size_t bytes) { return quire::testing::allocate(bytes); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void* operator new(std::size_t bytes) { return quire::testing::allocate(bytes); }
+[[gnu::noinline]] void* operator new[](std::size_t bytes) { return quire::testing::allocate(bytes); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete[](void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 
 #define EXPECT(condition)                                                                \
     do {                                                                                 \

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from support.cache_case import FULL, make, prompt, spec_of
 
-from quire import Cache, KVSpec
-from quire.cache import backends
+from quire import Cache, KVSpec, backends
 from quire.errors import ArgumentError, BackendError
 
 SPEC = spec_of(FULL)
@@ -116,7 +115,6 @@ def test_bad_steps_are_refused_and_change_nothing(backend: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "either num_blocks or memory"),
         ({"num_blocks": 1, "memory": "1MiB"}, "either num_blocks or memory"),
         ({"num_blocks": 0}, "num_blocks, got 0"),
         ({"num_blocks": 1.5}, "1.5"),

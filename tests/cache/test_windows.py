@@ -128,3 +128,35 @@ def test_a_window_of_one_needs_nothing_of_the_past(backend: str) -> None:
         cache.check()
     cache.close(sequence)
     cache.check()
+
+
+@pytest.mark.parametrize("reader_runs_alone", [False, True])
+def test_a_hole_is_filled_from_a_block_that_another_sequence_reads(
+    backend: str, reader_runs_alone: bool
+) -> None:
+    """The reader then holds a unit of the full node in one group and one that is in no node in the other."""
+    cache = make(backend, FULL, Retention("window", 2), num_blocks=15)
+    first = compute(cache, prompt(2))
+    second = compute(cache, prompt(8))
+    assert cache.stats()["cached"] == 1, "the window's first block of the second sequence"
+    reader = cache.open([*prompt(2), 0])
+    assert reader.num_cached_tokens == 2
+    filler = compute(cache, prompt(20, seed=1))
+    assert cache.stats()["evicted_blocks"] >= 1
+    cache.close(filler)
+    first.append(prompt(8)[2:5])
+    advance(cache, first)
+    cache.close(second)
+    cache.close(first)
+    cache.check()
+    if reader_runs_alone:
+        # 7 blocks in 2 groups and no room for the copies: the block is written in place.
+        reader.append([0] * 25)
+        assert len(advance(cache, reader).copies) == 0
+    else:
+        assert cache.match([*prompt(4), 0]).num_tokens == 4
+        assert len(advance(cache, reader).copies) == 1
+        assert cache.match([*prompt(4), 0]).num_tokens == 4
+    cache.close(reader)
+    cache.check()
+    assert cache.match([*prompt(2), 0, 0]).num_tokens == 3

@@ -246,7 +246,7 @@ def test_a_failure_half_way_gives_everything_back(monkeypatch: pytest.MonkeyPatc
 def test_the_rule_of_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_packing(torch.float32) == choose_packing(torch.bfloat16) == "native"
     assert choose_packing(torch.float64) is None
-    monkeypatch.setattr(linear, "_extension", lambda: None)
+    monkeypatch.setattr(linear, "native_module", lambda: None)
     monkeypatch.setattr(linear, "_onednn_serves", lambda dtype: dtype is torch.float32)
     assert choose_packing(torch.float32) == "onednn"
     assert choose_packing(torch.bfloat16) is None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from quire import Cache, KVSpec
-from quire.cache.backends import native_module
+from quire.backends import native_module
 from quire.cache.cache import Sequence
 from quire.spec import LayerSpec, Retention
 

@@ -6,14 +6,13 @@ Cost: an import at the first call, then a dictionary look-up.
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Protocol, cast
 
 import torch
 
 from quire.attention.options import AttentionOptions
 from quire.attention.plan import AttentionPlan
-from quire.errors import ArgumentError, BackendError
+from quire.backends import choose_backend
 from quire.memory.view import KVView
 
 __all__ = ["AttentionBackend", "backend"]
@@ -48,18 +47,7 @@ def backend(name: str | None = None) -> AttentionBackend:
 
     Raises:
         ArgumentError: a name that does not exist.
-        BackendError: the native one is asked for and cannot be loaded.
+        BackendError: the native one is asked for and was not built.
     """
-    asked = name or os.environ.get("QUIRE_BACKEND") or None
-    if asked is not None and asked not in _MODULES:
-        where = "backend=" if name else "the environment variable QUIRE_BACKEND"
-        raise ArgumentError(f"expected python or native, got {asked!r} in {where}")
-    try:
-        return cast(AttentionBackend, importlib.import_module(_MODULES[asked or "native"]))
-    except ImportError as error:
-        if asked == "native":
-            raise BackendError(
-                f"the native attention cannot be loaded ({error}); build the extension (scripts/build-native, or "
-                "pip install .), or use backend='python'"
-            ) from error
-    return cast(AttentionBackend, importlib.import_module(_MODULES["python"]))
+    chosen = choose_backend(name, needs="PagedView")
+    return cast(AttentionBackend, importlib.import_module(_MODULES[chosen]))

@@ -116,7 +116,8 @@ def _view(view: KVView) -> Any:
     try:
         handle = _native.PagedView(
             str(view.dtype).removeprefix("torch."), view.num_blocks, view.num_kv_heads, view.block_size,
-            k.data_ptr(), k.shape[3], *k.stride()[:3], v.data_ptr(), v.shape[3], *v.stride()[:3],
+            k.data_ptr(), k.shape[3], k.stride(0), k.stride(1), k.stride(2),
+            v.data_ptr(), v.shape[3], v.stride(0), v.stride(1), v.stride(2),
         )  # fmt: skip
     except ValueError as error:
         raise ArgumentError(str(error)) from None

@@ -139,6 +139,11 @@ class BlockManager(Protocol):
         """ValueError unless num_computed <= n <= min(reserved, num_tokens)."""
         ...
 
+    def advance(self, sequences: Int64Array, num_computed_tokens: Int64Array, tokens: Int32Array) -> None:
+        """For each sequence in order `commit`, then `append` of its one token. An error of one ends the call; those
+        before it are done. The three arrays have one length."""
+        ...
+
     def complete(self, step: int) -> None:
         """ValueError for a step that has not been reserved yet or is < 1; an old one does nothing."""
         ...

@@ -177,10 +177,11 @@ class PythonBlockManager:
 
     def _take_over(self, request: Request) -> None:
         """No room for a copy and nobody else to wait for: the tree forgets the block, which is then ours."""
-        unit = request.sequence.tables[0][request.start // self.block_size]
-        node = self.blocks.node_of[unit]
-        assert node is not None
-        self.blocks.remove(node)
+        for group, table in enumerate(request.sequence.tables):
+            node = self.blocks.node_of[table[request.start // self.block_size]]
+            if node is not None:
+                self.blocks.make_hole(node, group)
+                self.blocks.tree.prune(node)
         request.copies = False
 
     def _allocate(
@@ -220,6 +221,13 @@ class PythonBlockManager:
             self.num_deduplicated += make_findable(self.blocks, state, num_computed_tokens)
         state.num_computed = num_computed_tokens
         self._release_behind_windows(state)
+
+    def advance(self, sequences: Int64Array, num_computed_tokens: Int64Array, tokens: Int32Array) -> None:
+        for index, (sequence, count) in enumerate(
+            zip(sequences.tolist(), num_computed_tokens.tolist(), strict=True)
+        ):
+            self.commit(sequence, count)
+            self.append(sequence, tokens[index : index + 1])
 
     def _release_behind_windows(self, sequence: SequenceState) -> None:
         for group, (retention, table) in enumerate(zip(self.retentions, sequence.tables, strict=True)):

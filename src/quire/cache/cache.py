@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from quire.backends import choose_backend, native_module
 from quire.cache import arguments
 from quire.cache.backend import BlockManager, Int32Array, Int64Array, StepPlan
-from quire.cache.backends import choose_backend, native_module
 from quire.errors import ArgumentError, SequenceClosedError
 from quire.sizes import format_size, parse_size
 from quire.spec import KVSpec
@@ -26,6 +26,7 @@ from quire.spec import KVSpec
 __all__ = ["Cache", "Match", "Sequence"]
 
 MAX_BLOCK_SIZE = 512
+DEFAULT_MEMORY = "256MiB"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Cache:
             What a token costs; gives the groups.
         num_blocks, memory
             Size of the pool: units, or bytes ("256MiB") that are divided by `spec.unit_bytes(block_size)`.
-            Exactly one of the two.
+            At most one of the two; 256 MiB if neither is given.
         block_size
             Tokens per block, 1 .. 512.
         prefix_caching
@@ -129,11 +130,12 @@ class Cache:
             )
         self.spec = spec
         self.block_size = arguments.count(block_size, "block_size", 1, MAX_BLOCK_SIZE)
-        if (num_blocks is None) == (memory is None):
+        if num_blocks is not None and memory is not None:
             raise ArgumentError(
                 f"expected either num_blocks or memory, got num_blocks={num_blocks!r} and memory={memory!r}"
             )
-        if memory is not None:
+        if num_blocks is None:
+            memory = DEFAULT_MEMORY if memory is None else memory
             unit_bytes = spec.unit_bytes(self.block_size)
             memory_bytes = parse_size(memory)
             num_blocks = memory_bytes // unit_bytes
@@ -236,9 +238,7 @@ class Cache:
         tokens = arguments.token_array(token_ids)
         if len(tokens) != len(ids):
             raise ArgumentError(f"expected one token for each of the {len(ids)} sequences, got {len(tokens)}")
-        for index, (sequence, count) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
-            self._call("commit", sequence, count)
-            self._call("append", sequence, tokens[index : index + 1])
+        self._call("advance", ids, counts, tokens)
 
     def complete(self, step: int) -> None:
         """Step `plan.step` and all before it have ended. Does nothing unless `overlapped_steps`."""

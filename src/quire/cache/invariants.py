@@ -128,6 +128,7 @@ def _check_sequence(manager: PythonBlockManager, sequence: SequenceState) -> Non
         f"{name} has {num_computed} computed of {sequence.num_tokens} tokens, {sequence.reserved} reserved "
         f"in {sequence.num_blocks} blocks",
     )
+    # A block that is written in place is in one node, or in none, for all groups alike.
     nodes_of_partial: set[int] = set()
     for group, (retention, table) in enumerate(zip(manager.retentions, sequence.tables, strict=True)):
         first = retention.first_needed(num_computed) // size
@@ -145,15 +146,14 @@ def _check_sequence(manager: PythonBlockManager, sequence: SequenceState) -> Non
                     "C4",
                     f"{where}: unit {unit} is not its own, {pool.num_references[unit]} references",
                 )
-            elif block == partial:
+            elif block == partial and pool.writer[unit] == sequence.id:
                 nodes_of_partial.add(id(node))
-                if pool.writer[unit] == sequence.id:
-                    num_findable = node.num_tokens if node is not None else 0
-                    _require(
-                        num_findable <= offset,
-                        "C4",
-                        f"{where}: unit {unit} is written from {offset}, found up to {num_findable}",
-                    )
+                num_findable = node.num_tokens if node is not None else 0
+                _require(
+                    num_findable <= offset,
+                    "C4",
+                    f"{where}: unit {unit} is written from {offset}, found up to {num_findable}",
+                )
     _require(len(nodes_of_partial) <= 1, "C4", f"{name}: its partial block is in several nodes")
     if sequence.node is not None:
         _require(

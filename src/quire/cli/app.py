@@ -32,6 +32,8 @@ app.command()(chat)
 # typer keeps its copy of click private; this is the root of its complaints about a command line.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
+_INTERRUPTED = 130
+
 
 def fail(message: str, status: int) -> NoReturn:
     """Prints one line on stderr and leaves."""
@@ -56,6 +58,8 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         fail(str(error), 1)
-    except (KeyboardInterrupt, typer.Abort):
-        fail("interrupted", 130)
+    except typer.Abort:
+        status = _INTERRUPTED
+    if status == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+        fail("interrupted", _INTERRUPTED)
     sys.exit(status if isinstance(status, int) else 0)

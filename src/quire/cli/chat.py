@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from quire.cli import options
-from quire.errors import PromptError
+from quire.errors import CapacityError, PromptError
 
 __all__ = ["chat"]
 
@@ -31,7 +31,7 @@ def chat(
         model, kv_memory, block_size, dtype, max_model_len, seed, backend, revision, trust_remote_code
     )
     with engine_options.build() as llm:
-        print(f"{llm.capacity}. /reset starts anew, /exit leaves.", file=sys.stderr)
+        print(f"quire: {llm.capacity}. /reset starts anew, /exit leaves.", file=sys.stderr)
         messages: list[dict[str, str]] = []
         while True:
             try:
@@ -45,24 +45,21 @@ def chat(
             if line.strip() == "/reset":
                 messages = []
                 continue
-            messages.append({"role": "user", "content": line})
-            stream = llm.stream(messages, params)
+            turn = [*messages, {"role": "user", "content": line}]
+            try:
+                stream = llm.stream(turn, params)
+            except (PromptError, CapacityError) as error:
+                print(f"quire: {error} (/reset starts anew)", file=sys.stderr)
+                continue
             answer = ""
             try:
                 for delta in stream:
                     answer += delta
                     print(delta, end="", flush=True)
             except KeyboardInterrupt:
-                stream.close()  # aborts the request; the conversation goes on with what was said so far
-            except PromptError as error:
-                print(f"quire: {error} (/reset starts anew)", file=sys.stderr)
-                messages.pop()
-                continue
+                stream.close()  # ends this answer; the conversation goes on with what was said so far
             print()
-            result = stream.result
-            if result is not None:
-                print(
-                    f"  [{result.num_cached_tokens} of {len(result.prompt_token_ids)} prompt tokens from the cache]",
-                    file=sys.stderr,
-                )
-            messages.append({"role": "assistant", "content": answer})
+            if stream.result is not None:
+                cached, prompt = stream.result.num_cached_tokens, len(stream.result.prompt_token_ids)
+                print(f"  [{cached} of {prompt} prompt tokens from the cache]", file=sys.stderr)
+            messages = [*turn, {"role": "assistant", "content": answer}]

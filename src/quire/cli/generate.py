@@ -64,6 +64,14 @@ def as_json(results: list[RequestOutput], stats: dict[str, Any]) -> str:
     return json.dumps({"outputs": outputs, "stats": stats}, ensure_ascii=False)
 
 
+def whole(results: list[RequestOutput]) -> list[RequestOutput]:
+    """The results, or the first error among them: a command that answers half of its prompts has failed."""
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    return results
+
+
 def print_stats(stats: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -119,15 +127,17 @@ def generate(
     with engine_options.build() as llm:
         print(f"quire: {llm.capacity}", file=sys.stderr)
         if as_json_object:
-            print(as_json(llm.generate(texts, params), llm.stats()))
+            results = whole(llm.generate(texts, params))
+            print(as_json(results, llm.stats()))
             return
         if len(texts) == 1:
+            stream = llm.stream(texts[0], params)
             print(texts[0], end="", flush=True)
-            for delta in llm.stream(texts[0], params):
+            for delta in stream:
                 print(delta, end="", flush=True)
             print()
         else:
-            for result in llm.generate(texts, params, progress=sys.stderr.isatty()):
+            for result in whole(llm.generate(texts, params, progress=sys.stderr.isatty())):
                 print(f"{result.prompt}{result.outputs[0].text}\n")
         if show_stats:
             print_stats(llm.stats())

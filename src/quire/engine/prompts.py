@@ -45,7 +45,7 @@ def encode(prompt: Any, tokenizer: Any, where: str = "the prompt") -> Prompt:
         _needs(tokenizer, where)
         if not prompt:
             raise PromptError(f"expected text, got an empty string - as {where}")
-        return _not_empty(Prompt(prompt, tokenizer(prompt)["input_ids"]), where)
+        return _not_empty(Prompt(prompt, tokenizer(prompt, verbose=False)["input_ids"]), where)
     if isinstance(prompt, np.ndarray) or (
         isinstance(prompt, Sequence) and all(hasattr(token, "__index__") for token in prompt)
     ):
@@ -72,7 +72,9 @@ def _chat(messages: list[Any], tokenizer: Any, where: str) -> Prompt:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise what they like
         raise PromptError(f"the model's chat template refuses {where}: {error}") from error
-    return _not_empty(Prompt(text, tokenizer(text, add_special_tokens=False)["input_ids"]), where)
+    return _not_empty(
+        Prompt(text, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), where
+    )
 
 
 def _needs(tokenizer: Any, where: str) -> None:

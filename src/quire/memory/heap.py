@@ -23,10 +23,11 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 
 import torch
 
-from quire.errors import ArgumentError, CapacityError
+from quire.errors import ArgumentError, BackendError, CapacityError
 
 __all__ = ["HUGE_PAGE_BYTES", "Heap"]
 
@@ -36,8 +37,9 @@ HUGE_PAGE_BYTES = 2 << 20
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MINCORE_BYTES = 1 << 30  # looked at in one mincore call: a result vector of 256 KiB
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+if sys.platform == "linux":
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class Heap:
@@ -48,12 +50,18 @@ class Heap:
 
     Raises:
         ArgumentError: `max_bytes` is not positive.
+        BackendError: not on Linux.
         CapacityError: the operating system refuses the reservation.
     """
 
     def __init__(self, max_bytes: int) -> None:
         if max_bytes <= 0:
             raise ArgumentError(f"expected a positive size for a heap, got {max_bytes} bytes")
+        if sys.platform != "linux":
+            raise BackendError(
+                f"expected Linux for the paged storage, whose memory is committed on use, got {sys.platform}; "
+                "quire.Cache and quire.KVSpec run everywhere"
+            )
         self.max_bytes = _round_up(max_bytes, mmap.PAGESIZE)
         try:
             self._map = mmap.mmap(

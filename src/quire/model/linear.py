@@ -29,13 +29,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quire.backends import native_module
 from quire.errors import ArgumentError, BackendError
 
 __all__ = ["PackedEmbedding", "PackedLinear", "PackedWeight", "Packing", "choose_packing", "pack_linears"]
@@ -72,7 +72,7 @@ class NativeWeight:
     def __init__(self, weight: torch.Tensor, isa: str | None = None) -> None:
         self.dtype = weight.dtype
         self.num_outputs, self.num_inputs = weight.shape
-        module = _extension()
+        module = native_module()
         if module is None:
             raise BackendError('expected quire._native for packing "native", and it is not built here')
         self._packed = module.PackedWeight(
@@ -121,14 +121,6 @@ class OneDnnWeight:
 
 
 @functools.cache
-def _extension() -> ModuleType | None:
-    try:
-        from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-    except ImportError:
-        return None
-    return cast(ModuleType, _native)
-
-
 @functools.cache
 def _onednn_serves(dtype: torch.dtype) -> bool:
     """Whether the private operators exist, run `dtype` here, and give the weight back."""
@@ -146,7 +138,7 @@ def choose_packing(dtype: torch.dtype) -> Packing | None:
     """What packs and computes layers of `dtype` here; None leaves them alone. The rule stands in the file's head."""
     if dtype not in _DTYPE_NAMES:
         return None
-    if _extension() is not None:
+    if native_module() is not None:
         return "native"
     return "onednn" if _onednn_serves(dtype) else None
 

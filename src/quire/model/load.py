@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -107,7 +108,12 @@ def load(
             )
             model, report = loaded
         except Exception as error:  # transformers, safetensors and the Hub client raise many kinds
-            raise LoadError(f"cannot load the model {_shown(source, where)}: {_one_line(error)}") from error
+            broken = (
+                "a safetensors file is broken or cut short: " if isinstance(error, SafetensorError) else ""
+            )
+            raise LoadError(
+                f"cannot load the model {_shown(source, where)}: {broken}{_one_line(error)}"
+            ) from error
         tokenizer = _load_tokenizer(where, local, options, source)
     missing = sorted(report["missing_keys"])
     if missing:

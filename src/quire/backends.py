@@ -1,4 +1,4 @@
-"""Which block manager runs: the one place of the cache where "native or python" is decided.
+"""Which back end a part runs on: the one place where "native or python" is decided.
 
 `native` is the extension `quire._native`, `python` what runs without it. Asked for by argument, else by the
 environment variable QUIRE_BACKEND, else native where it is built.

@@ -1,0 +1,258 @@
+"""Quire's native back end: block manager, attention, linear."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+class GroupPlan:
+    """One group's part of a step; see quire.cache.backend.GroupPlan."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def query_start(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    @property
+    def context_lengths(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    @property
+    def slot_mapping(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    @property
+    def lookahead_slots(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    @property
+    def block_tables(self) -> NDArray[numpy.int32]: ...
+    @property
+    def copies(self) -> Annotated[NDArray[numpy.int32], dict(shape=(None, None))]: ...
+
+class StepPlan(GroupPlan):
+    """What `reserve` decided; see quire.cache.backend.StepPlan."""
+
+    @property
+    def num_groups(self) -> int: ...
+    def group(self, index: int) -> GroupPlan: ...
+
+class BlockManager:
+    """The native back end of quire.cache.backend.BlockManager."""
+
+    def __init__(
+        self,
+        retentions: Sequence[tuple[str, int]],
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        watermark_blocks: int,
+        overlapped_steps: bool,
+    ) -> None: ...
+    def match(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        namespace: bytes,
+        key_positions: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        keys: Sequence[bytes],
+    ) -> int: ...
+    def open(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        namespace: bytes,
+        key_positions: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        keys: Sequence[bytes],
+    ) -> int: ...
+    def append(
+        self,
+        sequence: int,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None: ...
+    def tokens(self, sequence: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    def num_tokens(self, sequence: int) -> int: ...
+    def num_cached_tokens(self, sequence: int) -> int: ...
+    def num_computed_tokens(self, sequence: int) -> int: ...
+    def num_blocks_needed(
+        self,
+        sequences: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        num_new_tokens: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        num_lookahead: int,
+    ) -> int: ...
+    def reserve(
+        self, sequences: NDArray[numpy.int64], num_new_tokens: NDArray[numpy.int64], num_lookahead: int
+    ) -> StepPlan | None: ...
+    def commit(self, sequence: int, num_computed_tokens: int) -> None: ...
+    def advance(
+        self,
+        sequences: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        num_computed_tokens: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None: ...
+    def complete(self, step: int) -> None: ...
+    def fork(self, sequence: int) -> int: ...
+    def rewind(self, sequence: int, position: int) -> int: ...
+    def close(self, sequence: int) -> None: ...
+    def reset(self) -> None: ...
+    def counts(self) -> tuple[int, int, int, int]: ...
+    def stats(self) -> dict: ...
+    def check(self) -> None: ...
+    def block_table(
+        self, sequence: int, group: int
+    ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+    @property
+    def num_visited(self) -> int:
+        """Tree nodes compared so far: what look-ups have cost."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """
+        Address space of pool and tree; memory is taken by what has been in use.
+        """
+
+def isa() -> str:
+    """
+    Name of the instruction set the kernels use. Raises ValueError where QUIRE_ISA names one that cannot run.
+    """
+
+def supported_isas() -> list[str]:
+    """
+    Names of all variants that run on this processor, best first, the emulated ones last.
+    """
+
+def num_threads() -> int:
+    """Threads the kernels use."""
+
+def set_num_threads(num_threads: int) -> None:
+    """Sets the threads the kernels use, at least 1."""
+
+class PackedWeight:
+    """
+    A linear layer's weight packed once for the kernels. All buffers are addresses of CPU memory.
+    """
+
+    def __init__(
+        self,
+        weight: int,
+        num_outputs: int,
+        num_inputs: int,
+        output_stride: int,
+        input_stride: int,
+        dtype: str,
+        isa: str | None = None,
+    ) -> None:
+        """
+        Packs the weight whose element (n, k) lies at weight + n * output_stride + k * input_stride (in elements). dtype: float32, bfloat16 or float16; isa: a variant's name, default the one in use. The weight may be freed afterwards.
+        """
+
+    def multiply(self, x: int, rows: int, bias: int, out: int) -> None:
+        """
+        out [rows, num_outputs] = x [rows, num_inputs] times the weight + bias [num_outputs] (0: none); all contiguous, of the weight's dtype.
+        """
+
+    def unpack(self, out: int) -> None:
+        """Writes the weight, bit for bit, contiguous [num_outputs, num_inputs]."""
+
+    def gather_rows(self, ids: int, num_ids: int, out: int) -> None:
+        """
+        Rows of the weight for int64 ids, contiguous [num_ids, num_inputs]. Raises IndexError for an id out of range.
+        """
+
+    @property
+    def num_outputs(self) -> int: ...
+    @property
+    def num_inputs(self) -> int: ...
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed form."""
+
+    @property
+    def isa(self) -> str:
+        """The variant it is packed for."""
+
+class PagedView:
+    """
+    One layer's keys and values; strides in elements. Does not own the memory.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        k: int,
+        k_width: int,
+        k_block_stride: int,
+        k_head_stride: int,
+        k_token_stride: int,
+        v: int,
+        v_width: int,
+        v_block_stride: int,
+        v_head_stride: int,
+        v_token_stride: int,
+    ) -> None: ...
+
+class AttentionBatch:
+    """
+    A step's rows and block tables, int32 and contiguous. Does not own the memory.
+    """
+
+    def __init__(
+        self,
+        query_start: int,
+        context_lengths: int,
+        block_tables: int,
+        num_sequences: int,
+        table_width: int,
+        num_threads: int,
+    ) -> None: ...
+
+class AttentionOptions:
+    """
+    A layer's settings; `sinks` is an address, or 0. Does not own the memory.
+    """
+
+    def __init__(self, scale: float, window: int, chunk: int, softcap: float, sinks: int) -> None: ...
+
+def attention_write(
+    arg0: PagedView,
+    arg1: int,
+    arg2: int,
+    arg3: int,
+    arg4: int,
+    arg5: int,
+    arg6: int,
+    arg7: int,
+    arg8: int,
+    arg9: int,
+    /,
+) -> None:
+    """
+    Stores keys and values in slots. Raises ValueError for a slot outside the view.
+    """
+
+def attention_run(
+    arg0: PagedView,
+    arg1: int,
+    arg2: int,
+    arg3: int,
+    arg4: int,
+    arg5: int,
+    arg6: int,
+    arg7: int,
+    arg8: AttentionBatch,
+    arg9: AttentionOptions,
+    /,
+) -> None:
+    """Attention of a batch. Raises ValueError for a block outside the view."""
+
+def read_bandwidth(num_bytes: int, repetitions: int) -> float:
+    """
+    Bytes per second at which all threads together read a buffer of num_bytes; the best of `repetitions`.
+    """
