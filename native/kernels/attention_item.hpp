@@ -117,6 +117,10 @@ class AttendItem {
         zeros_ = reinterpret_cast<const Element*>(kZeroRow);
         logit_scale_ = options_.softcap > 0.0f ? options_.scale / options_.softcap : options_.scale * kLog2E;
         logit_cap_ = options_.softcap * kLog2E;
+        for (int row = 0; row < rows_; ++row) {
+            const std::int64_t at = position(item.row_start + row);
+            seen_[row] = {first_visible(options_, at), at + 1};
+        }
     }
 
     void run() {
@@ -233,9 +237,7 @@ class AttendItem {
             if (seen.start >= seen.stop) continue;
             float* s = scores_ + row * kTileTokens;
             products_.scores(query, row, count, seen.start, seen.stop, s);
-            for (int r = 0; r < count; ++r) {
-                factors_[row + r] = soften(s + r * kTileTokens, item_.row_start + row + r, base, states, head * rows_ + row + r);
-            }
+            soften(s, row, count, base, states, head * rows_ + row);
         }
         for (int row = 0, count; row < rows_; row += count) {
             count = products_.block_rows(row);
@@ -254,8 +256,7 @@ class AttendItem {
         int start, stop;
     };
     Seen seen_by(int row, int count, std::int64_t base) const {
-        const std::int64_t first = position(item_.row_start + row), last = position(item_.row_start + row + count - 1);
-        return {static_cast<int>(larger(first_visible(options_, first) - base, 0)), static_cast<int>(smaller(last + 1 - base, kTileTokens))};
+        return {static_cast<int>(larger(seen_[row].start - base, 0)), static_cast<int>(smaller(seen_[row + count - 1].stop - base, kTileTokens))};
     }
 
     static void scale(float* o, std::int64_t count, float factor) {
@@ -268,38 +269,48 @@ class AttendItem {
         return options_.softcap > 0.0f ? S::mul(tanh<S>(scaled), S::broadcast(logit_cap_)) : scaled;
     }
 
-    // A row's scores of a tile -> its p, by the online softmax; what it does not see gets p = 0. The factor for its o so far.
-    float soften(float* s, std::int64_t row, std::int64_t base, RowStates& states, std::int64_t state) const {
-        const std::int64_t at = position(row), start = first_visible(options_, at) - base, stop = at + 1 - base;
-        const bool whole = start <= 0 && stop >= kTileTokens;
-        const int low = static_cast<int>(larger(start, 0)), high = static_cast<int>(larger(smaller(stop, kTileTokens), 0));
-        Vec x[kVectors], most = S::broadcast(kMinusInfinity);
-#pragma GCC unroll 8
-        for (int i = 0; i < kVectors; ++i) {
-            x[i] = logits(S::load(s + i * S::kWidth));
-            if (!whole) x[i] = S::within(x[i], low - i * S::kWidth, high - i * S::kWidth);
-            most = S::max(x[i], most);
+    // Scores of a tile -> p, by the online softmax; what a row does not see gets p = 0. Leaves the factors for o so far.
+    // Three short loops over the rows, because a row's steps wait for each other.
+    void soften(float* s, int row, int count, std::int64_t base, RowStates& states, std::int64_t state) {
+        float tops[Products::kBlockRows], sums[Products::kBlockRows];
+        for (int r = 0; r < count; ++r) {
+            const std::int64_t start = seen_[row + r].start - base, stop = seen_[row + r].stop - base;
+            const bool whole = start <= 0 && stop >= kTileTokens;
+            const int low = static_cast<int>(larger(start, 0)), high = static_cast<int>(larger(smaller(stop, kTileTokens), 0));
+            Vec most = S::broadcast(kMinusInfinity);
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; ++i) {
+                float* at = s + r * kTileTokens + i * S::kWidth;
+                Vec x = logits(S::load(at));
+                if (!whole) x = S::within(x, low - i * S::kWidth, high - i * S::kWidth);
+                S::store(at, x);
+                most = S::max(x, most);
+            }
+            const float tile_most = S::reduce_max(most), before = states.m[state + r];
+            tops[r] = tile_most > before ? tile_most : before;
         }
-        const float before = states.m[state], tile_most = S::reduce_max(most), now = tile_most > before ? tile_most : before;
-        if (now == kMinusInfinity) {  // nothing seen in this partial so far
-            for (int i = 0; i < kVectors; ++i) S::store(s + i * S::kWidth, S::zero());
-            return 1.0f;
+        for (int r = 0; r < count; ++r) {
+            // A row that has seen nothing in this partial yet: every logit is -inf, and so is below 0.
+            const Vec top = S::broadcast(tops[r] == kMinusInfinity ? 0.0f : tops[r]);
+            Vec sum = S::zero();
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; ++i) {
+                float* at = s + r * kTileTokens + i * S::kWidth;
+                const Vec p = exp2_nonpositive<S>(S::sub(S::load(at), top));
+                S::store(at, p);
+                sum = S::add(sum, p);
+            }
+            sums[r] = S::reduce_add(sum);
         }
-        Vec sum = S::zero();
-        const Vec top = S::broadcast(now);
-#pragma GCC unroll 8
-        for (int i = 0; i < kVectors; ++i) {
-            const Vec p = exp2_nonpositive<S>(S::sub(x[i], top));
-            S::store(s + i * S::kWidth, p);
-            sum = S::add(sum, p);
+        for (int r = 0; r < count; ++r) {
+            float factor = 1.0f;
+            if (tops[r] > states.m[state + r]) {
+                factor = S::first(exp2_nonpositive<S>(S::broadcast(states.m[state + r] - tops[r])));
+                states.m[state + r] = tops[r];
+            }
+            states.l[state + r] = states.l[state + r] * factor + sums[r];
+            factors_[row + r] = factor;
         }
-        float factor = 1.0f;
-        if (now > before) {
-            factor = S::first(exp2_nonpositive<S>(S::broadcast(before - now)));
-            states.m[state] = now;
-        }
-        states.l[state] = states.l[state] * factor + S::reduce_add(sum);
-        return factor;
     }
 
     static float weight(float m, float top) {
@@ -364,6 +375,9 @@ class AttendItem {
     float* own_;
     float* scores_;  // [rows of a head][kTileTokens]
     float factors_[kItemRows];
+    struct {
+        std::int64_t start, stop;
+    } seen_[kItemRows];  // positions that each row sees
     unsigned char* queries_;
     std::int64_t first_token_;
     std::int64_t first_position_;

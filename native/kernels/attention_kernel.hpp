@@ -1,8 +1,7 @@
 // The work of an attention call, cut into items, and what a variant gives to do them.
 //
 // One definition of the arithmetic of a query row:
-//   R1  tokens are counted from 0 of the sequence. A tile is 16 tokens (32 with AMX), a partial 512, both at multiples of
-//       their size.
+//   R1  tokens are counted from 0 of the sequence. A tile is 32 tokens, a partial 512, both at multiples of their size.
 //   R2  scores of a tile: float32 sums over d in the variant's lanes, folded by one tree; scale, soft cap, base-2 logits.
 //   R3  a partial starts with m = -inf, l = 0, o = 0 and takes its tiles in order: online softmax over the tile's lanes, then
 //       o += p v, tokens in order. Tiles and tokens that a row does not see add nothing to it.

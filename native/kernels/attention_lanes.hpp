@@ -17,7 +17,7 @@ class LaneProducts {
   public:
     using Simd = S;
     using Element = T;
-    static constexpr int kTileTokens = 16;
+    static constexpr int kTileTokens = 32;
     static constexpr int kBlockRows = 6;
 
     LaneProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
@@ -83,6 +83,24 @@ class LaneProducts {
     }
 
   private:
+    // Few rows: memory is asked for half a tile ahead, in the order in which blocks of 16 tokens lie in memory (K, then V):
+    // the scores ask for this tile's second half, the values for the first half of the tile to come.
+    static constexpr int kHalf = kTileTokens / 2;
+    void prefetch_half(int token) const {
+        if (token < kHalf) {
+            prefetch_row<S>(k_[token + kHalf], k_width_);
+        } else {
+            prefetch_row<S>(v_[token], v_width_);
+        }
+    }
+    void prefetch_next_half(int token) const {
+        if (token < kHalf) {
+            prefetch_row<S>(next_k_[token], k_width_);
+        } else {
+            prefetch_row<S>(next_v_[token - kHalf], v_width_);
+        }
+    }
+
     // Tokens folded together: no fewer than give each product enough independent sums.
     static constexpr int kGroup = kWidth < 8 ? 8 : kWidth;
     static constexpr bool kTails = kWidth > 8;  // widths are multiples of 8
@@ -129,7 +147,7 @@ class LaneProducts {
 #pragma GCC unroll 16
                 for (int n = 0; n < kTokens; ++n) {
                     key[n] = k[group + t + n];
-                    if (rows_ <= kBlockRows) prefetch_row<S>(next_k_[group + t + n], k_width_);
+                    if (rows_ <= kBlockRows) prefetch_half(group + t + n);
 #pragma GCC unroll 8
                     for (int r = 0; r < kRows; ++r) sum[r][n] = S::zero();
                 }
@@ -206,7 +224,7 @@ class LaneProducts {
                                                        int column, Load load) const {
         if (rows_ <= kBlockRows) {
             const int stop = kTileTokens * (column + kVectors * kWidth) / v_width_;
-            for (int t = kTileTokens * column / v_width_; t < stop && t < kTileTokens; ++t) prefetch_row<S>(next_v_[t], v_width_);
+            for (int t = kTileTokens * column / v_width_; t < stop && t < kTileTokens; ++t) prefetch_next_half(t);
         }
         Vec sum[kRows][kVectors];
 #pragma GCC unroll 8

@@ -71,7 +71,7 @@ class PairProducts : InterleavedValues<S> {
   public:
     using Simd = S;
     using Element = bf16;
-    static constexpr int kTileTokens = 16;
+    static constexpr int kTileTokens = 32;
     static constexpr int kBlockRows = 6;
 
     PairProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
@@ -134,6 +134,24 @@ class PairProducts : InterleavedValues<S> {
     void finish(const float* o, float factor, bf16* out) const { Values::finish(o, factor, v_width_, out); }
 
   private:
+    // Few rows: memory is asked for half a tile ahead, in the order in which blocks of 16 tokens lie in memory (K, then V):
+    // the scores ask for this tile's second half, the values for the first half of the tile to come.
+    static constexpr int kHalf = kTileTokens / 2;
+    void prefetch_half(int token) const {
+        if (token < kHalf) {
+            prefetch_row<S>(k_[token + kHalf], k_width_);
+        } else {
+            prefetch_row<S>(v_[token], v_width_);
+        }
+    }
+    void prefetch_next_half(int token) const {
+        if (token < kHalf) {
+            prefetch_row<S>(next_k_[token], k_width_);
+        } else {
+            prefetch_row<S>(next_v_[token - kHalf], v_width_);
+        }
+    }
+
     // Tokens of a register tile of scores, and interleaved chunks of 32 columns of one of values.
     static constexpr int tile_tokens(int rows) { return rows == 1 ? 16 : rows <= 3 ? 8 : 4; }
     static constexpr int tile_chunks(int rows) { return rows <= 2 ? 4 : 2; }
@@ -150,7 +168,7 @@ class PairProducts : InterleavedValues<S> {
 #pragma GCC unroll 16
                 for (int n = 0; n < kTokens; ++n) {
                     key[n] = k_[group + t + n];
-                    if (!many_rows()) prefetch_row<S>(next_k_[group + t + n], k_width_);
+                    if (!many_rows()) prefetch_half(group + t + n);
 #pragma GCC unroll 8
                     for (int r = 0; r < kRows; ++r) sum[r][n] = S::zero();
                 }
@@ -199,7 +217,7 @@ class PairProducts : InterleavedValues<S> {
     __attribute__((always_inline)) void values_columns(int start, int stop, int column, float* o, std::int64_t stride) const {
         if (!many_rows()) {  // the rows to come, spread over the columns
             const int padded = pair_stride_ / 2;
-            for (int t = kTileTokens * column / padded; t < kTileTokens * (column + kChunks * kColumns) / padded; ++t) prefetch_row<S>(next_v_[t], v_width_);
+            for (int t = kTileTokens * column / padded; t < kTileTokens * (column + kChunks * kColumns) / padded; ++t) prefetch_next_half(t);
         }
         Vec sum[kRows][2 * kChunks];
 #pragma GCC unroll 8
