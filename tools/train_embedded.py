@@ -301,6 +301,7 @@ def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
         do_sample=True,  # greedy answers of so small a model run in circles
         temperature=0.7,
         top_p=0.95,
+        max_new_tokens=96,
     )
     shipped.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder, save_jinja_files=False)
