@@ -10,6 +10,12 @@
 #include <string>
 #include <vector>
 
+#include <sys/mman.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "kernels/attention_kernel.hpp"
 #include "kernels/thread_pool.hpp"
 
@@ -231,20 +237,32 @@ void attention_write(const PagedView& view, const TokenTensor& k, const TokenTen
     });
 }
 
+namespace {
+
+std::uint64_t sum_words(const std::uint64_t* words, std::int64_t count) {
+    std::uint64_t sum = 0;
+    for (std::int64_t i = 0; i < count; ++i) sum += words[i];
+    return sum;
+}
+
 #if defined(__x86_64__)
-#define QUIRE_WIDE_LOADS __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define QUIRE_WIDE_LOADS
+// Intrinsics, not a loop for the compiler: what is measured must be the memory.
+__attribute__((target("avx2"))) std::uint64_t sum_words_avx2(const std::uint64_t* words, std::int64_t count) {
+    const auto* from = reinterpret_cast<const __m256i*>(words);
+    __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
+    for (std::int64_t i = 0; i < count / 4; i += 4) {
+        a = _mm256_add_epi64(a, _mm256_load_si256(from + i));
+        b = _mm256_add_epi64(b, _mm256_load_si256(from + i + 1));
+        c = _mm256_add_epi64(c, _mm256_load_si256(from + i + 2));
+        d = _mm256_add_epi64(d, _mm256_load_si256(from + i + 3));
+    }
+    alignas(32) std::uint64_t sums[4];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(sums), _mm256_add_epi64(_mm256_add_epi64(a, b), _mm256_add_epi64(c, d)));
+    return sums[0] + sums[1] + sums[2] + sums[3];
+}
 #endif
 
-QUIRE_WIDE_LOADS static std::uint64_t sum_words(const std::uint64_t* words, std::int64_t count) {
-    std::uint64_t sums[32] = {};
-    for (std::int64_t i = 0; i + 32 <= count; i += 32) {
-        for (int j = 0; j < 32; ++j) sums[j] += words[i + j];
-    }
-    for (int j = 1; j < 32; ++j) sums[0] += sums[j];
-    return sums[0];
-}
+}  // namespace
 
 double read_bandwidth(std::int64_t num_bytes, int repetitions) {
     if (num_bytes < (1 << 20) || repetitions < 1) {
@@ -253,15 +271,23 @@ double read_bandwidth(std::int64_t num_bytes, int repetitions) {
     }
     const std::int64_t num_words = num_bytes / 8;
     const AlignedBuffer<std::uint64_t> buffer = aligned_buffer<std::uint64_t>(num_words);
+#if defined(MADV_HUGEPAGE)
+    madvise(reinterpret_cast<void*>(padded_to(reinterpret_cast<std::intptr_t>(buffer.get()), 4096)), static_cast<std::size_t>(num_bytes) - 4096,
+            MADV_HUGEPAGE);  // as the storage has them
+#endif
     std::fill_n(buffer.get(), num_words, std::uint64_t{1});
     constexpr std::int64_t kPieceWords = (1 << 20) / 8;
     const std::int64_t num_pieces = num_words / kPieceWords;
     std::atomic<std::uint64_t> sum{0};
+    auto* read = sum_words;
+#if defined(__x86_64__)
+    if (isa_supported(Isa::avx2)) read = sum_words_avx2;
+#endif
     double best = 0;
     for (int i = 0; i < repetitions; ++i) {
         const auto start = std::chrono::steady_clock::now();
         ThreadPool::instance().run(num_pieces, [&](std::int64_t piece) {
-            sum.fetch_add(sum_words(buffer.get() + piece * kPieceWords, kPieceWords), std::memory_order_relaxed);
+            sum.fetch_add(read(buffer.get() + piece * kPieceWords, kPieceWords), std::memory_order_relaxed);
         });
         const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
         best = std::max(best, static_cast<double>(num_pieces * kPieceWords * 8) / seconds.count());
