@@ -270,7 +270,7 @@ def test_every_variant_that_can_run_here(isa: str, examples: int) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=850,
     )
     assert done.returncode == 0, f"QUIRE_ISA={isa}\n{done.stdout[-4000:]}\n{done.stderr[-1000:]}"
     assert " passed" in done.stdout
