@@ -5,13 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/element.hpp"
 #include "kernels/isa.hpp"
 
 namespace quire {
-
-enum class Element { f32, bf16, f16 };
-
-constexpr std::int64_t element_bytes(Element element) { return element == Element::f32 ? 4 : 2; }
 
 // Order of a panel's elements; P columns, k runs over K in all of them.
 enum class PanelLayout {

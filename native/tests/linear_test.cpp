@@ -9,48 +9,14 @@
 #include "kernels/linear.hpp"
 #include "kernels/simd.hpp"
 #include "kernels/thread_pool.hpp"
+#include "tests/buffer.hpp"
 #include "tests/testing.hpp"
 
 using namespace quire;
+using quire::testing::Buffer;
 using quire::testing::Random;
 
 namespace {
-
-// Elements of `element` on the heap, no byte more than they need.
-struct Buffer {
-    Buffer(Element kind, std::int64_t size)
-        : element(kind), count(size), data(new unsigned char[static_cast<std::size_t>(size * element_bytes(kind))]) {}
-
-    double get(std::int64_t i) const {
-        const unsigned char* from = data.get() + i * element_bytes(element);
-        if (element == Element::f32) return read<float>(from);
-        return element == Element::bf16 ? to_float(read<bf16>(from)) : to_float(read<f16>(from));
-    }
-    void set(std::int64_t i, float value) {
-        unsigned char* to = data.get() + i * element_bytes(element);
-        if (element == Element::f32) return write<float>(to, value);
-        return element == Element::bf16 ? write<bf16>(to, value) : write<f16>(to, value);
-    }
-    void fill(Random& random) {
-        for (std::int64_t i = 0; i < count; ++i) set(i, static_cast<float>(random.below(2001) - 1000) / 500.0f);
-    }
-    template <class T>
-    static T read(const unsigned char* from) {
-        T value;
-        std::memcpy(&value, from, sizeof value);
-        return value;
-    }
-    template <class T>
-    static void write(unsigned char* to, float value) {
-        T rounded;
-        round_to(value, rounded);
-        std::memcpy(to, &rounded, sizeof rounded);
-    }
-
-    Element element;
-    std::int64_t count;
-    std::unique_ptr<unsigned char[]> data;
-};
 
 bool same(const Buffer& a, std::int64_t first, const Buffer& b, std::int64_t count) {
     const auto bytes = static_cast<std::size_t>(element_bytes(a.element));
