@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from quire.backends import native_module
 from quire.engine.capacity import kv_memory_bytes, num_units_for
 from quire.engine.engine import Engine
 from quire.engine.interrupt import deferred_interrupt
@@ -78,6 +79,8 @@ class LLM:
 
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+            if (native := native_module()) is not None:
+                native.set_num_threads(num_threads)
         loaded = load(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         prepared = PreparedModel(loaded, backend=backend, max_model_len=max_model_len)
         self._prepared = prepared

@@ -102,7 +102,7 @@ class PreparedModel:
             arguments["logits_to_keep"] = step.logits_rows
         cache.begin(step)
         try:
-            with torch.inference_mode(), self._switched():
+            with torch.inference_mode(), self._switched(), self._one_thread_pool():
                 output = self._model(
                     input_ids=step.input_ids[None],
                     position_ids=step.position_ids[None],
@@ -146,6 +146,19 @@ class PreparedModel:
         if self.attention is not reference or choose_packing(self.loaded.dtype) != "native":
             # The python back end leaves the extension's kernels alone where they are built.
             self._undo.append(pack_linears(model))
+
+    @contextmanager
+    def _one_thread_pool(self) -> Iterator[None]:
+        """torch on one thread beside the kernels' pool, whose processors its OpenMP workers would spin on."""
+        if self.attention is reference:
+            yield
+            return
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
 
     @contextmanager
     def _switched(self, name: str = attention_function.NAME) -> Iterator[None]:
