@@ -7,4 +7,5 @@ NB_MODULE(_native, m) {
     quire::bind_runtime(m);
     quire::bind_linear(m);
     quire::bind_attention(m);
+    quire::bind_decoder_layer(m);
 }

@@ -208,8 +208,7 @@ void attention_run(const PagedView& view, const TokenTensor& query, const TokenT
     run_on(batch.num_threads, static_cast<std::int64_t>(workspace.items.size()), [&](std::int64_t i) { variant(job, i); });
 }
 
-void attention_write(const PagedView& view, const TokenTensor& k, const TokenTensor& v, const std::int64_t* slots, std::int64_t num_tokens,
-                     int num_threads) {
+void check_slots(const PagedView& view, const std::int64_t* slots, std::int64_t num_tokens) {
     const std::int64_t num_slots = view.num_blocks * view.block_size;
     for (std::int64_t t = 0; t < num_tokens; ++t) {
         if (slots[t] < 0 || slots[t] >= num_slots) {
@@ -217,6 +216,11 @@ void attention_write(const PagedView& view, const TokenTensor& k, const TokenTen
                                         " for token " + std::to_string(t));
         }
     }
+}
+
+void attention_write(const PagedView& view, const TokenTensor& k, const TokenTensor& v, const std::int64_t* slots, std::int64_t num_tokens,
+                     int num_threads) {
+    check_slots(view, slots, num_tokens);
     const std::int64_t bytes = element_bytes(view.element);
     const auto copy = [&](const TokenTensor& from, const PagedTensor& to, std::int64_t token, std::int64_t block, std::int64_t offset) {
         const unsigned char* source = from.data + token * from.token_stride * bytes;

@@ -65,6 +65,9 @@ struct TokenTensor {
 
 constexpr std::int64_t kMaxHeadWidth = 512;
 
+// std::invalid_argument if one of `slots` lies outside the view.
+void check_slots(const PagedView& view, const std::int64_t* slots, std::int64_t num_tokens);
+
 // k [num_tokens, num_kv_heads, k.width] and v (v.width), of the view's element, to distinct `slots`.
 void attention_write(const PagedView& view, const TokenTensor& k, const TokenTensor& v, const std::int64_t* slots, std::int64_t num_tokens,
                      int num_threads);

@@ -15,3 +15,4 @@ set(QUIRE_FLAGS_amx_bf16 ${QUIRE_FLAGS_avx512_bf16} -mamx-tile -mamx-bf16)
 
 include(native/kernels/attention.cmake OPTIONAL)
 include(native/kernels/linear.cmake OPTIONAL)
+include(native/kernels/decoder_layer.cmake OPTIONAL)

@@ -256,3 +256,65 @@ def read_bandwidth(num_bytes: int, repetitions: int) -> float:
     """
     Bytes per second at which all threads together read a buffer of num_bytes; the best of `repetitions`.
     """
+
+class Norm:
+    """
+    A norm over a row; does not own its float32 weight and bias, given as addresses.
+    """
+
+    def __init__(self, kind: str, weight: int, bias: int, epsilon: float) -> None: ...
+    def run(self, dtype: str, x: int, rows: int, width: int, out: int) -> None:
+        """The norm of each row of x [rows, width], contiguous."""
+
+class Surroundings:
+    """Norms before and after a half of a layer, and its residual."""
+
+    def __init__(self, before: Norm | None, after: Norm | None, residual_scale: float | None) -> None:
+        """residual_scale: of what is added to the input; None: nothing is added."""
+
+class AttentionBlock:
+    """The attention half of a decoder layer. Owns nothing it is made of."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        qkv: Sequence[tuple[PackedWeight, int]],
+        q_norm: Norm | None,
+        k_norm: Norm | None,
+        norm_heads: bool,
+        rotation: str,
+        output: PackedWeight,
+        output_bias: int,
+        num_q_heads: int,
+    ) -> None: ...
+    def run(
+        self,
+        rows: int,
+        view: PagedView,
+        batch: AttentionBatch,
+        options: AttentionOptions,
+        slots: int,
+        cos: int,
+        sin: int,
+        table_width: int,
+        hidden: int,
+        out: int,
+    ) -> None:
+        """
+        Stores the rows' K and V and writes out [rows, width]. Raises ValueError for a slot or a block outside the view.
+        """
+
+class MlpBlock:
+    """The MLP half of a decoder layer. Owns nothing it is made of."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        inputs: Sequence[tuple[PackedWeight, int]],
+        gated: bool,
+        activation: str,
+        output: PackedWeight,
+        output_bias: int,
+    ) -> None: ...
+    def run(self, rows: int, hidden: int, out: int) -> None:
+        """out [rows, width] may be hidden."""

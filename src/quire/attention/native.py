@@ -21,9 +21,18 @@ from quire.attention.plan import AttentionPlan
 from quire.errors import ArgumentError
 from quire.memory.view import KVView
 
-__all__ = ["run", "write"]
+__all__ = ["handles", "run", "write"]
 
 _HANDLE = "_native_handle"
+
+
+def handles(view: KVView, plan: AttentionPlan, options: AttentionOptions) -> tuple[Any, Any, Any]:
+    """The three as the kernels take them, for a caller that has checked that they fit together."""
+    return (
+        view.__dict__.get(_HANDLE) or _view(view),
+        plan.__dict__.get(_HANDLE) or _batch(plan),
+        options.__dict__.get(_HANDLE) or _settings(options),
+    )
 
 
 def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:

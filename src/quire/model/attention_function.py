@@ -82,6 +82,7 @@ def attend(
         options = _options(tag, module, query.shape[3], scaling, sliding_window, softcap, s_aux)
         cache.options[identity] = options
     cache.num_attended += 1
+    cache.last_attended = (tag.layer, options)
     out = cache.backend.run(cache.view(tag.layer), query[0].transpose(0, 1), cache.plan(tag.layer), options)
     return out.unsqueeze(0), None
 

@@ -67,7 +67,7 @@ class PackedWeight(Protocol):
 
 
 class NativeWeight:
-    """Packed by the extension. `isa` names a variant of its kernels; None is the one in use."""
+    """Packed by the extension, as `native`. `isa` names a variant of its kernels; None is the one in use."""
 
     def __init__(self, weight: torch.Tensor, isa: str | None = None) -> None:
         self.dtype = weight.dtype
@@ -75,10 +75,10 @@ class NativeWeight:
         module = native_module()
         if module is None:
             raise BackendError('expected quire._native for packing "native", and it is not built here')
-        self._packed = module.PackedWeight(
+        self.native = module.PackedWeight(
             weight.data_ptr(), *weight.shape, *weight.stride(), _DTYPE_NAMES[weight.dtype], isa
         )
-        self._multiply = self._packed.multiply
+        self._multiply = self.native.multiply
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if not x.is_contiguous():
@@ -90,13 +90,13 @@ class NativeWeight:
 
     def unpack(self) -> torch.Tensor:
         out = torch.empty(self.num_outputs, self.num_inputs, dtype=self.dtype)
-        self._packed.unpack(out.data_ptr())
+        self.native.unpack(out.data_ptr())
         return out
 
     def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
         ids = ids.to(torch.int64).contiguous()
         out = torch.empty((*ids.shape, self.num_inputs), dtype=self.dtype)
-        self._packed.gather_rows(ids.data_ptr(), ids.numel(), out.data_ptr())
+        self.native.gather_rows(ids.data_ptr(), ids.numel(), out.data_ptr())
         return out
 
 

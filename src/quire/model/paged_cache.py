@@ -65,6 +65,8 @@ class PagedCache(Cache):
         self.model_type = model_type
         self.options: dict[tuple[Any, ...], AttentionOptions] = {}  # of `attention_function`
         self.num_attended = 0  # attention calls of the current forward: what the probe counts
+        self.last_attended: tuple[int, AttentionOptions] | None = None  # layer and settings of the latest
+        self.last_updated: int | None = None  # layer of the latest update
         self._tags = [KVTag(self, layer) for layer in range(len(spec.layers))]
         self._group_of = {layer: group.index for group in spec.groups for layer in group.layers}
         self._views: list[KVView] = []
@@ -92,6 +94,11 @@ class PagedCache(Cache):
         assert self._step is not None  # M1
         return self._step.plans[self._group_of[layer]]
 
+    def slots(self, layer: int) -> torch.Tensor:
+        """The current step's slots for the group of `layer`, int64 [T]."""
+        assert self._step is not None  # M1
+        return self._step.slot_mappings[self._group_of[layer]]
+
     def update(  # type: ignore[override]  # the base class also takes None
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,6 +122,7 @@ class PagedCache(Cache):
         self.backend.write(
             self._views[layer_idx], key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), slots
         )
+        self.last_updated = layer_idx
         for tensor in (key_states, value_states):
             setattr(tensor, _TAG, self._tags[layer_idx])
         return key_states, value_states

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -33,6 +33,9 @@ from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
 from quire.model.probe import probe
 from quire.model.step import ForwardStep
+
+if TYPE_CHECKING:
+    from quire.model.fused import Fused
 
 __all__ = ["PreparedModel"]
 
@@ -64,12 +67,15 @@ class PreparedModel:
         self._model: PreTrainedModel = loaded.model
         self._cache: PagedCache | None = None
         self._undo: list[Callable[[], None]] = []
+        self.fused: Fused | None = None
         self._parameters = _forward_parameters(loaded)
         self._configs = _attention_configs(loaded.model)
         attention_function.register()
         try:
             self._change(loaded.model)
             probe(self)
+            if self.fused is not None:
+                self.fused.keep_proved()
         except BaseException:
             self.restore()
             raise
@@ -101,6 +107,8 @@ class PreparedModel:
         if "logits_to_keep" in self._parameters:
             arguments["logits_to_keep"] = step.logits_rows
         cache.begin(step)
+        if self.fused is not None:
+            self.fused.active = True
         try:
             with torch.inference_mode(), self._switched(), self._one_thread_pool():
                 output = self._model(
@@ -111,6 +119,8 @@ class PreparedModel:
                 )
         finally:
             cache.end()
+            if self.fused is not None:
+                self.fused.active = False
         logits = output.logits[0]
         if "logits_to_keep" not in self._parameters:
             logits = logits[step.logits_rows]
@@ -146,6 +156,11 @@ class PreparedModel:
         if self.attention is not reference or choose_packing(self.loaded.dtype) != "native":
             # The python back end leaves the extension's kernels alone where they are built.
             self._undo.append(pack_linears(model))
+        if self.attention is not reference and choose_packing(self.loaded.dtype) == "native":
+            from quire.model.fused import fuse
+
+            self.fused = fuse(model, self.loaded.dtype)
+            self._undo.append(self.fused.restore)
 
     @contextmanager
     def _one_thread_pool(self) -> Iterator[None]:

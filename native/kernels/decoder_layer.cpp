@@ -1,0 +1,217 @@
+#include "kernels/decoder_layer.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/scratch.hpp"
+#include "kernels/thread_pool.hpp"
+
+namespace quire {
+
+namespace {
+
+constexpr std::int64_t kSerialElements = 1 << 14;  // below, waking another thread costs more than it saves
+constexpr std::int64_t kMlpRows = 480;  // rows of an MLP at a time: bounds the scratch; two passes over the weights anyway
+
+thread_local GrownBuffer layer_scratch;
+
+// Cuts the thread's scratch into buffers of rows.
+class Buffers {
+  public:
+    Buffers(std::int64_t rows, std::int64_t row_elements, std::int64_t element_size)
+        : rows_(rows),
+          element_size_(element_size),
+          next_(layer_scratch.get(static_cast<std::size_t>(rows * row_elements * element_size + 64 * kMostBuffers))) {}
+
+    unsigned char* take(std::int64_t width) {
+        unsigned char* buffer = next_;
+        next_ += (rows_ * width * element_size_ + 63) / 64 * 64;
+        return buffer;
+    }
+
+  private:
+    static constexpr std::int64_t kMostBuffers = 8;
+    std::int64_t rows_, element_size_;
+    unsigned char* next_;
+};
+
+// task(row) for every row, on all threads where there is enough to do.
+template <class Task>
+void each_row(std::int64_t rows, std::int64_t row_elements, Task&& task) {
+    const std::int64_t together = std::max<std::int64_t>(1, kSerialElements / 4 / row_elements);
+    if (rows * row_elements < kSerialElements) {
+        for (std::int64_t row = 0; row < rows; ++row) task(row);
+        return;
+    }
+    ThreadPool::instance().run((rows + together - 1) / together, [&](std::int64_t chunk) {
+        for (std::int64_t row = chunk * together; row < std::min(rows, (chunk + 1) * together); ++row) task(row);
+    });
+}
+
+// The rows as the block takes them: normed into `scratch`, or as they are.
+const unsigned char* entered(const Norm& norm, const RowOps& ops, std::int64_t rows, std::int64_t width, std::int64_t bytes, const void* hidden,
+                             unsigned char* scratch) {
+    const auto* from = static_cast<const unsigned char*>(hidden);
+    if (norm.kind == Norm::none) return from;
+    each_row(rows, width, [&](std::int64_t row) { ops.norm(from + row * width * bytes, norm, scratch + row * width * bytes, width); });
+    return scratch;
+}
+
+// What the output product writes to, and what becomes of it.
+void leave(const Surroundings& around, const RowOps& ops, std::int64_t rows, std::int64_t width, std::int64_t bytes, const void* hidden,
+           unsigned char* result, void* out) {
+    if (around.after.kind == Norm::none && !around.residual) return;  // `result` is `out`
+    each_row(rows, 2 * width, [&](std::int64_t row) {
+        const std::int64_t at = row * width * bytes;
+        unsigned char* to = static_cast<unsigned char*>(out) + at;
+        if (around.after.kind != Norm::none) ops.norm(result + at, around.after, around.residual ? result + at : to, width);
+        if (around.residual) ops.add(static_cast<const unsigned char*>(hidden) + at, result + at, around.residual_scale, to, width);
+    });
+}
+
+bool writes_out(const Surroundings& around) { return around.after.kind == Norm::none && !around.residual; }
+
+void fit(bool fits, const char* what) {
+    if (!fits) throw std::invalid_argument(std::string("expected a decoder layer whose parts fit together, got ") + what);
+}
+
+void check_products(const std::vector<Product>& inputs, const Product& output) {
+    fit(!inputs.empty() && output.weight != nullptr, "no products");
+    const PackedWeight& last = *output.weight;
+    for (const Product& input : inputs) {
+        fit(input.weight->num_inputs() == inputs[0].weight->num_inputs(), "input products of different widths");
+        fit(input.weight->element() == last.element() && input.weight->isa() == last.isa(), "products of different types");
+    }
+    fit(inputs[0].weight->num_inputs() == last.num_outputs(), "an output of another width than the input");
+}
+
+void multiply_all(const std::vector<Product>& products, const void* x, std::int64_t rows, unsigned char* const* outs) {
+    for (std::size_t i = 0; i < products.size(); ++i) products[i].weight->multiply(x, rows, products[i].bias, outs[i]);
+}
+
+}  // namespace
+
+void check_parts(const AttentionParts& parts) {
+    check_products(parts.qkv, parts.output);
+    fit(parts.qkv.size() == 1 || parts.qkv.size() == 3, "neither one product nor three for q, k and v");
+    fit(parts.num_q_heads > 0, "no query heads");
+}
+
+void check_parts(const MlpParts& parts) {
+    check_products(parts.inputs, parts.output);
+    std::int64_t width = 0;
+    for (const Product& input : parts.inputs) width += input.weight->num_outputs();
+    fit(parts.inputs.size() <= (parts.gated ? 2 : 1), "more input products than gate and up");
+    fit(width == parts.output.weight->num_inputs() * (parts.gated ? 2 : 1), "input products of another width than the output takes");
+    fit(parts.inputs[0].weight->num_outputs() * static_cast<std::int64_t>(parts.inputs.size()) == width, "gate and up of different widths");
+}
+
+void run_attention(const AttentionParts& parts, const DecoderStep& step, const void* hidden, void* out) {
+    const PackedWeight& output = *parts.output.weight;
+    const Element element = output.element();
+    const RowOps& ops = row_ops(output.isa(), element);
+    const PagedView& view = *step.view;
+    const std::int64_t bytes = element_bytes(element), rows = step.rows, width = output.num_outputs();
+    const std::int64_t q_heads = parts.num_q_heads, kv_heads = view.num_kv_heads, k_width = view.k.width, v_width = view.v.width;
+    const std::int64_t q_row = q_heads * k_width, k_row = kv_heads * k_width, v_row = kv_heads * v_width, all = q_row + k_row + v_row;
+    const std::int64_t rotary = step.table_width * (parts.rotation == Rotation::halves_short_table ? 2 : 1);
+    std::int64_t given = 0;
+    for (const Product& product : parts.qkv) given += product.weight->num_outputs();
+    fit(view.element == element && given == all && output.num_inputs() == q_heads * v_width, "products that give other heads than the storage has");
+    fit(parts.rotation == Rotation::none || (rotary > 0 && rotary % 2 == 0 && rotary <= k_width), "a rotary embedding wider than a head");
+    check_slots(view, step.slots, rows);
+
+    Buffers buffers(rows, std::max(width, q_heads * v_width) + all + width, bytes);
+    unsigned char* normed = buffers.take(std::max(width, q_heads * v_width));
+    unsigned char* q = buffers.take(all);
+    unsigned char* result = writes_out(parts.around) ? static_cast<unsigned char*>(out) : buffers.take(width);
+    const bool merged = parts.qkv.size() == 1;
+    unsigned char* k = merged ? q + q_row * bytes : q + rows * q_row * bytes;
+    unsigned char* v = merged ? k + k_row * bytes : k + rows * k_row * bytes;
+    const std::int64_t q_stride = merged ? all : q_row, k_stride = merged ? all : k_row, v_stride = merged ? all : v_row;
+
+    unsigned char* const targets[3] = {q, k, v};
+    multiply_all(parts.qkv, entered(parts.around.before, ops, rows, width, bytes, hidden, normed), rows, targets);
+
+    each_row(rows, 2 * all, [&](std::int64_t row) {
+        const auto* cos = static_cast<const unsigned char*>(step.cos) + row * step.table_width * bytes;
+        const auto* sin = static_cast<const unsigned char*>(step.sin) + row * step.table_width * bytes;
+        const std::int64_t block = step.slots[row] / view.block_size, offset = step.slots[row] % view.block_size;
+        unsigned char* k_slot = view.k.data + (block * view.k.block_stride + offset * view.k.token_stride) * bytes;
+        unsigned char* v_slot = view.v.data + (block * view.v.block_stride + offset * view.v.token_stride) * bytes;
+        const auto prepare = [&](unsigned char* x, std::int64_t heads, const Norm& norm, unsigned char* to, std::int64_t head_stride) {
+            if (norm.kind != Norm::none && !parts.norm_heads) ops.norm(x, norm, x, heads * k_width);
+            for (std::int64_t head = 0; head < heads; ++head) {
+                unsigned char* at = x + head * k_width * bytes;
+                if (norm.kind != Norm::none && parts.norm_heads) ops.norm(at, norm, at, k_width);
+                ops.rotate(at, cos, sin, parts.rotation, rotary, to + head * head_stride * bytes, k_width);
+            }
+        };
+        unsigned char* q_at = q + row * q_stride * bytes;
+        prepare(q_at, q_heads, parts.q_norm, q_at, k_width);
+        prepare(k + row * k_stride * bytes, kv_heads, parts.k_norm, k_slot, view.k.head_stride);
+        const unsigned char* v_at = v + row * v_stride * bytes;
+        for (std::int64_t head = 0; head < kv_heads; ++head) {
+            std::copy_n(v_at + head * v_width * bytes, v_width * bytes, v_slot + head * view.v.head_stride * bytes);
+        }
+    });
+
+    unsigned char* attended = normed;  // the normed rows have been used
+    attention_run(view, {q, q_stride, k_width}, {attended, q_heads * v_width, v_width}, q_heads, *step.batch, *step.options, output.isa());
+    output.multiply(attended, rows, parts.output.bias, result);
+    leave(parts.around, ops, rows, width, bytes, hidden, result, out);
+}
+
+void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void* out) {
+    const PackedWeight& output = *parts.output.weight;
+    const RowOps& ops = row_ops(output.isa(), output.element());
+    const std::int64_t bytes = element_bytes(output.element()), width = output.num_outputs(), inner = output.num_inputs();
+    const std::int64_t given = inner * (parts.gated ? 2 : 1);
+    for (std::int64_t start = 0; start < rows; start += kMlpRows) {
+        const std::int64_t count = std::min(kMlpRows, rows - start);
+        const auto* from = static_cast<const unsigned char*>(hidden) + start * width * bytes;
+        auto* to = static_cast<unsigned char*>(out) + start * width * bytes;
+        const bool merged = parts.inputs.size() == 1, apart = merged && parts.gated;
+        Buffers buffers(count, 2 * width + given + (apart ? inner : 0), bytes);
+        unsigned char* normed = buffers.take(width);
+        unsigned char* gate = buffers.take(given);
+        unsigned char* result = writes_out(parts.around) ? to : buffers.take(width);
+        unsigned char* activated = apart ? buffers.take(inner) : gate;  // the output product takes rows that lie close together
+        unsigned char* up = merged ? gate + inner * bytes : gate + count * inner * bytes;
+        const std::int64_t stride = (merged ? given : inner) * bytes;
+
+        unsigned char* const targets[2] = {gate, up};
+        multiply_all(parts.inputs, entered(parts.around.before, ops, count, width, bytes, from, normed), count, targets);
+        each_row(count, 4 * inner, [&](std::int64_t row) {
+            ops.activate(parts.activation, gate + row * stride, parts.gated ? up + row * stride : nullptr, activated + row * inner * bytes, inner);
+        });
+        output.multiply(activated, count, parts.output.bias, result);
+        leave(parts.around, ops, count, width, bytes, from, result, to);
+    }
+}
+
+void run_norm(const Norm& norm, Element element, Isa isa, const void* x, std::int64_t rows, std::int64_t width, void* out) {
+    const RowOps& ops = row_ops(isa, element);
+    const std::int64_t bytes = width * element_bytes(element);
+    each_row(rows, width, [&](std::int64_t row) {
+        ops.norm(static_cast<const unsigned char*>(x) + row * bytes, norm, static_cast<unsigned char*>(out) + row * bytes, width);
+    });
+}
+
+const RowOps& row_ops(Isa isa, Element element) {
+    switch (isa) {
+#if defined(__x86_64__)
+        case Isa::amx_bf16:
+        case Isa::avx512_bf16:
+        case Isa::avx512: return row_ops_avx512(element);
+        case Isa::avx2: return row_ops_avx2(element);
+#endif
+        case Isa::emulated_amx_bf16:
+        case Isa::emulated_avx512_bf16:
+        case Isa::emulated_avx512: return row_ops_emulated_avx512(element);
+        default: return row_ops_portable(element);
+    }
+}
+
+}  // namespace quire

@@ -1,0 +1,79 @@
+// A decoder layer's two halves in one call each: attention (norm, q k v, their norms, rotary embedding, K and V to their
+// slots, attention, output) and MLP (norm, gate and up, activation, down), each with its residual.
+//
+// Not here: which layer of a model has this structure (quire/model/fused), the products (linear.hpp), the attention
+// (attention.hpp), the arithmetic of the small operators (row_ops.hpp).
+//
+//   D1  A row of `out` depends on the row of `hidden`, its position, and the KV it sees: every operator keeps the rows
+//       apart, and the products and the attention keep the order of their sums.
+//   D2  Weights, norms and biases are not owned and must outlive the block.
+//   D3  std::invalid_argument for parts that do not fit or a slot outside the view, before anything is written; for a block
+//       outside the view after K and V are.
+//
+// Cost beside the products and the attention: about 1 us a call and one pass over the rows for each small operator.
+// Scratch of the calling thread is kept, as large as the largest call so far.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/attention.hpp"
+#include "kernels/linear.hpp"
+#include "kernels/row_ops.hpp"
+
+namespace quire {
+
+struct Product {
+    const PackedWeight* weight;
+    const void* bias;  // [num_outputs] of the weight's element, or null
+};
+
+// out = hidden + scale * after(block(before(hidden))), or without `hidden +` where the layer's own code adds it.
+struct Surroundings {
+    Norm before, after;
+    bool residual = false;
+    float residual_scale = 1.0f;
+};
+
+struct AttentionParts {
+    Surroundings around;
+    std::vector<Product> qkv;  // q, k and v; or one product that gives them in this order
+    Norm q_norm, k_norm;
+    bool norm_heads = true;  // the norms go over a head; else over all heads of a token
+    Rotation rotation = Rotation::none;
+    Product output{};
+    std::int64_t num_q_heads = 0;
+};
+
+struct MlpParts {
+    Surroundings around;
+    std::vector<Product> inputs;  // gate and up; or one product: gate before up where `gated`, else what is activated
+    bool gated = true;
+    Activation activation = Activation::silu;
+    Product output{};
+};
+
+// What the step and the layer bring to a call.
+struct DecoderStep {
+    std::int64_t rows;
+    const PagedView* view;
+    const AttentionBatch* batch;
+    const AttentionOptions* options;
+    const std::int64_t* slots;  // [rows]
+    const void* cos;            // [rows, table_width], of the element; null where nothing turns
+    const void* sin;
+    std::int64_t table_width;
+};
+
+// Throws std::invalid_argument where the parts' shapes do not fit together.
+void check_parts(const AttentionParts& parts);
+void check_parts(const MlpParts& parts);
+
+// hidden and out: [rows, width], contiguous, of the weights' element; out may be hidden.
+void run_attention(const AttentionParts& parts, const DecoderStep& step, const void* hidden, void* out);
+void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void* out);
+
+// `norm` of each row of x [rows, width].
+void run_norm(const Norm& norm, Element element, Isa isa, const void* x, std::int64_t rows, std::int64_t width, void* out);
+
+}  // namespace quire

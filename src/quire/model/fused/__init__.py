@@ -1,0 +1,23 @@
+"""Common decoder layers run in a few native calls: matched by structure, proved on the model itself, reversible.
+
+`fuse(model, spec)` looks at every module and installs a fused forward on those it knows the structure of:
+
+    norm.py       RMS and layer norms
+    mlp.py        gate, up, activation, down - or up, activation, down
+    attention.py  q, k, v, their norms, rotary embedding, K and V to their slots, attention, output
+    layer.py      a whole layer of those: norm, attention, residual, norm, MLP, residual
+
+What a module is, is decided by its parts and by what its `forward` names, never by the name of its class or model;
+what it computes is then compared with the original: norms and MLPs on random rows as soon as they are matched,
+attention and whole layers in the probe's forwards (`Fused.proving`). A module that does not pass keeps its own
+forward; the others go on. The originals are the plain twins of the kernels.
+
+Invariants
+    U1  a fused forward serves exactly while `Fused.active` (within `PreparedModel.forward`) and answers only calls it
+        was proved for; any other call goes to the original.
+    U2  after `restore()` every module has its own forward again.
+"""
+
+from quire.model.fused.fuse import Fused, fuse
+
+__all__ = ["Fused", "fuse"]

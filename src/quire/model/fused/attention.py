@@ -1,0 +1,225 @@
+"""Attention in one native call: q, k and v, their norms, rotary embedding, K and V to their slots, attention, output.
+
+Matched by structure: q, k, v and output as packed linear layers (or q, k and v as one), norms named for q and k, and a
+forward that names nothing beyond the usual. How the embedding turns (halves, pairs, not at all) is what is left open;
+it is found in the probe's forwards, where every way that gives the original's answer stays in the race.
+The layer's settings (scale, window, soft cap, sinks) are those of the original's own call of the attention function.
+Cost of a call: the products, the attention, and about 8 us.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
+from quire.attention import AttentionOptions
+from quire.attention.native import handles
+from quire.model.fused.norm import RowNorm, match_norm
+from quire.model.fused.structure import PackedLayer, agrees, forward_names, packed_layers
+from quire.model.paged_cache import PagedCache
+
+__all__ = ["FusedAttention", "match_attention", "rotary_table"]
+
+_ROTATIONS = ("halves", "pairs_half_table", "pairs", "halves_short_table", "none")
+_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+# Beside its own children. What depends on a position or a value in another way (temperatures, clamps, gates) goes by
+# other names, and leaves a module as it is.
+_FORWARD_NAMES = frozenset({
+    "ALL_ATTENTION_FUNCTIONS", "_attn_implementation", "get_interface", "eager_attention_forward", "config",
+    "apply_rotary_pos_emb", "update", "layer_idx", "scaling", "sliding_window", "sinks", "attn_logit_softcapping",
+    "head_dim", "num_heads", "num_attention_heads", "num_key_value_heads", "rotary_ndims", "use_rope", "is_sliding",
+    "use_qk_norm", "qk_layernorm", "q_norm", "k_norm", "q_layernorm", "k_layernorm",
+    "shape", "size", "view", "reshape", "transpose", "contiguous", "cat", "torch", "getattr",
+    "training", "attention_dropout", "residual_dropout", "dropout", "functional", "nn",
+})  # fmt: skip
+
+
+def rotary_table(position_embeddings: Any, rows: int, dtype: torch.dtype) -> tuple[int, int, int] | None:
+    """Addresses of cos and sin [1, rows, width] and their width; None where they are not of that form."""
+    if position_embeddings is None:
+        return 0, 0, 0
+    if not isinstance(position_embeddings, tuple) or len(position_embeddings) != 2:
+        return None
+    cos, sin = position_embeddings
+    for table in (cos, sin):
+        if (
+            not isinstance(table, torch.Tensor)
+            or table.dtype is not dtype
+            or table.shape != (1, rows, cos.shape[-1])
+            or not table.is_contiguous()
+        ):
+            return None
+    return cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
+
+
+@dataclass
+class FusedAttention:
+    """The parts of an attention module, and what the probe has found out about it."""
+
+    module: nn.Module
+    qkv: list[PackedLayer]
+    output: PackedLayer
+    q_norm: RowNorm | None
+    k_norm: RowNorm | None
+
+    def __post_init__(self) -> None:
+        self.rotations = list(_ROTATIONS)  # that every answer so far agrees with
+        self.layer: int | None = None
+        self.options: AttentionOptions | None = None
+        self.num_q_heads = self.head_dim = 0
+        self._alone: Any = None
+
+    @property
+    def proved(self) -> bool:
+        return self.options is not None and bool(self.rotations)
+
+    @property
+    def width(self) -> int:
+        return self.output.num_outputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.output.dtype
+
+    def block(self, around: Any, rotation: str) -> Any:
+        return _native.AttentionBlock(
+            around,
+            [layer.product for layer in self.qkv],
+            None if self.q_norm is None else self.q_norm.native,
+            None if self.k_norm is None else self.k_norm.native,
+            self.q_norm is None or self.q_norm.width == self.head_dim,
+            rotation,
+            *self.output.product,
+            self.num_q_heads,
+        )
+
+    def run(
+        self, block: Any, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]
+    ) -> torch.Tensor:
+        """hidden [1, T, width], contiguous, through `block`; K and V are in their slots afterwards."""
+        assert self.layer is not None
+        assert self.options is not None
+        out = torch.empty_like(hidden)
+        view, batch, options = handles(cache.view(self.layer), cache.plan(self.layer), self.options)
+        block.run(
+            hidden.shape[1], view, batch, options, cache.slots(self.layer).data_ptr(), *table, hidden.data_ptr(),
+            out.data_ptr(),
+        )  # fmt: skip
+        cache.num_attended += 1
+        return out
+
+    def serves(self, hidden: Any, cache: Any, mask: Any) -> bool:
+        return (
+            type(cache) is PagedCache
+            and mask is None
+            and hidden.dtype is self.output.dtype
+            and hidden.dim() == 3
+            and hidden.shape[0] == 1
+            and hidden.is_contiguous()
+        )
+
+    def __call__(
+        self, hidden: torch.Tensor, cache: PagedCache, position_embeddings: Any
+    ) -> torch.Tensor | None:
+        """The module's answer [1, T, width]; None where its rotary table is not one it was proved for."""
+        table = rotary_table(position_embeddings, hidden.shape[1], hidden.dtype)
+        if table is None:
+            return None
+        if self._alone is None:
+            self._alone = self.block(_native.Surroundings(None, None, None), self.rotations[0])
+        return self.run(self._alone, hidden, cache, table)
+
+    def prove(self, hidden: torch.Tensor, cache: PagedCache, position_embeddings: Any, original: Any) -> Any:
+        """The original's answer to this call, or the fused one if it is the same; `original` makes the call.
+
+        Every rotation that does not agree is out for good. K and V are left as the one returned wrote them.
+        """
+        cache.last_updated = cache.last_attended = None
+        count = cache.num_attended
+        result = original()
+        table = rotary_table(position_embeddings, hidden.shape[1], hidden.dtype)
+        want = result[0] if isinstance(result, tuple) and len(result) == 2 and result[1] is None else None
+        if want is None or table is None or not self._learn(cache, table):
+            self.rotations = []
+            return result
+        agreed: list[str] = []
+        for rotation in self.rotations:
+            turned = table[2] * (2 if rotation == "halves_short_table" else 1)
+            if rotation != "none" and not 0 < turned <= self.head_dim:
+                continue  # nothing to turn, or nothing to turn by
+            if agrees(self._turned(rotation, hidden, cache, table), want):
+                agreed.append(rotation)
+        self.rotations = agreed
+        # Once more, since K and V are of the latest.
+        result = (self._turned(agreed[0], hidden, cache, table), None) if agreed else original()
+        cache.num_attended = count + 1
+        return result
+
+    def _turned(
+        self, rotation: str, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]
+    ) -> torch.Tensor:
+        block = self.block(_native.Surroundings(None, None, None), rotation)
+        return self.run(block, hidden, cache, table)
+
+    def _learn(self, cache: PagedCache, table: tuple[int, int, int]) -> bool:
+        """Takes the layer's number and settings from the original's call; False if they do not fit."""
+        if cache.last_attended is None:
+            return False
+        layer, options = cache.last_attended
+        if cache.last_updated != layer or (self.layer is not None and self.layer != layer):
+            return False
+        shape = cache.spec.layers[layer]
+        kv_width = shape.num_kv_heads * (shape.k_head_dim + shape.v_head_dim)
+        num_q_heads, rest = divmod(self._all_width() - kv_width, shape.k_head_dim)
+        if (
+            rest
+            or num_q_heads < 1
+            or num_q_heads % shape.num_kv_heads
+            or self.output.num_inputs != num_q_heads * shape.v_head_dim
+            or table[2] > shape.k_head_dim
+            or cache.view(layer).k.dtype is not self.output.dtype
+        ):
+            return False
+        if self.q_norm is not None and self.k_norm is not None:
+            heads = 1 if self.q_norm.width == shape.k_head_dim else shape.num_kv_heads
+            if self.k_norm.width != heads * shape.k_head_dim:
+                return False
+            if heads > 1 and self.q_norm.width != num_q_heads * shape.k_head_dim:
+                return False
+        self.layer, self.options = layer, options
+        self.num_q_heads, self.head_dim = num_q_heads, shape.k_head_dim
+        return True
+
+    def _all_width(self) -> int:
+        return sum(layer.num_outputs for layer in self.qkv)
+
+
+def match_attention(module: nn.Module) -> FusedAttention | None:
+    """The module as fused attention, to be proved; None if it is something else."""
+    layers = packed_layers(module)
+    if len(layers) not in (2, 4) or forward_names(module) - set(layers) - _FORWARD_NAMES:
+        return None
+    names = next((pair for pair in _NORM_NAMES if all(hasattr(module, name) for name in pair)), ())
+    norms = {name: getattr(module, name) for name in names if isinstance(getattr(module, name), nn.Module)}
+    others = [
+        name
+        for name, child in module.named_children()
+        if name not in layers and name not in norms and not isinstance(child, nn.Dropout | nn.Identity)
+    ]
+    if others:
+        return None
+    output_name = next((name for name in ("o_proj", "out_proj", "dense") if name in layers), None)
+    if output_name is None:
+        return None
+    output = layers.pop(output_name)
+    matched = [match_norm(norm, output.dtype) for norm in norms.values()]
+    if any(norm is None for norm in matched) or any(
+        layer.dtype is not output.dtype for layer in layers.values()
+    ):
+        return None
+    q_norm, k_norm = matched if matched else (None, None)
+    return FusedAttention(module, list(layers.values()), output, q_norm, k_norm)

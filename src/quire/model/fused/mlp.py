@@ -1,0 +1,117 @@
+"""An MLP in one native call: gate and up, activation, down; or up, activation, down.
+
+Matched by structure: two or three packed linear layers whose widths fit, one activation the kernels know, nothing else
+but dropouts. Gate before up, up before gate: found by comparing with the module itself.
+Cost of a call: the products, and about 3 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
+from quire.model.fused.structure import (
+    PackedLayer,
+    agrees,
+    forward_names,
+    packed_layers,
+    random_rows,
+)
+
+__all__ = ["FusedMlp", "match_mlp"]
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+# Beside its own children; dropouts do nothing outside of training.
+_FORWARD_NAMES = frozenset({"chunk", "nn", "functional", "dropout", "residual_dropout", "training"})
+
+
+class FusedMlp:
+    """The products and the activation; `block` makes the native call with norms and residual around it."""
+
+    def __init__(self, inputs: list[PackedLayer], gated: bool, activation: str, output: PackedLayer) -> None:
+        self._inputs, self._gated, self._activation, self._output = inputs, gated, activation, output
+        self.width, self.dtype = output.num_outputs, output.dtype
+        self._run = self.block(_native.Surroundings(None, None, None)).run
+
+    def block(self, around: Any) -> Any:
+        return _native.MlpBlock(
+            around,
+            [layer.product for layer in self._inputs],
+            self._gated,
+            self._activation,
+            *self._output.product,
+        )
+
+    def serves(self, x: Any) -> bool:
+        return (
+            x.dtype is self.dtype and x.shape[-1] == self.width and x.is_contiguous() and not x.requires_grad
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., width], contiguous."""
+        out = torch.empty_like(x)
+        self._run(x.numel() // self.width, x.data_ptr(), out.data_ptr())
+        return out
+
+
+@torch.inference_mode()
+def match_mlp(module: nn.Module) -> FusedMlp | None:
+    """The module as a fused MLP, proved on random rows; None if it is something else."""
+    layers = packed_layers(module)
+    if len(layers) not in (2, 3) or forward_names(module) - set(module._modules) - _FORWARD_NAMES:
+        return None
+    activation = _activation_of(module)
+    others = [
+        child
+        for name, child in module.named_children()
+        if name not in layers and name not in _ACTIVATION_NAMES and not isinstance(child, nn.Dropout)
+    ]
+    if activation is None or others:
+        return None
+    *inputs, output = layers.values()
+    hidden, inner = output.num_outputs, output.num_inputs
+    if any(layer.num_inputs != hidden or layer.dtype is not output.dtype for layer in inputs):
+        return None
+    widths = [layer.num_outputs for layer in inputs]
+    candidates: list[tuple[list[PackedLayer], bool]] = []
+    if widths == [inner, inner]:
+        candidates = [(inputs, True), (inputs[::-1], True)]
+    elif widths in ([2 * inner], [inner]):
+        candidates = [(inputs, widths == [2 * inner])]
+    if not candidates:
+        return None
+    x = random_rows(hidden, output.dtype)
+    want = module(x)
+    for order, gated in candidates:
+        mlp = FusedMlp(order, gated, activation, output)
+        if isinstance(want, torch.Tensor) and agrees(mlp(x), want):
+            return mlp
+    return None
+
+
+def _activation_of(module: nn.Module) -> str | None:
+    """The kernels' name of the module's activation, by its values in float32."""
+    activation = next((getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name)), None)
+    if not callable(activation):
+        return None
+    x = torch.linspace(-12.0, 12.0, 481)
+    try:
+        got = activation(x)
+    except Exception:  # it takes something else
+        return None
+    for name, function in _ACTIVATIONS.items():
+        if isinstance(got, torch.Tensor) and torch.allclose(got, function(x), atol=2e-6, rtol=1e-5):
+            return name
+    return None
