@@ -12,6 +12,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
@@ -136,6 +137,16 @@ void bind_decoder_layer(nb::module_& m) {
             "run",
             [](const MlpParts& self, Int rows, Address hidden, Address out) { run_mlp(self, rows, at<const void>(hidden), at<void>(out)); },
             nb::arg("rows"), nb::arg("hidden"), nb::arg("out"), release, "out [rows, width] may be hidden.");
+
+    m.def(
+        "argmax_rows",
+        [](std::string_view dtype, Address x, Int rows, Int width, Address indices, Address best, std::optional<std::string> isa) {
+            run_argmax(element_named(dtype), isa ? isa_from_name(*isa) : current_isa(), at<const void>(x), rows, width, at<Int>(indices), at<float>(best));
+        },
+        nb::arg("dtype"), nb::arg("x"), nb::arg("rows"), nb::arg("width"), nb::arg("indices"), nb::arg("best"),
+        nb::arg("isa") = nb::none(), release,
+        "The first index (int64) of the largest element of each row of x [rows, width], contiguous, and the element as float32; of the "
+        "first NaN where a row has one.");
 }
 
 }  // namespace quire

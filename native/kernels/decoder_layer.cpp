@@ -199,6 +199,13 @@ void run_norm(const Norm& norm, Element element, Isa isa, const void* x, std::in
     });
 }
 
+void run_argmax(Element element, Isa isa, const void* x, std::int64_t rows, std::int64_t width, std::int64_t* indices, float* best) {
+    const RowOps& ops = row_ops(isa, element);
+    each_row(rows, width, [&](std::int64_t row) {
+        indices[row] = ops.argmax(static_cast<const unsigned char*>(x) + row * width * element_bytes(element), width, best + row);
+    });
+}
+
 const RowOps& row_ops(Isa isa, Element element) {
     switch (isa) {
 #if defined(__x86_64__)

@@ -76,4 +76,7 @@ void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void*
 // `norm` of each row of x [rows, width].
 void run_norm(const Norm& norm, Element element, Isa isa, const void* x, std::int64_t rows, std::int64_t width, void* out);
 
+// The first index of the largest element of each row of x [rows, width], and that element; of the first NaN in a row.
+void run_argmax(Element element, Isa isa, const void* x, std::int64_t rows, std::int64_t width, std::int64_t* indices, float* best);
+
 }  // namespace quire

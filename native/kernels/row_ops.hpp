@@ -43,6 +43,8 @@ struct RowOps {
     void (*rotate)(const void* x, const void* cos, const void* sin, Rotation rotation, std::int64_t rotary, void* out, std::int64_t width);
     // out[i] = activation(gate[i]) * up[i]; up may be null.
     void (*activate)(Activation activation, const void* gate, const void* up, void* out, std::int64_t width);
+    // The first index of the largest element, which goes to `best`; of the first NaN where there is one.
+    std::int64_t (*argmax)(const void* x, std::int64_t width, float* best);
 };
 
 // The operators of `isa` for `element`; variants with products of 16-bit pairs use those of avx512.

@@ -186,7 +186,52 @@ void activate(Activation activation, const void* gate, const void* up, void* out
 }
 
 template <class T>
-constexpr RowOps kRowOps = {norm<T>, add<T>, rotate<T>, activate<T>};
+std::int64_t first_where(const T* x, std::int64_t start, std::int64_t width, float value) {
+    for (std::int64_t i = start; i < width; ++i) {
+        if (to_float(x[i]) == value) return i;
+    }
+    return start;  // nothing above -inf
+}
+
+template <class T>
+std::int64_t argmax(const void* row, std::int64_t width, float* best) {
+    const auto* x = static_cast<const T*>(row);
+    constexpr std::int64_t kBlock = 64 * S::kWidth;  // searched element by element where the largest is found
+    float largest = -__builtin_inff();
+    std::int64_t found = 0;
+    for (std::int64_t start = 0; start < width; start += kBlock) {
+        const std::int64_t stop = start + kBlock < width ? start + kBlock : width;
+        // x - x is 0 but for NaN and infinities.
+        Vec most = S::broadcast(-__builtin_inff()), odd = S::zero();
+        std::int64_t i = start;
+        for (; i + S::kWidth <= stop; i += S::kWidth) {
+            const Vec v = S::load(x + i);
+            most = S::max(v, most);
+            odd = S::add(odd, S::sub(v, v));
+        }
+        float top = S::reduce_max(most);
+        bool suspect = S::reduce_add(odd) != 0.0f;  // NaN is unequal to all
+        for (; i < stop; ++i) {
+            const float at = to_float(x[i]);
+            if (at > top) top = at;
+            suspect = suspect || at != at;
+        }
+        if (suspect) {
+            for (std::int64_t j = start; j < stop; ++j) {
+                if (const float at = to_float(x[j]); at != at) return *best = at, j;
+            }
+        }
+        if (top > largest) {
+            largest = top;
+            found = start;
+        }
+    }
+    *best = largest;
+    return first_where(x, found, width, largest);
+}
+
+template <class T>
+constexpr RowOps kRowOps = {norm<T>, add<T>, rotate<T>, activate<T>, argmax<T>};
 
 }  // namespace
 

@@ -318,3 +318,10 @@ class MlpBlock:
     ) -> None: ...
     def run(self, rows: int, hidden: int, out: int) -> None:
         """out [rows, width] may be hidden."""
+
+def argmax_rows(
+    dtype: str, x: int, rows: int, width: int, indices: int, best: int, isa: str | None = None
+) -> None:
+    """
+    The first index (int64) of the largest element of each row of x [rows, width], contiguous, and the element as float32; of the first NaN where a row has one.
+    """

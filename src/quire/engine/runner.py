@@ -32,7 +32,7 @@ class Runner:
         prepared.attach(storage)
 
     def run(self, step: ScheduledStep) -> torch.Tensor:
-        """Computes the step's tokens; float32 [len(step.logit_rows), vocab]. *changes:* the storage."""
+        """Computes the step's tokens; [len(step.logit_rows), vocab] in the model's dtype. *changes:* the storage."""
         plans: list[AttentionPlan] = []
         slot_mappings: list[torch.Tensor] = []
         for index in range(step.plan.num_groups):

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from quire.engine.greedy import most_likely
 from quire.engine.request import Sample
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import QuireError
@@ -33,17 +34,17 @@ def new_generator(seed: int, index: int) -> torch.Generator:
 def sample_tokens(logits: torch.Tensor, samples: Sequence[Sample], rows: np.ndarray) -> np.ndarray:
     """One token for each sample.
 
-    logits: float32 [num_rows, vocab], not changed. rows: int [len(samples)], the row each sample draws from
-    (the n samples of a new request share one). Returns int64 [len(samples)].
+    logits: [num_rows, vocab] of the model's dtype, not changed; all else is computed in float32. rows: int
+    [len(samples)], the row each sample draws from (the n samples of a new request share one). Returns int64
+    [len(samples)].
     *changes:* the samples' generators and `logprobs`; `error` of a sample that cannot be sampled, whose token
     is then meaningless.
     """
-    chosen = torch.argmax(logits, dim=-1)
-    best = logits.gather(1, chosen[:, None])[:, 0]
-    tokens = chosen.numpy()[rows]
-    if not bool(torch.isfinite(best).all()):
-        finite = torch.isfinite(best).numpy()[rows]
-        for index in np.flatnonzero(~finite).tolist():
+    chosen, best = most_likely(logits)
+    tokens = chosen[rows]
+    finite = np.isfinite(best)
+    if not finite.all():
+        for index in np.flatnonzero(~finite[rows]).tolist():
             _fail(samples[index], "the model's logits hold a NaN or infinity")
     special = [index for index, sample in enumerate(samples) if not sample.request.is_plain]
     others = [
@@ -54,10 +55,10 @@ def sample_tokens(logits: torch.Tensor, samples: Sequence[Sample], rows: np.ndar
     if others:
         tokens = tokens.copy()
         picked = torch.from_numpy(np.ascontiguousarray(rows[others], dtype=np.int64))
-        tokens[others] = _sample_others(logits[picked], [samples[index] for index in others])
+        tokens[others] = _sample_others(logits[picked].float(), [samples[index] for index in others])
     for index in special:
         if samples[index].request.params.logprobs is not None and samples[index].error is None:
-            _record_logprobs(logits[int(rows[index])], samples[index], int(tokens[index]))
+            _record_logprobs(logits[int(rows[index])].float(), samples[index], int(tokens[index]))
     return tokens
 
 

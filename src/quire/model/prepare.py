@@ -98,7 +98,7 @@ class PreparedModel:
         """Compute a step: K and V of its tokens are in their slots afterwards.
 
         Returns:
-            float32 [R, vocab_size], the next-token logits of `step.logits_rows`.
+            [R, vocab_size] in the model's dtype, the next-token logits of `step.logits_rows`.
         """
         cache = self._cache
         if cache is None:
@@ -124,7 +124,7 @@ class PreparedModel:
         logits = output.logits[0]
         if "logits_to_keep" not in self._parameters:
             logits = logits[step.logits_rows]
-        return logits.float()
+        return logits
 
     def plain_forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The model's own answer for one sequence int64 [T]: its cache, its eager attention. float32 [T, vocab_size].

@@ -82,7 +82,7 @@ def _paged(prepared: PreparedModel, sequences: list[torch.Tensor]) -> torch.Tens
     """Logits [sum of lengths, vocab_size], computed step by step from paged memory."""
     logits = [torch.empty(0)] * sum(_LENGTHS)
     for pieces in _STEPS:
-        rows = prepared.forward(_step(prepared, sequences, pieces))
+        rows = prepared.forward(_step(prepared, sequences, pieces)).float()
         expected = len(prepared.spec.layers)
         if prepared.num_attended != expected:
             raise UnsupportedModelError(

@@ -1,0 +1,32 @@
+"""The most likely token of each row of logits.
+
+Cost: one read of the logits on all threads, by the extension where it is built; else torch's argmax.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.backends import choose_backend, native_module
+
+__all__ = ["most_likely"]
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def most_likely(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The first of the largest logits of each row: int64 [num_rows] tokens, float32 [num_rows] logits.
+
+    logits: [num_rows, vocab]. A row with a NaN gives that NaN.
+    """
+    name = _DTYPES.get(logits.dtype)
+    if name is None or choose_backend(None, needs="argmax_rows") == "python" or not logits.is_contiguous():
+        tokens = torch.argmax(logits.float(), dim=-1)
+        return tokens.numpy(), logits.gather(1, tokens[:, None])[:, 0].float().numpy()
+    native = native_module()
+    assert native is not None  # choose_backend found it
+    num_rows, vocab_size = logits.shape
+    tokens, best = np.empty(num_rows, np.int64), np.empty(num_rows, np.float32)
+    native.argmax_rows(name, logits.data_ptr(), num_rows, vocab_size, tokens.ctypes.data, best.ctypes.data)
+    return tokens, best

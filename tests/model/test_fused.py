@@ -1,0 +1,164 @@
+"""Which modules are fused, that the proof turns a wrong one down, and that everything comes off again."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import tiny
+from torch import nn
+
+from quire.model import PreparedModel, load
+
+pytest.importorskip("quire._native")
+from quire.model.fused import layer as layer_module
+from quire.model.fused.mlp import match_mlp
+from quire.model.fused.norm import match_norm
+from quire.model.linear import pack_linears
+
+# Whole layers; with the kinds of norm, rotation, MLP and surroundings there are.
+WHOLE = ("llama", "qwen3", "gemma2", "gemma3_text", "glm4", "granite", "olmo2", "phi3", "smollm3", "stablelm",
+         "starcoder2", "exaone4", "mistral", "vaultgemma")  # fmt: skip
+# name -> what of two layers is fused where the whole is not
+PARTS = {
+    "cohere2": {"attention": 2, "mlp": 2, "layer": 0},  # parallel halves
+    "qwen3_moe": {"attention": 2, "mlp": 0, "layer": 0},  # experts
+    "gpt_oss": {"attention": 2, "mlp": 0, "layer": 0},  # experts, sinks
+    "gpt2": {"attention": 0, "mlp": 2, "layer": 0},  # an attention of its own kind
+    "hunyuan_v1_dense": {"attention": 0, "mlp": 2, "layer": 0},  # norms after the rotary embedding
+    "olmo": {"attention": 0, "mlp": 2, "layer": 0},  # may clamp q, k and v
+}
+
+
+def prepared(name: str, dtype: torch.dtype = torch.float32) -> PreparedModel:
+    return PreparedModel(load((tiny(name).to(dtype), None)), backend="native")
+
+
+def counts(model: PreparedModel) -> dict[str, int]:
+    assert model.fused is not None
+    return model.fused.counts
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_layers(name: str) -> None:
+    model = prepared(name)
+    assert counts(model)["layer"] == len(model.spec.layers)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "glm4", "granite"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_whole_layers_of_16_bits(name: str, dtype: torch.dtype) -> None:
+    model = prepared(name, dtype)
+    assert counts(model)["layer"] == len(model.spec.layers)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_module_by_module(name: str) -> None:
+    found = counts(prepared(name))
+    assert {kind: found[kind] for kind in PARTS[name]} == PARTS[name]
+
+
+def test_the_python_back_end_fuses_nothing() -> None:
+    assert PreparedModel(load((tiny("llama"), None)), backend="python").fused is None
+
+
+def test_restore_gives_every_forward_back() -> None:
+    source = tiny("qwen3")
+    model = PreparedModel(load((source, None)), backend="native")
+    assert any("forward" in module.__dict__ for module in source.modules())
+    model.restore()
+    assert not any("forward" in module.__dict__ for module in source.modules())
+
+
+def test_a_forward_that_somebody_replaced_is_left_alone() -> None:
+    source = tiny("llama")
+    first = source.model.layers[0]
+    hook = first.mlp.__dict__["forward"] = first.mlp.forward
+    model = PreparedModel(load((source, None)), backend="native")
+    assert counts(model) == {"norm": 5, "mlp": 1, "attention": 2, "layer": 1}
+    assert first.mlp.forward is hook
+    model.restore()
+    assert first.mlp.forward is hook
+
+
+def test_the_proof_turns_down_a_layer_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A residual factor that the layer's parts do not show: the layer is left, its parts stay fused."""
+    match = layer_module.match_layer
+
+    def wrong(*arguments: Any) -> Any:
+        found = match(*arguments)
+        if found is not None:
+            found.residual_scale = 1.01
+        return found
+
+    monkeypatch.setattr(sys.modules["quire.model.fused.fuse"], "match_layer", wrong)
+    assert counts(prepared("llama")) == {"norm": 5, "mlp": 2, "attention": 2, "layer": 0}
+
+
+def test_the_proof_turns_down_an_attention_that_computes_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.model.fused.attention._ROTATIONS", ("pairs", "none"))
+    found = counts(prepared("llama"))
+    assert (found["attention"], found["layer"], found["mlp"]) == (0, 0, 2)
+
+
+class Gated(nn.Module):
+    """An MLP; `twist` is applied where a known one does nothing."""
+
+    def __init__(self, twist: float = 1.0) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(24, 40), nn.Linear(24, 40)
+        self.down, self.act = nn.Linear(40, 24), nn.SiLU()
+        self.register_buffer("twist", torch.tensor(twist), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Twisted(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x)) * self.twist
+
+
+def test_an_mlp_is_known_by_its_structure_in_either_order() -> None:
+    model = Gated()
+    pack_linears(model)
+    mlp = match_mlp(model)
+    assert mlp is not None
+    x = torch.randn(1, 7, 24)
+    with torch.inference_mode():
+        torch.testing.assert_close(mlp(x), model(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("twist", [1.0, 1.5])
+def test_an_mlp_whose_forward_names_more_is_left_alone(twist: float) -> None:
+    """Even where the unknown part happens to do nothing today."""
+    model = Twisted(twist)
+    pack_linears(model)
+    assert match_mlp(model) is None
+
+
+def test_norms_are_told_apart() -> None:
+    class FromOne(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.randn(19)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1.0 + self.weight)
+
+    class Clipped(FromOne):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).clamp(-0.5, 0.5)
+
+    for module in (FromOne(), nn.LayerNorm(19), nn.LayerNorm(19, bias=False), nn.RMSNorm(19, eps=1e-5)):
+        norm = match_norm(module, torch.float32)
+        assert norm is not None
+        x = torch.randn(3, 19)
+        with torch.inference_mode():
+            torch.testing.assert_close(norm(x), module(x), atol=2e-6, rtol=2e-6)
+    assert match_norm(Clipped(), torch.float32) is None
+    assert match_norm(nn.Linear(19, 19), torch.float32) is None
