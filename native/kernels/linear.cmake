@@ -1,5 +1,5 @@
 # The packed linear layer: the work's division once, its kernels once per variant.
-target_sources(_native PRIVATE native/kernels/linear.cpp native/bindings/linear.cpp)
+target_sources(_native PRIVATE native/kernels/linear.cpp native/kernels/linear_multiply.cpp native/bindings/linear.cpp)
 foreach(variant IN LISTS QUIRE_VARIANTS)
   add_library(quire_linear_${variant} OBJECT native/kernels/linear_variant.cpp)
   target_include_directories(quire_linear_${variant} PRIVATE native)

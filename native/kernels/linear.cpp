@@ -15,8 +15,7 @@ namespace quire {
 namespace {
 
 constexpr std::int64_t kPageBytes = 2 << 20;      // a huge page: fewer address translations on the way through the weights
-constexpr std::int64_t kSerialProducts = 1 << 18;  // below, waking another thread costs more than it saves
-constexpr std::int64_t kFewTiles = 4;             // up to so many tiles of rows the weights' stream decides the order
+constexpr std::int64_t kSerialGather = 1 << 14;   // elements; below, waking another thread costs more than it saves
 
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 std::int64_t round_up(std::int64_t a, std::int64_t b) { return divide_up(a, b) * b; }
@@ -38,28 +37,6 @@ const LinearKernel& kernel_of(Isa isa, Element element) {
     }
     return linear_kernel_portable(element);
 }
-
-// A thread's buffer, as large as the largest request so far; 64-byte aligned, contents undefined.
-class Scratch {
-  public:
-    ~Scratch() { std::free(data_); }
-    unsigned char* get(std::size_t num_bytes) {
-        if (num_bytes > size_) {
-            std::free(data_);
-            size_ = round_up(static_cast<std::int64_t>(num_bytes), 4096);
-            data_ = static_cast<unsigned char*>(std::aligned_alloc(64, size_));
-            if (data_ == nullptr) std::abort();  // a task must not throw (T3); a few MiB that cannot be had end the process anyway
-        }
-        return data_;
-    }
-
-  private:
-    unsigned char* data_ = nullptr;
-    std::size_t size_ = 0;
-};
-
-thread_local Scratch staged_scratch;  // the caller's: activations in the kernel's type, one pass
-thread_local Scratch sums_scratch;    // each thread's: sums of one task
 
 // Calls visit(position in the panel, k, column) for k and column below the bounds, in blocks that stay in the first cache.
 template <PanelLayout layout, typename Visit>
@@ -171,87 +148,12 @@ void PackedWeight::gather_rows(const std::int64_t* ids, std::int64_t num_ids, vo
             visit_panel(kernel.layout, kernel.columns, 1, num_inputs_,
                         [&](std::int64_t position, std::int64_t k, std::int64_t) { to[k] = from[position + offset]; });
         };
-        if (num_ids * num_inputs_ < kSerialProducts / 16) {
+        if (num_ids * num_inputs_ < kSerialGather) {
             for (std::int64_t i = 0; i < num_ids; ++i) gather(i);
         } else {
             ThreadPool::instance().run(num_ids, gather);
         }
     });
-}
-
-void PackedWeight::multiply(const void* x, std::int64_t rows, const void* bias, void* out) const {
-    const LinearKernel& kernel = *kernel_;
-    ThreadPool& pool = ThreadPool::instance();
-    const std::int64_t bytes = element_bytes(element_), columns = kernel.columns;
-    const auto run = [&](std::int64_t num_products, std::int64_t num_tasks, auto&& task) {
-        if (num_products < kSerialProducts) {
-            for (std::int64_t i = 0; i < num_tasks; ++i) task(i);
-        } else {
-            pool.run(num_tasks, task);
-        }
-    };
-    for (std::int64_t start = 0; start < rows; start += kernel.pass_rows) {
-        const std::int64_t pass_rows = std::min(kernel.pass_rows, rows - start);
-        const auto* pass_x = static_cast<const unsigned char*>(x) + start * num_inputs_ * bytes;
-        auto* pass_out = static_cast<unsigned char*>(out) + start * num_outputs_ * bytes;
-        const bool direct = kernel.stage_is_copy && depth_ == num_inputs_ && pass_rows <= kernel.tile_rows;
-        const unsigned char* activations = pass_x;
-        std::int64_t stride = num_inputs_ * bytes;
-        if (!direct) {
-            // One line more than the row, so that the rows of a tile do not fall on the same lines of the cache.
-            stride = round_up(depth_ * kernel.staged_bytes, 64) + 64;
-            unsigned char* staged = staged_scratch.get(static_cast<std::size_t>(stride * pass_rows));
-            const std::int64_t rows_a_task = std::max<std::int64_t>(1, 8192 / num_inputs_);
-            run(pass_rows * num_inputs_ * 4, divide_up(pass_rows, rows_a_task), [&](std::int64_t task) {
-                const std::int64_t end = std::min((task + 1) * rows_a_task, pass_rows);
-                for (std::int64_t row = task * rows_a_task; row < end; ++row) {
-                    kernel.stage(pass_x + row * num_inputs_ * bytes, num_inputs_, staged + row * stride, depth_);
-                }
-            });
-            activations = staged;
-        }
-
-        // Tasks: some panels each; where there are too few of them for the threads, the rows are split too.
-        const bool few = pass_rows <= kernel.tile_rows * kFewTiles;
-        const std::int64_t threads = pool.num_threads();
-        const std::int64_t chunk = few ? std::clamp<std::int64_t>(num_panels_ / (threads * 8) / 4 * 4, 4, 32) : 4;
-        const std::int64_t num_chunks = divide_up(num_panels_, chunk);
-        const std::int64_t wanted = num_chunks < 2 * threads ? divide_up(4 * threads, num_chunks) : 1;
-        const std::int64_t group_rows = round_up(divide_up(pass_rows, wanted), kernel.tile_rows);
-        const std::int64_t num_groups = divide_up(pass_rows, group_rows);
-        run(pass_rows * num_inputs_ * num_outputs_, num_chunks * num_groups, [&](std::int64_t task) {
-            const std::int64_t panel = task % num_chunks * chunk, row = task / num_chunks * group_rows;
-            const std::int64_t num_panels = std::min(chunk, num_panels_ - panel);
-            LinearBlock block;
-            block.activation_stride = stride;
-            block.rows = std::min(group_rows, pass_rows - row);
-            block.panel_stride = panel_bytes_;
-            block.sums_stride = num_panels * columns;
-            auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(block.rows * block.sums_stride * 4)));
-            const auto multiply = [&](std::int64_t first_panel, std::int64_t count, std::int64_t k, std::int64_t depth) {
-                block.activations = activations + row * stride + k * kernel.staged_bytes;
-                block.panels = data_.get() + (panel + first_panel) * panel_bytes_ + k * columns * bytes;
-                block.num_panels = count;
-                block.depth = depth;
-                block.sums = sums + first_panel * columns;
-                block.first = k == 0;
-                kernel.multiply(block);
-            };
-            if (block.rows <= kernel.tile_rows) {
-                multiply(0, num_panels, 0, depth_);
-            } else {
-                const std::int64_t together = few ? 1 : num_panels;
-                for (std::int64_t p = 0; p < num_panels; p += together) {
-                    for (std::int64_t k = 0; k < depth_; k += kernel.range) multiply(p, together, k, std::min(kernel.range, depth_ - k));
-                }
-            }
-            const std::int64_t first = panel * columns, count = std::min(num_panels * columns, num_outputs_ - first);
-            const unsigned char* added = bias == nullptr ? nullptr : static_cast<const unsigned char*>(bias) + first * bytes;
-            for (std::int64_t r = 0; r < block.rows; ++r) {
-                kernel.finish(sums + r * block.sums_stride, added, pass_out + ((row + r) * num_outputs_ + first) * bytes, count);
-            }
-        });
-    }
 }
 
 }  // namespace quire

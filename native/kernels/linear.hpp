@@ -23,6 +23,20 @@
 
 namespace quire {
 
+class PackedWeight;
+
+// One of the products of multiply_together(): bias [num_outputs] or null, out [rows, num_outputs] contiguous.
+struct LinearTarget {
+    const PackedWeight* weight;
+    const void* bias;
+    void* out;
+};
+
+// Products of the same rows x [rows, num_inputs] with several weights of one element, isa and num_inputs (q, k and v; gate and
+// up), as multiply() of each would give them: the rows are staged once and the threads called once. No `out` may overlap
+// anything else. Throws std::invalid_argument, before anything is written, for weights that do not go together.
+void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows);
+
 class PackedWeight {
   public:
     // Element (n, k) of the weight lies at `weight + n * output_stride + k * input_stride` (in elements).
@@ -48,6 +62,8 @@ class PackedWeight {
     std::size_t num_bytes() const { return num_bytes_; }
 
   private:
+    friend void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows);
+
     struct Free {
         void operator()(void* data) const;
     };

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "kernels/linear_kernel.hpp"
 #include "kernels/simd.hpp"
@@ -26,6 +27,15 @@ template <int most, class Function>
         if (rows < most) return with_rows<most - 1>(rows, function);
     }
     function(std::integral_constant<int, most>{});
+}
+
+// Calls function(integral_constant i) for i = 0 ... count - 1. Arrays indexed so stay in registers: of a loop that is
+// unrolled late, gcc keeps every sum's store to the stack.
+template <int count, class Function>
+[[gnu::always_inline]] inline void unrolled(Function&& function) {
+    [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+        (function(std::integral_constant<int, i>{}), ...);
+    }(std::make_integer_sequence<int, count>{});
 }
 
 // Copies one row of activations as they are.
@@ -127,24 +137,23 @@ struct VectorTiles {
             weights[p] = reinterpret_cast<const Weight*>(block.panels + (panel + p) * block.panel_stride);
         }
         float* sums = block.sums + row * block.sums_stride + panel * kColumns;
-        Vec low[rows][panels], high[rows][panels];
-        for (int r = 0; r < rows; ++r) {
-            for (int p = 0; p < panels; ++p) {
-                const float* from = sums + r * block.sums_stride + p * kColumns;
-                low[r][p] = block.first ? S::zero() : S::load(from);
-                high[r][p] = block.first ? S::zero() : S::load(from + S::kWidth);
-            }
-        }
+        Vec low[rows * panels], high[rows * panels];
+        unrolled<rows * panels>([&](auto i) __attribute__((always_inline)) {
+            const float* from = sums + i / panels * block.sums_stride + i % panels * kColumns;
+            low[i] = block.first ? S::zero() : S::load(from);
+            high[i] = block.first ? S::zero() : S::load(from + S::kWidth);
+        });
         const auto step = [&](std::int64_t k) __attribute__((always_inline)) {
             Operand w_low[panels], w_high[panels];
-            for (int p = 0; p < panels; ++p) Form::load(weights[p] + k * kColumns, w_low[p], w_high[p]);
-            for (int r = 0; r < rows; ++r) {
+            unrolled<panels>([&](auto p) __attribute__((always_inline)) { Form::load(weights[p] + k * kColumns, w_low[p], w_high[p]); });
+            unrolled<rows>([&](auto r) __attribute__((always_inline)) {
                 const Operand a = Form::broadcast(x + r * stride + k);
-                for (int p = 0; p < panels; ++p) {
-                    low[r][p] = Form::add(low[r][p], a, w_low[p]);
-                    high[r][p] = Form::add(high[r][p], a, w_high[p]);
-                }
-            }
+                unrolled<panels>([&](auto p) __attribute__((always_inline)) {
+                    constexpr int i = r * panels + p;
+                    low[i] = Form::add(low[i], a, w_low[p]);
+                    high[i] = Form::add(high[i], a, w_high[p]);
+                });
+            });
         };
         constexpr int advance = kUnroll * Form::kStep, num_lines = (kUnroll * kStepBytes + kLineBytes - 1) / kLineBytes;
         std::int64_t k = 0;
@@ -163,13 +172,11 @@ struct VectorTiles {
             for (int i = 0; i < kUnroll; ++i) step(k + i * Form::kStep);
         }
         for (; k < block.depth; k += Form::kStep) step(k);
-        for (int r = 0; r < rows; ++r) {
-            for (int p = 0; p < panels; ++p) {
-                float* to = sums + r * block.sums_stride + p * kColumns;
-                S::store(to, low[r][p]);
-                S::store(to + S::kWidth, high[r][p]);
-            }
-        }
+        unrolled<rows * panels>([&](auto i) __attribute__((always_inline)) {
+            float* to = sums + i / panels * block.sums_stride + i % panels * kColumns;
+            S::store(to, low[i]);
+            S::store(to + S::kWidth, high[i]);
+        });
     }
 
     // Few rows: one read of the weights, fetched ahead.

@@ -73,10 +73,54 @@ void test_product(Isa isa, Element element, std::int64_t outputs, std::int64_t i
     EXPECT(refused);
 }
 
+// Several weights at once: the bits of one after the other, biases or not, in unwritten memory of exact size.
+void test_together(Isa isa, Element element, std::int64_t inputs, std::int64_t rows, Random& random) {
+    const std::int64_t outputs[] = {70, 33, 1};
+    Buffer x(element, rows * inputs);
+    x.fill(random);
+    std::vector<Buffer> biases, alone, together;
+    std::vector<PackedWeight> weights;
+    std::vector<LinearTarget> targets;
+    for (const std::int64_t count : outputs) {
+        Buffer weight(element, count * inputs);
+        weight.fill(random);
+        weights.emplace_back(element, weight.data.get(), count, inputs, inputs, 1, isa);
+        biases.emplace_back(element, count).fill(random);
+        alone.emplace_back(element, rows * count);
+        together.emplace_back(element, rows * count);
+    }
+    for (std::size_t i = 0; i < 3; ++i) {
+        const void* bias = i == 1 ? nullptr : biases[i].data.get();
+        weights[i].multiply(x.data.get(), rows, bias, alone[i].data.get());
+        targets.push_back({&weights[i], bias, together[i].data.get()});
+    }
+    multiply_together(targets.data(), 3, x.data.get(), rows);
+    for (std::size_t i = 0; i < 3; ++i) EXPECT(same(together[i], 0, alone[i], rows * outputs[i]));
+}
+
+bool refused(const PackedWeight& a, const PackedWeight& b) {
+    const LinearTarget targets[] = {{&a, nullptr, nullptr}, {&b, nullptr, nullptr}};
+    try {
+        multiply_together(targets, 2, nullptr, 1);
+    } catch (const std::invalid_argument&) {
+        return true;
+    }
+    return false;
+}
+
+void test_weights_that_do_not_go_together() {
+    const float zeros[16] = {};
+    const PackedWeight a(Element::f32, zeros, 4, 4, 4, 1, Isa::portable), shorter(Element::f32, zeros, 4, 3, 3, 1, Isa::portable);
+    const PackedWeight half(Element::f16, zeros, 4, 4, 4, 1, Isa::portable);
+    const PackedWeight other(Element::f32, zeros, 4, 4, 4, 1, Isa::emulated_avx512);
+    EXPECT(refused(a, shorter) && refused(a, half) && refused(a, other));
+}
+
 }  // namespace
 
 int main() {
     Random random(1);
+    test_weights_that_do_not_go_together();
     for (const int num_threads : {1, 3}) {
         ThreadPool::instance().set_num_threads(num_threads);
         for (const Isa isa : supported_isas()) {
@@ -88,6 +132,7 @@ int main() {
                     test_product(isa, element, 32, 64, rows, random);
                     if (rows % 16 == 1) test_product(isa, element, 71, 97, rows, random);
                 }
+                for (const std::int64_t rows : {1, 7, 50}) test_together(isa, element, 67, rows, random);
                 if (!emulated) test_product(isa, element, 140, 530, 250, random);
             }
             test_product(isa, Element::bf16, 17, 70, 530, random);

@@ -1,0 +1,164 @@
+// The product of a packed linear layer: how the work is cut into tasks and blocks. linear.hpp has the contract, the tiles
+// (linear_tiles.hpp, linear_amx.hpp) the arithmetic.
+#include "kernels/linear.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/thread_pool.hpp"
+
+namespace quire {
+
+namespace {
+
+constexpr std::int64_t kSerialProducts = 1 << 18;  // below, waking another thread costs more than it saves
+constexpr std::int64_t kFewTiles = 4;              // up to so many tiles of rows the weights' stream decides the order
+
+std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::int64_t round_up(std::int64_t a, std::int64_t b) { return divide_up(a, b) * b; }
+
+// A thread's buffer, as large as the largest request so far; 64-byte aligned, contents undefined.
+class Scratch {
+  public:
+    ~Scratch() { std::free(data_); }
+    unsigned char* get(std::size_t num_bytes) {
+        if (num_bytes > size_) {
+            std::free(data_);
+            size_ = round_up(static_cast<std::int64_t>(num_bytes), 4096);
+            data_ = static_cast<unsigned char*>(std::aligned_alloc(64, size_));
+            if (data_ == nullptr) std::abort();  // a task must not throw (T3); a few MiB that cannot be had end the process anyway
+        }
+        return data_;
+    }
+
+  private:
+    unsigned char* data_ = nullptr;
+    std::size_t size_ = 0;
+};
+
+thread_local Scratch staged_scratch;  // the caller's: activations in the kernel's type, one pass
+thread_local Scratch sums_scratch;    // each thread's: sums of one task
+
+template <typename Task>
+void run_tasks(std::int64_t num_products, std::int64_t num_tasks, Task&& task) {
+    if (num_products < kSerialProducts) {
+        for (std::int64_t i = 0; i < num_tasks; ++i) task(i);
+    } else {
+        ThreadPool::instance().run(num_tasks, task);
+    }
+}
+
+// Tasks of one weight and one pass: `chunk` panels by `group_rows` rows each. Where there are too few panels for the
+// threads, the rows are split too.
+struct Division {
+    bool few;
+    std::int64_t chunk, num_chunks, group_rows, num_tasks;
+
+    Division(const LinearKernel& kernel, std::int64_t num_panels, std::int64_t pass_rows, std::int64_t threads) {
+        few = pass_rows <= kernel.tile_rows * kFewTiles;
+        chunk = few ? std::clamp<std::int64_t>(num_panels / (threads * 8) / 4 * 4, 4, 32) : 4;
+        num_chunks = divide_up(num_panels, chunk);
+        const std::int64_t wanted = num_chunks < 2 * threads ? divide_up(4 * threads, num_chunks) : 1;
+        group_rows = round_up(divide_up(pass_rows, wanted), kernel.tile_rows);
+        num_tasks = num_chunks * divide_up(pass_rows, group_rows);
+    }
+};
+
+}  // namespace
+
+void PackedWeight::multiply(const void* x, std::int64_t rows, const void* bias, void* out) const {
+    const LinearTarget target{this, bias, out};
+    multiply_together(&target, 1, x, rows);
+}
+
+void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows) {
+    if (num_targets < 1) throw std::invalid_argument("expected at least 1 weight to multiply with, got " + std::to_string(num_targets));
+    const PackedWeight& like = *targets[0].weight;
+    for (int i = 1; i < num_targets; ++i) {
+        const PackedWeight& weight = *targets[i].weight;
+        if (weight.element_ != like.element_ || weight.isa_ != like.isa_ || weight.num_inputs_ != like.num_inputs_) {
+            throw std::invalid_argument("expected weights of one element, variant and number of inputs (" +
+                                        std::string(isa_name(like.isa_)) + ", " + std::to_string(like.num_inputs_) + "), got (" +
+                                        std::string(isa_name(weight.isa_)) + ", " + std::to_string(weight.num_inputs_) +
+                                        ") or another element at position " + std::to_string(i));
+        }
+    }
+    const LinearKernel& kernel = *like.kernel_;
+    const std::int64_t bytes = element_bytes(like.element_), num_inputs = like.num_inputs_, depth = like.depth_;
+    const std::int64_t threads = ThreadPool::instance().num_threads();
+    std::int64_t num_outputs = 0;
+    for (int i = 0; i < num_targets; ++i) num_outputs += targets[i].weight->num_outputs_;
+
+    for (std::int64_t start = 0; start < rows; start += kernel.pass_rows) {
+        const std::int64_t pass_rows = std::min(kernel.pass_rows, rows - start);
+        const auto* pass_x = static_cast<const unsigned char*>(x) + start * num_inputs * bytes;
+        const bool direct = kernel.stage_is_copy && depth == num_inputs && pass_rows <= kernel.tile_rows;
+        const unsigned char* activations = pass_x;
+        std::int64_t stride = num_inputs * bytes;
+        if (!direct) {
+            // One line more than the row, so that the rows of a tile do not fall on the same lines of the cache.
+            stride = round_up(depth * kernel.staged_bytes, 64) + 64;
+            unsigned char* staged = staged_scratch.get(static_cast<std::size_t>(stride * pass_rows));
+            const std::int64_t rows_a_task = std::max<std::int64_t>(1, 8192 / num_inputs);
+            run_tasks(pass_rows * num_inputs * 4, divide_up(pass_rows, rows_a_task), [&](std::int64_t task) {
+                const std::int64_t end = std::min((task + 1) * rows_a_task, pass_rows);
+                for (std::int64_t row = task * rows_a_task; row < end; ++row) {
+                    kernel.stage(pass_x + row * num_inputs * bytes, num_inputs, staged + row * stride, depth);
+                }
+            });
+            activations = staged;
+        }
+
+        const auto multiply = [&](const LinearTarget& target, const Division& division, std::int64_t task) {
+            const PackedWeight& weight = *target.weight;
+            const std::int64_t columns = kernel.columns, panel_bytes = weight.panel_bytes_;
+            const std::int64_t panel = task % division.num_chunks * division.chunk;
+            const std::int64_t row = task / division.num_chunks * division.group_rows;
+            const std::int64_t num_panels = std::min(division.chunk, weight.num_panels_ - panel);
+            LinearBlock block;
+            block.activation_stride = stride;
+            block.rows = std::min(division.group_rows, pass_rows - row);
+            block.panel_stride = panel_bytes;
+            block.sums_stride = num_panels * columns;
+            auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(block.rows * block.sums_stride * 4)));
+            const auto run = [&](std::int64_t first_panel, std::int64_t count, std::int64_t k, std::int64_t range) {
+                block.activations = activations + row * stride + k * kernel.staged_bytes;
+                block.panels = weight.data_.get() + (panel + first_panel) * panel_bytes + k * columns * bytes;
+                block.num_panels = count;
+                block.depth = range;
+                block.sums = sums + first_panel * columns;
+                block.first = k == 0;
+                kernel.multiply(block);
+            };
+            if (block.rows <= kernel.tile_rows) {
+                run(0, num_panels, 0, depth);
+            } else {
+                const std::int64_t together = division.few ? 1 : num_panels;
+                for (std::int64_t p = 0; p < num_panels; p += together) {
+                    for (std::int64_t k = 0; k < depth; k += kernel.range) run(p, together, k, std::min(kernel.range, depth - k));
+                }
+            }
+            const std::int64_t first = panel * columns, count = std::min(num_panels * columns, weight.num_outputs_ - first);
+            const auto* bias = static_cast<const unsigned char*>(target.bias);
+            auto* out = static_cast<unsigned char*>(target.out) + ((start + row) * weight.num_outputs_ + first) * bytes;
+            for (std::int64_t r = 0; r < block.rows; ++r) {
+                kernel.finish(sums + r * block.sums_stride, bias == nullptr ? nullptr : bias + first * bytes,
+                              out + r * weight.num_outputs_ * bytes, count);
+            }
+        };
+        const auto division = [&](int i) { return Division(kernel, targets[i].weight->num_panels_, pass_rows, threads); };
+        std::int64_t num_tasks = 0;
+        for (int i = 0; i < num_targets; ++i) num_tasks += division(i).num_tasks;
+        run_tasks(pass_rows * num_inputs * num_outputs, num_tasks, [&](std::int64_t task) {
+            for (int i = 0;; ++i) {
+                const Division own = division(i);
+                if (task < own.num_tasks) return multiply(targets[i], own, task);
+                task -= own.num_tasks;
+            }
+        });
+    }
+}
+
+}  // namespace quire
