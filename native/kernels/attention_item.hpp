@@ -6,13 +6,14 @@
 //   kBlockRows         rows of one product
 //   Products(k width, v width, rows of a head, Scratch&)   takes its scratch memory
 //   query_bytes()      of the packed query rows of a head;  pack_query(packed, row, query)
-//   begin(k, v, next_k, next_v, start, stop)  a head's tile: row pointers of its tokens, and of the ones to come; only
-//                                  tokens [start, stop) are seen by a query
+//   begin(k, v, ahead, start, stop)  a head's tile: row pointers of its tokens, and memory to come, in a share for each of
+//                                  its 2 kTileTokens rows; only tokens [start, stop) are seen by a query
 //   scores(packed, row, rows, start, stop, s)    s[r][token] for block `row` of the rows
 //   values(p, row, rows, start, stop, o, stride) o[r] += p[r] v
 //   finish(o, factor, out)         out = o * factor, rounded, in natural order
 #pragma once
 
+#include "kernels/attention_ahead.hpp"
 #include "kernels/attention_kernel.hpp"
 #include "kernels/simd.hpp"
 
@@ -54,11 +55,15 @@ class RowBlocks {
     int rows_, step_;
 };
 
-// Asks for the cache lines of a row to come.
+// o times the factors, rounded, to the first `columns` lanes. + 0.0f: a sum of no terms and a sum of zeros are the same zero.
 template <class S, class T>
-inline void prefetch_row(const T* row, int width) {
-    constexpr int kLine = 64 / static_cast<int>(sizeof(T));
-    for (int d = 0; d < width; d += kLine) S::prefetch(row + d);
+inline void store_scaled(typename S::Vec o, typename S::Vec factors, T* out, int columns) {
+    const typename S::Vec scaled = S::add(S::mul(o, factors), S::zero());
+    if (columns >= S::kWidth) {
+        S::store(out, scaled);
+    } else {
+        S::store_part(out, scaled, columns);
+    }
 }
 
 // Rows' running softmax, see state_floats.
@@ -83,11 +88,14 @@ class AttendItem {
     using Element = typename Products::Element;
     static constexpr int kTileTokens = Products::kTileTokens;
     static constexpr int kVectors = kTileTokens / S::kWidth;
+    static constexpr int kTileShares = 2 * kTileTokens;  // of memory to come: one for each key and value of a tile
 
-    // Where a tile's tokens lie (offsets of head 0, in elements), and which of them any row sees.
+    // Where a tile's tokens lie (offsets of head 0, in elements), which of them any row sees, and where those of a block
+    // begin and end.
     struct Tokens {
         std::int64_t k[kTileTokens], v[kTileTokens];
         int start, stop;
+        int runs[kTileTokens + 1], num_runs;
     };
     struct Rows {
         const Element* k[kTileTokens];
@@ -135,12 +143,19 @@ class AttendItem {
         // A head's tokens of a block lie together: tiles of one span are taken for a head before the next head's turn.
         std::int64_t span = 1;
         while (2 * span * kTileTokens <= view_.block_size && span < kTiles) span *= 2;
+        // The heads of a small block too: the next tile is asked for block by block, all heads of it.
+        constexpr std::int64_t kMostAhead = 1 << 18;  // bytes, of a second cache of 512 KiB or more
+        const std::int64_t tile_bytes = kTileTokens * (view_.k.width + view_.v.width) * static_cast<std::int64_t>(sizeof(Element));
+        const int together = span == 1 && heads_ * tile_bytes <= kMostAhead ? heads_ : 1;
 
         Tokens tokens[2];
-        Rows rows[2];
-        int here = 0, now = 0;
+        Rows rows;
+        int here = 0;
         find_tokens(first_tile, begin, end, tokens[here]);
-        find_rows(tokens[here], item_.head_start, rows[now]);
+        for (int part = 0; part < together; ++part) {
+            find_ahead(tokens[here], item_.head_start, together, part);
+            ahead_.fetch_rest();
+        }
         for (std::int64_t start = first_tile; start <= last_tile;) {
             const std::int64_t stop = smaller(start - start % span + span, last_tile + 1);
             RowStates states = partial_states(start / kTiles);
@@ -150,15 +165,21 @@ class AttendItem {
                     // What comes after: the head's next tile, the next head, or the first one of the next span.
                     const bool same_head = tile + 1 < stop, same_span = same_head || head + 1 < heads_;
                     const std::int64_t next_tile = same_head ? tile + 1 : same_span ? start : stop;
-                    const bool more = next_tile <= last_tile;
+                    find_rows(tokens[here], item_.head_start + head, rows);
                     int next = here;
-                    if (more) {
+                    ahead_.fetch_rest();
+                    if (together > 1) {
+                        if (stop <= last_tile) {
+                            if (head == 0) find_tokens(stop, begin, end, tokens[1 - here]);
+                            find_ahead(tokens[1 - here], item_.head_start, together, head);
+                        }
+                        if (!same_span) next = 1 - here;
+                    } else if (next_tile <= last_tile) {
                         if (next_tile != tile) find_tokens(next_tile, begin, end, tokens[next = 1 - here]);
-                        find_rows(tokens[next], item_.head_start + (same_head ? head : same_span ? head + 1 : 0), rows[1 - now]);
+                        find_ahead(tokens[next], item_.head_start + (same_head ? head : same_span ? head + 1 : 0), 1, 0);
                     }
-                    attend_tile(tile, head, tokens[here], rows[now], rows[more ? 1 - now : now], states);
+                    attend_tile(tile, head, tokens[here], rows, states);
                     here = next;
-                    now = 1 - now;
                 }
             }
             if (item_.split < 0 && (stop > last_tile || stop % kTiles == 0)) merge(states);
@@ -203,7 +224,9 @@ class AttendItem {
         tokens.start = static_cast<int>(larger(begin - base, 0));
         tokens.stop = static_cast<int>(smaller(end - base, kTileTokens));
         std::int64_t block = (base + tokens.start) / view_.block_size, offset = (base + tokens.start) % view_.block_size;
+        tokens.num_runs = 0;
         for (int t = tokens.start; t < tokens.stop;) {
+            tokens.runs[tokens.num_runs++] = t;
             const std::int64_t id = table_[block];
             const std::int64_t k = id * view_.k.block_stride, v = id * view_.v.block_stride;
             for (; t < tokens.stop && offset < view_.block_size; ++t, ++offset) {
@@ -213,6 +236,23 @@ class AttendItem {
             ++block;
             offset = 0;
         }
+        tokens.runs[tokens.num_runs] = tokens.stop;
+    }
+
+    // Part `part` of `num_heads` equal parts of a tile's memory: block by block, the heads from `head` on, keys and values.
+    void find_ahead(const Tokens& tokens, int head, int num_heads, int part) {
+        ahead_.begin();
+        const int pieces = 2 * tokens.num_runs;
+        for (int piece = part * pieces; piece < (part + 1) * pieces; ++piece) {
+            const int run = piece / (2 * num_heads), start = tokens.runs[run];
+            const std::int64_t at = head + piece / 2 % num_heads, more = tokens.runs[run + 1] - start - 1;
+            if (piece % 2 == 0) {
+                ahead_.add(k_ + at * view_.k.head_stride + tokens.k[start], more * view_.k.token_stride + view_.k.width);
+            } else {
+                ahead_.add(v_ + at * view_.v.head_stride + tokens.v[start], more * view_.v.token_stride + view_.v.width);
+            }
+        }
+        ahead_.end(kTileShares);
     }
 
     void find_rows(const Tokens& tokens, int head, Rows& rows) const {
@@ -226,9 +266,9 @@ class AttendItem {
         for (int t = tokens.stop; t < kTileTokens; ++t) rows.k[t] = rows.v[t] = zeros_;
     }
 
-    void attend_tile(std::int64_t tile, int head, const Tokens& tokens, const Rows& rows, const Rows& next, RowStates& states) {
+    void attend_tile(std::int64_t tile, int head, const Tokens& tokens, const Rows& rows, RowStates& states) {
         const std::int64_t base = tile * kTileTokens;
-        products_.begin(rows.k, rows.v, next.k, next.v, tokens.start, tokens.stop);
+        products_.begin(rows.k, rows.v, ahead_, tokens.start, tokens.stop);
         const unsigned char* query = queries_ + head * products_.query_bytes();
         // All scores, then all values: the tile's keys, then its values, stay in the first cache meanwhile.
         for (int row = 0, count; row < rows_; row += count) {
@@ -371,6 +411,7 @@ class AttendItem {
     const int rows_;   // of one head
     const int heads_;
     Products products_;
+    LinesAhead<S> ahead_;
     RowStates all_;
     float* own_;
     float* scores_;  // [rows of a head][kTileTokens]
