@@ -87,7 +87,9 @@ void check_products(const std::vector<Product>& inputs, const Product& output) {
 }
 
 void multiply_all(const std::vector<Product>& products, const void* x, std::int64_t rows, unsigned char* const* outs) {
-    for (std::size_t i = 0; i < products.size(); ++i) products[i].weight->multiply(x, rows, products[i].bias, outs[i]);
+    LinearTarget targets[3];
+    for (std::size_t i = 0; i < products.size(); ++i) targets[i] = {products[i].weight, products[i].bias, outs[i]};
+    multiply_together(targets, static_cast<int>(products.size()), x, rows);
 }
 
 }  // namespace
