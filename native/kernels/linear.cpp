@@ -8,6 +8,7 @@
 #include <string>
 #include <sys/mman.h>
 
+#include "kernels/profile.hpp"
 #include "kernels/thread_pool.hpp"
 
 namespace quire {
@@ -180,6 +181,7 @@ void PackedWeight::gather_rows(const std::int64_t* ids, std::int64_t num_ids, vo
 }
 
 void PackedWeight::multiply(const void* x, std::int64_t rows, const void* bias, void* out) const {
+    const Span span(Operator::linear);
     const LinearKernel& kernel = *kernel_;
     ThreadPool& pool = ThreadPool::instance();
     const std::int64_t bytes = element_bytes(element_), columns = kernel.columns;

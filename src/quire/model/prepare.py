@@ -33,6 +33,7 @@ from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
 from quire.model.probe import probe
 from quire.model.step import ForwardStep
+from quire.model.watch import Record, watch_attention, watch_linears
 
 __all__ = ["PreparedModel"]
 
@@ -131,6 +132,13 @@ class PreparedModel:
                 use_cache=True,
             )
         return output.logits[0].float()
+
+    def watch(self, record: Record) -> None:
+        """Have `record` told of linear layers and attention that torch computes, on the storage attached now."""
+        if self._cache is None:
+            raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
+        self._cache.backend = watch_attention(self.attention, record)
+        self._undo.append(watch_linears(self._model, record))
 
     def restore(self) -> None:
         """Make the model what it was before. Done twice, nothing happens."""
