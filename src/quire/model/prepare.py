@@ -124,7 +124,7 @@ class PreparedModel:
         """
         from transformers import DynamicCache
 
-        with torch.inference_mode(), self._switched("eager"):
+        with torch.inference_mode(), self._switched("eager"), self._one_thread_pool():
             output = self._model(
                 input_ids=input_ids[None],
                 position_ids=torch.arange(input_ids.numel())[None],
@@ -153,7 +153,8 @@ class PreparedModel:
         self._undo.append(rope.freeze(model, self.max_model_len))
         if self.attention is not reference or choose_packing(self.loaded.dtype) != "native":
             # The python back end leaves the extension's kernels alone where they are built.
-            self._undo.append(pack_linears(model))
+            mapped = self.loaded.mapped
+            self._undo.append(pack_linears(model, release=None if mapped is None else mapped.release))
 
     @contextmanager
     def _one_thread_pool(self) -> Iterator[None]:
