@@ -1,10 +1,11 @@
-// Binding of the instruction set in use and of the thread pool.
+// Binding of the instruction set in use, of the thread pool and of the profile's records.
 #include "bindings/bindings.hpp"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "kernels/isa.hpp"
+#include "kernels/profile.hpp"
 #include "kernels/thread_pool.hpp"
 
 namespace nb = nanobind;
@@ -28,6 +29,15 @@ void bind_runtime(nb::module_& m) {
     m.def(
         "set_num_threads", [](int num_threads) { ThreadPool::instance().set_num_threads(num_threads); },
         nb::arg("num_threads"), "Sets the threads the kernels use, at least 1.");
+    m.def("start_recording", &start_recording, "Records this thread's operators from now on; what was recorded is forgotten.");
+    m.def(
+        "take_records",
+        [] {
+            const std::vector<SpanRecord> records = take_records();
+            return nb::bytes(records.data(), records.size() * sizeof(SpanRecord));
+        },
+        "Ends the recording. int64 [n, 3] as bytes: operator (0 linear, 1 attention, 2 KV write, 3 a fused one that holds such), "
+        "start and duration in ns of time.perf_counter_ns().");
 }
 
 }  // namespace quire

@@ -17,6 +17,7 @@
 #endif
 
 #include "kernels/attention_kernel.hpp"
+#include "kernels/profile.hpp"
 #include "kernels/thread_pool.hpp"
 
 namespace quire {
@@ -185,6 +186,7 @@ unsigned char* attention_scratch() {
 
 void attention_run(const PagedView& view, const TokenTensor& query, const TokenTensor& out, std::int64_t num_q_heads,
                    const AttentionBatch& batch, const AttentionOptions& options, Isa isa) {
+    const Span span(Operator::attention);
     if (view.k.width % 8 != 0 || view.v.width % 8 != 0 || view.k.width < 8 || view.v.width < 8 || view.k.width > kMaxHeadWidth ||
         view.v.width > kMaxHeadWidth) {
         throw std::invalid_argument("expected heads of 8 to 512 elements, in multiples of 8, got " + std::to_string(view.k.width) +
@@ -220,6 +222,7 @@ void check_slots(const PagedView& view, const std::int64_t* slots, std::int64_t 
 
 void attention_write(const PagedView& view, const TokenTensor& k, const TokenTensor& v, const std::int64_t* slots, std::int64_t num_tokens,
                      int num_threads) {
+    const Span span(Operator::kv_write);
     check_slots(view, slots, num_tokens);
     const std::int64_t bytes = element_bytes(view.element);
     const auto copy = [&](const TokenTensor& from, const PagedTensor& to, std::int64_t token, std::int64_t block, std::int64_t offset) {

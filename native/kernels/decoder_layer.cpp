@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/profile.hpp"
 #include "kernels/scratch.hpp"
 #include "kernels/thread_pool.hpp"
 
@@ -110,6 +111,7 @@ void check_parts(const MlpParts& parts) {
 }
 
 void run_attention(const AttentionParts& parts, const DecoderStep& step, const void* hidden, void* out) {
+    const Span span(Operator::fused);
     const PackedWeight& output = *parts.output.weight;
     const Element element = output.element();
     const RowOps& ops = row_ops(output.isa(), element);
@@ -166,6 +168,7 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
 }
 
 void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void* out) {
+    const Span span(Operator::fused);
     const PackedWeight& output = *parts.output.weight;
     const RowOps& ops = row_ops(output.isa(), output.element());
     const std::int64_t bytes = element_bytes(output.element()), width = output.num_outputs(), inner = output.num_inputs();
@@ -194,6 +197,7 @@ void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void*
 }
 
 void run_norm(const Norm& norm, Element element, Isa isa, const void* x, std::int64_t rows, std::int64_t width, void* out) {
+    const Span span(Operator::fused);
     const RowOps& ops = row_ops(isa, element);
     const std::int64_t bytes = width * element_bytes(element);
     each_row(rows, width, [&](std::int64_t row) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <sys/mman.h>
 
+#include "kernels/profile.hpp"
 #include "kernels/thread_pool.hpp"
 
 namespace quire {
@@ -60,6 +61,31 @@ void visit_panel(PanelLayout layout, std::int64_t columns, std::int64_t num_colu
     }
 }
 
+// A panel of 16-bit elements in a layout that keeps pairs along k together, from rows contiguous along k: as visit_panel
+// would, in pairs and a line of each row at a time.
+template <PanelLayout layout>
+void pack_pairs(const std::uint16_t* from, std::int64_t stride, std::int64_t columns, std::int64_t num_columns, std::int64_t num_inputs,
+                std::uint16_t* to) {
+    constexpr std::int64_t kBlock = 32, kColumns = 32;
+    std::uint32_t lines[kColumns][kBlock / 2 + 1];  // one more, so that a column of it does not fall on one set of the cache
+    for (std::int64_t first = 0; first < num_columns; first += kColumns) {
+        const std::int64_t count = std::min(kColumns, num_columns - first);
+        const std::uint16_t* rows = from + first * stride;
+        std::int64_t start = 0;
+        for (; start + kBlock <= num_inputs; start += kBlock) {
+            for (std::int64_t c = 0; c < count; ++c) std::memcpy(lines[c], rows + c * stride + start, kBlock * 2);
+            for (std::int64_t pair = 0; pair < kBlock / 2; ++pair) {
+                for (std::int64_t c = 0; c < count; ++c) {
+                    std::memcpy(to + panel_index(layout, columns, start + 2 * pair, first + c), &lines[c][pair], 4);
+                }
+            }
+        }
+        for (std::int64_t k = start; k < num_inputs; ++k) {
+            for (std::int64_t c = 0; c < count; ++c) to[panel_index(layout, columns, k, first + c)] = rows[c * stride + k];
+        }
+    }
+}
+
 // Calls f with a value of the unsigned integer type as wide as the element.
 template <typename Function>
 void with_word(Element element, Function&& f) {
@@ -107,6 +133,14 @@ PackedWeight::PackedWeight(Element element, const void* weight, std::int64_t num
             const std::int64_t num_columns = std::min(kernel.columns, num_outputs - first);
             if (num_columns < kernel.columns || depth_ > num_inputs) std::memset(to, 0, static_cast<std::size_t>(panel_bytes_));
             const auto* from = static_cast<const Word*>(weight) + first * output_stride;
+            if constexpr (sizeof(Word) == 2) {
+                if (input_stride == 1 && kernel.layout == PanelLayout::depth_pairs) {
+                    return pack_pairs<PanelLayout::depth_pairs>(from, output_stride, kernel.columns, num_columns, num_inputs, to);
+                }
+                if (input_stride == 1 && kernel.layout == PanelLayout::tiles) {
+                    return pack_pairs<PanelLayout::tiles>(from, output_stride, kernel.columns, num_columns, num_inputs, to);
+                }
+            }
             visit_panel(kernel.layout, kernel.columns, num_columns, num_inputs,
                         [&](std::int64_t position, std::int64_t k, std::int64_t column) {
                             to[position] = from[column * output_stride + k * input_stride];

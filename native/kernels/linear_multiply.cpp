@@ -3,10 +3,11 @@
 #include "kernels/linear.hpp"
 
 #include <algorithm>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
+#include "kernels/profile.hpp"
+#include "kernels/scratch.hpp"
 #include "kernels/thread_pool.hpp"
 
 namespace quire {
@@ -19,27 +20,8 @@ constexpr std::int64_t kFewTiles = 4;              // up to so many tiles of row
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 std::int64_t round_up(std::int64_t a, std::int64_t b) { return divide_up(a, b) * b; }
 
-// A thread's buffer, as large as the largest request so far; 64-byte aligned, contents undefined.
-class Scratch {
-  public:
-    ~Scratch() { std::free(data_); }
-    unsigned char* get(std::size_t num_bytes) {
-        if (num_bytes > size_) {
-            std::free(data_);
-            size_ = round_up(static_cast<std::int64_t>(num_bytes), 4096);
-            data_ = static_cast<unsigned char*>(std::aligned_alloc(64, size_));
-            if (data_ == nullptr) std::abort();  // a task must not throw (T3); a few MiB that cannot be had end the process anyway
-        }
-        return data_;
-    }
-
-  private:
-    unsigned char* data_ = nullptr;
-    std::size_t size_ = 0;
-};
-
-thread_local Scratch staged_scratch;  // the caller's: activations in the kernel's type, one pass
-thread_local Scratch sums_scratch;    // each thread's: sums of one task
+thread_local GrownBuffer staged_scratch;  // the caller's: activations in the kernel's type, one pass
+thread_local GrownBuffer sums_scratch;    // each thread's: sums of one task
 
 template <typename Task>
 void run_tasks(std::int64_t num_products, std::int64_t num_tasks, Task&& task) {
@@ -74,6 +56,7 @@ void PackedWeight::multiply(const void* x, std::int64_t rows, const void* bias, 
 }
 
 void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows) {
+    const Span span(Operator::linear);
     if (num_targets < 1) throw std::invalid_argument("expected at least 1 weight to multiply with, got " + std::to_string(num_targets));
     const PackedWeight& like = *targets[0].weight;
     for (int i = 1; i < num_targets; ++i) {

@@ -131,6 +131,16 @@ def num_threads() -> int:
 def set_num_threads(num_threads: int) -> None:
     """Sets the threads the kernels use, at least 1."""
 
+def start_recording() -> None:
+    """
+    Records this thread's operators from now on; what was recorded is forgotten.
+    """
+
+def take_records() -> bytes:
+    """
+    Ends the recording. int64 [n, 3] as bytes: operator (0 linear, 1 attention, 2 KV write, 3 a fused one that holds such), start and duration in ns of time.perf_counter_ns().
+    """
+
 class PackedWeight:
     """
     A linear layer's weight packed once for the kernels. All buffers are addresses of CPU memory.

@@ -45,6 +45,11 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["generate", "x", "--dtype", "int3"], 2, "'int3'"),
         (["generate", "x", "--model", "./no/such/folder"], 2, "no such folder"),
         (["generate", "x", "--prompts", "no-such-file"], 2, "no-such-file"),
+        (
+            ["generate", "x", "--profile-trace", "no/such/trace.json"],
+            2,
+            "a file that can be written for the trace",
+        ),
         (["generate", "x", "--max-tokens", "ten"], 2, "--max-tokens"),
         (["generate", "--frob"], 2, "--frob"),
         (["frob"], 2, "frob"),
@@ -81,6 +86,26 @@ def test_json_is_one_object_of_the_documented_form(run: Run) -> None:
         assert list(output) == keys
         assert len(output["token_ids"]) == 5
         assert output["finish_reason"] == "length"
+
+
+def test_a_profile_goes_to_stderr_and_a_trace_to_its_file(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    arguments = (
+        "generate",
+        "def f(",
+        "--max-tokens",
+        "4",
+        "--temperature",
+        "0",
+        "--profile-trace",
+        str(trace),
+    )
+    code, out, err = run(*arguments)
+    assert code == 0
+    assert "linears" not in out
+    assert "decode: 3 steps, 3 tokens" in err
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"prefill step", "decode step", "forward", "linears", "attention", "sampling"} <= names
 
 
 def test_prompts_come_from_files_and_a_stream_equals_the_batch(run: Run, tmp_path: Path) -> None:

@@ -109,6 +109,15 @@ def generate(
     show_stats: Annotated[
         bool, typer.Option("--stats", help="Print what the cache and the engine did.")
     ] = False,
+    show_profile: Annotated[
+        bool, typer.Option("--profile", help="Print where the time of the steps went.")
+    ] = False,
+    profile_trace: Annotated[
+        str | None,
+        typer.Option(
+            "--profile-trace", metavar="FILE", help="Profile, and write a Chrome trace for Perfetto."
+        ),
+    ] = None,
 ) -> None:
     """Continues each PROMPT with a model that runs from paged memory."""
     texts = list(prompt or []) + (read_prompts(prompts) if prompts is not None else [])
@@ -118,19 +127,22 @@ def generate(
         )
     if any(not text for text in texts):
         raise PromptError("expected every prompt to have some text, got an empty one")
+    from quire.engine.profile import check_trace_path
     from quire.engine.sampling_params import SamplingParams
 
+    if profile_trace is not None:
+        check_trace_path(profile_trace)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine_options = options.EngineOptions(
-        model, kv_memory, block_size, dtype, max_model_len, seed, backend, revision, trust_remote_code
-    )
+        model, kv_memory, block_size, dtype, max_model_len, seed, backend, revision, trust_remote_code,
+        profile=show_profile or profile_trace is not None,
+    )  # fmt: skip
     with engine_options.build() as llm:
         print(f"quire: {llm.capacity}", file=sys.stderr)
         if as_json_object:
             results = whole(llm.generate(texts, params))
             print(as_json(results, llm.stats()))
-            return
-        if len(texts) == 1:
+        elif len(texts) == 1:
             stream = llm.stream(texts[0], params)
             print(texts[0], end="", flush=True)
             for delta in stream:
@@ -139,5 +151,9 @@ def generate(
         else:
             for result in whole(llm.generate(texts, params, progress=sys.stderr.isatty())):
                 print(f"{result.prompt}{result.outputs[0].text}\n")
-        if show_stats:
+        if show_stats and not as_json_object:
             print_stats(llm.stats())
+        if llm.profile is not None:
+            print(llm.profile.table(), file=sys.stderr)
+            if profile_trace is not None:
+                llm.profile.write_trace(profile_trace)

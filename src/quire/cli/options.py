@@ -69,6 +69,7 @@ class EngineOptions:
     backend: str | None
     revision: str | None
     trust_remote_code: bool
+    profile: bool = False
 
     def build(self) -> LLM:
         """Loads the model and makes the engine; raises what `quire.LLM` raises."""
@@ -84,4 +85,5 @@ class EngineOptions:
             backend=self.backend,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
+            profile=self.profile,
         )

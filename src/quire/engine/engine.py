@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quire.engine.detokenizer import Detokenizer, decode
+from quire.engine.profile import NoProfile, Profile
 from quire.engine.request import CompletionOutput, Request, RequestOutput, Sample, Timings
 from quire.engine.sampling import sample_tokens
 from quire.engine.sampling_params import SamplingParams
@@ -46,6 +47,7 @@ class Engine:
     cache: a `quire.Cache` nobody else uses. tokenizer: None if only token ids go in and come out.
     max_model_len: longest sequence, prompt and output. sampling_defaults: see `SamplingParams.resolved`.
     seed: of the requests that bring none; the same submissions in the same order then give the same tokens.
+    profile: takes the times of every step.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Engine:
         max_num_seqs: int = 256,
         watermark: float = 0.01,
         seed: int = 0,
+        profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
@@ -71,6 +74,7 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sampling_defaults = sampling_defaults
         self._seed = seed
+        self._profile = profile or NoProfile()
         self._clock = clock
         self._arrivals = itertools.count()
         self.max_model_len = max_model_len
@@ -186,31 +190,40 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Computes one step; outputs of the requests that ended, and of the streaming ones that grew."""
         started = self._clock()
+        scheduled: ScheduledStep | None = None
+        self._profile.begin()
         try:
             scheduled = self.scheduler.schedule()
             touched = self.scheduler.take_failed()
+            self._profile.lap("schedule")
             if scheduled is not None:
                 touched += self._compute(scheduled)
-            return self._outputs(touched)
+            outputs = self._outputs(touched)
+            self._profile.lap("detokenize")
+            return outputs
         except BaseException:
             self.abort_all()  # E1: an interruption, or a bug; nobody is left to return the blocks
             raise
         finally:
+            self._profile.end(scheduled)
             self._busy_s += self._clock() - started
 
     def _compute(self, scheduled: ScheduledStep) -> list[Sample]:
         """Runs a step; the samples that drew a token or ended."""
         try:
             logits = self._runner.run(scheduled)
+            self._profile.lap("forward")
             tokens = np.zeros(0, np.int64)
             if scheduled.sampled:
                 tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows)
+            self._profile.lap("sampling")
         except Exception as error:  # E2: the step's requests end with it
             ended = [sample for s in scheduled.samples for sample in s.request.samples]
             for sample in ended:
                 self.scheduler.finish(sample, "error", error)
             return ended
         self.scheduler.update(scheduled, tokens)
+        self._profile.lap("update")
         self._num_generated_tokens += len(scheduled.sampled)
         for sample in scheduled.sampled:
             if sample.detokenizer is not None:

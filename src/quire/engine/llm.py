@@ -16,11 +16,13 @@ from quire.backends import native_module
 from quire.engine.capacity import kv_memory_bytes, num_units_for
 from quire.engine.engine import Engine
 from quire.engine.interrupt import deferred_interrupt
+from quire.engine.profile import Profile
 from quire.engine.prompts import Prompt, encode, split
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError, QuireError
 from quire.sizes import format_size
+from quire.startup import collector_paused
 
 __all__ = ["LLM", "TextStream"]
 
@@ -38,10 +40,12 @@ class LLM:
         run at once. max_model_len: longest sequence; the model's own if not given.
     seed: of requests that bring none. revision, trust_remote_code: of a Hub id.
     backend: "native", "python" or None for the best there is. num_threads: torch's and the kernels'.
+    profile: takes the times of every step; `llm.profile` tells them, and is None without.
 
     *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.
     """
 
+    @collector_paused()
     def __init__(
         self,
         model: Any = None,
@@ -58,6 +62,7 @@ class LLM:
         trust_remote_code: bool = False,
         backend: str | None = None,
         num_threads: int | None = None,
+        profile: bool = False,
     ) -> None:
         _check_range("block_size", block_size, 1, 512)
         _check_range("max_batch_tokens", max_batch_tokens, 1, 2**20)
@@ -102,8 +107,9 @@ class LLM:
                 prefix_caching=prefix_caching,
                 backend=backend,
             )
+            self.profile = Profile() if profile else None
             self.engine = Engine(
-                Runner(prepared, storage, num_threads=num_threads),
+                Runner(prepared, storage, num_threads=num_threads, profile=self.profile),
                 cache,
                 vocab_size=loaded.vocab_size,
                 max_model_len=self.max_model_len,
@@ -113,6 +119,7 @@ class LLM:
                 max_batch_tokens=max_batch_tokens,
                 max_num_seqs=max_num_seqs,
                 seed=seed,
+                profile=self.profile,
             )
         except BaseException:
             self.close()

@@ -223,12 +223,18 @@ def _packed_class(cls: type[nn.Module]) -> type[_PackedModule]:
     return type(f"Packed{cls.__name__}", bases, namespace)
 
 
-def pack_linears(model: nn.Module, packing: Packing | None = None) -> Callable[[], None]:
+def pack_linears(
+    model: nn.Module,
+    packing: Packing | None = None,
+    *,
+    release: Callable[[torch.Tensor], None] | None = None,
+) -> Callable[[], None]:
     """Pack the linear layers of `model` in place.
 
     Args:
         model: any module on the CPU; its Parameters are emptied layer by layer while they are packed.
         packing: forces one; None chooses per dtype by the rule of `choose_packing`.
+        release: called with each dense weight once it is packed, before it is let go of.
 
     Returns:
         A function that gives every weight back, bit for bit; called again, it does nothing.
@@ -242,7 +248,7 @@ def pack_linears(model: nn.Module, packing: Packing | None = None) -> Callable[[
 
     try:
         for parameter, modules, kind in groups:
-            undo.append(_pack(parameter, modules, kind))
+            undo.append(_pack(parameter, modules, kind, release))
     except BaseException:
         restore()
         raise
@@ -285,7 +291,12 @@ def _packable(
     return groups
 
 
-def _pack(parameter: nn.Parameter, modules: list[nn.Module], kind: Packing) -> Callable[[], None]:
+def _pack(
+    parameter: nn.Parameter,
+    modules: list[nn.Module],
+    kind: Packing,
+    release: Callable[[torch.Tensor], None] | None,
+) -> Callable[[], None]:
     """Pack one weight for all modules that hold it; returns what undoes that."""
     transposed = _is_transposed(modules[0])
     dense = parameter.detach()
@@ -296,6 +307,8 @@ def _pack(parameter: nn.Parameter, modules: list[nn.Module], kind: Packing) -> C
         module._parameters["weight"] = None  # the entry stays: state_dict() keeps its order
         module.__class__ = _packed_class(type(module))
         cast(_PackedModule, module)._hold(packed, transposed)
+    if release is not None:
+        release(dense)
     # Whoever else holds the Parameter must not keep its memory.
     parameter.data = torch.empty(0, dtype=parameter.dtype)
 

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
+from quire.model.mapped_weights import MappedWeights
 from quire.spec import DTYPE_BYTES, KVSpec
 from quire.spec.config import spec_of
 
@@ -49,6 +50,7 @@ class LoadedModel:
         vocab_size: ids are below it; the width of its logits.
         eos_token_ids: any of them ends a sequence.
         sampling_defaults: from its generation_config: temperature (0 where it does not sample), top_p, top_k, ...
+        mapped: the files its tensors may lie in; None for a model that somebody else loaded.
     """
 
     model: PreTrainedModel
@@ -60,6 +62,7 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
+    mapped: MappedWeights | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,7 +125,7 @@ def load(
             f"{type(model).__name__}, the first {missing[0]}"
         )
     name = "embedded" if source is None else Path(where).name if local else where
-    return _describe(model, tokenizer, name)
+    return replace(_describe(model, tokenizer, name), mapped=MappedWeights())
 
 
 def _given(source: tuple[Any, ...], wanted: torch.dtype | None) -> LoadedModel:

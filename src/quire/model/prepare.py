@@ -33,6 +33,7 @@ from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
 from quire.model.probe import probe
 from quire.model.step import ForwardStep
+from quire.model.watch import Record, watch_attention, watch_linears
 
 if TYPE_CHECKING:
     from quire.model.fused import Fused
@@ -133,7 +134,7 @@ class PreparedModel:
         """
         from transformers import DynamicCache
 
-        with torch.inference_mode(), self._switched("eager"):
+        with torch.inference_mode(), self._switched("eager"), self._one_thread_pool():
             output = self._model(
                 input_ids=input_ids[None],
                 position_ids=torch.arange(input_ids.numel())[None],
@@ -141,6 +142,13 @@ class PreparedModel:
                 use_cache=True,
             )
         return output.logits[0].float()
+
+    def watch(self, record: Record) -> None:
+        """Have `record` told of linear layers and attention that torch computes, on the storage attached now."""
+        if self._cache is None:
+            raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
+        self._cache.backend = watch_attention(self.attention, record)
+        self._undo.append(watch_linears(self._model, record))
 
     def restore(self) -> None:
         """Make the model what it was before. Done twice, nothing happens."""
@@ -155,7 +163,8 @@ class PreparedModel:
         self._undo.append(rope.freeze(model, self.max_model_len))
         if self.attention is not reference or choose_packing(self.loaded.dtype) != "native":
             # The python back end leaves the extension's kernels alone where they are built.
-            self._undo.append(pack_linears(model))
+            mapped = self.loaded.mapped
+            self._undo.append(pack_linears(model, release=None if mapped is None else mapped.release))
         if self.attention is not reference and choose_packing(self.loaded.dtype) == "native":
             from quire.model.fused import fuse
 
