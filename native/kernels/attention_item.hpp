@@ -13,14 +13,12 @@
 //   finish(o, factor, out)         out = o * factor, rounded, in natural order
 #pragma once
 
-#include "kernels/attention_kernel.hpp"
-#include "kernels/simd.hpp"
+#include "kernels/attention_state.hpp"
 
 namespace quire {
 namespace {
 
 constexpr float kLog2E = 1.442695040888963f;
-constexpr float kMinusInfinity = -__builtin_inff();
 
 inline std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 inline std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
@@ -61,27 +59,12 @@ inline void prefetch_row(const T* row, int width) {
     for (int d = 0; d < width; d += kLine) S::prefetch(row + d);
 }
 
-// Rows' running softmax, see state_floats.
-struct RowStates {
-    RowStates(float* base, std::int64_t rows, std::int64_t width)
-        : m(base), l(base + state_rows(rows)), o(base + 2 * state_rows(rows)), stride(value_stride(width)), num_rows(rows) {}
-    void clear() {
-        for (std::int64_t r = 0; r < num_rows; ++r) m[r] = kMinusInfinity, l[r] = 0.0f;
-        std::memset(o, 0, static_cast<std::size_t>(state_rows(num_rows) * stride) * sizeof(float));
-    }
-    float* m;
-    float* l;
-    float* o;
-    std::int64_t stride;
-    std::int64_t num_rows;
-};
-
 template <class Products>
 class AttendItem {
     using S = typename Products::Simd;
     using Vec = typename S::Vec;
     using Element = typename Products::Element;
-    static constexpr int kTileTokens = Products::kTileTokens;
+    static_assert(Products::kTileTokens == kTileTokens);
     static constexpr int kVectors = kTileTokens / S::kWidth;
 
     // Where a tile's tokens lie (offsets of head 0, in elements), and which of them any row sees.
@@ -104,31 +87,24 @@ class AttendItem {
           rows_(item.row_stop - item.row_start),
           heads_(item.head_stop - item.head_start),
           products_(view_.k.width, view_.v.width, rows_, scratch_),
-          all_(scratch_.take<float>(state_floats(rows_ * heads_, view_.v.width)), rows_ * heads_, view_.v.width),
-          own_(scratch_.take<float>(state_floats(rows_ * heads_, view_.v.width))),
+          all_(scratch_.take<float>(heads_ * state_floats(rows_, view_.v.width)), rows_, 1, view_.v.width),
+          own_(scratch_.take<float>(heads_ * state_floats(rows_, view_.v.width)), rows_, 1, view_.v.width),
           scores_(scratch_.take<float>(std::int64_t{kItemRows} * kTileTokens)),
           queries_(scratch_.take<unsigned char>(products_.query_bytes() * heads_)) {
-        const std::int32_t* start = job.batch->query_start + item.sequence;
-        first_token_ = start[0];
-        first_position_ = job.batch->context_lengths[item.sequence] - (start[1] - start[0]);
         table_ = job.batch->block_tables + item.sequence * job.batch->table_width;
         k_ = reinterpret_cast<const Element*>(view_.k.data);
         v_ = reinterpret_cast<const Element*>(view_.v.data);
         zeros_ = reinterpret_cast<const Element*>(kZeroRow);
         logit_scale_ = options_.softcap > 0.0f ? options_.scale / options_.softcap : options_.scale * kLog2E;
         logit_cap_ = options_.softcap * kLog2E;
-        for (int row = 0; row < rows_; ++row) {
-            const std::int64_t at = position(item.row_start + row);
-            seen_[row] = {first_visible(options_, at), at + 1};
-        }
+        find_query_rows();
     }
 
     void run() {
         pack_queries();
-        all_.clear();
-        const std::int64_t begin = larger(first_visible(options_, position(item_.row_start)),
-                                          std::int64_t{item_.partial_start} * kPartialTokens);
-        const std::int64_t end = smaller(position(item_.row_stop - 1) + 1, std::int64_t{item_.partial_stop} * kPartialTokens);
+        const bool merges = item_.run >= 0 ? job_.runs[item_.run].merged : item_.split < 0;
+        if (merges) begin_merge();
+        const std::int64_t begin = larger(seen_[0].start, item_.token_start), end = smaller(seen_[rows_ - 1].stop, item_.token_stop);
         const std::int64_t first_tile = begin / kTileTokens, last_tile = (end - 1) / kTileTokens;
         constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
 
@@ -142,10 +118,10 @@ class AttendItem {
         find_tokens(first_tile, begin, end, tokens[here]);
         find_rows(tokens[here], item_.head_start, rows[now]);
         for (std::int64_t start = first_tile; start <= last_tile;) {
-            const std::int64_t stop = smaller(start - start % span + span, last_tile + 1);
-            RowStates states = partial_states(start / kTiles);
-            if (start == first_tile || start % kTiles == 0) states.clear();
+            const std::int64_t stop = smaller(start - start % span + span, last_tile + 1), partial = start / kTiles;
+            if (start == first_tile || start % kTiles == 0) begin_partial(partial, start == first_tile);
             for (int head = 0; head < heads_; ++head) {
+                const RowStates states = partial_states(partial, head);
                 for (std::int64_t tile = start; tile < stop; ++tile) {
                     // What comes after: the head's next tile, the next head, or the first one of the next span.
                     const bool same_head = tile + 1 < stop, same_span = same_head || head + 1 < heads_;
@@ -161,10 +137,15 @@ class AttendItem {
                     now = 1 - now;
                 }
             }
-            if (item_.split < 0 && (stop > last_tile || stop % kTiles == 0)) merge(states);
+            // The partial in which a run ends is not over.
+            if (merges && (stop % kTiles == 0 || (stop > last_tile && item_.run < 0))) {
+                for (int head = 0; head < heads_; ++head) merge_states<S>(all_states(head), partial_states(partial, head));
+            }
             start = stop;
         }
-        if (item_.split < 0) {
+        if (item_.run >= 0) {
+            job_.items_left[item_.run].fetch_sub(1, std::memory_order_release);
+        } else if (item_.split < 0) {
             write_out();
         } else if (last_of_split()) {
             merge_split();
@@ -173,29 +154,91 @@ class AttendItem {
     }
 
   private:
-    std::int64_t position(std::int64_t row) const { return first_position_ + row / group_; }
+    // Query tokens of the rows, and which positions each row sees.
+    void find_query_rows() {
+        const std::int32_t* start = job_.batch->query_start + item_.sequence;
+        const std::int64_t first_position = job_.batch->context_lengths[item_.sequence] - (start[1] - start[0]);
+        for (int row = 0; row < rows_; ++row) {
+            if (item_.run >= 0) {
+                tokens_[row] = job_.shared_tokens[(item_.shared_row + row) / group_];
+                seen_[row] = {item_.token_start, item_.token_stop};  // every member's rows come after the run
+            } else {
+                const std::int64_t token = (item_.row_start + row) / group_, at = first_position + token;
+                tokens_[row] = start[0] + token;
+                seen_[row] = {first_visible(options_, at), at + 1};
+            }
+        }
+    }
+
+    std::int64_t query_head(int head, int row) const { return (item_.head_start + head) * group_ + (item_.row_start + row) % group_; }
 
     void pack_queries() {
         const auto* query = reinterpret_cast<const Element*>(job_.query->data);
         for (int head = 0; head < heads_; ++head) {
             for (int row = 0; row < rows_; ++row) {
-                const std::int64_t absolute = item_.row_start + row, q_head = (item_.head_start + head) * group_ + absolute % group_;
                 products_.pack_query(queries_ + head * products_.query_bytes(), row,
-                                     query + (first_token_ + absolute / group_) * job_.query->token_stride + q_head * job_.query->head_stride);
+                                     query + tokens_[row] * job_.query->token_stride + query_head(head, row) * job_.query->head_stride);
             }
         }
     }
 
-    // State of the partial under way: the thread's own, or its place in the split's.
-    RowStates partial_states(std::int64_t partial) {
-        if (item_.split < 0) return RowStates(own_, all_.num_rows, view_.v.width);
-        return split_states(partial);
+    // States of the partial under way: the thread's own, or where others will look for them.
+    RowStates partial_states(std::int64_t partial, int head) const {
+        if (item_.run >= 0) {
+            const AttentionRun& run = job_.runs[item_.run];
+            if (!run.merged) return run_states(run, partial - run.token_start / kPartialTokens, head);
+            if (run.num_states > 1) return run_states(run, 1, head);
+        } else if (item_.split >= 0) {
+            const AttentionSplit& split = job_.splits[item_.split];
+            return StateBlock(job_.states + split.offset, rows_, split.num_partials, view_.v.width).rows(head, partial - split.partial_start, 0, rows_);
+        }
+        return own_.rows(head, 0, 0, rows_);
     }
 
-    RowStates split_states(std::int64_t partial) {
-        const AttentionSplit& split = job_.splits[item_.split];
-        return RowStates(job_.states + split.offset + (partial - split.partial_start) * state_floats(all_.num_rows, view_.v.width),
-                         all_.num_rows, view_.v.width);
+    RowStates all_states(int head) const {
+        return item_.run >= 0 ? run_states(job_.runs[item_.run], 0, head) : all_.rows(head, 0, 0, rows_);
+    }
+
+    // The item's rows among a run's.
+    RowStates run_states(const AttentionRun& run, std::int64_t state, int head) const {
+        return StateBlock(job_.states + run.offset, run.num_rows, run.num_states, view_.v.width)
+            .rows(item_.head_start + head, state, item_.shared_row - run.first_row, rows_);
+    }
+
+    // The rows' partial, from where a run before has left it.
+    void begin_partial(std::int64_t partial, bool first) const {
+        const bool begun = first && item_.before >= 0 && item_.token_start % kPartialTokens != 0 &&
+                           job_.runs[item_.before].token_stop == item_.token_start;
+        if (begun) attention_wait(job_.items_left[item_.before]);
+        for (int head = 0; head < heads_; ++head) {
+            const RowStates states = partial_states(partial, head);
+            if (begun) {
+                states.copy(run_states(job_.runs[item_.before], job_.runs[item_.before].num_states - 1, head));
+            } else {
+                states.clear();
+            }
+        }
+    }
+
+    // (M, L, O) of the partials before those of this item.
+    void begin_merge() const { merge_run(item_.before); }
+
+    void merge_run(std::int32_t index) const {
+        if (index < 0) {
+            for (int head = 0; head < heads_; ++head) all_states(head).clear();
+            return;
+        }
+        const AttentionRun& run = job_.runs[index];
+        if (!run.merged) merge_run(run.before);
+        attention_wait(job_.items_left[index]);
+        for (int head = 0; head < heads_; ++head) {
+            if (run.merged) {
+                all_states(head).copy(run_states(run, 0, head));
+                continue;
+            }
+            const std::int64_t num_over = run.token_stop / kPartialTokens - run.token_start / kPartialTokens;
+            for (std::int64_t state = 0; state < num_over; ++state) merge_states<S>(all_states(head), run_states(run, state, head));
+        }
     }
 
     void find_tokens(std::int64_t tile, std::int64_t begin, std::int64_t end, Tokens& tokens) const {
@@ -226,7 +269,7 @@ class AttendItem {
         for (int t = tokens.stop; t < kTileTokens; ++t) rows.k[t] = rows.v[t] = zeros_;
     }
 
-    void attend_tile(std::int64_t tile, int head, const Tokens& tokens, const Rows& rows, const Rows& next, RowStates& states) {
+    void attend_tile(std::int64_t tile, int head, const Tokens& tokens, const Rows& rows, const Rows& next, const RowStates& states) {
         const std::int64_t base = tile * kTileTokens;
         products_.begin(rows.k, rows.v, next.k, next.v, tokens.start, tokens.stop);
         const unsigned char* query = queries_ + head * products_.query_bytes();
@@ -237,13 +280,13 @@ class AttendItem {
             if (seen.start >= seen.stop) continue;
             float* s = scores_ + row * kTileTokens;
             products_.scores(query, row, count, seen.start, seen.stop, s);
-            soften(s, row, count, base, states, head * rows_ + row);
+            soften(s, row, count, base, states);
         }
         for (int row = 0, count; row < rows_; row += count) {
             count = products_.block_rows(row);
             const Seen seen = seen_by(row, count, base);
             if (seen.start >= seen.stop) continue;
-            float* o = states.o + (head * rows_ + row) * states.stride;
+            float* o = states.o + row * states.stride;
             for (int r = 0; r < count; ++r) {
                 if (factors_[row + r] != 1.0f) scale(o + r * states.stride, states.stride, factors_[row + r]);
             }
@@ -271,7 +314,7 @@ class AttendItem {
 
     // Scores of a tile -> p, by the online softmax; what a row does not see gets p = 0. Leaves the factors for o so far.
     // Three short loops over the rows, because a row's steps wait for each other.
-    void soften(float* s, int row, int count, std::int64_t base, RowStates& states, std::int64_t state) {
+    void soften(float* s, int row, int count, std::int64_t base, const RowStates& states) {
         float tops[Products::kBlockRows], sums[Products::kBlockRows];
         for (int r = 0; r < count; ++r) {
             const std::int64_t start = seen_[row + r].start - base, stop = seen_[row + r].stop - base;
@@ -286,7 +329,7 @@ class AttendItem {
                 S::store(at, x);
                 most = S::max(x, most);
             }
-            const float tile_most = S::reduce_max(most), before = states.m[state + r];
+            const float tile_most = S::reduce_max(most), before = states.m[row + r];
             tops[r] = tile_most > before ? tile_most : before;
         }
         for (int r = 0; r < count; ++r) {
@@ -304,33 +347,12 @@ class AttendItem {
         }
         for (int r = 0; r < count; ++r) {
             float factor = 1.0f;
-            if (tops[r] > states.m[state + r]) {
-                factor = S::first(exp2_nonpositive<S>(S::broadcast(states.m[state + r] - tops[r])));
-                states.m[state + r] = tops[r];
+            if (tops[r] > states.m[row + r]) {
+                factor = S::first(exp2_nonpositive<S>(S::broadcast(states.m[row + r] - tops[r])));
+                states.m[row + r] = tops[r];
             }
-            states.l[state + r] = states.l[state + r] * factor + sums[r];
+            states.l[row + r] = states.l[row + r] * factor + sums[r];
             factors_[row + r] = factor;
-        }
-    }
-
-    static float weight(float m, float top) {
-        return m == kMinusInfinity ? 0.0f : S::first(exp2_nonpositive<S>(S::broadcast(m - top)));
-    }
-
-    // The next partial in order into (M, L, O).
-    void merge(const RowStates& part) {
-        for (std::int64_t r = 0; r < all_.num_rows; ++r) {
-            if (part.m[r] == kMinusInfinity) continue;
-            const float top = part.m[r] > all_.m[r] ? part.m[r] : all_.m[r];
-            const float a = weight(all_.m[r], top), b = weight(part.m[r], top);
-            float* o = all_.o + r * all_.stride;
-            const float* from = part.o + r * part.stride;
-            const Vec av = S::broadcast(a), bv = S::broadcast(b);
-            for (std::int64_t d = 0; d < all_.stride; d += S::kWidth) {
-                S::store(o + d, S::fma(bv, S::load(from + d), S::mul(av, S::load(o + d))));
-            }
-            all_.l[r] = S::first(S::fma(S::broadcast(b), S::broadcast(part.l[r]), S::broadcast(a * all_.l[r])));
-            all_.m[r] = top;
         }
     }
 
@@ -339,25 +361,27 @@ class AttendItem {
         return before + 1 == job_.splits[item_.split].num_items;
     }
 
-    void merge_split() {
+    void merge_split() const {
         const AttentionSplit& split = job_.splits[item_.split];
-        for (int i = 0; i < split.num_partials; ++i) merge(split_states(split.partial_start + i));
+        begin_merge();
+        for (int head = 0; head < heads_; ++head) {
+            for (int i = 0; i < split.num_partials; ++i) merge_states<S>(all_states(head), partial_states(split.partial_start + i, head));
+        }
     }
 
     void write_out() {
         auto* out = reinterpret_cast<Element*>(job_.out->data);
         for (int head = 0; head < heads_; ++head) {
+            const RowStates all = all_states(head);
             for (int row = 0; row < rows_; ++row) {
-                const std::int64_t state = head * rows_ + row, absolute = item_.row_start + row;
-                const std::int64_t q_head = (item_.head_start + head) * group_ + absolute % group_;
-                float l = all_.l[state], factor = 1.0f;
+                float l = all.l[row], factor = 1.0f;
                 if (options_.sinks != nullptr) {
-                    const float sink = options_.sinks[q_head] * kLog2E, m = all_.m[state], top = sink > m ? sink : m;
-                    factor = weight(m, top);
-                    l = l * factor + weight(sink, top);
+                    const float sink = options_.sinks[query_head(head, row)] * kLog2E, m = all.m[row], top = sink > m ? sink : m;
+                    factor = softmax_weight<S>(m, top);
+                    l = l * factor + softmax_weight<S>(sink, top);
                 }
-                products_.finish(all_.o + state * all_.stride, factor / l,
-                                 out + (first_token_ + absolute / group_) * job_.out->token_stride + q_head * job_.out->head_stride);
+                products_.finish(all.o + row * all.stride, factor / l,
+                                 out + tokens_[row] * job_.out->token_stride + query_head(head, row) * job_.out->head_stride);
             }
         }
     }
@@ -371,16 +395,15 @@ class AttendItem {
     const int rows_;   // of one head
     const int heads_;
     Products products_;
-    RowStates all_;
-    float* own_;
+    const StateBlock all_;
+    const StateBlock own_;
     float* scores_;  // [rows of a head][kTileTokens]
     float factors_[kItemRows];
+    std::int64_t tokens_[kItemRows];  // of the query
     struct {
         std::int64_t start, stop;
     } seen_[kItemRows];  // positions that each row sees
     unsigned char* queries_;
-    std::int64_t first_token_;
-    std::int64_t first_position_;
     const std::int32_t* table_;
     const Element* k_;
     const Element* v_;
