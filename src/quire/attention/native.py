@@ -118,7 +118,7 @@ def run(
 
 
 class Traffic(NamedTuple):
-    """What a call reads: bytes of keys and values, the same if no two sequences shared a read, and shared runs of tokens."""
+    """What a call reads: bytes of keys and values, the same without sharing, and how many runs are shared."""
 
     kv_bytes: int
     unshared_kv_bytes: int
@@ -130,7 +130,9 @@ def traffic(view: KVView, num_q_heads: int, plan: AttentionPlan, options: Attent
     batch = plan.__dict__.get(_HANDLE) or _batch(plan)
     handle = view.__dict__.get(_HANDLE) or _view(view)
     try:
-        return Traffic(*batch.traffic(handle, num_q_heads, options.__dict__.get(_HANDLE) or _settings(options)))
+        return Traffic(
+            *batch.traffic(handle, num_q_heads, options.__dict__.get(_HANDLE) or _settings(options))
+        )
     except ValueError as error:
         raise ArgumentError(str(error)) from None
 
