@@ -64,7 +64,8 @@ void bind_attention(nb::module_& m) {
                 const AttentionTraffic traffic = attention_traffic(view, num_q_heads, self, options);
                 return nb::make_tuple(traffic.kv_bytes, traffic.unshared_kv_bytes, traffic.num_shared_runs);
             },
-            nb::arg("view"), nb::arg("num_q_heads"), nb::arg("options"), nb::sig("def traffic(self, view: PagedView, num_q_heads: int, options: AttentionOptions) -> tuple[int, int, int]"),
+            nb::arg("view"), nb::arg("num_q_heads"), nb::arg("options"),
+            nb::sig("def traffic(self, view: PagedView, num_q_heads: int, options: AttentionOptions) -> tuple[int, int, int]"),
             "Bytes of keys and values that a call reads, what they would be without sharing, and the number of shared runs.");
 
     nb::class_<AttentionOptions>(m, "AttentionOptions", "A layer's settings; `sinks` is an address, or 0. Does not own the memory.")

@@ -6,13 +6,14 @@
 //   kBlockRows         rows of one product
 //   Products(k width, v width, rows of a head, Scratch&)   takes its scratch memory
 //   query_bytes()      of the packed query rows of a head;  pack_query(packed, row, query)
-//   begin(k, v, next_k, next_v, start, stop)  a head's tile: row pointers of its tokens, and of the ones to come; only
-//                                  tokens [start, stop) are seen by a query
+//   begin(k, v, ahead, start, stop)  a head's tile: row pointers of its tokens, and memory to come, in a share for each of
+//                                  its 2 kTileTokens rows; only tokens [start, stop) are seen by a query
 //   scores(packed, row, rows, start, stop, s)    s[r][token] for block `row` of the rows
 //   values(p, row, rows, start, stop, o, stride) o[r] += p[r] v
 //   finish(o, factor, out)         out = o * factor, rounded, in natural order
 #pragma once
 
+#include "kernels/attention_ahead.hpp"
 #include "kernels/attention_state.hpp"
 
 namespace quire {
@@ -22,22 +23,6 @@ constexpr float kLog2E = 1.442695040888963f;
 
 inline std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 inline std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
-
-// Cuts the thread's scratch memory into aligned pieces. Rows and widths have bounds, so it is enough for any item.
-class Scratch {
-  public:
-    template <class T>
-    T* take(std::int64_t count) {
-        auto* piece = reinterpret_cast<T*>(base_ + used_);
-        used_ += padded_to(count * static_cast<std::int64_t>(sizeof(T)), 64);
-        if (used_ > kScratchBytes) __builtin_trap();
-        return piece;
-    }
-
-  private:
-    unsigned char* base_ = attention_scratch();
-    std::int64_t used_ = 0;
-};
 
 // Rows cut into blocks of at most `most`, as even as they can be: 8 rows by 6 are 4 + 4, not 6 + 2.
 class RowBlocks {
@@ -52,11 +37,15 @@ class RowBlocks {
     int rows_, step_;
 };
 
-// Asks for the cache lines of a row to come.
+// o times the factors, rounded, to the first `columns` lanes. + 0.0f: a sum of no terms and a sum of zeros are the same zero.
 template <class S, class T>
-inline void prefetch_row(const T* row, int width) {
-    constexpr int kLine = 64 / static_cast<int>(sizeof(T));
-    for (int d = 0; d < width; d += kLine) S::prefetch(row + d);
+inline void store_scaled(typename S::Vec o, typename S::Vec factors, T* out, int columns) {
+    const typename S::Vec scaled = S::add(S::mul(o, factors), S::zero());
+    if (columns >= S::kWidth) {
+        S::store(out, scaled);
+    } else {
+        S::store_part(out, scaled, columns);
+    }
 }
 
 template <class Products>
@@ -66,11 +55,14 @@ class AttendItem {
     using Element = typename Products::Element;
     static_assert(Products::kTileTokens == kTileTokens);
     static constexpr int kVectors = kTileTokens / S::kWidth;
+    static constexpr int kTileShares = 2 * kTileTokens;  // of memory to come: one for each key and value of a tile
 
-    // Where a tile's tokens lie (offsets of head 0, in elements), and which of them any row sees.
+    // Where a tile's tokens lie (offsets of head 0, in elements), which of them any row sees, and where those of a block
+    // begin and end.
     struct Tokens {
         std::int64_t k[kTileTokens], v[kTileTokens];
         int start, stop;
+        int runs[kTileTokens + 1], num_runs;
     };
     struct Rows {
         const Element* k[kTileTokens];
@@ -87,8 +79,7 @@ class AttendItem {
           rows_(item.row_stop - item.row_start),
           heads_(item.head_stop - item.head_start),
           products_(view_.k.width, view_.v.width, rows_, scratch_),
-          all_(scratch_.take<float>(heads_ * state_floats(rows_, view_.v.width)), rows_, 1, view_.v.width),
-          own_(scratch_.take<float>(heads_ * state_floats(rows_, view_.v.width)), rows_, 1, view_.v.width),
+          states_(job, item, scratch_),
           scores_(scratch_.take<float>(std::int64_t{kItemRows} * kTileTokens)),
           queries_(scratch_.take<unsigned char>(products_.query_bytes() * heads_)) {
         table_ = job.batch->block_tables + item.sequence * job.batch->table_width;
@@ -102,8 +93,7 @@ class AttendItem {
 
     void run() {
         pack_queries();
-        const bool merges = item_.run >= 0 ? job_.runs[item_.run].merged : item_.split < 0;
-        if (merges) begin_merge();
+        states_.begin();
         const std::int64_t begin = larger(seen_[0].start, item_.token_start), end = smaller(seen_[rows_ - 1].stop, item_.token_stop);
         const std::int64_t first_tile = begin / kTileTokens, last_tile = (end - 1) / kTileTokens;
         constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
@@ -111,46 +101,49 @@ class AttendItem {
         // A head's tokens of a block lie together: tiles of one span are taken for a head before the next head's turn.
         std::int64_t span = 1;
         while (2 * span * kTileTokens <= view_.block_size && span < kTiles) span *= 2;
+        // The heads of a small block too: the next tile is asked for block by block, all heads of it.
+        constexpr std::int64_t kMostAhead = 1 << 18;  // bytes, of a second cache of 512 KiB or more
+        const std::int64_t tile_bytes = kTileTokens * (view_.k.width + view_.v.width) * static_cast<std::int64_t>(sizeof(Element));
+        const int together = span == 1 && heads_ * tile_bytes <= kMostAhead ? heads_ : 1;
 
         Tokens tokens[2];
-        Rows rows[2];
-        int here = 0, now = 0;
+        Rows rows;
+        int here = 0;
         find_tokens(first_tile, begin, end, tokens[here]);
-        find_rows(tokens[here], item_.head_start, rows[now]);
+        for (int part = 0; part < together; ++part) {
+            find_ahead(tokens[here], item_.head_start, together, part);
+            ahead_.fetch_rest();
+        }
         for (std::int64_t start = first_tile; start <= last_tile;) {
             const std::int64_t stop = smaller(start - start % span + span, last_tile + 1), partial = start / kTiles;
-            if (start == first_tile || start % kTiles == 0) begin_partial(partial, start == first_tile);
+            if (start == first_tile || start % kTiles == 0) states_.begin_partial(partial);
             for (int head = 0; head < heads_; ++head) {
-                const RowStates states = partial_states(partial, head);
+                const RowStates states = states_.partial(partial, head);
                 for (std::int64_t tile = start; tile < stop; ++tile) {
                     // What comes after: the head's next tile, the next head, or the first one of the next span.
                     const bool same_head = tile + 1 < stop, same_span = same_head || head + 1 < heads_;
                     const std::int64_t next_tile = same_head ? tile + 1 : same_span ? start : stop;
-                    const bool more = next_tile <= last_tile;
+                    find_rows(tokens[here], item_.head_start + head, rows);
                     int next = here;
-                    if (more) {
+                    ahead_.fetch_rest();
+                    if (together > 1) {
+                        if (stop <= last_tile) {
+                            if (head == 0) find_tokens(stop, begin, end, tokens[1 - here]);
+                            find_ahead(tokens[1 - here], item_.head_start, together, head);
+                        }
+                        if (!same_span) next = 1 - here;
+                    } else if (next_tile <= last_tile) {
                         if (next_tile != tile) find_tokens(next_tile, begin, end, tokens[next = 1 - here]);
-                        find_rows(tokens[next], item_.head_start + (same_head ? head : same_span ? head + 1 : 0), rows[1 - now]);
+                        find_ahead(tokens[next], item_.head_start + (same_head ? head : same_span ? head + 1 : 0), 1, 0);
                     }
-                    attend_tile(tile, head, tokens[here], rows[now], rows[more ? 1 - now : now], states);
+                    attend_tile(tile, head, tokens[here], rows, states);
                     here = next;
-                    now = 1 - now;
                 }
             }
-            // The partial in which a run ends is not over.
-            if (merges && (stop % kTiles == 0 || (stop > last_tile && item_.run < 0))) {
-                for (int head = 0; head < heads_; ++head) merge_states<S>(all_states(head), partial_states(partial, head));
-            }
+            if (stop % kTiles == 0 || stop > last_tile) states_.end_partial(partial, stop % kTiles == 0);
             start = stop;
         }
-        if (item_.run >= 0) {
-            job_.items_left[item_.run].fetch_sub(1, std::memory_order_release);
-        } else if (item_.split < 0) {
-            write_out();
-        } else if (last_of_split()) {
-            merge_split();
-            write_out();
-        }
+        if (states_.end()) write_out();
     }
 
   private:
@@ -182,71 +175,14 @@ class AttendItem {
         }
     }
 
-    // States of the partial under way: the thread's own, or where others will look for them.
-    RowStates partial_states(std::int64_t partial, int head) const {
-        if (item_.run >= 0) {
-            const AttentionRun& run = job_.runs[item_.run];
-            if (!run.merged) return run_states(run, partial - run.token_start / kPartialTokens, head);
-            if (run.num_states > 1) return run_states(run, 1, head);
-        } else if (item_.split >= 0) {
-            const AttentionSplit& split = job_.splits[item_.split];
-            return StateBlock(job_.states + split.offset, rows_, split.num_partials, view_.v.width).rows(head, partial - split.partial_start, 0, rows_);
-        }
-        return own_.rows(head, 0, 0, rows_);
-    }
-
-    RowStates all_states(int head) const {
-        return item_.run >= 0 ? run_states(job_.runs[item_.run], 0, head) : all_.rows(head, 0, 0, rows_);
-    }
-
-    // The item's rows among a run's.
-    RowStates run_states(const AttentionRun& run, std::int64_t state, int head) const {
-        return StateBlock(job_.states + run.offset, run.num_rows, run.num_states, view_.v.width)
-            .rows(item_.head_start + head, state, item_.shared_row - run.first_row, rows_);
-    }
-
-    // The rows' partial, from where a run before has left it.
-    void begin_partial(std::int64_t partial, bool first) const {
-        const bool begun = first && item_.before >= 0 && item_.token_start % kPartialTokens != 0 &&
-                           job_.runs[item_.before].token_stop == item_.token_start;
-        if (begun) attention_wait(job_.items_left[item_.before]);
-        for (int head = 0; head < heads_; ++head) {
-            const RowStates states = partial_states(partial, head);
-            if (begun) {
-                states.copy(run_states(job_.runs[item_.before], job_.runs[item_.before].num_states - 1, head));
-            } else {
-                states.clear();
-            }
-        }
-    }
-
-    // (M, L, O) of the partials before those of this item.
-    void begin_merge() const { merge_run(item_.before); }
-
-    void merge_run(std::int32_t index) const {
-        if (index < 0) {
-            for (int head = 0; head < heads_; ++head) all_states(head).clear();
-            return;
-        }
-        const AttentionRun& run = job_.runs[index];
-        if (!run.merged) merge_run(run.before);
-        attention_wait(job_.items_left[index]);
-        for (int head = 0; head < heads_; ++head) {
-            if (run.merged) {
-                all_states(head).copy(run_states(run, 0, head));
-                continue;
-            }
-            const std::int64_t num_over = run.token_stop / kPartialTokens - run.token_start / kPartialTokens;
-            for (std::int64_t state = 0; state < num_over; ++state) merge_states<S>(all_states(head), run_states(run, state, head));
-        }
-    }
-
     void find_tokens(std::int64_t tile, std::int64_t begin, std::int64_t end, Tokens& tokens) const {
         const std::int64_t base = tile * kTileTokens;
         tokens.start = static_cast<int>(larger(begin - base, 0));
         tokens.stop = static_cast<int>(smaller(end - base, kTileTokens));
         std::int64_t block = (base + tokens.start) / view_.block_size, offset = (base + tokens.start) % view_.block_size;
+        tokens.num_runs = 0;
         for (int t = tokens.start; t < tokens.stop;) {
+            tokens.runs[tokens.num_runs++] = t;
             const std::int64_t id = table_[block];
             const std::int64_t k = id * view_.k.block_stride, v = id * view_.v.block_stride;
             for (; t < tokens.stop && offset < view_.block_size; ++t, ++offset) {
@@ -256,6 +192,23 @@ class AttendItem {
             ++block;
             offset = 0;
         }
+        tokens.runs[tokens.num_runs] = tokens.stop;
+    }
+
+    // Part `part` of `num_heads` equal parts of a tile's memory: block by block, the heads from `head` on, keys and values.
+    void find_ahead(const Tokens& tokens, int head, int num_heads, int part) {
+        ahead_.begin();
+        const int pieces = 2 * tokens.num_runs;
+        for (int piece = part * pieces; piece < (part + 1) * pieces; ++piece) {
+            const int run = piece / (2 * num_heads), start = tokens.runs[run];
+            const std::int64_t at = head + piece / 2 % num_heads, more = tokens.runs[run + 1] - start - 1;
+            if (piece % 2 == 0) {
+                ahead_.add(k_ + at * view_.k.head_stride + tokens.k[start], more * view_.k.token_stride + view_.k.width);
+            } else {
+                ahead_.add(v_ + at * view_.v.head_stride + tokens.v[start], more * view_.v.token_stride + view_.v.width);
+            }
+        }
+        ahead_.end(kTileShares);
     }
 
     void find_rows(const Tokens& tokens, int head, Rows& rows) const {
@@ -269,9 +222,9 @@ class AttendItem {
         for (int t = tokens.stop; t < kTileTokens; ++t) rows.k[t] = rows.v[t] = zeros_;
     }
 
-    void attend_tile(std::int64_t tile, int head, const Tokens& tokens, const Rows& rows, const Rows& next, const RowStates& states) {
+    void attend_tile(std::int64_t tile, int head, const Tokens& tokens, const Rows& rows, const RowStates& states) {
         const std::int64_t base = tile * kTileTokens;
-        products_.begin(rows.k, rows.v, next.k, next.v, tokens.start, tokens.stop);
+        products_.begin(rows.k, rows.v, ahead_, tokens.start, tokens.stop);
         const unsigned char* query = queries_ + head * products_.query_bytes();
         // All scores, then all values: the tile's keys, then its values, stay in the first cache meanwhile.
         for (int row = 0, count; row < rows_; row += count) {
@@ -356,23 +309,10 @@ class AttendItem {
         }
     }
 
-    bool last_of_split() const {
-        const std::int32_t before = job_.items_done[item_.split].fetch_add(1, std::memory_order_acq_rel);
-        return before + 1 == job_.splits[item_.split].num_items;
-    }
-
-    void merge_split() const {
-        const AttentionSplit& split = job_.splits[item_.split];
-        begin_merge();
-        for (int head = 0; head < heads_; ++head) {
-            for (int i = 0; i < split.num_partials; ++i) merge_states<S>(all_states(head), partial_states(split.partial_start + i, head));
-        }
-    }
-
     void write_out() {
         auto* out = reinterpret_cast<Element*>(job_.out->data);
         for (int head = 0; head < heads_; ++head) {
-            const RowStates all = all_states(head);
+            const RowStates all = states_.all(head);
             for (int row = 0; row < rows_; ++row) {
                 float l = all.l[row], factor = 1.0f;
                 if (options_.sinks != nullptr) {
@@ -395,8 +335,8 @@ class AttendItem {
     const int rows_;   // of one head
     const int heads_;
     Products products_;
-    const StateBlock all_;
-    const StateBlock own_;
+    const ItemStates<S> states_;
+    LinesAhead<S> ahead_;
     float* scores_;  // [rows of a head][kTileTokens]
     float factors_[kItemRows];
     std::int64_t tokens_[kItemRows];  // of the query

@@ -43,12 +43,12 @@ class LaneProducts {
 
     int block_rows(int row) const { return blocks_.rows_from(row); }
 
-    void begin(const T* const* k, const T* const* v, const T* const* next_k, const T* const* next_v, int start, int stop) {
-        k_ = k, v_ = v, next_k_ = next_k, next_v_ = next_v;
+    void begin(const T* const* k, const T* const* v, LinesAhead<S>& ahead, int start, int stop) {
+        k_ = k, v_ = v, ahead_ = &ahead;
         if (rows_ <= kBlockRows) return;
+        const int lines = ahead.lines_of(2 * kTileTokens, kTileTokens);
         for (int t = 0; t < kTileTokens; ++t) {
-            prefetch_row<S>(next_k[t], k_width_);
-            prefetch_row<S>(next_v[t], v_width_);
+            ahead.fetch(lines);
             if (!widened_) continue;
             wide_k_rows_[t] = wide_k_ + t * k_stride_;
             wide_v_rows_[t] = wide_v_ + t * v_stride_;
@@ -77,30 +77,10 @@ class LaneProducts {
 
     void finish(const float* o, float factor, T* out) const {
         const Vec factors = S::broadcast(factor);
-        int d = 0;
-        for (; d + kWidth <= v_width_; d += kWidth) S::store(out + d, finished(o + d, factors));
-        if (d < v_width_) S::store_part(out + d, finished(o + d, factors), v_width_ - d);
+        for (int d = 0; d < v_width_; d += kWidth) store_scaled<S>(S::load(o + d), factors, out + d, v_width_ - d);
     }
 
   private:
-    // Few rows: memory is asked for half a tile ahead, in the order in which blocks of 16 tokens lie in memory (K, then V):
-    // the scores ask for this tile's second half, the values for the first half of the tile to come.
-    static constexpr int kHalf = kTileTokens / 2;
-    void prefetch_half(int token) const {
-        if (token < kHalf) {
-            prefetch_row<S>(k_[token + kHalf], k_width_);
-        } else {
-            prefetch_row<S>(v_[token], v_width_);
-        }
-    }
-    void prefetch_next_half(int token) const {
-        if (token < kHalf) {
-            prefetch_row<S>(next_k_[token], k_width_);
-        } else {
-            prefetch_row<S>(next_v_[token - kHalf], v_width_);
-        }
-    }
-
     // Tokens folded together: no fewer than give each product enough independent sums.
     static constexpr int kGroup = kWidth < 8 ? 8 : kWidth;
     static constexpr bool kTails = kWidth > 8;  // widths are multiples of 8
@@ -111,9 +91,6 @@ class LaneProducts {
         return rows == 1 ? 4 * kMost : rows <= 3 ? 2 * kMost : kMost;
     }
     static constexpr int tile_vectors(int rows) { return tile_tokens(rows); }
-
-    // + 0.0f: a sum of no terms and a sum of zeros are the same zero.
-    static Vec finished(const float* o, Vec factors) { return S::add(S::mul(S::load(o), factors), S::zero()); }
 
     static void widen(const T* from, float* to, int width, int padded) {
         int d = 0;
@@ -139,6 +116,7 @@ class LaneProducts {
     template <int kRows, class E>
     __attribute__((noinline)) void scores_tile(const float* query, const E* const* k, int start, int stop, float* s) const {
         constexpr int kTokens = tile_tokens(kRows);
+        const int lines = rows_ > kBlockRows ? 0 : ahead_->lines_of(kTokens, k_stride_ / kWidth);
         static_assert(kGroup % kTokens == 0 && kTileTokens % kGroup == 0);
         for (int group = start / kGroup * kGroup; group < stop; group += kGroup) {
             for (int t = 0; t < kGroup; t += kTokens) {
@@ -147,12 +125,12 @@ class LaneProducts {
 #pragma GCC unroll 16
                 for (int n = 0; n < kTokens; ++n) {
                     key[n] = k[group + t + n];
-                    if (rows_ <= kBlockRows) prefetch_half(group + t + n);
 #pragma GCC unroll 8
                     for (int r = 0; r < kRows; ++r) sum[r][n] = S::zero();
                 }
                 int d = 0;
                 for (; d + kWidth <= k_width_; d += kWidth) {
+                    if (lines > 0) ahead_->fetch(lines);
                     multiply_scores<kRows, kTokens>(query + d, key, sum, [d](const E* from) { return S::load(from + d); });
                 }
                 if constexpr (kTails) {
@@ -222,10 +200,7 @@ class LaneProducts {
     template <int kRows, int kVectors, class E, class Load>
     __attribute__((always_inline)) void values_columns(const float* p, const E* const* v, int start, int stop, float* o, std::int64_t stride,
                                                        int column, Load load) const {
-        if (rows_ <= kBlockRows) {
-            const int stop = kTileTokens * (column + kVectors * kWidth) / v_width_;
-            for (int t = kTileTokens * column / v_width_; t < stop && t < kTileTokens; ++t) prefetch_next_half(t);
-        }
+        const int lines = rows_ > kBlockRows ? 0 : ahead_->lines_of(kVectors * kWidth, v_stride_);
         Vec sum[kRows][kVectors];
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
@@ -233,6 +208,7 @@ class LaneProducts {
             for (int i = 0; i < kVectors; ++i) sum[r][i] = S::load(o + r * stride + i * kWidth);
         }
         for (int t = start; t < stop; ++t) {
+            if (lines > 0) ahead_->fetch(lines);
             const E* row = v[t];
             Vec loaded[kVectors];
 #pragma GCC unroll 16
@@ -263,8 +239,7 @@ class LaneProducts {
     const float* wide_v_rows_[kTileTokens];
     const T* const* k_ = nullptr;
     const T* const* v_ = nullptr;
-    const T* const* next_k_ = nullptr;
-    const T* const* next_v_ = nullptr;
+    LinesAhead<S>* ahead_ = nullptr;
 };
 
 template <class S>

@@ -42,19 +42,8 @@ class InterleavedValues {
         for (int d = 0; d < width; d += kColumns) {
             Vec low = S::load(o + d), high = S::load(o + d + S::kWidth);
             S::natural_order(low, high);
-            store(low, factors, out + d, width - d);
-            if (width - d > S::kWidth) store(high, factors, out + d + S::kWidth, width - d - S::kWidth);
-        }
-    }
-
-  private:
-    // + 0.0f: a sum of no terms and a sum of zeros are the same zero.
-    static void store(Vec o, Vec factors, bf16* out, int columns) {
-        const Vec finished = S::add(S::mul(o, factors), S::zero());
-        if (columns >= S::kWidth) {
-            S::store(out, finished);
-        } else {
-            S::store_part(out, finished, columns);
+            store_scaled<S>(low, factors, out + d, width - d);
+            if (width - d > S::kWidth) store_scaled<S>(high, factors, out + d + S::kWidth, width - d - S::kWidth);
         }
     }
 };
@@ -80,7 +69,7 @@ class PairProducts : InterleavedValues<S> {
           k_stride_(static_cast<int>(padded_to(k_width, kColumns))),
           rows_(rows),
           blocks_(rows, kBlockRows),
-          folds_(scratch.take<float>(kBlockRows * kGroup * kWidth)),
+          folds_(scratch.take<float>(kBlockRows * 4 * kWidth)),
           rounded_(scratch.take<bf16>(kBlockRows * kTileTokens)),
           pair_stride_(2 * static_cast<int>(padded_to(v_width, kColumns))) {
         if (many_rows()) interleaved_ = scratch.take<bf16>(std::int64_t{kTileTokens / 2} * pair_stride_);
@@ -95,14 +84,12 @@ class PairProducts : InterleavedValues<S> {
 
     int block_rows(int row) const { return blocks_.rows_from(row); }
 
-    void begin(const bf16* const* k, const bf16* const* v, const bf16* const* next_k, const bf16* const* next_v, int start, int stop) {
-        k_ = k, v_ = v, next_k_ = next_k, next_v_ = next_v;
+    void begin(const bf16* const* k, const bf16* const* v, LinesAhead<S>& ahead, int start, int stop) {
+        k_ = k, v_ = v, ahead_ = &ahead;
         if (!many_rows()) return;
+        const int lines = ahead.lines_of(2 * kTileTokens, kTileTokens / 2);
         for (int t = 0; t < kTileTokens; t += 2) {
-            for (const int token : {t, t + 1}) {
-                prefetch_row<S>(next_k[token], k_width_);
-                prefetch_row<S>(next_v[token], v_width_);
-            }
+            ahead.fetch(lines);
             if (t + 1 >= start && t < stop) Values::interleave_rows(v[t], v[t + 1], v_width_, interleaved_ + t / 2 * pair_stride_);
         }
     }
@@ -134,24 +121,6 @@ class PairProducts : InterleavedValues<S> {
     void finish(const float* o, float factor, bf16* out) const { Values::finish(o, factor, v_width_, out); }
 
   private:
-    // Few rows: memory is asked for half a tile ahead, in the order in which blocks of 16 tokens lie in memory (K, then V):
-    // the scores ask for this tile's second half, the values for the first half of the tile to come.
-    static constexpr int kHalf = kTileTokens / 2;
-    void prefetch_half(int token) const {
-        if (token < kHalf) {
-            prefetch_row<S>(k_[token + kHalf], k_width_);
-        } else {
-            prefetch_row<S>(v_[token], v_width_);
-        }
-    }
-    void prefetch_next_half(int token) const {
-        if (token < kHalf) {
-            prefetch_row<S>(next_k_[token], k_width_);
-        } else {
-            prefetch_row<S>(next_v_[token - kHalf], v_width_);
-        }
-    }
-
     // Tokens of a register tile of scores, and interleaved chunks of 32 columns of one of values.
     static constexpr int tile_tokens(int rows) { return rows == 1 ? 16 : rows <= 3 ? 8 : 4; }
     static constexpr int tile_chunks(int rows) { return rows <= 2 ? 4 : 2; }
@@ -161,6 +130,7 @@ class PairProducts : InterleavedValues<S> {
     template <int kRows>
     __attribute__((noinline)) void scores_tile(const bf16* query, int start, int stop, float* s) const {
         constexpr int kTokens = tile_tokens(kRows);
+        const int lines = many_rows() ? 0 : ahead_->lines_of(kTokens, k_stride_ / kColumns);
         for (int group = start / kGroup * kGroup; group < stop; group += kGroup) {
             for (int t = 0; t < kGroup; t += kTokens) {
                 const bf16* key[kTokens];
@@ -168,12 +138,12 @@ class PairProducts : InterleavedValues<S> {
 #pragma GCC unroll 16
                 for (int n = 0; n < kTokens; ++n) {
                     key[n] = k_[group + t + n];
-                    if (!many_rows()) prefetch_half(group + t + n);
 #pragma GCC unroll 8
                     for (int r = 0; r < kRows; ++r) sum[r][n] = S::zero();
                 }
                 int d = 0;
                 for (; d + kColumns <= k_width_; d += kColumns) {
+                    if (lines > 0) ahead_->fetch(lines);
                     multiply_scores<kRows, kTokens>(query + d, key, sum, [d](const bf16* from) { return S::load_pairs(from + d); });
                 }
                 const int rest = k_width_ - d;
@@ -183,10 +153,17 @@ class PairProducts : InterleavedValues<S> {
 #pragma GCC unroll 8
                 for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-                    for (int n = 0; n < kTokens; ++n) S::store(folds_ + (r * kGroup + t + n) * kWidth, sum[r][n]);
+                    for (int n = 0; n < kTokens; n += 4) {
+                        S::store(folds_ + r * 4 * kWidth + (t + n) / 4 * kWidth,
+                                 S::fold_four(sum[r][n], sum[r][n + 1], sum[r][n + 2], sum[r][n + 3]));
+                    }
                 }
             }
-            for (int r = 0; r < kRows; ++r) S::store(s + r * kTileTokens + group, S::fold(folds_ + r * kGroup * kWidth));
+            for (int r = 0; r < kRows; ++r) {
+                const float* parts = folds_ + r * 4 * kWidth;
+                S::store(s + r * kTileTokens + group, S::fold_parts(S::load(parts), S::load(parts + kWidth), S::load(parts + 2 * kWidth),
+                                                                    S::load(parts + 3 * kWidth)));
+            }
         }
     }
 
@@ -215,10 +192,7 @@ class PairProducts : InterleavedValues<S> {
 
     template <int kRows, int kChunks>
     __attribute__((always_inline)) void values_columns(int start, int stop, int column, float* o, std::int64_t stride) const {
-        if (!many_rows()) {  // the rows to come, spread over the columns
-            const int padded = pair_stride_ / 2;
-            for (int t = kTileTokens * column / padded; t < kTileTokens * (column + kChunks * kColumns) / padded; ++t) prefetch_next_half(t);
-        }
+        const int lines = many_rows() ? 0 : ahead_->lines_of(2 * kChunks * kColumns, pair_stride_ / 2);
         Vec sum[kRows][2 * kChunks];
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
@@ -226,6 +200,7 @@ class PairProducts : InterleavedValues<S> {
             for (int i = 0; i < 2 * kChunks; ++i) sum[r][i] = S::load(o + r * stride + i * kWidth);
         }
         for (int t = start & ~1; t < stop; t += 2) {
+            if (lines > 0) ahead_->fetch(lines);
             Pairs loaded[2 * kChunks];
             if (many_rows()) {
                 const bf16* pairs = interleaved_ + t / 2 * pair_stride_ + 2 * column;
@@ -255,14 +230,13 @@ class PairProducts : InterleavedValues<S> {
     const int k_stride_;  // elements of a packed query
     const int rows_;
     const RowBlocks blocks_;
-    float* folds_;
+    float* folds_;    // halfway up the fold tree: [row][4][kWidth]
     bf16* rounded_;  // p of a block
     const int pair_stride_;
     bf16* interleaved_ = nullptr;  // [tile / 2][pair_stride_]
     const bf16* const* k_ = nullptr;
     const bf16* const* v_ = nullptr;
-    const bf16* const* next_k_ = nullptr;
-    const bf16* const* next_v_ = nullptr;
+    LinesAhead<S>* ahead_ = nullptr;
 };
 
 }  // namespace

@@ -76,7 +76,8 @@ class Finder {
         std::sort(from, ended, [](const Member& a, const Member& b) { return a.entry != b.entry ? a.entry < b.entry : a.sequence < b.sequence; });
         for (auto i = from, j = from; i != ended; i = j) {
             for (j = i + 1; j != ended && j->entry == i->entry;) ++j;
-            if (j - i > 1) share(static_cast<std::size_t>(i - members_.begin()), static_cast<std::size_t>(j - members_.begin()), block + 1, start, parent);
+            if (j - i < 2) continue;
+            share(static_cast<std::size_t>(i - members_.begin()), static_cast<std::size_t>(j - members_.begin()), block + 1, start, parent);
         }
     }
 
@@ -111,7 +112,7 @@ class Finder {
 
     // The rule of S3. All runs after `index` are below it.
     bool worth_it(std::int32_t index) const {
-        constexpr std::int64_t kReadRows = 6, kStateRows = 10, kStartRows = 10;
+        constexpr std::int64_t kReadRows = 6, kStateRows = 20;
         const SharedRun& run = found_.runs[static_cast<std::size_t>(index)];
         const std::int64_t rows = rows_of(run), tokens = run.token_stop - run.token_start;
         std::int64_t items = run.member_stop - run.member_start;
@@ -119,7 +120,7 @@ class Finder {
             const SharedRun& child = found_.runs[r];
             if (kept_[r] && child.parent == index) items -= child.member_stop - child.member_start - items_of(rows_of(child));
         }
-        return tokens * kReadRows * (items - items_of(rows)) > rows * (kStateRows + kStartRows);
+        return tokens * kReadRows * (items - items_of(rows)) > rows * kStateRows;
     }
 
     void leave_to_children(std::int32_t index) {

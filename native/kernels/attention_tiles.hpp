@@ -54,12 +54,10 @@ class TileProducts : InterleavedValues<S> {
 
     int block_rows(int row) const { return rows_ - row < kSide ? rows_ - row : kSide; }
 
-    void begin(const bf16* const* k, const bf16* const* v, const bf16* const* next_k, const bf16* const* next_v, int start, int stop) {
+    void begin(const bf16* const* k, const bf16* const* v, LinesAhead<S>& ahead, int start, int stop) {
         for (int half = 0; half < 2; ++half) {
             find_keys(k, half, start, stop);
-            // In the order in which a block of 16 tokens lies in memory.
-            for (int t = half * kSide; t < (half + 1) * kSide; ++t) prefetch_row<S>(next_k[t], k_width_);
-            for (int t = half * kSide; t < (half + 1) * kSide; ++t) prefetch_row<S>(next_v[t], v_width_);
+            ahead.fetch(ahead.lines_of(kTileTokens, 1));
         }
         // All 32 tokens are multiplied: those that no row sees must be zero, not left over.
         for (int t = 0; t < kTileTokens; t += 2) Values::interleave_rows(v[t], v[t + 1], v_width_, interleaved_ + t / 2 * pair_stride_);

@@ -16,8 +16,9 @@
 //   within            lanes [start, stop) of a vector, -inf elsewhere
 //   exp2_raw          2^n for whole n in [-126, 127]
 //   keep_from         b where a >= c, else 0
+//   prefetch, prefetch_l2   a line into the first or the second cache
 // and where kHasPairs, products of bf16 pairs (vdpbf16ps): Pairs (2 kWidth bf16), load_pairs, load_pairs_part,
-// broadcast_pair, interleave, natural_order, dot, to_bf16.
+// broadcast_pair, interleave, natural_order, dot, to_bf16; and fold in two halves, of vectors in registers: fold_four, fold_parts.
 //
 // All headers of this family have internal linkage: each variant keeps its own copy, because the linker would merge
 // equal names that were compiled for different processors.

@@ -94,6 +94,7 @@ struct Avx2 {
     }
     // Not _mm_prefetch: gcc takes a function that does nothing else for one without effects, and drops its calls.
     static void prefetch(const void* address) { __asm__ volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address))); }
+    static void prefetch_l2(const void* address) { __asm__ volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(address))); }
 
   private:
     // Four vectors -> per 128-bit half, lane i = (l0 + l2) + (l1 + l3) of vector i.

@@ -82,14 +82,26 @@ struct Avx512 {
         return _mm512_cvtss_f32(v);
     }
     static Vec fold(const float* rows) {
-        const Vec a = fold_quarter(rows), b = fold_quarter(rows + 4 * kWidth);
-        const Vec c = fold_quarter(rows + 8 * kWidth), d = fold_quarter(rows + 12 * kWidth);
+        const auto four = [rows](int i) {
+            const float* from = rows + 4 * i * kWidth;
+            return fold_four(load(from), load(from + kWidth), load(from + 2 * kWidth), load(from + 3 * kWidth));
+        };
+        return fold_parts(four(0), four(1), four(2), four(3));
+    }
+    // The tree's two halves: four vectors -> per 128-bit part, lane i = (l0 + l2) + (l1 + l3) of vector i; then four of these.
+    static Vec fold_four(Vec a, Vec b, Vec c, Vec d) {
+        const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    }
+    static Vec fold_parts(Vec a, Vec b, Vec c, Vec d) {
         const Vec ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
         const Vec cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
         return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
     }
     // Not _mm_prefetch: gcc takes a function that does nothing else for one without effects, and drops its calls.
     static void prefetch(const void* address) { __asm__ volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address))); }
+    static void prefetch_l2(const void* address) { __asm__ volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(address))); }
 
   private:
     static Vec widen(__m256i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16)); }
@@ -99,13 +111,6 @@ struct Avx512 {
         const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
         const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
         return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, upper, _mm512_set1_epi32(0x40)));
-    }
-    // Four vectors -> per 128-bit part, lane i = (l0 + l2) + (l1 + l3) of vector i.
-    static Vec fold_quarter(const float* rows) {
-        const Vec a = load(rows), b = load(rows + 16), c = load(rows + 32), d = load(rows + 48);
-        const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-        const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-        return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
     }
 };
 

@@ -128,7 +128,22 @@ struct Emulated512 {
     QUIRE_EMULATED Vec fold(const float* rows) {
         return each([&](int i) { return add_lanes(rows + 16 * i); });
     }
+    QUIRE_EMULATED Vec fold_four(Vec a, Vec b, Vec c, Vec d) {
+        const float* from[4] = {a.lane, b.lane, c.lane, d.lane};
+        return each([&](int i) {
+            const float* part = from[i % 4] + i / 4 * 4;
+            return (part[0] + part[2]) + (part[1] + part[3]);
+        });
+    }
+    QUIRE_EMULATED Vec fold_parts(Vec a, Vec b, Vec c, Vec d) {
+        const float* from[4] = {a.lane, b.lane, c.lane, d.lane};
+        return each([&](int i) {
+            const float* part = from[i / 4] + i % 4;
+            return (part[0] + part[4]) + (part[8] + part[12]);
+        });
+    }
     QUIRE_EMULATED void prefetch(const void*) {}
+    static void prefetch_l2(const void*) {}
 
   private:
     QUIRE_EMULATED float add_lanes(const float* lane) {

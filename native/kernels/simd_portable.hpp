@@ -98,6 +98,10 @@ struct Portable {
         __builtin_prefetch(address, 0, 3);
         __asm__ volatile("");
     }
+    static void prefetch_l2(const void* address) {
+        __builtin_prefetch(address, 0, 2);
+        __asm__ volatile("");
+    }
 };
 
 }  // namespace

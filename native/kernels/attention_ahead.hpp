@@ -1,0 +1,80 @@
+// The keys and values that come after, asked for in the order of their addresses: a list of pieces of memory, and a
+// cursor that prefetches some lines of it whenever the products have a moment.
+//
+// Into the second cache, not the first: a core waits for few lines of its first cache at once (24 on Zen 4, 11 GB/s of
+// pieces of 8 KiB), for many more of its second (27 GB/s). It decides nothing about the results.
+//
+// Cost: one prefetch a line, a few instructions a piece.
+#pragma once
+
+#include "kernels/attention_kernel.hpp"
+
+namespace quire {
+namespace {
+
+template <class S>
+class LinesAhead {
+  public:
+    static constexpr int kMostPieces = 64;
+
+    // Forgets the pieces and takes new ones: at most kMostPieces, which will be asked for in `shares` parts.
+    void begin() {
+        num_pieces_ = next_ = num_lines_ = 0;
+        piece_.lines = 0;
+    }
+    template <class T>
+    void add(const T* from, std::int64_t count) {
+        const auto start = reinterpret_cast<std::uintptr_t>(from) & ~std::uintptr_t{kLineBytes - 1};
+        const auto stop = reinterpret_cast<std::uintptr_t>(from + count);
+        const int lines = static_cast<int>((stop - start + kLineBytes - 1) / kLineBytes);
+        pieces_[num_pieces_++] = {reinterpret_cast<const unsigned char*>(start), lines};
+        num_lines_ += lines;
+    }
+    void end(int shares) { share_ = (num_lines_ + shares - 1) / shares; }
+
+    // Lines to ask for at each of `steps` steps, so that together they are `shares` parts.
+    int lines_of(int shares, int steps) const { return (shares * share_ + steps - 1) / steps; }
+
+    void fetch(int lines) {
+        if (__builtin_expect(piece_.lines < lines, 0)) return fetch_across(lines);
+        const unsigned char* at = piece_.at;
+        piece_.lines -= lines;
+        piece_.at += lines * kLineBytes;
+        for (; lines >= 4; lines -= 4, at += 4 * kLineBytes) {
+            S::prefetch_l2(at);
+            S::prefetch_l2(at + kLineBytes);
+            S::prefetch_l2(at + 2 * kLineBytes);
+            S::prefetch_l2(at + 3 * kLineBytes);
+        }
+        for (; lines > 0; --lines, at += kLineBytes) S::prefetch_l2(at);
+    }
+    void fetch_rest() {
+        if (piece_.lines > 0 || next_ < num_pieces_) fetch_across(num_lines_);
+    }
+
+  private:
+    static constexpr int kLineBytes = 64;
+    struct Piece {
+        const unsigned char* at;
+        int lines;
+    };
+
+    __attribute__((noinline)) void fetch_across(int lines) {
+        for (; lines > 0; --lines) {
+            if (piece_.lines == 0) {
+                if (next_ == num_pieces_) return;
+                piece_ = pieces_[next_++];
+            }
+            S::prefetch_l2(piece_.at);
+            piece_.at += kLineBytes;
+            --piece_.lines;
+        }
+    }
+
+    Piece piece_{};  // what is left of the piece under way
+    Piece pieces_[kMostPieces];
+    int num_pieces_ = 0, next_ = 0, num_lines_ = 0, share_ = 0;
+};
+
+}  // namespace
+}  // namespace quire
