@@ -50,13 +50,23 @@ void bind_attention(nb::module_& m) {
         .def(
             "__init__",
             [](AttentionBatch* self, Address query_start, Address context_lengths, Address block_tables, Int num_sequences, Int table_width,
-               int num_threads) {
-                new (self) AttentionBatch{reinterpret_cast<const std::int32_t*>(query_start),
+               int num_threads, bool share_prefixes) {
+                new (self) AttentionBatch(reinterpret_cast<const std::int32_t*>(query_start),
                                           reinterpret_cast<const std::int32_t*>(context_lengths),
-                                          reinterpret_cast<const std::int32_t*>(block_tables), num_sequences, table_width, num_threads};
+                                          reinterpret_cast<const std::int32_t*>(block_tables), num_sequences, table_width, num_threads,
+                                          share_prefixes);
             },
             nb::arg("query_start"), nb::arg("context_lengths"), nb::arg("block_tables"), nb::arg("num_sequences"), nb::arg("table_width"),
-            nb::arg("num_threads"));
+            nb::arg("num_threads"), nb::arg("share_prefixes") = true)
+        .def(
+            "traffic",
+            [](const AttentionBatch& self, const PagedView& view, Int num_q_heads, const AttentionOptions& options) {
+                const AttentionTraffic traffic = attention_traffic(view, num_q_heads, self, options);
+                return nb::make_tuple(traffic.kv_bytes, traffic.unshared_kv_bytes, traffic.num_shared_runs);
+            },
+            nb::arg("view"), nb::arg("num_q_heads"), nb::arg("options"),
+            nb::sig("def traffic(self, view: PagedView, num_q_heads: int, options: AttentionOptions) -> tuple[int, int, int]"),
+            "Bytes of keys and values that a call reads, what they would be without sharing, and the number of shared runs.");
 
     nb::class_<AttentionOptions>(m, "AttentionOptions", "A layer's settings; `sinks` is an address, or 0. Does not own the memory.")
         .def(

@@ -1,5 +1,6 @@
 # Attention: one source, compiled for each variant.
-target_sources(_native PRIVATE native/kernels/attention.cpp native/bindings/attention.cpp)
+target_sources(_native PRIVATE native/kernels/attention.cpp native/kernels/attention_schedule.cpp
+               native/kernels/attention_sharing.cpp native/bindings/attention.cpp)
 foreach(variant IN LISTS QUIRE_VARIANTS)
   target_sources(_native PRIVATE native/kernels/attention_${variant}.cpp)
   # No contraction: a product and a sum are one operation only where the source says so.

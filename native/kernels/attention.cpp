@@ -8,7 +8,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
-#include <vector>
+#include <thread>
 
 #include <sys/mman.h>
 
@@ -16,7 +16,7 @@
 #include <immintrin.h>
 #endif
 
-#include "kernels/attention_kernel.hpp"
+#include "kernels/attention_schedule.hpp"
 #include "kernels/profile.hpp"
 #include "kernels/thread_pool.hpp"
 
@@ -48,10 +48,8 @@ void run_on(int num_threads, std::int64_t num_tasks, Task&& task) {
 
 // Grown to the largest call of the thread that asks, so that a step's calls do not each ask the operating system.
 struct Workspace {
-    std::vector<AttentionItem> items;
-    std::vector<AttentionSplit> splits;
-    std::unique_ptr<std::atomic<std::int32_t>[]> items_done;
-    std::size_t num_items_done = 0;
+    std::unique_ptr<std::atomic<std::int32_t>[]> counters;  // of splits, then of runs
+    std::size_t num_counters = 0;
     AlignedBuffer<float> states;
     std::int64_t num_states = 0;
 };
@@ -72,116 +70,22 @@ AttentionVariant variant_for(Isa isa, Element element) {
     }
 }
 
-void check_tables(const PagedView& view, const AttentionBatch& batch, const AttentionOptions& options) {
-    for (std::int64_t s = 0; s < batch.num_sequences; ++s) {
-        const std::int64_t context = batch.context_lengths[s], num_rows = batch.query_start[s + 1] - batch.query_start[s];
-        if (num_rows < 1 || context < num_rows || (context - 1) / view.block_size >= batch.table_width) {
-            throw std::invalid_argument("expected 1 to context_length query rows and a table of the context's blocks, got " +
-                                        std::to_string(num_rows) + " rows, a context of " + std::to_string(context) + " and " +
-                                        std::to_string(batch.table_width) + " blocks of " + std::to_string(view.block_size) +
-                                        " for sequence " + std::to_string(s));
-        }
-        const std::int64_t begin = first_visible(options, context - num_rows);
-        const std::int32_t* table = batch.block_tables + s * batch.table_width;
-        std::uint32_t most = 0;  // -1 is the largest of all
-        for (std::int64_t b = begin / view.block_size; b <= (context - 1) / view.block_size; ++b) {
-            most = std::max(most, static_cast<std::uint32_t>(table[b]));
-        }
-        if (most >= static_cast<std::uint64_t>(view.num_blocks)) {
-            throw std::invalid_argument("expected blocks of 0 to " + std::to_string(view.num_blocks - 1) + " for positions " +
-                                        std::to_string(begin) + " to " + std::to_string(context - 1) + ", got " +
-                                        std::to_string(static_cast<std::int32_t>(most)) + " in the table of sequence " + std::to_string(s));
-        }
-    }
-}
-
-// Cuts a call into items of about equal work: enough that no thread waits long for another, none so small that handing
-// it out costs more than doing it. It decides nothing about the results (A2).
-class Partition {
-  public:
-    Partition(const PagedView& view, const AttentionBatch& batch, const AttentionOptions& options, std::int64_t num_q_heads,
-              Workspace& workspace)
-        : view_(view), batch_(batch), options_(options), group_(num_q_heads / view.num_kv_heads), workspace_(workspace) {
-        workspace.items.clear();
-        workspace.splits.clear();
-        constexpr std::int64_t kItemsPerThread = 8, kLeastCost = 4096;
-        for (std::int64_t s = 0; s < batch.num_sequences; ++s) {
-            each_row_tile(s, [&](const RowTile& tile) { total_ += tile.cost * view.num_kv_heads; });
-        }
-        target_ = batch.num_threads == 1 ? total_ : std::max(kLeastCost, total_ / (kItemsPerThread * batch.num_threads));
-        for (std::int64_t s = 0; s < batch.num_sequences; ++s) {
-            each_row_tile(s, [&](const RowTile& tile) { cut(tile); });
-        }
-    }
-    std::int64_t num_floats() const { return num_floats_; }
-
-  private:
-    struct RowTile {
-        std::int64_t sequence, start, stop, partial_start, partial_stop, cost;  // of one kv head
-    };
-
-    // The last rows of a prefill first: they see most.
-    template <class Visit>
-    void each_row_tile(std::int64_t s, Visit&& visit) const {
-        const std::int64_t context = batch_.context_lengths[s], num_tokens = batch_.query_start[s + 1] - batch_.query_start[s];
-        const std::int64_t num_rows = num_tokens * group_, tiles = (num_rows + kItemRows - 1) / kItemRows;
-        const std::int64_t step = (num_rows + tiles - 1) / tiles;
-        for (std::int64_t tile = tiles; tile-- > 0;) {
-            const std::int64_t start = tile * step, stop = std::min(num_rows, start + step);
-            if (start >= stop) continue;
-            const std::int64_t first = context - num_tokens + start / group_, last = context - num_tokens + (stop - 1) / group_;
-            const std::int64_t begin = first_visible(options_, first);
-            // In tokens read; six rows are about as dear to compute as a token is to read.
-            visit(RowTile{s, start, stop, begin / kPartialTokens, last / kPartialTokens + 1, (last + 1 - begin) * (6 + stop - start)});
-        }
-    }
-
-    void cut(const RowTile& tile) {
-        const std::int64_t num_partials = tile.partial_stop - tile.partial_start, rows = tile.stop - tile.start;
-        // Few rows: several heads together, in the order in which a block's heads lie in memory.
-        std::int64_t heads = std::min(view_.num_kv_heads, std::max<std::int64_t>(1, kItemRows / rows));
-        std::int64_t partials = num_partials;
-        if (tile.cost * heads > target_) {
-            partials = std::clamp<std::int64_t>(num_partials * target_ / (tile.cost * heads), 1, num_partials);
-            const std::int64_t cost = tile.cost * partials / num_partials;
-            if (cost * heads > target_) heads = std::clamp<std::int64_t>(target_ / std::max<std::int64_t>(cost, 1), 1, heads);
-        }
-        const std::int64_t head_items = (view_.num_kv_heads + heads - 1) / heads;
-        heads = (view_.num_kv_heads + head_items - 1) / head_items;
-        for (std::int64_t head = 0; head < view_.num_kv_heads; head += heads) {
-            const std::int64_t head_stop = std::min(view_.num_kv_heads, head + heads);
-            const std::int64_t num_items = (num_partials + partials - 1) / partials;
-            std::int32_t split = -1;
-            if (num_items > 1) {
-                split = static_cast<std::int32_t>(workspace_.splits.size());
-                workspace_.splits.push_back({num_floats_, static_cast<std::int32_t>(tile.partial_start), static_cast<std::int32_t>(num_partials),
-                                             static_cast<std::int32_t>(num_items)});
-                num_floats_ += num_partials * state_floats(rows * (head_stop - head), view_.v.width);
-            }
-            for (std::int64_t partial = tile.partial_start; partial < tile.partial_stop; partial += partials) {
-                workspace_.items.push_back({static_cast<std::int32_t>(tile.sequence), static_cast<std::int32_t>(head),
-                                            static_cast<std::int32_t>(head_stop), static_cast<std::int32_t>(tile.start),
-                                            static_cast<std::int32_t>(tile.stop), static_cast<std::int32_t>(partial),
-                                            static_cast<std::int32_t>(std::min(tile.partial_stop, partial + partials)), split});
-            }
-        }
-    }
-
-    const PagedView& view_;
-    const AttentionBatch& batch_;
-    const AttentionOptions& options_;
-    const std::int64_t group_;
-    Workspace& workspace_;
-    std::int64_t total_ = 0;
-    std::int64_t target_ = 0;
-    std::int64_t num_floats_ = 0;
-};
-
 }  // namespace
 
 unsigned char* attention_scratch() {
     thread_local const AlignedBuffer<unsigned char> buffer = aligned_buffer<unsigned char>(kScratchBytes);
     return buffer.get();
+}
+
+void attention_wait(const std::atomic<std::int32_t>& items_left) {
+    constexpr int kSpins = 4096;  // some 100 us; then whoever computes them may need this processor
+    for (int spins = 0; items_left.load(std::memory_order_acquire) != 0; ++spins) {
+        if (spins < kSpins) {
+            pause_briefly();
+        } else {
+            std::this_thread::yield();
+        }
+    }
 }
 
 void attention_run(const PagedView& view, const TokenTensor& query, const TokenTensor& out, std::int64_t num_q_heads,
@@ -192,22 +96,39 @@ void attention_run(const PagedView& view, const TokenTensor& query, const TokenT
         throw std::invalid_argument("expected heads of 8 to 512 elements, in multiples of 8, got " + std::to_string(view.k.width) +
                                     " for keys and " + std::to_string(view.v.width) + " for values");
     }
-    check_tables(view, batch, options);
+    const AttentionSchedule& schedule = batch.schedules->of(view, batch, options, num_q_heads);
     thread_local Workspace workspace;
-    const Partition partition(view, batch, options, num_q_heads, workspace);
-    if (workspace.num_states < partition.num_floats()) {
-        workspace.states = aligned_buffer<float>(partition.num_floats());
-        workspace.num_states = partition.num_floats();
+    if (workspace.num_states < schedule.num_floats) {
+        workspace.states = aligned_buffer<float>(schedule.num_floats);
+        workspace.num_states = schedule.num_floats;
     }
-    if (workspace.num_items_done < workspace.splits.size()) {
-        workspace.items_done = std::make_unique<std::atomic<std::int32_t>[]>(workspace.splits.size());
-        workspace.num_items_done = workspace.splits.size();
+    const std::size_t num_splits = schedule.splits.size(), num_counters = num_splits + schedule.runs.size();
+    if (workspace.num_counters < num_counters) {
+        workspace.counters = std::make_unique<std::atomic<std::int32_t>[]>(num_counters);
+        workspace.num_counters = num_counters;
     }
-    for (std::size_t i = 0; i < workspace.splits.size(); ++i) workspace.items_done[i].store(0, std::memory_order_relaxed);
-    const AttentionJob job{&view,   &query, &out, &batch, &options, static_cast<std::int32_t>(num_q_heads), workspace.items.data(),
-                           workspace.splits.data(), workspace.items_done.get(), workspace.states.get()};
+    std::atomic<std::int32_t>*items_done = workspace.counters.get(), *items_left = items_done + num_splits;
+    for (std::size_t i = 0; i < num_splits; ++i) items_done[i].store(0, std::memory_order_relaxed);
+    for (std::size_t i = 0; i < schedule.runs.size(); ++i) items_left[i].store(schedule.runs[i].num_items, std::memory_order_relaxed);
+    const AttentionJob job{&view,
+                           &query,
+                           &out,
+                           &batch,
+                           &options,
+                           static_cast<std::int32_t>(num_q_heads),
+                           schedule.items.data(),
+                           schedule.splits.data(),
+                           schedule.runs.data(),
+                           schedule.shared_tokens.data(),
+                           items_done,
+                           items_left,
+                           workspace.states.get()};
     const AttentionVariant variant = variant_for(isa, view.element);
-    run_on(batch.num_threads, static_cast<std::int64_t>(workspace.items.size()), [&](std::int64_t i) { variant(job, i); });
+    run_on(batch.num_threads, static_cast<std::int64_t>(schedule.items.size()), [&](std::int64_t i) { variant(job, i); });
+}
+
+AttentionTraffic attention_traffic(const PagedView& view, std::int64_t num_q_heads, const AttentionBatch& batch, const AttentionOptions& options) {
+    return batch.schedules->of(view, batch, options, num_q_heads).traffic;
 }
 
 void check_slots(const PagedView& view, const std::int64_t* slots, std::int64_t num_tokens) {

@@ -8,11 +8,12 @@
 //       variant; on nothing else (see attention_kernel.hpp).
 //   A3  std::invalid_argument before anything is written, or nothing thrown.
 //
-// Cost of a call: one read of the visible keys and values per row tile (up to 96 rows of one kv head share a read), plus
-// about 1 us and 50 ns per item of work.
+// Cost of a call: one read of the visible keys and values per row tile (up to 96 rows of one kv head share a read, those of
+// sequences that share blocks too: attention_sharing.hpp), plus about 1 us and 50 ns per item of work.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "kernels/element.hpp"
 #include "kernels/isa.hpp"
@@ -38,14 +39,31 @@ struct PagedView {
     std::int64_t block_size;
 };
 
-// Rows of a step, as quire.attention.AttentionPlan states them.
+class AttentionSchedules;
+
+// Rows of a step, as quire.attention.AttentionPlan states them; none of it changes. Keeps what calls derive from it alone,
+// so that a step's layers derive it once (attention_schedule.hpp).
 struct AttentionBatch {
+    // Without `share_prefixes` each sequence's tokens are read for it alone: the same bits, for tests and comparisons.
+    AttentionBatch(const std::int32_t* query_start, const std::int32_t* context_lengths, const std::int32_t* block_tables,
+                   std::int64_t num_sequences, std::int64_t table_width, int num_threads, bool share_prefixes = true);
+    ~AttentionBatch();
+
     const std::int32_t* query_start;      // [num_sequences + 1]
     const std::int32_t* context_lengths;  // [num_sequences]
     const std::int32_t* block_tables;     // [num_sequences, table_width]
     std::int64_t num_sequences;
     std::int64_t table_width;
     int num_threads;
+    bool share_prefixes;
+    std::unique_ptr<AttentionSchedules> schedules;
+};
+
+// What a call reads: bytes of keys and values, every item of work counted, and the same if no sequence's tokens were read
+// for another's rows too.
+struct AttentionTraffic {
+    std::int64_t kv_bytes, unshared_kv_bytes;
+    std::int64_t num_shared_runs;
 };
 
 struct AttentionOptions {
@@ -76,6 +94,8 @@ void attention_write(const PagedView& view, const TokenTensor& k, const TokenTen
 // supported here.
 void attention_run(const PagedView& view, const TokenTensor& query, const TokenTensor& out, std::int64_t num_q_heads,
                    const AttentionBatch& batch, const AttentionOptions& options, Isa isa);
+
+AttentionTraffic attention_traffic(const PagedView& view, std::int64_t num_q_heads, const AttentionBatch& batch, const AttentionOptions& options);
 
 // Bytes per second at which all threads of the pool together read a buffer of `num_bytes`; the best of `repetitions`.
 double read_bandwidth(std::int64_t num_bytes, int repetitions);

@@ -14,33 +14,15 @@
 #pragma once
 
 #include "kernels/attention_ahead.hpp"
-#include "kernels/attention_kernel.hpp"
-#include "kernels/simd.hpp"
+#include "kernels/attention_state.hpp"
 
 namespace quire {
 namespace {
 
 constexpr float kLog2E = 1.442695040888963f;
-constexpr float kMinusInfinity = -__builtin_inff();
 
 inline std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 inline std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
-
-// Cuts the thread's scratch memory into aligned pieces. Rows and widths have bounds, so it is enough for any item.
-class Scratch {
-  public:
-    template <class T>
-    T* take(std::int64_t count) {
-        auto* piece = reinterpret_cast<T*>(base_ + used_);
-        used_ += padded_to(count * static_cast<std::int64_t>(sizeof(T)), 64);
-        if (used_ > kScratchBytes) __builtin_trap();
-        return piece;
-    }
-
-  private:
-    unsigned char* base_ = attention_scratch();
-    std::int64_t used_ = 0;
-};
 
 // Rows cut into blocks of at most `most`, as even as they can be: 8 rows by 6 are 4 + 4, not 6 + 2.
 class RowBlocks {
@@ -66,27 +48,12 @@ inline void store_scaled(typename S::Vec o, typename S::Vec factors, T* out, int
     }
 }
 
-// Rows' running softmax, see state_floats.
-struct RowStates {
-    RowStates(float* base, std::int64_t rows, std::int64_t width)
-        : m(base), l(base + state_rows(rows)), o(base + 2 * state_rows(rows)), stride(value_stride(width)), num_rows(rows) {}
-    void clear() {
-        for (std::int64_t r = 0; r < num_rows; ++r) m[r] = kMinusInfinity, l[r] = 0.0f;
-        std::memset(o, 0, static_cast<std::size_t>(state_rows(num_rows) * stride) * sizeof(float));
-    }
-    float* m;
-    float* l;
-    float* o;
-    std::int64_t stride;
-    std::int64_t num_rows;
-};
-
 template <class Products>
 class AttendItem {
     using S = typename Products::Simd;
     using Vec = typename S::Vec;
     using Element = typename Products::Element;
-    static constexpr int kTileTokens = Products::kTileTokens;
+    static_assert(Products::kTileTokens == kTileTokens);
     static constexpr int kVectors = kTileTokens / S::kWidth;
     static constexpr int kTileShares = 2 * kTileTokens;  // of memory to come: one for each key and value of a tile
 
@@ -112,31 +79,22 @@ class AttendItem {
           rows_(item.row_stop - item.row_start),
           heads_(item.head_stop - item.head_start),
           products_(view_.k.width, view_.v.width, rows_, scratch_),
-          all_(scratch_.take<float>(state_floats(rows_ * heads_, view_.v.width)), rows_ * heads_, view_.v.width),
-          own_(scratch_.take<float>(state_floats(rows_ * heads_, view_.v.width))),
+          states_(job, item, scratch_),
           scores_(scratch_.take<float>(std::int64_t{kItemRows} * kTileTokens)),
           queries_(scratch_.take<unsigned char>(products_.query_bytes() * heads_)) {
-        const std::int32_t* start = job.batch->query_start + item.sequence;
-        first_token_ = start[0];
-        first_position_ = job.batch->context_lengths[item.sequence] - (start[1] - start[0]);
         table_ = job.batch->block_tables + item.sequence * job.batch->table_width;
         k_ = reinterpret_cast<const Element*>(view_.k.data);
         v_ = reinterpret_cast<const Element*>(view_.v.data);
         zeros_ = reinterpret_cast<const Element*>(kZeroRow);
         logit_scale_ = options_.softcap > 0.0f ? options_.scale / options_.softcap : options_.scale * kLog2E;
         logit_cap_ = options_.softcap * kLog2E;
-        for (int row = 0; row < rows_; ++row) {
-            const std::int64_t at = position(item.row_start + row);
-            seen_[row] = {first_visible(options_, at), at + 1};
-        }
+        find_query_rows();
     }
 
     void run() {
         pack_queries();
-        all_.clear();
-        const std::int64_t begin = larger(first_visible(options_, position(item_.row_start)),
-                                          std::int64_t{item_.partial_start} * kPartialTokens);
-        const std::int64_t end = smaller(position(item_.row_stop - 1) + 1, std::int64_t{item_.partial_stop} * kPartialTokens);
+        states_.begin();
+        const std::int64_t begin = larger(seen_[0].start, item_.token_start), end = smaller(seen_[rows_ - 1].stop, item_.token_stop);
         const std::int64_t first_tile = begin / kTileTokens, last_tile = (end - 1) / kTileTokens;
         constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
 
@@ -157,10 +115,10 @@ class AttendItem {
             ahead_.fetch_rest();
         }
         for (std::int64_t start = first_tile; start <= last_tile;) {
-            const std::int64_t stop = smaller(start - start % span + span, last_tile + 1);
-            RowStates states = partial_states(start / kTiles);
-            if (start == first_tile || start % kTiles == 0) states.clear();
+            const std::int64_t stop = smaller(start - start % span + span, last_tile + 1), partial = start / kTiles;
+            if (start == first_tile || start % kTiles == 0) states_.begin_partial(partial);
             for (int head = 0; head < heads_; ++head) {
+                const RowStates states = states_.partial(partial, head);
                 for (std::int64_t tile = start; tile < stop; ++tile) {
                     // What comes after: the head's next tile, the next head, or the first one of the next span.
                     const bool same_head = tile + 1 < stop, same_span = same_head || head + 1 < heads_;
@@ -182,41 +140,39 @@ class AttendItem {
                     here = next;
                 }
             }
-            if (item_.split < 0 && (stop > last_tile || stop % kTiles == 0)) merge(states);
+            if (stop % kTiles == 0 || stop > last_tile) states_.end_partial(partial, stop % kTiles == 0);
             start = stop;
         }
-        if (item_.split < 0) {
-            write_out();
-        } else if (last_of_split()) {
-            merge_split();
-            write_out();
-        }
+        if (states_.end()) write_out();
     }
 
   private:
-    std::int64_t position(std::int64_t row) const { return first_position_ + row / group_; }
+    // Query tokens of the rows, and which positions each row sees.
+    void find_query_rows() {
+        const std::int32_t* start = job_.batch->query_start + item_.sequence;
+        const std::int64_t first_position = job_.batch->context_lengths[item_.sequence] - (start[1] - start[0]);
+        for (int row = 0; row < rows_; ++row) {
+            if (item_.run >= 0) {
+                tokens_[row] = job_.shared_tokens[(item_.shared_row + row) / group_];
+                seen_[row] = {item_.token_start, item_.token_stop};  // every member's rows come after the run
+            } else {
+                const std::int64_t token = (item_.row_start + row) / group_, at = first_position + token;
+                tokens_[row] = start[0] + token;
+                seen_[row] = {first_visible(options_, at), at + 1};
+            }
+        }
+    }
+
+    std::int64_t query_head(int head, int row) const { return (item_.head_start + head) * group_ + (item_.row_start + row) % group_; }
 
     void pack_queries() {
         const auto* query = reinterpret_cast<const Element*>(job_.query->data);
         for (int head = 0; head < heads_; ++head) {
             for (int row = 0; row < rows_; ++row) {
-                const std::int64_t absolute = item_.row_start + row, q_head = (item_.head_start + head) * group_ + absolute % group_;
                 products_.pack_query(queries_ + head * products_.query_bytes(), row,
-                                     query + (first_token_ + absolute / group_) * job_.query->token_stride + q_head * job_.query->head_stride);
+                                     query + tokens_[row] * job_.query->token_stride + query_head(head, row) * job_.query->head_stride);
             }
         }
-    }
-
-    // State of the partial under way: the thread's own, or its place in the split's.
-    RowStates partial_states(std::int64_t partial) {
-        if (item_.split < 0) return RowStates(own_, all_.num_rows, view_.v.width);
-        return split_states(partial);
-    }
-
-    RowStates split_states(std::int64_t partial) {
-        const AttentionSplit& split = job_.splits[item_.split];
-        return RowStates(job_.states + split.offset + (partial - split.partial_start) * state_floats(all_.num_rows, view_.v.width),
-                         all_.num_rows, view_.v.width);
     }
 
     void find_tokens(std::int64_t tile, std::int64_t begin, std::int64_t end, Tokens& tokens) const {
@@ -266,7 +222,7 @@ class AttendItem {
         for (int t = tokens.stop; t < kTileTokens; ++t) rows.k[t] = rows.v[t] = zeros_;
     }
 
-    void attend_tile(std::int64_t tile, int head, const Tokens& tokens, const Rows& rows, RowStates& states) {
+    void attend_tile(std::int64_t tile, int head, const Tokens& tokens, const Rows& rows, const RowStates& states) {
         const std::int64_t base = tile * kTileTokens;
         products_.begin(rows.k, rows.v, ahead_, tokens.start, tokens.stop);
         const unsigned char* query = queries_ + head * products_.query_bytes();
@@ -277,13 +233,13 @@ class AttendItem {
             if (seen.start >= seen.stop) continue;
             float* s = scores_ + row * kTileTokens;
             products_.scores(query, row, count, seen.start, seen.stop, s);
-            soften(s, row, count, base, states, head * rows_ + row);
+            soften(s, row, count, base, states);
         }
         for (int row = 0, count; row < rows_; row += count) {
             count = products_.block_rows(row);
             const Seen seen = seen_by(row, count, base);
             if (seen.start >= seen.stop) continue;
-            float* o = states.o + (head * rows_ + row) * states.stride;
+            float* o = states.o + row * states.stride;
             for (int r = 0; r < count; ++r) {
                 if (factors_[row + r] != 1.0f) scale(o + r * states.stride, states.stride, factors_[row + r]);
             }
@@ -311,7 +267,7 @@ class AttendItem {
 
     // Scores of a tile -> p, by the online softmax; what a row does not see gets p = 0. Leaves the factors for o so far.
     // Three short loops over the rows, because a row's steps wait for each other.
-    void soften(float* s, int row, int count, std::int64_t base, RowStates& states, std::int64_t state) {
+    void soften(float* s, int row, int count, std::int64_t base, const RowStates& states) {
         float tops[Products::kBlockRows], sums[Products::kBlockRows];
         for (int r = 0; r < count; ++r) {
             const std::int64_t start = seen_[row + r].start - base, stop = seen_[row + r].stop - base;
@@ -326,7 +282,7 @@ class AttendItem {
                 S::store(at, x);
                 most = S::max(x, most);
             }
-            const float tile_most = S::reduce_max(most), before = states.m[state + r];
+            const float tile_most = S::reduce_max(most), before = states.m[row + r];
             tops[r] = tile_most > before ? tile_most : before;
         }
         for (int r = 0; r < count; ++r) {
@@ -344,60 +300,28 @@ class AttendItem {
         }
         for (int r = 0; r < count; ++r) {
             float factor = 1.0f;
-            if (tops[r] > states.m[state + r]) {
-                factor = S::first(exp2_nonpositive<S>(S::broadcast(states.m[state + r] - tops[r])));
-                states.m[state + r] = tops[r];
+            if (tops[r] > states.m[row + r]) {
+                factor = S::first(exp2_nonpositive<S>(S::broadcast(states.m[row + r] - tops[r])));
+                states.m[row + r] = tops[r];
             }
-            states.l[state + r] = states.l[state + r] * factor + sums[r];
+            states.l[row + r] = states.l[row + r] * factor + sums[r];
             factors_[row + r] = factor;
         }
-    }
-
-    static float weight(float m, float top) {
-        return m == kMinusInfinity ? 0.0f : S::first(exp2_nonpositive<S>(S::broadcast(m - top)));
-    }
-
-    // The next partial in order into (M, L, O).
-    void merge(const RowStates& part) {
-        for (std::int64_t r = 0; r < all_.num_rows; ++r) {
-            if (part.m[r] == kMinusInfinity) continue;
-            const float top = part.m[r] > all_.m[r] ? part.m[r] : all_.m[r];
-            const float a = weight(all_.m[r], top), b = weight(part.m[r], top);
-            float* o = all_.o + r * all_.stride;
-            const float* from = part.o + r * part.stride;
-            const Vec av = S::broadcast(a), bv = S::broadcast(b);
-            for (std::int64_t d = 0; d < all_.stride; d += S::kWidth) {
-                S::store(o + d, S::fma(bv, S::load(from + d), S::mul(av, S::load(o + d))));
-            }
-            all_.l[r] = S::first(S::fma(S::broadcast(b), S::broadcast(part.l[r]), S::broadcast(a * all_.l[r])));
-            all_.m[r] = top;
-        }
-    }
-
-    bool last_of_split() const {
-        const std::int32_t before = job_.items_done[item_.split].fetch_add(1, std::memory_order_acq_rel);
-        return before + 1 == job_.splits[item_.split].num_items;
-    }
-
-    void merge_split() {
-        const AttentionSplit& split = job_.splits[item_.split];
-        for (int i = 0; i < split.num_partials; ++i) merge(split_states(split.partial_start + i));
     }
 
     void write_out() {
         auto* out = reinterpret_cast<Element*>(job_.out->data);
         for (int head = 0; head < heads_; ++head) {
+            const RowStates all = states_.all(head);
             for (int row = 0; row < rows_; ++row) {
-                const std::int64_t state = head * rows_ + row, absolute = item_.row_start + row;
-                const std::int64_t q_head = (item_.head_start + head) * group_ + absolute % group_;
-                float l = all_.l[state], factor = 1.0f;
+                float l = all.l[row], factor = 1.0f;
                 if (options_.sinks != nullptr) {
-                    const float sink = options_.sinks[q_head] * kLog2E, m = all_.m[state], top = sink > m ? sink : m;
-                    factor = weight(m, top);
-                    l = l * factor + weight(sink, top);
+                    const float sink = options_.sinks[query_head(head, row)] * kLog2E, m = all.m[row], top = sink > m ? sink : m;
+                    factor = softmax_weight<S>(m, top);
+                    l = l * factor + softmax_weight<S>(sink, top);
                 }
-                products_.finish(all_.o + state * all_.stride, factor / l,
-                                 out + (first_token_ + absolute / group_) * job_.out->token_stride + q_head * job_.out->head_stride);
+                products_.finish(all.o + row * all.stride, factor / l,
+                                 out + tokens_[row] * job_.out->token_stride + query_head(head, row) * job_.out->head_stride);
             }
         }
     }
@@ -411,17 +335,15 @@ class AttendItem {
     const int rows_;   // of one head
     const int heads_;
     Products products_;
+    const ItemStates<S> states_;
     LinesAhead<S> ahead_;
-    RowStates all_;
-    float* own_;
     float* scores_;  // [rows of a head][kTileTokens]
     float factors_[kItemRows];
+    std::int64_t tokens_[kItemRows];  // of the query
     struct {
         std::int64_t start, stop;
     } seen_[kItemRows];  // positions that each row sees
     unsigned char* queries_;
-    std::int64_t first_token_;
-    std::int64_t first_position_;
     const std::int32_t* table_;
     const Element* k_;
     const Element* v_;

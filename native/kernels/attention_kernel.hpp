@@ -6,8 +6,8 @@
 //   R3  a partial starts with m = -inf, l = 0, o = 0 and takes its tiles in order: online softmax over the tile's lanes, then
 //       o += p v, tokens in order. Tiles and tokens that a row does not see add nothing to it.
 //   R4  partials are merged in order into (M, L, O), beginning with (-inf, 0, 0); then the sink; then O / L is rounded.
-// All of it is the same code and the same instructions for any number of rows, so which rows share an item, and which
-// thread runs it, cannot be seen in the result.
+// All of it is the same code and the same instructions for any number of rows, so which rows share an item, where an item
+// takes over from another, and which thread runs it, cannot be seen in the result.
 #pragma once
 
 #include <atomic>
@@ -17,23 +17,41 @@
 
 namespace quire {
 
+constexpr int kTileTokens = 32;
 constexpr int kPartialTokens = 512;
 constexpr int kItemRows = 96;  // query rows of an item, over all its heads
 
-// Rows [row_start, row_stop) of a sequence (row = token * group + query head within the group), for each kv head in
-// [head_start, head_stop), over partials [partial_start, partial_stop).
+// Rows [row_start, row_stop) for each kv head in [head_start, head_stop), over tokens [token_start, token_stop): rows of a
+// sequence (row = token * group + query head within the group) or, where `run` is one, of all members of a shared run.
 struct AttentionItem {
-    std::int32_t sequence;
+    std::int32_t run;       // index into AttentionJob::runs, or -1
+    std::int32_t sequence;  // whose table is read
     std::int32_t head_start, head_stop;
     std::int32_t row_start, row_stop;
-    std::int32_t partial_start, partial_stop;
-    std::int32_t split;  // index into AttentionJob::splits, or -1: the item has all partials of its rows
+    std::int64_t token_start, token_stop;
+    std::int32_t split;       // index into AttentionJob::splits, or -1: the item has all the tokens of its rows that no run has
+    std::int32_t before;      // the run that ends at token_start for these rows, or -1
+    std::int32_t shared_row;  // of row_start, among the rows in the order of sharing; where it or `before` has a run
 };
 
 // Rows whose partials several items compute: each leaves its states here, and the last to end merges them.
 struct AttentionSplit {
     std::int64_t offset;  // of the first state in AttentionJob::states, in floats
     std::int32_t partial_start, num_partials;
+    std::int32_t num_items;
+};
+
+// A run of tokens that the rows of several sequences share (attention_sharing.hpp). What its items leave in
+// AttentionJob::states for those who take over: `merged` runs (M, L, O) up to the end of the run's last whole partial, and
+// (m, l, o) of the one then begun; other runs, whose tokens several items share, (m, l, o) of each partial. So a row goes
+// through R3 and R4 step by step as it would alone.
+struct AttentionRun {
+    std::int32_t before;  // its parent, or -1
+    bool merged;
+    std::int32_t first_row, num_rows;  // in the order of sharing
+    std::int64_t token_start, token_stop;
+    std::int64_t offset;  // of its states, in floats
+    std::int32_t num_states;
     std::int32_t num_items;
 };
 
@@ -46,15 +64,17 @@ struct AttentionJob {
     std::int32_t num_q_heads;
     const AttentionItem* items;
     const AttentionSplit* splits;
-    std::atomic<std::int32_t>* items_done;  // of each split
+    const AttentionRun* runs;
+    const std::int32_t* shared_tokens;       // query token of each `group` rows in the order of sharing
+    std::atomic<std::int32_t>* items_done;   // of each split
+    std::atomic<std::int32_t>* items_left;   // of each run
     float* states;
 };
 
-// State of rows: m [rows], l [rows], o [rows][value_stride].
+// States of rows, for each head and each of a number of states: o [rows][value_stride], m [rows], l [rows].
 constexpr std::int64_t padded_to(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 constexpr std::int64_t value_stride(std::int64_t width) { return padded_to(width, 32); }
-constexpr std::int64_t state_rows(std::int64_t rows) { return padded_to(rows, 16); }
-constexpr std::int64_t state_floats(std::int64_t rows, std::int64_t width) { return state_rows(rows) * (2 + value_stride(width)); }
+constexpr std::int64_t state_floats(std::int64_t rows, std::int64_t width) { return rows * value_stride(width) + 2 * padded_to(rows, 16); }
 
 // First position that a query at `position` sees.
 inline std::int64_t first_visible(const AttentionOptions& options, std::int64_t position) {
@@ -66,6 +86,9 @@ inline std::int64_t first_visible(const AttentionOptions& options, std::int64_t 
 // Scratch memory of the calling thread, 64-byte aligned; the contents do not last.
 constexpr std::int64_t kScratchBytes = 1 << 20;
 unsigned char* attention_scratch();
+
+// Returns when the items of a run are done. They stand before the item that waits, so they have been begun.
+void attention_wait(const std::atomic<std::int32_t>& items_left);
 
 // A row of zeros: stands for tokens that are not to be read.
 extern const unsigned char kZeroRow[kMaxHeadWidth * 4];

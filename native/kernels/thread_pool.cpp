@@ -16,14 +16,6 @@ namespace {
 
 constexpr int kSpins = 2000;
 
-inline void pause_briefly() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 int default_num_threads() {
     if (const char* given = std::getenv("QUIRE_NUM_THREADS"); given != nullptr && *given != '\0') {
         const int threads = std::atoi(given);
@@ -35,6 +27,14 @@ int default_num_threads() {
 }
 
 }  // namespace
+
+void pause_briefly() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
 
 ThreadPool& ThreadPool::instance() {
     static ThreadPool pool;

@@ -11,6 +11,7 @@
 //   T4  A worker that is late (its processor is busy with something else) is not waited for: the caller takes the tasks
 //       itself, closes the job, and waits only for workers that have begun.
 //   T5  After fork() the child has no workers and runs everything on the calling thread.
+//   T6  Indices are taken in rising order, so that a task may wait for one with a smaller index: that has been begun.
 #pragma once
 
 #include <atomic>
@@ -22,6 +23,9 @@
 #include <vector>
 
 namespace quire {
+
+// Tells the processor that this is a loop that waits.
+void pause_briefly();
 
 class ThreadPool {
   public:

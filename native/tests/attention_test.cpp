@@ -1,5 +1,6 @@
 // Attention of every variant that runs here: tokens written by slot, read through block tables, against sums in double, and
-// each sequence in the batch against the sequence alone, bit for bit.
+// each sequence in the batch against the sequence alone, bit for bit. Some batches share a prefix; then the blocks of that are
+// the same, and the batch is also compared with itself without sharing.
 //
 // All buffers have exactly the size they were promised. Slots that were not written hold NaN and are poisoned besides, so
 // that AddressSanitizer stops the test at the first byte read of them or beyond a row.
@@ -29,6 +30,7 @@ struct Shape {
     std::int64_t num_kv_heads, group, k_width, v_width, block_size;
     AttentionOptions options;
     std::vector<std::pair<std::int64_t, std::int64_t>> lengths;  // context and new tokens of each sequence
+    std::int64_t shared;                                         // first tokens that all have alike; 0 with a window
 };
 
 std::int64_t first_seen(const AttentionOptions& options, std::int64_t position) {
@@ -62,7 +64,9 @@ class Case {
             const std::int64_t begin = first_seen(shape_.options, context - tokens);
             std::vector<std::int64_t> slots;
             for (std::int64_t t = begin; t < context; ++t) {
-                std::int32_t& block = tables_[s * static_cast<std::size_t>(width_) + static_cast<std::size_t>(t / shape_.block_size)];
+                const std::int64_t index = t / shape_.block_size;
+                std::int32_t& block = tables_[s * static_cast<std::size_t>(width_) + static_cast<std::size_t>(index)];
+                if (s > 0 && (index + 1) * shape_.block_size <= shape_.shared) block = tables_[static_cast<std::size_t>(index)];
                 if (block < 0) block = blocks.back(), blocks.pop_back();
                 slots.push_back(block * shape_.block_size + t % shape_.block_size);
                 unpoison(slots.back());
@@ -73,6 +77,11 @@ class Case {
             values_.emplace_back(shape_.element, count * shape_.num_kv_heads * shape_.v_width);
             keys_.back().fill(random);
             values_.back().fill(random);
+            for (auto* tokens : {&keys_, &values_}) {
+                const auto bytes = shape_.shared * shape_.num_kv_heads * (tokens == &keys_ ? shape_.k_width : shape_.v_width) *
+                                   element_bytes(shape_.element);
+                if (s > 0) std::memcpy(tokens->back().data.get(), tokens->front().data.get(), static_cast<std::size_t>(bytes));
+            }
             attention_write(view_, rows(keys_.back(), shape_.num_kv_heads, shape_.k_width), rows(values_.back(), shape_.num_kv_heads, shape_.v_width),
                             slots.data(), count, 2);
         }
@@ -83,18 +92,22 @@ class Case {
     std::size_t num_sequences() const { return shape_.lengths.size(); }
 
     // Sequences [first, last) as one batch.
-    Buffer run(Isa isa, std::size_t first, std::size_t last, int num_threads) const {
+    Buffer run(Isa isa, std::size_t first, std::size_t last, int num_threads, bool share_prefixes = true) {
         std::vector<std::int32_t> starts;
         for (std::size_t s = first; s <= last; ++s) starts.push_back(query_start_[s] - query_start_[first]);
         Buffer out(shape_.element, starts.back() * num_q_heads() * shape_.v_width);
         TokenTensor query = rows(*query_, num_q_heads(), shape_.k_width);
         query.data += query_start_[first] * query.token_stride * element_bytes(shape_.element);
-        attention_run(view_, query, rows(out, num_q_heads(), shape_.v_width), num_q_heads(),
-                      {starts.data(), contexts_.data() + first, tables_.data() + first * static_cast<std::size_t>(width_),
-                       static_cast<std::int64_t>(last - first), width_, num_threads},
-                      shape_.options, isa);
+        const AttentionBatch batch(starts.data(), contexts_.data() + first, tables_.data() + first * static_cast<std::size_t>(width_),
+                                   static_cast<std::int64_t>(last - first), width_, num_threads, share_prefixes);
+        attention_run(view_, query, rows(out, num_q_heads(), shape_.v_width), num_q_heads(), batch, shape_.options, isa);
+        const AttentionTraffic traffic = attention_traffic(view_, num_q_heads(), batch, shape_.options);
+        EXPECT(traffic.num_shared_runs == 0 ? traffic.kv_bytes == traffic.unshared_kv_bytes : traffic.kv_bytes < traffic.unshared_kv_bytes);
+        num_shared_runs_ += traffic.num_shared_runs;
         return out;
     }
+
+    std::int64_t num_shared_runs() const { return num_shared_runs_; }
 
     void expect_right(const Buffer& out) const {
         const double bound = shape_.element == Element::f32 ? 1e-4 : shape_.element == Element::f16 ? 1e-2 : 6e-2;
@@ -187,6 +200,7 @@ class Case {
     std::vector<Buffer> keys_, values_;
     std::unique_ptr<Buffer> query_;
     std::int64_t width_ = 0;
+    mutable std::int64_t num_shared_runs_ = 0;  // of all calls
 };
 
 Shape draw(Random& random, Element element) {
@@ -204,8 +218,10 @@ Shape draw(Random& random, Element element) {
     else if (random.below(3) == 0) shape.options.chunk = 1 + random.below(60);
     if (random.below(4) == 0) shape.options.softcap = 3.0f;
     if (random.below(3) == 0) shape.options.sinks = &kAny;
-    for (std::int64_t n = 1 + random.below(3); n > 0; --n) {
-        const std::int64_t context = 1 + random.below(random.below(12) == 0 ? 1300 : 90);
+    const bool limited = shape.options.window != 0 || shape.options.chunk != 0;
+    if (!limited && random.below(2) != 0) shape.shared = 1 + random.below(random.below(6) == 0 ? 1100 : 80);
+    for (std::int64_t n = 1 + random.below(shape.shared > 0 ? 7 : 3); n > 0; --n) {
+        const std::int64_t context = shape.shared + 1 + random.below(random.below(12) == 0 ? 1300 : 90);
         shape.lengths.emplace_back(context, random.below(2) != 0 ? 1 : 1 + random.below(std::min<std::int64_t>(context, 24)));
     }
     return shape;
@@ -218,14 +234,19 @@ int main() {
     for (const Isa isa : supported_isas()) {
         const bool emulated = isa_name(isa).starts_with("emulated");
         Random random(7);
+        std::int64_t num_shared_runs = 0;
         for (int i = 0; i < (emulated ? 30 : 300); ++i) {
             Case test(draw(random, static_cast<Element>(i % 3)), random);
             const Buffer batch = test.run(isa, 0, test.num_sequences(), 2);
             test.expect_right(batch);
+            num_shared_runs += test.num_shared_runs();
+            const Buffer unshared = test.run(isa, 0, test.num_sequences(), 1, false);
+            EXPECT(std::memcmp(batch.data.get(), unshared.data.get(), static_cast<std::size_t>(batch.count * element_bytes(batch.element))) == 0);
             for (std::size_t s = 0; s < test.num_sequences(); ++s) EXPECT(test.same_rows(batch, test.run(isa, s, s + 1, 1), s));
             test.expect_refused(isa);
         }
-        std::printf("attention: %s\n", std::string(isa_name(isa)).c_str());
+        EXPECT(num_shared_runs > 0);
+        std::printf("attention: %s, %d shared runs\n", std::string(isa_name(isa)).c_str(), static_cast<int>(num_shared_runs));
     }
     return 0;
 }

@@ -61,13 +61,7 @@ Buffer run(const Layer& layer, Element element, const Buffer& hidden, const Buff
                          element, kBlocks, kKvHeads, kBlock};
     const std::int32_t table[3] = {3, 1, 4}, query_start[2] = {0, static_cast<std::int32_t>(rows)},
                        context[1] = {static_cast<std::int32_t>(first + rows)};
-    AttentionBatch batch{};
-    batch.query_start = query_start;
-    batch.context_lengths = context;
-    batch.block_tables = table;
-    batch.num_sequences = 1;
-    batch.table_width = 3;
-    batch.num_threads = 2;
+    const AttentionBatch batch(query_start, context, table, 1, 3, 2);
     const AttentionOptions options{0.3f, 0, 0, 0.0f, nullptr};
     std::vector<std::int64_t> slots;
     for (std::int64_t t = first; t < first + rows; ++t) slots.push_back(table[t / kBlock] * kBlock + t % kBlock);

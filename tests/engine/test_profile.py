@@ -16,7 +16,9 @@ from quire.engine import profile as profile_module
 from quire.engine.profile import PHASES, Profile
 from quire.errors import ArgumentError
 
-NUM_LAYERS, NUM_LINEARS = 2, 2 * 7 + 1
+NUM_LAYERS = 2
+# Products of a step: q, k and v, and gate and up, are one each in a fused layer; and the vocabulary.
+NUM_LINEARS = {"native": 2 * 4 + 1, "python": 2 * 7 + 1}
 BACKENDS = ["python"] if native_module() is None else ["native", "python"]
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 
@@ -42,11 +44,14 @@ def test_the_phases_are_all_there_and_sum_to_the_steps(backend: str) -> None:
         times = phase_ns(of_kind)
         assert list(times) == list(PHASES)
         assert sum(times.values()) == of_kind["duration_ns"]
-        assert min(times.values()) > 0
+        fused = "fused operators" if backend == "python" else "KV writes"  # which of the two is within another
+        assert min(time for name, time in times.items() if name != fused) > 0
+        assert times[fused] == 0
         calls = {name: calls for name, (_, calls) in of_kind["phases"].items()}
         steps = of_kind["num_steps"]
-        assert calls["attention"] == calls["KV writes"] == NUM_LAYERS * steps
-        assert calls["linears"] == NUM_LINEARS * steps
+        assert calls["attention"] == NUM_LAYERS * steps
+        assert calls["KV writes"] == (NUM_LAYERS * steps if backend == "python" else 0)
+        assert calls["linears"] == NUM_LINEARS[backend] * steps
         assert {calls[name] for name in ("schedule", "plan", "sampling", "update", "detokenize")} == {steps}
 
 

@@ -258,15 +258,16 @@ def variants() -> list[object]:
 @pytest.mark.skipif("QUIRE_ISA" in os.environ, reason="this run forces a variant itself")
 @pytest.mark.parametrize(("isa", "examples"), variants())
 def test_every_variant_that_can_run_here(isa: str, examples: int) -> None:
-    """This file once more, in a process of its own: a process uses one instruction set."""
+    """This file and test_shared_prefix once more, in a process of its own: a process uses one instruction set."""
     environment = {
         **os.environ,
         "QUIRE_ISA": isa,
         "QUIRE_TEST_EXAMPLES": str(examples),
         "OMP_NUM_THREADS": "1",
     }
+    files = [str(Path(__file__).with_name(name)) for name in ("test_attention.py", "test_shared_prefix.py")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *files],
         env=environment,
         capture_output=True,
         text=True,

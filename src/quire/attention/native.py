@@ -10,7 +10,8 @@ Cost: about 3 us a call beside the work, and 2 us for `out` where it is not give
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +22,7 @@ from quire.attention.plan import AttentionPlan
 from quire.errors import ArgumentError
 from quire.memory.view import KVView
 
-__all__ = ["handles", "run", "write"]
+__all__ = ["Traffic", "handles", "run", "traffic", "unshared", "write"]
 
 _HANDLE = "_native_handle"
 
@@ -125,6 +126,33 @@ def run(
     return target
 
 
+class Traffic(NamedTuple):
+    """What a call reads: bytes of keys and values, the same without sharing, and how many runs are shared."""
+
+    kv_bytes: int
+    unshared_kv_bytes: int
+    num_shared_runs: int
+
+
+def traffic(view: KVView, num_q_heads: int, plan: AttentionPlan, options: AttentionOptions) -> Traffic:
+    """What `run` with these arguments reads. Nothing is computed."""
+    batch = plan.__dict__.get(_HANDLE) or _batch(plan)
+    handle = view.__dict__.get(_HANDLE) or _view(view)
+    try:
+        return Traffic(
+            *batch.traffic(handle, num_q_heads, options.__dict__.get(_HANDLE) or _settings(options))
+        )
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+
+
+def unshared(plan: AttentionPlan) -> AttentionPlan:
+    """The plan, but tokens are read for each sequence alone: same bits, more bytes. For tests and benchmarks."""
+    alone = replace(plan)
+    _batch(alone, share_prefixes=False)
+    return alone
+
+
 def _keep(owner: object, handle: Any) -> Any:
     object.__setattr__(owner, _HANDLE, handle)
     return handle
@@ -146,12 +174,12 @@ def _view(view: KVView) -> Any:
     return _keep(view, handle)
 
 
-def _batch(plan: AttentionPlan) -> Any:
+def _batch(plan: AttentionPlan, *, share_prefixes: bool = True) -> Any:
     return _keep(
         plan,
         _native.AttentionBatch(
             plan.query_start.data_ptr(), plan.context_lengths.data_ptr(), plan.block_tables.data_ptr(),
-            plan.num_sequences, plan.block_tables.shape[1], plan.num_threads,
+            plan.num_sequences, plan.block_tables.shape[1], plan.num_threads, share_prefixes,
         ),
     )  # fmt: skip
 

@@ -1,0 +1,48 @@
+// What an attention call derives from its batch alone: checked tables, shared runs, items. Made once per step and kind of
+// layer, and kept by the batch.
+//
+// Not here: keys, values, queries. A schedule decides nothing about the results (A2).
+//
+//   Items stand in an order in which each waits only for items before it: runs after their parents, then the sequences
+//   without a run, then those with one. Threads take them in that order (ThreadPool, T6).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "kernels/attention_kernel.hpp"
+
+namespace quire {
+
+struct AttentionSchedule {
+    std::vector<AttentionItem> items;
+    std::vector<AttentionSplit> splits;
+    std::vector<AttentionRun> runs;
+    std::vector<std::int32_t> shared_tokens;
+    std::int64_t num_floats = 0;  // of states
+    AttentionTraffic traffic{};
+};
+
+// What a schedule depends on besides the batch.
+struct AttentionKind {
+    std::int64_t num_blocks, block_size, num_kv_heads, group, token_bytes, v_width, window, chunk;
+    bool operator==(const AttentionKind&) const = default;
+};
+
+class AttentionSchedules {
+  public:
+    // The schedule of a batch; made by the first that asks. Stays where it is.
+    const AttentionSchedule& of(const PagedView& view, const AttentionBatch& batch, const AttentionOptions& options, std::int64_t num_q_heads);
+
+  private:
+    struct Kept {
+        AttentionKind kind;
+        AttentionSchedule schedule;
+    };
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<const Kept>> kept_;
+};
+
+}  // namespace quire
