@@ -1,7 +1,9 @@
 """A loaded model, made ready to run on the paged cache, and given back as it was.
 
-Preparation holds rotary embeddings still (`rope`), packs the linear layers (`linear`), and proves by a probe that the
-model so prepared answers as it did before (`probe`). The attention function is switched in only while `forward`
+Preparation holds rotary embeddings still (`rope`), packs the linear layers (`linear`) and the experts of a mixture
+(`experts`), and proves by a probe that the model so prepared answers as it did before (`probe`). The native back end
+also has every operator made a function of its row alone (`row_invariant`), which takes a second probe where something
+had to be replaced. The attention function is switched in only while `forward`
 runs, so between steps the model is an ordinary one.
 Not an engine: it computes one step for somebody who has allotted the slots.
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +29,8 @@ from quire.attention import AttentionBackend, reference
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.paged import PagedStorage
-from quire.model import attention_function, rope
+from quire.model import attention_function, rope, row_invariant
+from quire.model.experts import pack_experts
 from quire.model.linear import choose_packing, pack_linears
 from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
@@ -63,13 +66,14 @@ class PreparedModel:
         self.attention: AttentionBackend = attention_backend(backend)
         self._model: PreTrainedModel = loaded.model
         self._cache: PagedCache | None = None
+        self._watch: row_invariant.Watch | None = None
         self._undo: list[Callable[[], None]] = []
         self._parameters = _forward_parameters(loaded)
         self._configs = _attention_configs(loaded.model)
         attention_function.register()
         try:
             self._change(loaded.model)
-            probe(self)
+            self._prove(loaded.model)
         except BaseException:
             self.restore()
             raise
@@ -102,7 +106,12 @@ class PreparedModel:
             arguments["logits_to_keep"] = step.logits_rows
         cache.begin(step)
         try:
-            with torch.inference_mode(), self._switched(), self._one_thread_pool():
+            with (
+                torch.inference_mode(),
+                self._switched(),
+                self._one_thread_pool(),
+                self._watch or nullcontext(),
+            ):
                 output = self._model(
                     input_ids=step.input_ids[None],
                     position_ids=step.position_ids[None],
@@ -146,6 +155,23 @@ class PreparedModel:
         if self.attention is not reference or choose_packing(self.loaded.dtype) != "native":
             # The python back end leaves the extension's kernels alone where they are built.
             self._undo.append(pack_linears(model))
+        if self.attention is not reference:
+            self._undo.append(pack_experts(model))
+
+    def _prove(self, model: PreTrainedModel) -> None:
+        """Probe; with the native back end, find and replace what is not row-invariant, and probe again."""
+        if self.attention is reference:
+            probe(self)
+            return
+        self._watch = row_invariant.Watch(model)
+        try:
+            probe(self)
+            modules = list(self._watch.modules)
+        finally:
+            self._watch = None
+        if modules:
+            self._undo.append(row_invariant.replace(model, modules))
+            probe(self)
 
     @contextmanager
     def _one_thread_pool(self) -> Iterator[None]:
