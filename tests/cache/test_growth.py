@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quire import Cache, KVSpec
 from quire.cache.block_manager import PythonBlockManager
 
 NO_KEYS = (np.empty(0, np.int64), [])
@@ -87,3 +88,44 @@ def test_looking_again_costs_nothing_while_nothing_was_committed() -> None:
     assert visited(manager, lambda: manager.num_computed_tokens(sequence)) == 0
     run(manager, tokens_of(777, 0))
     assert visited(manager, lambda: manager.num_computed_tokens(sequence)) > 0
+
+
+@pytest.mark.parametrize("num_prompts", [100, 400])
+def test_nodes_compared_by_each_call(backend: str, num_prompts: int) -> None:
+    """reserve (and native eviction): none; a hit and an insert: a search among siblings, their log2, for each block."""
+    num_tokens, block_size = 64, 4
+    num_blocks = num_tokens // block_size
+    cache = Cache(
+        KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=8),
+        num_blocks=num_blocks * num_prompts,
+        block_size=block_size,
+        backend=backend,
+    )
+    manager = cache._manager
+    tree = manager.blocks.tree if isinstance(manager, PythonBlockManager) else manager
+
+    def counted(call) -> tuple[int, object]:
+        before = tree.num_visited
+        result = call()
+        return tree.num_visited - before, result
+
+    def prompt(index: int) -> np.ndarray:
+        return np.arange(num_tokens, dtype=np.int32) + 1000 * index
+
+    search = 2 * num_prompts.bit_length() + 4
+    for index in range(num_prompts + 3):  # the last three out of a full pool
+        inserted, sequence = counted(lambda index=index: cache.open(prompt(index)))
+        reserved, plan = counted(lambda sequence=sequence: cache.reserve([sequence], [num_tokens]))
+        assert plan is not None
+        evicts = index >= num_prompts and backend == "python"  # it finds a node's place to remove it
+        assert reserved <= (search + 4 * num_blocks if evicts else 0)
+        committed, _ = counted(lambda sequence=sequence: cache.commit(sequence, num_tokens))
+        assert inserted + committed <= 2 * (search + 4 * num_blocks)
+        cache.close(sequence)
+    assert cache.stats()["evicted_blocks"] == 3 * num_blocks
+    hit, sequence = counted(lambda: cache.open(prompt(num_prompts // 2)))
+    assert sequence.num_cached_tokens == num_tokens - 1
+    assert num_blocks - 1 <= hit <= search + 4 * num_blocks
+    sequence.append(np.array([5], np.int32))
+    assert counted(lambda: cache.reserve([sequence], [2]))[0] <= (search if backend == "python" else 0)
+    cache.check()

@@ -25,7 +25,9 @@ ACTIVATIONS = {
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
 }
-CASES = [(isa, dtype) for isa in ISAS for dtype in DTYPES if "emulated" not in isa or dtype is not torch.float16]
+CASES = [
+    (isa, dtype) for isa in ISAS for dtype in DTYPES if "emulated" not in isa or dtype is not torch.float16
+]
 each_variant = pytest.mark.parametrize(("isa", "dtype"), CASES)
 
 

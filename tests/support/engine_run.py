@@ -26,6 +26,7 @@ class Answer:
     token_ids: list[int]
     logits: torch.Tensor  # [len(token_ids), vocab]
     num_cached_tokens: int
+    logprobs: list[dict[int, float]] | None = None
 
 
 class _Recording:
@@ -34,9 +35,11 @@ class _Recording:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self.rows: dict[str, list[torch.Tensor]] = {}
+        self.step_sizes: set[int] = set()  # rows a forward had
 
     def run(self, step: ScheduledStep) -> torch.Tensor:
         logits = self._runner.run(step)
+        self.step_sizes.add(len(step.input_ids))
         for sample, row in zip(step.sampled, step.draw_rows.tolist(), strict=True):
             self.rows.setdefault(sample.request.request_id, []).append(logits[row].clone())
         return logits
@@ -55,10 +58,12 @@ class EngineRun:
         room: float,
         block_size: int = 4,
         max_batch_tokens: int = 11,
+        max_num_seqs: int = 4,
         prefix_caching: bool = True,
+        num_threads: int | None = None,
     ) -> None:
         self.prompts, self.max_tokens = prompts, max_tokens
-        spec = KVSpec.from_config(model.config, dtype="float32")
+        spec = KVSpec.from_config(model.config, dtype=str(model.dtype).removeprefix("torch."))
         longest = max(map(len, prompts)) + max_tokens
         num_blocks = int(num_units_for(spec, longest, block_size) * room)
         storage = PagedStorage(spec, 1, block_size, max_blocks=1)
@@ -67,23 +72,33 @@ class EngineRun:
             kv_memory=num_blocks * storage.unit_bytes,
             block_size=block_size,
             max_batch_tokens=max_batch_tokens,
-            max_num_seqs=4,
+            max_num_seqs=max_num_seqs,
             prefix_caching=prefix_caching,
             backend=backend,
+            num_threads=num_threads,
         )
         storage.close()
         self.llm._storage.fill(float("nan"))
         _shuffle(self.llm.engine._cache, num_blocks)
         self._recording = self.llm.engine._runner = _Recording(self.llm.engine._runner)
 
-    def answer(self) -> list[Answer]:
-        """Greedy answers to all prompts."""
+    @property
+    def step_sizes(self) -> set[int]:
+        """The numbers of rows that forwards had."""
+        return self._recording.step_sizes
+
+    def answer(self, *, together: bool = False, logprobs: int | None = None) -> list[Answer]:
+        """Greedy answers to all prompts, which arrive one step apart or `together`."""
         engine = self.llm.engine
-        params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=self.max_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs
+        )
         waiting, ids, outputs = list(self.prompts), [], {}
         while waiting or engine.has_work:
-            if waiting:
+            while waiting:
                 ids.append(engine.submit(waiting.pop(0), params))
+                if not together:
+                    break
             for output in engine.step():
                 outputs[output.request_id] = output
         answers = []
@@ -95,6 +110,7 @@ class EngineRun:
                     completion.token_ids,
                     torch.stack(self._recording.rows.pop(request_id)),
                     outputs[request_id].num_cached_tokens,
+                    completion.logprobs,
                 )
             )
         engine._cache.check()

@@ -1,7 +1,9 @@
 """A loaded model, made ready to run on the paged cache, and given back as it was.
 
-Preparation holds rotary embeddings still (`rope`), packs the linear layers (`linear`), and proves by a probe that the
-model so prepared answers as it did before (`probe`). The attention function is switched in only while `forward`
+Preparation holds rotary embeddings still (`rope`), packs the linear layers (`linear`) and the experts of a mixture
+(`experts`), and proves by a probe that the model so prepared answers as it did before (`probe`). The native back end
+also has every operator made a function of its row alone (`row_invariant`), which takes a second probe where something
+had to be replaced. The attention function is switched in only while `forward`
 runs, so between steps the model is an ordinary one.
 Not an engine: it computes one step for somebody who has allotted the slots.
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +29,12 @@ from quire.attention import AttentionBackend, reference
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.paged import PagedStorage
-from quire.model import attention_function, rope
+from quire.model import attention_function, rope, row_invariant
+from quire.model.experts import pack_experts
 from quire.model.linear import choose_packing, pack_linears
 from quire.model.load import LoadedModel
 from quire.model.paged_cache import PagedCache
-from quire.model.probe import probe
+from quire.model.probe import probe, rehearse
 from quire.model.step import ForwardStep
 from quire.model.watch import Record, watch_attention, watch_linears
 
@@ -67,6 +70,7 @@ class PreparedModel:
         self.attention: AttentionBackend = attention_backend(backend)
         self._model: PreTrainedModel = loaded.model
         self._cache: PagedCache | None = None
+        self._watch: row_invariant.Watch | None = None
         self._undo: list[Callable[[], None]] = []
         self.fused: Fused | None = None
         self._parameters = _forward_parameters(loaded)
@@ -74,9 +78,7 @@ class PreparedModel:
         attention_function.register()
         try:
             self._change(loaded.model)
-            probe(self)
-            if self.fused is not None:
-                self.fused.keep_proved()
+            self._prove(loaded.model)
         except BaseException:
             self.restore()
             raise
@@ -111,7 +113,12 @@ class PreparedModel:
         if self.fused is not None:
             self.fused.active = True
         try:
-            with torch.inference_mode(), self._switched(), self._one_thread_pool():
+            with (
+                torch.inference_mode(),
+                self._switched(),
+                self._one_thread_pool(),
+                self._watch or nullcontext(),
+            ):
                 output = self._model(
                     input_ids=step.input_ids[None],
                     position_ids=step.position_ids[None],
@@ -165,11 +172,31 @@ class PreparedModel:
             # The python back end leaves the extension's kernels alone where they are built.
             mapped = self.loaded.mapped
             self._undo.append(pack_linears(model, release=None if mapped is None else mapped.release))
-        if self.attention is not reference and choose_packing(self.loaded.dtype) == "native":
+        if self.attention is reference:
+            return
+        self._undo.append(pack_experts(model))
+        if choose_packing(self.loaded.dtype) == "native":
             from quire.model.fused import fuse
 
             self.fused = fuse(model, self.loaded.dtype)
             self._undo.append(self.fused.restore)
+
+    def _prove(self, model: PreTrainedModel) -> None:
+        """Probe; with the native back end, find and replace what is not row-invariant, and probe again."""
+        probe(self)
+        if self.attention is reference:
+            return
+        if self.fused is not None:
+            self.fused.keep_proved()
+        self._watch = row_invariant.Watch(model)
+        try:
+            rehearse(self)
+            modules = list(self._watch.modules)
+        finally:
+            self._watch = None
+        if modules:
+            self._undo.append(row_invariant.replace(model, modules))
+            probe(self)
 
     @contextmanager
     def _one_thread_pool(self) -> Iterator[None]:

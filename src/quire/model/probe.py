@@ -5,11 +5,15 @@ logits are compared with the model's own plain forward. That finds what no look 
 comes through the interface, K or V altered after they are stored, positions or masks taken from elsewhere.
 Not a measure of quality: both sides use the same weights and the same packed linear layers.
 
+The same flattened steps alone, `rehearse`, are what a look at the operators of a forward needs.
+
 Cost: four flattened and two plain forwards of at most eleven tokens; a storage of a few blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +26,7 @@ from quire.model.step import ForwardStep
 if TYPE_CHECKING:
     from quire.model.prepare import PreparedModel
 
-__all__ = ["probe"]
+__all__ = ["probe", "rehearse"]
 
 _BLOCK_SIZE = 4
 _LENGTHS = (11, 6)
@@ -40,37 +44,54 @@ def probe(prepared: PreparedModel) -> None:
     Raises:
         UnsupportedModelError: it does not, with the model type and the reason.
     """
-    model_type = prepared.loaded.model_type
-    sequences = [_tokens(prepared.vocab_size, length, seed) for seed, length in enumerate(_LENGTHS)]
-    storage = PagedStorage(
-        prepared.spec,
-        _NUM_BLOCKS * len(prepared.spec.groups),
-        _BLOCK_SIZE,
-        prepared.loaded.dtype,
-        max_blocks=_NUM_BLOCKS * len(prepared.spec.groups),
-    )
-    storage.fill(float("nan"))
-    prepared.attach(storage)
-    try:
-        paged = _paged(prepared, sequences)
-        plain = torch.cat([prepared.plain_forward(tokens) for tokens in sequences])
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # a model's forward may fail in any way
-        raise UnsupportedModelError(
-            f"model type {model_type}: its forward failed on a flattened row: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}"
-        ) from error
-    finally:
-        prepared.attach(None)
-        storage.close()
+    paged = rehearse(prepared)
+    with _forwards_of(prepared):
+        plain = torch.cat([prepared.plain_forward(tokens) for tokens in _sequences(prepared)])
     tolerance = _TOLERANCE[prepared.loaded.dtype]
     distance = float((paged - plain).norm() / (plain - plain.mean(dim=1, keepdim=True)).norm())
     if not distance <= tolerance:  # NaN included
         raise UnsupportedModelError(
-            f"model type {model_type}: expected the logits of its own forward from paged memory (relative distance up "
-            f"to {tolerance:g} in {prepared.loaded.dtype}), got {distance:.3g}; it attends in a way Quire does not know"
+            f"model type {prepared.loaded.model_type}: expected the logits of its own forward from paged memory "
+            f"(relative distance up to {tolerance:g} in {prepared.loaded.dtype}), got {distance:.3g}; it attends in a "
+            "way Quire does not know"
         )
+
+
+def rehearse(prepared: PreparedModel) -> torch.Tensor:
+    """The probe's flattened steps alone: logits float32 [sum of lengths, vocab_size] from paged memory.
+
+    Raises:
+        UnsupportedModelError: a forward failed, or did not attend once per layer.
+    """
+    num_blocks = _NUM_BLOCKS * len(prepared.spec.groups)
+    storage = PagedStorage(
+        prepared.spec, num_blocks, _BLOCK_SIZE, prepared.loaded.dtype, max_blocks=num_blocks
+    )
+    storage.fill(float("nan"))
+    prepared.attach(storage)
+    try:
+        with _forwards_of(prepared):
+            return _paged(prepared, _sequences(prepared))
+    finally:
+        prepared.attach(None)
+        storage.close()
+
+
+@contextmanager
+def _forwards_of(prepared: PreparedModel) -> Iterator[None]:
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # a model's forward may fail in any way
+        raise UnsupportedModelError(
+            f"model type {prepared.loaded.model_type}: its forward failed on a flattened row: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def _sequences(prepared: PreparedModel) -> list[torch.Tensor]:
+    return [_tokens(prepared.vocab_size, length, seed) for seed, length in enumerate(_LENGTHS)]
 
 
 def _tokens(vocab_size: int, length: int, seed: int) -> torch.Tensor:
