@@ -7,8 +7,8 @@
 A round takes the machine's limits, the time of `import torch, transformers`, and each engine in turn through all
 cases (`cases.py`), in a process that has the machine to itself; rounds are repeated and medians printed, so that
 engines are interleaved. Engines that take a minute to start keep their process, stopped while others run. What took
-more than a minute in total is not repeated. An engine that is not installed is left out, and a case that an engine has no way to do
-says so. JSON lines first (the machine line, each figure as it comes), then the table.
+more than a minute in total is not repeated. An engine that is not installed is left out, and a case that an engine
+has no way to do says so. JSON lines first (the machine line, each figure as it comes), then the table.
 
 Start to first token is counted from outside: from the start of the process to its first answer, for a prompt of 128.
 Peak memory is the process's largest resident size over the cases with 2 GiB of KV. Before each case a short run with
@@ -36,7 +36,7 @@ from driver import Options
 from engines import ENGINES, Engine
 from limits import Limits, limit_of, measure_limits
 from machine import emit, emit_machine, machine
-from process import EngineFailed, EngineProcess
+from process import EngineError, EngineProcess
 from shape import FULL, SMALL, Shape, write
 from table import DECODE_SHARE, PREFILL_SHARE, Row, markdown
 
@@ -153,7 +153,7 @@ class Comparison:
                     case, case.prompts(self._shape.vocab_size, repetition), limit_s=self._limit_s
                 )
                 figure = case.count(answer["times"])
-            except (EngineFailed, ValueError) as error:
+            except (EngineError, ValueError) as error:
                 self._rows[case.name].reasons[engine.name] = str(error)
                 emit("peers", engine=engine.name, case=case.name, repetition=repetition, failed=str(error))
                 self._kept.pop((engine.name, tight), None)

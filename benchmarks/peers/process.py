@@ -5,6 +5,7 @@ The other end is `driver.py`. What the engine prints goes to a log file.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -19,10 +20,18 @@ from cases import Case
 from driver import Options
 from engines import HERE, Engine
 
-__all__ = ["EngineFailed", "EngineProcess"]
+__all__ = ["EngineError", "EngineProcess"]
 
 
-class EngineFailed(Exception):
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """However the comparison ends, also while this process is stopped or busy."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class EngineError(Exception):
     """It answered with an error, ended, or took longer than it may."""
 
 
@@ -50,26 +59,27 @@ class EngineProcess:
                 stderr=stderr,
                 env=environment,
                 bufsize=0,
+                preexec_fn=_end_with_parent,
             )
         self._stopped = False
 
     def run(self, case: Case, prompts: list[list[int]], *, limit_s: float) -> dict[str, Any]:
-        """The driver's answer: times and tokens. *raises:* EngineFailed; the process is of no use then."""
+        """The driver's answer: times and tokens. *raises:* EngineError; the process is of no use then."""
         request = {"prompts": prompts, "new": case.new, "shared": case.shared, "lead": case.lead}
         assert self._process.stdin is not None
         self.go_on()
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             answer = json.loads(self._line(limit_s))
-        except EngineFailed:
+        except EngineError:
             self.end()
             raise
         except (OSError, ValueError) as error:
             self.end()
-            raise EngineFailed(f"it ended: {error}; see {self._log}") from error
+            raise EngineError(f"it ended: {error}; see {self._log}") from error
         if "error" in answer:
             self.end()
-            raise EngineFailed(f"{answer['error']}; see {self._log}")
+            raise EngineError(f"{answer['error']}; see {self._log}")
         return answer
 
     def _line(self, limit_s: float) -> bytes:
@@ -80,10 +90,10 @@ class EngineProcess:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while not pieces or not pieces[-1].endswith(b"\n"):
                 if not selector.select(max(0.0, until - time.perf_counter())):
-                    raise EngineFailed(f"not done in {limit_s:.0f} s")
+                    raise EngineError(f"not done in {limit_s:.0f} s")
                 piece = os.read(self._process.stdout.fileno(), 1 << 20)
                 if not piece:
-                    raise EngineFailed(f"it ended; see {self._log}")
+                    raise EngineError(f"it ended; see {self._log}")
                 pieces.append(piece)
         return b"".join(pieces)
 

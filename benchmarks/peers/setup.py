@@ -2,12 +2,12 @@
 
     python benchmarks/peers/setup.py [NAME ...] [--peers DIR] [--jobs N]
 
-NAME: openvino, vllm, llama_cpp, transformers; all if none is given. DIR (build/peers): about 6 GB. llama.cpp is compiled
-for this processor, which takes some minutes of a C++ compiler. pip has to find `torch==2.13.0+cpu`: where it is on no
-index that pip knows, name PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL.
+NAME: openvino, vllm, llama_cpp, transformers; all if none is given. DIR (build/peers): about 9 GB. llama.cpp is
+compiled for this processor, which takes some minutes of a C++ compiler. pip has to find `torch==2.13.0+cpu`: where it
+is on no index that pip knows, name PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL.
 
-May be run again: an environment that is as its requirements say is left alone, a model that is there is not converted again. Says
-what failed, with the log, and goes on with the others; then the exit status is 1.
+May be run again: an environment that is as its requirements say is left alone, a model that is there is not converted
+again. Says what failed, with the log, and goes on with the others; then the exit status is 1.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ ENVIRONMENTS = [
 ]
 
 
-class Failed(Exception):
-    pass
+class SetupError(Exception):
+    """A command failed."""
 
 
 def main() -> int:
@@ -82,7 +82,7 @@ def main() -> int:
         try:
             install(environment, peers, arguments.jobs)
             convert(environment, peers)
-        except (Failed, OSError) as error:
+        except (SetupError, OSError) as error:
             failures.append(environment.name)
             print(f"FAILED {environment.name}: {error}", flush=True)
     return 1 if failures else 0
@@ -118,12 +118,14 @@ def convert(environment: Environment, peers: Path) -> None:
 
 
 def run(command: list[str | Path], log: Path, variables: dict[str, str]) -> None:
-    """*raises:* Failed with the end of its log."""
+    """*raises:* SetupError with the end of its log."""
     with log.open("w") as file:
         status = subprocess.run(command, stdout=file, stderr=file, env={**os.environ, **variables}).returncode
     if status != 0:
         lines = log.read_text(errors="replace").splitlines()
-        raise Failed("\n".join([f"status {status} of {' '.join(map(str, command))}; see {log}", *lines[-8:]]))
+        raise SetupError(
+            "\n".join([f"status {status} of {' '.join(map(str, command))}; see {log}", *lines[-8:]])
+        )
 
 
 if __name__ == "__main__":
