@@ -101,9 +101,11 @@ class _PackedExperts(nn.Module):
         return torch.stack([weight.t() if transposed else weight for weight in experts])
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name in self._parameters:  # each in its place
+        for name, parameter in self._parameters.items():  # each in its place, which it keeps when set again
             if name in self._packed:
                 destination[prefix + name] = self._unpacked(name)
+            elif parameter is not None:
+                destination[prefix + name] = parameter
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
 

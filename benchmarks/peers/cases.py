@@ -1,0 +1,106 @@
+"""What every engine is asked to do: the cases, their prompts, and what is counted of them.
+
+Standard library only: the comparison, and nothing of an engine. Prompts are token ids, drawn from the name of the
+case and the repetition, so that every engine gets the same and no engine finds those of an earlier repetition in
+its prefix cache. Greedy, fixed length, the end token ignored.
+
+What is counted, from `times[request][token]` in seconds since the requests were given to the engine:
+    rate      tokens per second that came after every request had its first one
+    prefill   prompt tokens per second until the first token
+    seconds   until the last token of the last request
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+__all__ = ["CASES", "START", "Case"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Args:
+        figure: "rate", "prefill" or "seconds".
+        shared: the first so many tokens of each prompt are the same in all.
+        lead: the first request finishes before the others arrive.
+        tight: in a process of its own whose KV cache has `tight_kv_bytes` of the shape, too few for all at once.
+        target: least ratio to the best peer, without and with AMX.
+    """
+
+    name: str
+    figure: str
+    batch: int
+    prompt: int
+    new: int
+    target: tuple[float, float]
+    shared: int = 0
+    lead: bool = False
+    tight: bool = False
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.figure != "seconds"
+
+    @property
+    def unit(self) -> str:
+        return "s" if self.figure == "seconds" else "tokens/s"
+
+    def prompts(self, vocab_size: int, repetition: int) -> list[list[int]]:
+        draw = random.Random(f"{self.name} {repetition}")
+        shared = [draw.randrange(vocab_size) for _ in range(self.shared)]
+        own = self.prompt - self.shared
+        return [shared + [draw.randrange(vocab_size) for _ in range(own)] for _ in range(self.batch)]
+
+    def quick(self) -> Case:
+        """The same kind of case, small."""
+        return Case(
+            name=self.name,
+            figure=self.figure,
+            batch=min(self.batch, 4),
+            prompt=max(self.prompt // 16, 17),
+            new=min(self.new, 8),
+            target=self.target,
+            shared=self.shared // 16,
+            lead=self.lead,
+            tight=self.tight,
+        )
+
+    def count(self, times: list[list[float]]) -> float:
+        """The case's figure of one run. *raises:* ValueError if tokens are missing."""
+        got = [len(one) for one in times]
+        if got != [self.new] * self.batch:
+            raise ValueError(
+                f"expected {self.batch} requests of {self.new} tokens, got {got} - in {self.name}"
+            )
+        end = max(one[-1] for one in times)
+        if self.figure == "seconds":
+            return end
+        first = max(one[0] for one in times)
+        if self.figure == "prefill":
+            return self.batch * self.prompt / first
+        return sum(at > first for one in times for at in one) / (end - first)
+
+
+START = Case("start to first token", "seconds", 1, 128, 1, target=(1.0, 1.0))
+CASES = [
+    Case("decode, batch 1", "rate", 1, 128, 64, target=(1.1, 1.05)),
+    Case("decode, batch 8", "rate", 8, 128, 64, target=(1.25, 1.2)),
+    Case("decode, batch 32", "rate", 32, 128, 64, target=(1.35, 1.25)),
+    Case("decode, 8 x 2048", "rate", 8, 2048, 32, target=(1.7, 1.05)),
+    Case("prefill 2048", "prefill", 1, 2048, 1, target=(1.1, 1.05)),
+    Case("16 x (1024 shared + 32), together", "seconds", 16, 1056, 16, target=(1.4, 1.4), shared=1024),
+    Case(
+        "16 x (1024 shared + 32), one first",
+        "seconds",
+        16,
+        1056,
+        16,
+        target=(1.4, 1.4),
+        shared=1024,
+        lead=True,
+    ),
+    Case("32 x (512 + 128) in 256 MiB", "seconds", 32, 512, 128, target=(1.2, 1.2), tight=True),
+]

@@ -1,0 +1,139 @@
+"""The limit of the machine for each case, from what the machine does in the same run.
+
+    decode    the fastest product measured for that number of rows over all weights, and the KV that a step reads
+              at the read bandwidth
+    prefill   all its products, the layers' and attention's two (of a causal mask, half), at the rate of the fastest
+              product of 2 048 rows
+    the rest  the sum of the prefills and decode steps it cannot do without: a shared prefix computed once and read
+              once a step; of a cache that is too small, always full
+
+`python limits.py SHAPE ROWS` (JSON both) measures, in a process of its own, and prints one JSON line; `limit_of` is
+arithmetic. Product: Quire's packed one, oneDNN's packed one where it serves the dtype, and torch's, whichever is
+fastest, as in `benchmarks/linear.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cases import Case
+from shape import Shape
+
+__all__ = ["Limits", "limit_of", "measure_limits", "rows_of"]
+
+MANY_ROWS = 2048
+REPETITIONS = 5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What was measured: bytes a second, and per number of rows the seconds of one decoder layer and of the vocabulary
+    projection."""
+
+    bytes_per_s: float
+    layer_s: dict[int, float]
+    vocabulary_s: dict[int, float]
+
+
+def rows_of(cases: list[Case], shape: Shape) -> list[int]:
+    """The numbers of rows that the limits of these cases need."""
+    few = {1} | {_at_once(case, shape) for case in cases} | {case.batch - 1 for case in cases if case.lead}
+    return [*sorted(few), MANY_ROWS]
+
+
+def _at_once(case: Case, shape: Shape) -> int:
+    """Requests that decode together: as many as the cache can hold at their mean length."""
+    if not case.tight:
+        return case.batch
+    return max(1, min(case.batch, int(_cache_tokens(shape) / _mean_length(case))))
+
+
+def _cache_tokens(shape: Shape) -> int:
+    return shape.tight_kv_bytes // shape.kv_bytes_per_token
+
+
+def _mean_length(case: Case) -> float:
+    return case.prompt + case.new / 2
+
+
+def limit_of(case: Case, shape: Shape, limits: Limits) -> float:
+    """The best figure of the case that the machine allows, in the case's unit."""
+
+    def step(rows: int, kv_tokens: float) -> float:
+        kv = kv_tokens * shape.kv_bytes_per_token / limits.bytes_per_s
+        return shape.layers * limits.layer_s[rows] + limits.vocabulary_s[rows] + kv
+
+    def prefill(new: int, before: int = 0) -> float:
+        """One prompt's `new` tokens, the first behind `before` known ones."""
+        weights = sum(outputs * inputs for outputs, inputs in shape.linears)
+        rate = 2 * MANY_ROWS * weights / limits.layer_s[MANY_ROWS]
+        pairs = new * (before + new / 2)
+        flops = shape.layers * (2 * new * weights + 4 * pairs * shape.heads * shape.head_dim)
+        return flops / rate
+
+    length, own = _mean_length(case), case.prompt - case.shared
+    if case.figure == "prefill":
+        return case.batch * case.prompt / (case.batch * prefill(case.prompt) + limits.vocabulary_s[1])
+    if case.figure == "rate":
+        return case.batch / step(case.batch, case.batch * length)
+    if case.tight:
+        steps = case.batch * (case.new - 1) / min(case.batch, _cache_tokens(shape) / length)
+        return case.batch * prefill(case.prompt) + steps * step(_at_once(case, shape), _cache_tokens(shape))
+    behind = case.batch - 1 if case.lead else case.batch
+    total = prefill(case.shared) + case.batch * prefill(own, case.shared)
+    total += (case.new - 1) * step(behind, case.shared + behind * (length - case.shared))
+    if case.lead:
+        total += (case.new - 1) * step(1, length)
+    return total
+
+
+def measure_limits(cases: list[Case], shape: Shape, threads: int) -> Limits:
+    """Measures in a process of its own."""
+    command = [
+        sys.executable,
+        __file__,
+        json.dumps(dataclasses.asdict(shape)),
+        json.dumps(rows_of(cases, shape)),
+    ]
+    done = subprocess.run([*command, str(threads)], stdout=subprocess.PIPE, check=True)
+    answer = json.loads(done.stdout)
+    return Limits(
+        answer["bytes_per_s"],
+        {int(rows): seconds for rows, seconds in answer["layer_s"].items()},
+        {int(rows): seconds for rows, seconds in answer["vocabulary_s"].items()},
+    )
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import linear
+    import torch
+
+    from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
+
+    shape, all_rows, threads = Shape(**json.loads(sys.argv[1])), json.loads(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(threads)
+    _native.set_num_threads(threads)
+    dtype = getattr(torch, shape.dtype)
+    bytes_per_s = _native.read_bandwidth(1 << 28, REPETITIONS)
+    vocabulary = [(shape.vocab_size, shape.hidden)]
+    weights = shape.layers * sum(a * b for a, b in shape.linears) + shape.vocab_size * shape.hidden
+    linear.COLD_BYTES = min(linear.COLD_BYTES, weights * dtype.itemsize)  # no colder than the model's own
+    fastest: dict[str, dict[int, float]] = {"layer_s": {}, "vocabulary_s": {}}
+    for name, shapes in (("layer_s", shape.linears), ("vocabulary_s", vocabulary)):
+        copies = linear.make_copies(shapes, dtype)
+        for rows in all_rows:
+            if name == "vocabulary_s" and rows == MANY_ROWS:
+                continue  # of a prompt only the last row is projected
+            inputs = [torch.randn(rows, width).to(dtype) for _, width in shapes]
+            fastest[name][rows] = min(linear.measure(copies, inputs, REPETITIONS).values())
+    print(json.dumps({"bytes_per_s": bytes_per_s, **fastest}))
+
+
+if __name__ == "__main__":
+    main()

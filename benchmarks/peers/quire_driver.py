@@ -1,0 +1,36 @@
+"""Quire: `quire.LLM` on the directory of transformers, its engine stepped so that the time of each token is seen."""
+
+from __future__ import annotations
+
+from driver import Clock, Driver, Options, serve
+
+from quire import LLM, SamplingParams
+
+
+class Quire(Driver):
+    def __init__(self, options: Options) -> None:
+        self._llm = LLM(
+            options.model,
+            dtype=options.dtype,
+            kv_memory=options.kv_bytes,
+            num_threads=options.threads,
+            max_model_len=options.max_len,
+        )
+
+    def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:
+        engine = self._llm.engine
+        params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+        index_of = {
+            engine.submit(prompt, params, stream=True): index
+            for prompt, index in zip(prompts, indexes, strict=True)
+        }
+        while engine.has_work:
+            for output in engine.step():
+                if output.error is not None:
+                    raise output.error
+                index = index_of[output.request_id]
+                clock.note(index, output.outputs[0].token_ids[len(clock.tokens[index]) :])
+
+
+if __name__ == "__main__":
+    serve(Quire)

@@ -1,0 +1,132 @@
+"""Sets the peers up: a virtual environment for each, with exact versions, and the model in each one's format.
+
+    python benchmarks/peers/setup.py [NAME ...] [--peers DIR] [--jobs N]
+
+NAME: openvino, vllm, llama_cpp, transformers; all if none is given. DIR (build/peers): about 9 GB. llama.cpp is
+compiled for this processor, which takes some minutes of a C++ compiler. pip has to find `torch==2.13.0+cpu`: where it
+is on no index that pip knows, name PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL.
+
+May be run again: an environment that is as its requirements say is left alone, a model that is there is not converted
+again. Says what failed, with the log, and goes on with the others; then the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shape import FULL, write
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Environment:
+    """
+    Args:
+        converter: script that turns the model of transformers into `model`; None where that is what it reads.
+        pip_options, variables: of its installation.
+    """
+
+    name: str
+    model: str = "hf"
+    converter: str | None = None
+    pip_options: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def requirements(self) -> Path:
+        return HERE / "requirements" / f"{self.name}.txt"
+
+
+ENVIRONMENTS = [
+    Environment("openvino", model="openvino", converter="openvino_convert.py"),
+    Environment("vllm"),
+    Environment(
+        "llama_cpp",
+        model="model.gguf",
+        converter="gguf_convert.py",
+        pip_options=("--no-binary", "llama-cpp-python"),
+        variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_OPENMP=ON"},
+    ),
+    Environment("transformers"),
+]
+
+
+class SetupError(Exception):
+    """A command failed."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    names = [environment.name for environment in ENVIRONMENTS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    parser.add_argument("--peers", type=Path, default=HERE.parents[1] / "build" / "peers")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="of the compiler")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(names):
+        parser.error(f"expected names among {', '.join(names)}, got {', '.join(sorted(unknown))}")
+    peers: Path = arguments.peers.resolve()
+    (peers / "logs").mkdir(parents=True, exist_ok=True)
+    print("the model, with random weights", flush=True)
+    write(FULL, peers / "models" / "hf")
+    failures = []
+    for environment in ENVIRONMENTS:
+        if arguments.names and environment.name not in arguments.names:
+            continue
+        try:
+            install(environment, peers, arguments.jobs)
+            convert(environment, peers)
+        except (SetupError, OSError) as error:
+            failures.append(environment.name)
+            print(f"FAILED {environment.name}: {error}", flush=True)
+    return 1 if failures else 0
+
+
+def install(environment: Environment, peers: Path, jobs: int) -> None:
+    home = peers / environment.name
+    installed = home / "installed"  # a copy of the requirements that it has
+    if installed.exists() and installed.read_text() == environment.requirements.read_text():
+        return
+    print(f"{environment.name}: installing", flush=True)
+    if not (home / "bin" / "python").exists():
+        venv.create(home, with_pip=True)
+    command = [home / "bin" / "python", "-m", "pip", "install", "--no-deps", *environment.pip_options]
+    variables = {**environment.variables, "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}
+    run(
+        [*command, "-r", environment.requirements],
+        peers / "logs" / f"install-{environment.name}.log",
+        variables,
+    )
+    installed.write_text(environment.requirements.read_text())
+
+
+def convert(environment: Environment, peers: Path) -> None:
+    target = peers / "models" / environment.model
+    done = target / "complete" if target.suffix == "" else target
+    if environment.converter is None or done.exists():
+        return
+    print(f"{environment.name}: converting the model", flush=True)
+    command = [peers / environment.name / "bin" / "python", HERE / environment.converter]
+    log = peers / "logs" / f"convert-{environment.name}.log"
+    run([*command, peers / "models" / "hf", target], log, {"HF_HUB_OFFLINE": "1"})
+
+
+def run(command: list[str | Path], log: Path, variables: dict[str, str]) -> None:
+    """*raises:* SetupError with the end of its log."""
+    with log.open("w") as file:
+        status = subprocess.run(command, stdout=file, stderr=file, env={**os.environ, **variables}).returncode
+    if status != 0:
+        lines = log.read_text(errors="replace").splitlines()
+        raise SetupError(
+            "\n".join([f"status {status} of {' '.join(map(str, command))}; see {log}", *lines[-8:]])
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

