@@ -44,7 +44,9 @@ def test_the_phases_are_all_there_and_sum_to_the_steps(backend: str) -> None:
         times = phase_ns(of_kind)
         assert list(times) == list(PHASES)
         assert sum(times.values()) == of_kind["duration_ns"]
-        fused = "fused operators" if backend == "python" else "KV writes"  # which of the two is within another
+        fused = (
+            "fused operators" if backend == "python" else "KV writes"
+        )  # which of the two is within another
         assert min(time for name, time in times.items() if name != fused) > 0
         assert times[fused] == 0
         calls = {name: calls for name, (_, calls) in of_kind["phases"].items()}

@@ -209,7 +209,7 @@ def test_an_id_out_of_range_changes_nothing() -> None:
     packed = NativeWeight(random(10, 4, dtype=torch.float32, seed=1))
     out, ids = torch.full((2, 4), 7.0), torch.tensor([0, 10])
     with pytest.raises(IndexError, match=r"expected ids in \[0, 10\), got 10 at position 1"):
-        packed._packed.gather_rows(ids.data_ptr(), 2, out.data_ptr())
+        packed.native.gather_rows(ids.data_ptr(), 2, out.data_ptr())
     assert (out == 7.0).all()
 
 

@@ -131,7 +131,7 @@ def _projections(module: nn.Module) -> tuple[str, str] | None:
             and weight.device.type == "cpu"
             and choose_packing(weight.dtype) == "native"
         )
-        if not serves:
+        if weight is None or not serves:
             return None
         bias = module._parameters.get(name + "_bias")
         if module.has_bias and (bias is None or not bias.is_contiguous() or bias.dtype is not weight.dtype):
