@@ -211,7 +211,12 @@ class AttentionBatch:
         num_sequences: int,
         table_width: int,
         num_threads: int,
+        share_prefixes: bool = True,
     ) -> None: ...
+    def traffic(self, view: PagedView, num_q_heads: int, options: AttentionOptions) -> tuple[int, int, int]:
+        """
+        Bytes of keys and values that a call reads, what they would be without sharing, and the number of shared runs.
+        """
 
 class AttentionOptions:
     """
