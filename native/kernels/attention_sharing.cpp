@@ -112,7 +112,7 @@ class Finder {
 
     // The rule of S3. All runs after `index` are below it.
     bool worth_it(std::int32_t index) const {
-        constexpr std::int64_t kReadRows = 6, kStateRows = 20;
+        constexpr std::int64_t kReadRows = 6, kStateRows = 20, kRunRows = 500;
         const SharedRun& run = found_.runs[static_cast<std::size_t>(index)];
         const std::int64_t rows = rows_of(run), tokens = run.token_stop - run.token_start;
         std::int64_t items = run.member_stop - run.member_start;
@@ -120,7 +120,7 @@ class Finder {
             const SharedRun& child = found_.runs[r];
             if (kept_[r] && child.parent == index) items -= child.member_stop - child.member_start - items_of(rows_of(child));
         }
-        return tokens * kReadRows * (items - items_of(rows)) > rows * kStateRows;
+        return tokens * kReadRows * (items - items_of(rows)) > rows * kStateRows + kRunRows;
     }
 
     void leave_to_children(std::int32_t index) {

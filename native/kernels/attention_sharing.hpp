@@ -8,9 +8,9 @@
 //   S2  A sequence takes part if all its rows see from one token on, the start of a partial (that is token 0 without a window),
 //       and two of its like fit into an item; longer pieces of a prefill read their tokens at no price already.
 //   S3  A run is kept only where it wins:
-//           tokens x kReadRows x (items that would read them - items that read the run)  >  rows x kStateRows
+//           tokens x kReadRows x (items that would read them - items that read the run) > rows x kStateRows + kRunRows
 //       in units of one row seeing one token: kReadRows is the price of reading a token, kStateRows of handing a row's state
-//       over. A run that does not win is left to the runs below it, or to its sequences.
+//       over, kRunRows of one item waiting for another. A run that does not win is left to the runs below it, or to its sequences.
 //
 // Cost: every shared table entry is compared once, plus a sort of the members where they part: 256 sequences that share
 // nothing take about 10 us, once per step and kind of layer.
