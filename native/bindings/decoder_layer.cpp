@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "kernels/decoder_layer.hpp"
@@ -137,6 +139,28 @@ void bind_decoder_layer(nb::module_& m) {
             "run",
             [](const MlpParts& self, Int rows, Address hidden, Address out) { run_mlp(self, rows, at<const void>(hidden), at<void>(out)); },
             nb::arg("rows"), nb::arg("hidden"), nb::arg("out"), release, "out [rows, width] may be hidden.");
+
+    m.def(
+        "run_layers",
+        [](const std::vector<std::pair<const AttentionParts*, const MlpParts*>>& blocks,
+           const std::vector<std::tuple<const PagedView*, const AttentionBatch*, const AttentionOptions*>>& handles,
+           const std::vector<Address>& slots, Int rows, Address cos, Address sin, Int table_width, Address hidden) {
+            if (handles.size() != blocks.size() || slots.size() != blocks.size()) {
+                throw std::invalid_argument("expected handles and slots of " + std::to_string(blocks.size()) + " layers, got " +
+                                            std::to_string(handles.size()) + " and " + std::to_string(slots.size()));
+            }
+            std::vector<StackedLayer> layers;
+            for (std::size_t i = 0; i < blocks.size(); ++i) {
+                const auto& [view, batch, options] = handles[i];
+                layers.push_back({blocks[i].first, blocks[i].second, view, batch, options, at<const Int>(slots[i])});
+            }
+            const nb::gil_scoped_release released;
+            run_layers(layers.data(), static_cast<Int>(layers.size()),
+                       {rows, nullptr, nullptr, nullptr, nullptr, at<const void>(cos), at<const void>(sin), table_width}, at<void>(hidden));
+        },
+        nb::arg("blocks"), nb::arg("handles"), nb::arg("slots"), nb::arg("rows"), nb::arg("cos"), nb::arg("sin"), nb::arg("table_width"),
+        nb::arg("hidden"),
+        "Runs layers one after another on hidden [rows, width], in place. Raises ValueError for a slot or a block outside a view.");
 
     m.def(
         "argmax_rows",

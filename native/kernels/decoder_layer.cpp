@@ -196,6 +196,15 @@ void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void*
     }
 }
 
+void run_layers(const StackedLayer* layers, std::int64_t num_layers, const DecoderStep& step, void* hidden) {
+    for (std::int64_t i = 0; i < num_layers; ++i) {
+        const StackedLayer& layer = layers[i];
+        run_attention(*layer.attention, {step.rows, layer.view, layer.batch, layer.options, layer.slots, step.cos, step.sin, step.table_width},
+                      hidden, hidden);
+        run_mlp(*layer.mlp, step.rows, hidden, hidden);
+    }
+}
+
 void run_norm(const Norm& norm, Element element, Isa isa, const void* x, std::int64_t rows, std::int64_t width, void* out) {
     const Span span(Operator::fused);
     const RowOps& ops = row_ops(isa, element);

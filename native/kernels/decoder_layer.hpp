@@ -73,6 +73,18 @@ void check_parts(const MlpParts& parts);
 void run_attention(const AttentionParts& parts, const DecoderStep& step, const void* hidden, void* out);
 void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void* out);
 
+// Both halves of one layer after another, in place: hidden [rows, width] becomes the last one's output. A layer's
+// `step` is `step` with its own view, batch, options and slots.
+struct StackedLayer {
+    const AttentionParts* attention;
+    const MlpParts* mlp;
+    const PagedView* view;
+    const AttentionBatch* batch;
+    const AttentionOptions* options;
+    const std::int64_t* slots;
+};
+void run_layers(const StackedLayer* layers, std::int64_t num_layers, const DecoderStep& step, void* hidden);
+
 // `norm` of each row of x [rows, width].
 void run_norm(const Norm& norm, Element element, Isa isa, const void* x, std::int64_t rows, std::int64_t width, void* out);
 

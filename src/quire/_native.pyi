@@ -334,6 +334,20 @@ class MlpBlock:
     def run(self, rows: int, hidden: int, out: int) -> None:
         """out [rows, width] may be hidden."""
 
+def run_layers(
+    blocks: Sequence[tuple[AttentionBlock, MlpBlock]],
+    handles: Sequence[tuple[PagedView, AttentionBatch, AttentionOptions]],
+    slots: Sequence[int],
+    rows: int,
+    cos: int,
+    sin: int,
+    table_width: int,
+    hidden: int,
+) -> None:
+    """
+    Runs layers one after another on hidden [rows, width], in place. Raises ValueError for a slot or a block outside a view.
+    """
+
 def argmax_rows(
     dtype: str, x: int, rows: int, width: int, indices: int, best: int, isa: str | None = None
 ) -> None:

@@ -39,7 +39,7 @@ from quire.model.step import ForwardStep
 from quire.model.watch import Record, watch_attention, watch_linears
 
 if TYPE_CHECKING:
-    from quire.model.fused import Fused
+    from quire.model.fused import Fused, FusedDecoder
 
 __all__ = ["PreparedModel"]
 
@@ -73,6 +73,7 @@ class PreparedModel:
         self._watch: row_invariant.Watch | None = None
         self._undo: list[Callable[[], None]] = []
         self.fused: Fused | None = None
+        self.decoder: FusedDecoder | None = None
         self._parameters = _forward_parameters(loaded)
         self._configs = _attention_configs(loaded.model)
         attention_function.register()
@@ -106,9 +107,6 @@ class PreparedModel:
         cache = self._cache
         if cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
-        arguments: dict[str, Any] = {"use_cache": True}
-        if "logits_to_keep" in self._parameters:
-            arguments["logits_to_keep"] = step.logits_rows
         cache.begin(step)
         if self.fused is not None:
             self.fused.active = True
@@ -119,20 +117,25 @@ class PreparedModel:
                 self._one_thread_pool(),
                 self._watch or nullcontext(),
             ):
-                output = self._model(
-                    input_ids=step.input_ids[None],
-                    position_ids=step.position_ids[None],
-                    past_key_values=cache,
-                    **arguments,
-                )
+                logits = None if self.decoder is None else self.decoder(step, cache)
+                return self._own_forward(step, cache) if logits is None else logits
         finally:
             cache.end()
             if self.fused is not None:
                 self.fused.active = False
-        logits = output.logits[0]
-        if "logits_to_keep" not in self._parameters:
-            logits = logits[step.logits_rows]
-        return logits
+
+    def _own_forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:
+        """The logits of a step by the model's own forward."""
+        keeps = "logits_to_keep" in self._parameters
+        arguments: dict[str, Any] = {"logits_to_keep": step.logits_rows} if keeps else {}
+        output = self._model(
+            input_ids=step.input_ids[None],
+            position_ids=step.position_ids[None],
+            past_key_values=cache,
+            use_cache=True,
+            **arguments,
+        )
+        return output.logits[0] if keeps else output.logits[0][step.logits_rows]
 
     def plain_forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The model's own answer for one sequence int64 [T]: its cache, its eager attention. float32 [T, vocab_size].
@@ -159,7 +162,7 @@ class PreparedModel:
 
     def restore(self) -> None:
         """Make the model what it was before. Done twice, nothing happens."""
-        self._cache = None
+        self._cache = self.decoder = None
         while self._undo:
             self._undo.pop()()
 
@@ -190,13 +193,20 @@ class PreparedModel:
             self.fused.keep_proved()
         self._watch = row_invariant.Watch(model)
         try:
-            rehearse(self)
+            logits = rehearse(self)
             modules = list(self._watch.modules)
         finally:
             self._watch = None
         if modules:
             self._undo.append(row_invariant.replace(model, modules))
             probe(self)
+            logits = rehearse(self)
+        if self.fused is not None:
+            from quire.model.fused import match_decoder
+
+            self.decoder = match_decoder(model, self.fused)
+            if self.decoder is not None and not torch.equal(rehearse(self), logits):
+                self.decoder = None
 
     @contextmanager
     def _one_thread_pool(self) -> Iterator[None]:

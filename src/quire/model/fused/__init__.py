@@ -6,6 +6,7 @@
     mlp.py        gate, up, activation, down - or up, activation, down
     attention.py  q, k, v, their norms, rotary embedding, K and V to their slots, attention, output
     layer.py      a whole layer of those: norm, attention, residual, norm, MLP, residual
+    decoder.py    all layers in one call, where nothing else stands between embedding and vocabulary
 
 What a module is, is decided by its parts and by what its `forward` names, never by the name of its class or model;
 what it computes is then compared with the original: norms and MLPs on random rows as soon as they are matched,
@@ -18,6 +19,7 @@ Invariants
     U2  after `restore()` every module has its own forward again.
 """
 
+from quire.model.fused.decoder import FusedDecoder, match_decoder
 from quire.model.fused.fuse import Fused, fuse
 
-__all__ = ["Fused", "fuse"]
+__all__ = ["Fused", "FusedDecoder", "fuse", "match_decoder"]

@@ -85,6 +85,13 @@ class FusedAttention:
     def dtype(self) -> torch.dtype:
         return self.output.dtype
 
+    @property
+    def place(self) -> tuple[int, AttentionOptions]:
+        """Its layer's number and settings, once they are known."""
+        assert self.layer is not None
+        assert self.options is not None
+        return self.layer, self.options
+
     def block(self, around: Any, rotation: str) -> Any:
         return _native.AttentionBlock(
             around,
@@ -101,12 +108,11 @@ class FusedAttention:
         self, block: Any, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]
     ) -> torch.Tensor:
         """hidden [1, T, width], contiguous, through `block`; K and V are in their slots afterwards."""
-        assert self.layer is not None
-        assert self.options is not None
+        layer, settings = self.place
         out = torch.empty_like(hidden)
-        view, batch, options = handles(cache.view(self.layer), cache.plan(self.layer), self.options)
+        view, batch, options = handles(cache.view(layer), cache.plan(layer), settings)
         block.run(
-            hidden.shape[1], view, batch, options, cache.slots(self.layer).data_ptr(), *table, hidden.data_ptr(),
+            hidden.shape[1], view, batch, options, cache.slots(layer).data_ptr(), *table, hidden.data_ptr(),
             out.data_ptr(),
         )  # fmt: skip
         cache.num_attended += 1

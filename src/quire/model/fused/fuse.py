@@ -34,6 +34,10 @@ class Fused:
             name: sum(isinstance(part, kind) for _, part in self._installed) for name, kind in kinds.items()
         }
 
+    def part_of(self, module: nn.Module) -> FusedAttention | FusedLayer | FusedMlp | RowNorm | None:
+        """What serves for `module`."""
+        return next((part for owner, part in self._installed if owner is module), None)
+
     def keep_proved(self) -> None:
         """Ends the proof: attention and layers that did not pass get their own forwards back."""
         self.proving = False

@@ -73,9 +73,14 @@ class FusedLayer:
         table = rotary_table(position_embeddings, hidden.shape[1], hidden.dtype)
         if table is None:
             return None
+        return self._run(self.blocks, hidden, cache, table)
+
+    @property
+    def blocks(self) -> tuple[Any, Any]:
+        """The native calls of its two halves, once they are proved."""
         if self._blocks is None:
             self._blocks = self._build(self.attention.rotations[0])
-        return self._run(self._blocks, hidden, cache, table)
+        return self._blocks
 
     def prove(
         self,
