@@ -106,6 +106,8 @@ class AttendItem {
         const std::int64_t tile_bytes = kTileTokens * (view_.k.width + view_.v.width) * static_cast<std::int64_t>(sizeof(Element));
         const int together = span == 1 && heads_ * tile_bytes <= kMostAhead ? heads_ : 1;
 
+        ahead_.near = view_.block_size >= 8;
+
         Tokens tokens[2];
         Rows rows;
         int here = 0;

@@ -122,7 +122,7 @@ class PairProducts : InterleavedValues<S> {
 
   private:
     // Tokens of a register tile of scores, and interleaved chunks of 32 columns of one of values.
-    static constexpr int tile_tokens(int rows) { return rows == 1 ? 16 : rows <= 3 ? 8 : 4; }
+    static constexpr int tile_tokens(int rows) { return rows == 1 ? 8 : 4; }
     static constexpr int tile_chunks(int rows) { return rows <= 2 ? 4 : 2; }
 
     bool many_rows() const { return rows_ > kBlockRows; }
@@ -133,6 +133,11 @@ class PairProducts : InterleavedValues<S> {
         const int lines = many_rows() ? 0 : ahead_->lines_of(kTokens, k_stride_ / kColumns);
         for (int group = start / kGroup * kGroup; group < stop; group += kGroup) {
             for (int t = 0; t < kGroup; t += kTokens) {
+                const bf16* near[kTokens];  // half a tile on: keys, then values
+                for (int n = 0; n < kTokens; ++n) {
+                    const int token = group + t + n + kTileTokens / 2;
+                    near[n] = token < kTileTokens ? k_[token] : v_[token - kTileTokens];
+                }
                 const bf16* key[kTokens];
                 Vec sum[kRows][kTokens];
 #pragma GCC unroll 16
@@ -144,6 +149,10 @@ class PairProducts : InterleavedValues<S> {
                 int d = 0;
                 for (; d + kColumns <= k_width_; d += kColumns) {
                     if (lines > 0) ahead_->fetch(lines);
+                    if (lines > 0 && ahead_->near) {
+#pragma GCC unroll 16
+                        for (int n = 0; n < kTokens; ++n) S::prefetch(near[n] + d);
+                    }
                     multiply_scores<kRows, kTokens>(query + d, key, sum, [d](const bf16* from) { return S::load_pairs(from + d); });
                 }
                 const int rest = k_width_ - d;
@@ -201,6 +210,12 @@ class PairProducts : InterleavedValues<S> {
         }
         for (int t = start & ~1; t < stop; t += 2) {
             if (lines > 0) ahead_->fetch(lines);
+            if (lines > 0 && ahead_->near && t < kTileTokens / 2) {
+                for (const int near : {t + kTileTokens / 2, t + 1 + kTileTokens / 2}) {
+#pragma GCC unroll 4
+                    for (int i = 0; i < kChunks; ++i) S::prefetch(v_[near] + column + i * kColumns);
+                }
+            }
             Pairs loaded[2 * kChunks];
             if (many_rows()) {
                 const bf16* pairs = interleaved_ + t / 2 * pair_stride_ + 2 * column;

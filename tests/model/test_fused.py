@@ -13,6 +13,7 @@ from torch import nn
 from quire.model import PreparedModel, load
 
 pytest.importorskip("quire._native")
+from quire.model.fused import FusedDecoder
 from quire.model.fused import layer as layer_module
 from quire.model.fused.mlp import match_mlp
 from quire.model.fused.norm import match_norm
@@ -30,6 +31,10 @@ PARTS = {
     "hunyuan_v1_dense": {"attention": 0, "mlp": 2, "layer": 0},  # norms after the rotary embedding
     "olmo": {"attention": 0, "mlp": 2, "layer": 0},  # may clamp q, k and v
 }
+
+
+# All layers in one call; in WHOLE but not here: factors or caps around the layers (Gemma 2, Granite).
+DECODERS = ("llama", "qwen3", "glm4", "olmo2", "phi3", "smollm3", "mistral", "exaone4")
 
 
 def prepared(name: str, dtype: torch.dtype = torch.float32) -> PreparedModel:
@@ -58,6 +63,30 @@ def test_whole_layers_of_16_bits(name: str, dtype: torch.dtype) -> None:
 def test_module_by_module(name: str) -> None:
     found = counts(prepared(name))
     assert {kind: found[kind] for kind in PARTS[name]} == PARTS[name]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_whole_decoder(name: str) -> None:
+    assert prepared(name).decoder is not None
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite", "qwen3_moe", "gpt2"])
+def test_what_stands_around_the_layers_is_not_left_out(name: str) -> None:
+    assert prepared(name).decoder is None
+
+
+def test_the_proof_turns_down_a_decoder_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one logit is enough."""
+    run = FusedDecoder.__call__
+
+    def wrong(self: FusedDecoder, *arguments: Any) -> torch.Tensor | None:
+        logits = run(self, *arguments)
+        assert logits is not None
+        logits.view(torch.int32)[0, 0] ^= 1
+        return logits
+
+    monkeypatch.setattr(FusedDecoder, "__call__", wrong)
+    assert prepared("llama").decoder is None
 
 
 def test_the_python_back_end_fuses_nothing() -> None:
