@@ -154,7 +154,7 @@ def test_an_async_engine_profiles_its_own_thread() -> None:
     import asyncio
 
     async def run() -> dict[str, Any]:
-        async with AsyncEngine(tiny_llm.llm(profile=True)) as engine:
+        async with AsyncEngine(tiny_llm.llm(backend=BACKENDS[0], profile=True)) as engine:
             await _one(engine)
             return engine.llm.profile.figures()
 
