@@ -37,6 +37,7 @@ VOCABULARY = (32_000, 1024)
 COLD_BYTES = 150e6  # of all copies together at least
 FEW_ROWS = 32
 VOCABULARY_ROWS = 64
+PAUSE_SECONDS = 0.02  # the way before may have left threads that spin for a while
 
 
 def main() -> None:
@@ -100,6 +101,7 @@ def measure(
                 continue
             # Few rows: every copy once, so that each comes from memory.
             passes = copies if cold else copies[:1]
+            time.sleep(PAUSE_SECONDS)
             start = time.perf_counter()
             with torch.inference_mode():
                 for layers in passes:

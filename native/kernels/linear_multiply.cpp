@@ -15,6 +15,7 @@ namespace quire {
 namespace {
 
 constexpr std::int64_t kSerialProducts = 1 << 18;  // below, waking another thread costs more than it saves
+constexpr std::int64_t kAliasBytes = 4096;         // rows that far apart fall on the same lines of the first cache
 constexpr std::int64_t kFewTiles = 4;              // up to so many tiles of rows the weights' stream decides the order
 
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -77,11 +78,12 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
     for (std::int64_t start = 0; start < rows; start += kernel.pass_rows) {
         const std::int64_t pass_rows = std::min(kernel.pass_rows, rows - start);
         const auto* pass_x = static_cast<const unsigned char*>(x) + start * num_inputs * bytes;
-        const bool direct = kernel.stage_is_copy && depth == num_inputs && pass_rows <= kernel.tile_rows;
+        const bool direct = kernel.stage_is_copy && depth == num_inputs &&
+                            (pass_rows <= kernel.tile_rows || num_inputs * bytes % kAliasBytes != 0);
         const unsigned char* activations = pass_x;
         std::int64_t stride = num_inputs * bytes;
         if (!direct) {
-            // One line more than the row, so that the rows of a tile do not fall on the same lines of the cache.
+            // One line more than the row: see kAliasBytes.
             stride = round_up(depth * kernel.staged_bytes, 64) + 64;
             unsigned char* staged = staged_scratch.get(static_cast<std::size_t>(stride * pass_rows));
             const std::int64_t rows_a_task = std::max<std::int64_t>(1, 8192 / num_inputs);

@@ -6,6 +6,7 @@
 // Tiles of the matrix unit: linear_amx.hpp.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -17,7 +18,6 @@
 namespace quire {
 namespace {
 
-constexpr std::int64_t kPrefetchBytes = 1024;  // how far ahead of its use a panel is fetched
 constexpr int kLineBytes = 64;
 
 // Calls function(integral_constant rows) for 1 <= rows <= most.
@@ -124,18 +124,37 @@ struct VectorTiles {
     static constexpr bool kWidensBf16 = Form::kLayout == PanelLayout::split_pairs;
     static constexpr int kRows = S::kRegisters == 32 ? 12 : kWidensBf16 ? 5 : 6;
     static constexpr int kStepBytes = kColumns * Form::kStep * static_cast<int>(sizeof(Weight));
-    static constexpr int kUnrollBytes = kWidensBf16 ? 2 * kLineBytes : kLineBytes;
+    static constexpr int kUnrollBytes = S::kRegisters == 32 || kWidensBf16 ? 2 * kLineBytes : kLineBytes;
     static constexpr int kUnroll = kUnrollBytes > kStepBytes ? kUnrollBytes / kStepBytes : 1;
+    static constexpr int kLines = kUnroll * kStepBytes / kLineBytes;  // of a panel in one turn of the loop
+    static constexpr int kBaseRows = 4;  // rows to an address register: with one for each row, gcc runs out of them
 
-    // `ahead`: fetch each panel kPrefetchBytes ahead; else one line of `fetch` for every two of the panel.
-    template <int rows, int panels, bool ahead>
+    // Measured on Zen 4: with up to 4 rows of pairs its own prefetching reads as fast as the memory gives, and with many rows
+    // of pairs a tile takes long enough to hide the second cache.
+    static constexpr bool fetches_ahead(int rows) { return Form::kStep == 1 || S::kRegisters != 32 || rows > 4; }
+    static constexpr bool kFetchesNext = Form::kStep == 1;
+    // Its own panels kAheadBytes before their use, or for every two lines of the panel one from `fetch` on.
+    enum class Fetch { none, ahead, next };
+    static constexpr int kAheadBytes = 1024;
+
+    template <std::size_t count>
+    [[gnu::always_inline]] static void hold(Vec (&low)[count], Vec (&high)[count]) {
+        unrolled<static_cast<int>(count)>([&](auto i) __attribute__((always_inline)) {
+            low[i] = S::held(low[i]);
+            high[i] = S::held(high[i]);
+        });
+    }
+
+    template <int rows, int panels, Fetch how>
     static void tile(const LinearBlock& block, std::int64_t row, std::int64_t panel, const unsigned char* fetch) {
-        const auto* x = reinterpret_cast<const Activation*>(block.activations + row * block.activation_stride);
-        const std::int64_t stride = block.activation_stride / static_cast<std::int64_t>(sizeof(Activation));
-        const Weight* weights[panels];
-        for (int p = 0; p < panels; ++p) {
-            weights[p] = reinterpret_cast<const Weight*>(block.panels + (panel + p) * block.panel_stride);
-        }
+        const std::int64_t stride = block.activation_stride;
+        const unsigned char* x[(rows + kBaseRows - 1) / kBaseRows];
+        unrolled<(rows + kBaseRows - 1) / kBaseRows>([&](auto i) __attribute__((always_inline)) {
+            x[i] = block.activations + (row + i * kBaseRows) * stride;
+            __asm__("" : "+r"(x[i]));  // not to be computed from another one
+        });
+        const unsigned char* weights[panels];
+        unrolled<panels>([&](auto p) __attribute__((always_inline)) { weights[p] = block.panels + (panel + p) * block.panel_stride; });
         float* sums = block.sums + row * block.sums_stride + panel * kColumns;
         Vec low[rows * panels], high[rows * panels];
         unrolled<rows * panels>([&](auto i) __attribute__((always_inline)) {
@@ -143,11 +162,14 @@ struct VectorTiles {
             low[i] = block.first ? S::zero() : S::load(from);
             high[i] = block.first ? S::zero() : S::load(from + S::kWidth);
         });
-        const auto step = [&](std::int64_t k) __attribute__((always_inline)) {
+        const auto step = [&](auto position) __attribute__((always_inline)) {
             Operand w_low[panels], w_high[panels];
-            unrolled<panels>([&](auto p) __attribute__((always_inline)) { Form::load(weights[p] + k * kColumns, w_low[p], w_high[p]); });
+            unrolled<panels>([&](auto p) __attribute__((always_inline)) {
+                Form::load(reinterpret_cast<const Weight*>(weights[p] + position * kStepBytes), w_low[p], w_high[p]);
+            });
             unrolled<rows>([&](auto r) __attribute__((always_inline)) {
-                const Operand a = Form::broadcast(x + r * stride + k);
+                const unsigned char* from = x[r / kBaseRows] + r % kBaseRows * stride;
+                const Operand a = Form::broadcast(reinterpret_cast<const Activation*>(from) + position * Form::kStep);
                 unrolled<panels>([&](auto p) __attribute__((always_inline)) {
                     constexpr int i = r * panels + p;
                     low[i] = Form::add(low[i], a, w_low[p]);
@@ -155,23 +177,31 @@ struct VectorTiles {
                 });
             });
         };
-        constexpr int advance = kUnroll * Form::kStep, num_lines = (kUnroll * kStepBytes + kLineBytes - 1) / kLineBytes;
-        std::int64_t k = 0;
-        for (; k + advance <= block.depth; k += advance) {
-            for (int i = 0; i < num_lines; ++i) {
-                if constexpr (ahead) {
-                    for (int p = 0; p < panels; ++p) {
-                        const auto* here = reinterpret_cast<const unsigned char*>(weights[p] + k * kColumns);
-                        S::prefetch(here + kPrefetchBytes + i * kLineBytes);
-                    }
-                } else if (i % 2 == 0) {
-                    S::prefetch(fetch);
-                    fetch += num_lines == 1 ? kLineBytes / 2 : kLineBytes;
-                }
+        const auto advance = [&](auto count) __attribute__((always_inline)) {
+            for (auto& from : x) from += count * Form::kStep * static_cast<int>(sizeof(Activation));
+            for (auto& from : weights) from += count * kStepBytes;
+        };
+        std::int64_t left = block.depth / Form::kStep;
+        for (; left >= kUnroll; left -= kUnroll) {
+            if constexpr (how == Fetch::ahead) {
+                unrolled<panels * kLines>([&](auto i) __attribute__((always_inline)) {
+                    S::prefetch(weights[i / kLines] + kAheadBytes + i % kLines * kLineBytes);
+                });
+            } else if constexpr (how == Fetch::next) {
+                S::prefetch(fetch);
+                fetch += kLines * kLineBytes / 2;
             }
-            for (int i = 0; i < kUnroll; ++i) step(k + i * Form::kStep);
+            unrolled<kUnroll>([&](auto i) __attribute__((always_inline)) {
+                step(i);
+                // No two steps at once where registers are few: their operands would push sums out.
+                if constexpr (kWidensBf16 && S::kRegisters != 32) hold(low, high);
+            });
+            advance(std::integral_constant<int, kUnroll>{});
         }
-        for (; k < block.depth; k += Form::kStep) step(k);
+        for (; left > 0; --left) {
+            step(std::integral_constant<int, 0>{});
+            advance(std::integral_constant<int, 1>{});
+        }
         unrolled<rows * panels>([&](auto i) __attribute__((always_inline)) {
             float* to = sums + i / panels * block.sums_stride + i % panels * kColumns;
             S::store(to, low[i]);
@@ -179,29 +209,31 @@ struct VectorTiles {
         });
     }
 
-    // Few rows: one read of the weights, fetched ahead.
+    // Few rows: one read of the weights.
     template <int rows>
     static void multiply_few(const LinearBlock& block) {
         constexpr int panels = rows == 1 ? 4 : rows == 2 || (rows == 3 && S::kRegisters == 32) ? 2 : 1;
+        constexpr Fetch how = fetches_ahead(rows) ? Fetch::ahead : Fetch::none;
         std::int64_t panel = 0;
-        for (; panel + panels <= block.num_panels; panel += panels) tile<rows, panels, true>(block, 0, panel, nullptr);
-        for (; panel < block.num_panels; ++panel) tile<rows, 1, true>(block, 0, panel, nullptr);
+        for (; panel + panels <= block.num_panels; panel += panels) tile<rows, panels, how>(block, 0, panel, nullptr);
+        for (; panel < block.num_panels; ++panel) tile<rows, 1, how>(block, 0, panel, nullptr);
     }
 
     static void multiply(const LinearBlock& block) {
+        constexpr Fetch how = kFetchesNext ? Fetch::next : Fetch::none;
         if (block.rows <= kRows) {
             with_rows<kRows>(block.rows, [&](auto rows) { multiply_few<rows()>(block); });
             return;
         }
-        // Tiles of nearly equal heights. While the first two of a panel run, they fetch what follows the panel's range.
+        // Tiles of nearly equal heights. The first two of a panel may fetch what follows the panel's range.
         const std::int64_t num_tiles = (block.rows + kRows - 1) / kRows;
-        const std::int64_t range_bytes = block.depth * kColumns * static_cast<std::int64_t>(sizeof(Weight));
+        const std::int64_t range_bytes = block.depth / Form::kStep * kStepBytes;
         for (std::int64_t panel = 0; panel < block.num_panels; ++panel) {
             const unsigned char* next = block.panels + panel * block.panel_stride + range_bytes;
             for (std::int64_t t = 0; t < num_tiles; ++t) {
                 const std::int64_t row = block.rows * t / num_tiles, end = block.rows * (t + 1) / num_tiles;
                 const unsigned char* fetch = next + (t < 2 ? t : 1) * range_bytes / 2;
-                with_rows<kRows>(end - row, [&](auto rows) { tile<rows(), 1, false>(block, row, panel, fetch); });
+                with_rows<kRows>(end - row, [&](auto rows) { tile<rows(), 1, how>(block, row, panel, fetch); });
             }
         }
     }
@@ -217,7 +249,8 @@ constexpr LinearKernel vector_kernel() {
     kernel.depth = Form::kStep;
     kernel.tile_rows = Own::kRows;
     kernel.pass_rows = 240;
-    kernel.range = 256 * Form::kStep;
+    // A tile of pairs takes so long for a line of weights that they may come from the second cache: all of K.
+    kernel.range = Form::kStep == 2 ? std::int64_t{1} << 40 : 256;
     kernel.staged_bytes = sizeof(typename Form::Activation);
     kernel.stage_is_copy = is_copy;
     if constexpr (is_copy) {

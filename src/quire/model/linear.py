@@ -121,7 +121,6 @@ class OneDnnWeight:
 
 
 @functools.cache
-@functools.cache
 def _onednn_serves(dtype: torch.dtype) -> bool:
     """Whether the private operators exist, run `dtype` here, and give the weight back."""
     weight = torch.linspace(-1.0, 1.0, 24 * 16).reshape(24, 16).to(dtype)
