@@ -61,29 +61,38 @@ void visit_panel(PanelLayout layout, std::int64_t columns, std::int64_t num_colu
     }
 }
 
-// A panel of 16-bit elements in a layout that keeps pairs along k together, from rows contiguous along k: as visit_panel
-// would, in pairs and a line of each row at a time.
+// Four pairs of each of four rows, turned: pair i of the rows goes to `to(i)`, side by side. Every 64-bit target has 16-byte
+// vectors, so this needs no variant.
+template <typename To>
+void turn_quads(const std::uint16_t* rows, std::int64_t stride, To&& to) {
+    using Quad [[gnu::vector_size(16)]] = std::uint32_t;
+    Quad r[4];
+    for (int i = 0; i < 4; ++i) std::memcpy(&r[i], rows + i * stride, 16);
+    const Quad low01 = __builtin_shuffle(r[0], r[1], Quad{0, 4, 1, 5}), high01 = __builtin_shuffle(r[0], r[1], Quad{2, 6, 3, 7});
+    const Quad low23 = __builtin_shuffle(r[2], r[3], Quad{0, 4, 1, 5}), high23 = __builtin_shuffle(r[2], r[3], Quad{2, 6, 3, 7});
+    const Quad turned[4] = {__builtin_shuffle(low01, low23, Quad{0, 1, 4, 5}), __builtin_shuffle(low01, low23, Quad{2, 3, 6, 7}),
+                            __builtin_shuffle(high01, high23, Quad{0, 1, 4, 5}), __builtin_shuffle(high01, high23, Quad{2, 3, 6, 7})};
+    for (int i = 0; i < 4; ++i) std::memcpy(to(i), &turned[i], 16);
+}
+
+// A panel of 16-bit elements in a layout that keeps pairs along k together and four columns' pairs side by side, from rows
+// contiguous along k: as visit_panel would, four columns and a line of each at a time.
 template <PanelLayout layout>
 void pack_pairs(const std::uint16_t* from, std::int64_t stride, std::int64_t columns, std::int64_t num_columns, std::int64_t num_inputs,
                 std::uint16_t* to) {
-    constexpr std::int64_t kBlock = 32, kColumns = 32;
-    std::uint32_t lines[kColumns][kBlock / 2 + 1];  // one more, so that a column of it does not fall on one set of the cache
-    for (std::int64_t first = 0; first < num_columns; first += kColumns) {
-        const std::int64_t count = std::min(kColumns, num_columns - first);
-        const std::uint16_t* rows = from + first * stride;
-        std::int64_t start = 0;
-        for (; start + kBlock <= num_inputs; start += kBlock) {
-            for (std::int64_t c = 0; c < count; ++c) std::memcpy(lines[c], rows + c * stride + start, kBlock * 2);
-            for (std::int64_t pair = 0; pair < kBlock / 2; ++pair) {
-                for (std::int64_t c = 0; c < count; ++c) {
-                    std::memcpy(to + panel_index(layout, columns, start + 2 * pair, first + c), &lines[c][pair], 4);
-                }
+    constexpr std::int64_t kBlock = 32;
+    const std::int64_t whole = num_inputs / kBlock * kBlock, quads = num_columns / 4 * 4;
+    const auto copy = [&](std::int64_t column, std::int64_t start, std::int64_t end) {
+        for (std::int64_t k = start; k < end; ++k) to[panel_index(layout, columns, k, column)] = from[column * stride + k];
+    };
+    for (std::int64_t start = 0; start < whole; start += kBlock) {
+        for (std::int64_t column = 0; column < quads; column += 4) {
+            for (std::int64_t k = start; k < start + kBlock; k += 8) {
+                turn_quads(from + column * stride + k, stride, [&](int i) { return to + panel_index(layout, columns, k + 2 * i, column); });
             }
         }
-        for (std::int64_t k = start; k < num_inputs; ++k) {
-            for (std::int64_t c = 0; c < count; ++c) to[panel_index(layout, columns, k, first + c)] = rows[c * stride + k];
-        }
     }
+    for (std::int64_t column = 0; column < num_columns; ++column) copy(column, column < quads ? whole : 0, num_inputs);
 }
 
 // Calls f with a value of the unsigned integer type as wide as the element.

@@ -106,7 +106,7 @@ class FusedLayer:
         blocks = self._build(self.attention.rotations[0])
         answers = []
         for rows in (small, hidden):  # the call itself last: its K and V stay
-            own = original(rows)
+            own = want if rows is hidden else original(rows)
             fused = self._run(blocks, rows, cache, table)
             if not (
                 self.attention.proved  # of its own comparison within the original
