@@ -2,6 +2,10 @@
 //
 // Scores: pairs of d, 16 lanes of them, in order; then the fold tree. Values: lanes of d, pairs of tokens in order, p rounded
 // to bf16. The rows of a pair of tokens are interleaved on the way, or once for many query rows.
+//
+// Few rows: a register holds the 16 sums of one score, and shuffles fold them. Many rows: the tile's keys are transposed once,
+// a register holds the same one of the 16 sums of 16 tokens, and the tree is 15 additions of registers: the same products and
+// additions in the same order, so the same bits.
 #pragma once
 
 #include "kernels/attention_item.hpp"
@@ -72,7 +76,9 @@ class PairProducts : InterleavedValues<S> {
           folds_(scratch.take<float>(kBlockRows * 4 * kWidth)),
           rounded_(scratch.take<bf16>(kBlockRows * kTileTokens)),
           pair_stride_(2 * static_cast<int>(padded_to(v_width, kColumns))) {
-        if (many_rows()) interleaved_ = scratch.take<bf16>(std::int64_t{kTileTokens / 2} * pair_stride_);
+        if (!many_rows()) return;
+        keys_ = scratch.take<bf16>(std::int64_t{kTileTokens} * k_stride_);
+        interleaved_ = scratch.take<bf16>(std::int64_t{kTileTokens / 2} * pair_stride_);
     }
 
     std::int64_t query_bytes() const { return std::int64_t{rows_} * k_stride_ * 2; }
@@ -87,6 +93,7 @@ class PairProducts : InterleavedValues<S> {
     void begin(const bf16* const* k, const bf16* const* v, LinesAhead<S>& ahead, int start, int stop) {
         k_ = k, v_ = v, ahead_ = &ahead;
         if (!many_rows()) return;
+        transpose_keys();
         const int lines = ahead.lines_of(2 * kTileTokens, kTileTokens / 2);
         for (int t = 0; t < kTileTokens; t += 2) {
             ahead.fetch(lines);
@@ -96,6 +103,7 @@ class PairProducts : InterleavedValues<S> {
 
     void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) const {
         const auto* query = reinterpret_cast<const bf16*>(packed) + std::int64_t{row} * k_stride_;
+        if (many_rows()) return scores_across(query, rows, s);
         switch (rows) {
             case 1: return scores_tile<1>(query, start, stop, s);
             case 2: return scores_tile<2>(query, start, stop, s);
@@ -125,7 +133,81 @@ class PairProducts : InterleavedValues<S> {
     static constexpr int tile_tokens(int rows) { return rows == 1 ? 8 : 4; }
     static constexpr int tile_chunks(int rows) { return rows <= 2 ? 4 : 2; }
 
+    // Rows of a register tile with lanes of tokens: measured, 4 and 6 are no faster.
+    static constexpr int kAcrossRows = 3;
     bool many_rows() const { return rows_ > kBlockRows; }
+
+    // The tile's keys -> [k_stride_ / 2 pairs of d][kTileTokens]. All 32: what no row sees are rows of zeros.
+    void transpose_keys() {
+        for (int d = 0; d < k_width_; d += kColumns) {
+            for (int t = 0; t < kTileTokens; t += kWidth) {
+                Pairs square[kWidth];
+#pragma GCC unroll 16
+                for (int i = 0; i < kWidth; ++i) square[i] = Values::load_columns(k_[t + i], d, k_width_);
+                S::transpose(square);
+#pragma GCC unroll 16
+                for (int i = 0; i < kWidth; ++i) S::store_pairs(keys_ + (d + 2 * i) * kTileTokens + 2 * t, square[i]);
+            }
+        }
+    }
+
+    // Lanes of tokens, two vectors of them: all 32, whatever the rows see of them.
+    void scores_across(const bf16* query, int rows, float* s) const {
+        for (; rows >= kAcrossRows; rows -= kAcrossRows, query += kAcrossRows * k_stride_, s += kAcrossRows * kTileTokens) {
+            tokens_tile<kAcrossRows>(query, s);
+        }
+        switch (rows) {
+            case 1: return tokens_tile<1>(query, s);
+            case 2: return tokens_tile<2>(query, s);
+            default: return;
+        }
+    }
+
+    template <int kRows>
+    __attribute__((noinline)) void tokens_tile(const bf16* query, float* s) const {
+        static_assert(kWidth == 16, "the fold tree is one of 4 parts of 4 lanes");
+        constexpr int kSums = kRows * kTileTokens / kWidth;
+        Vec parts[4][kSums];
+        for (int part = 0; part < 4; ++part) {
+            Vec even[kSums], odd[kSums];
+            add_lanes<kRows>(query, 4 * part, even);
+            add_lanes<kRows>(query, 4 * part + 1, odd);
+#pragma GCC unroll 16
+            for (int i = 0; i < kSums; ++i) parts[part][i] = S::add(even[i], odd[i]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kSums; ++i) {
+            S::store(s + i * kWidth, S::add(S::add(parts[0][i], parts[1][i]), S::add(parts[2][i], parts[3][i])));
+        }
+    }
+
+    // The sums of lanes `lane` and `lane + 2`, added.
+    template <int kRows, int kSums>
+    __attribute__((always_inline)) void add_lanes(const bf16* query, int lane, Vec (&sum)[kSums]) const {
+        Vec other[kSums];
+#pragma GCC unroll 16
+        for (int i = 0; i < kSums; ++i) sum[i] = other[i] = S::zero();
+        for (int d = 2 * lane; d < k_stride_; d += kColumns) {
+            multiply_across<kRows>(query + d, keys_ + d * kTileTokens, sum);
+            multiply_across<kRows>(query + d + 4, keys_ + (d + 4) * kTileTokens, other);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kSums; ++i) sum[i] = S::add(sum[i], other[i]);
+    }
+
+    template <int kRows, int kSums>
+    __attribute__((always_inline)) void multiply_across(const bf16* query, const bf16* keys, Vec (&sum)[kSums]) const {
+        constexpr int kVectors = kTileTokens / kWidth;
+        Pairs loaded[kVectors];
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) loaded[i] = S::load_pairs(keys + i * kColumns);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const Pairs q = S::broadcast_pair(query + r * k_stride_);
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; ++i) sum[r * kVectors + i] = S::dot(sum[r * kVectors + i], q, loaded[i]);
+        }
+    }
 
     template <int kRows>
     __attribute__((noinline)) void scores_tile(const bf16* query, int start, int stop, float* s) const {
@@ -248,6 +330,7 @@ class PairProducts : InterleavedValues<S> {
     float* folds_;    // halfway up the fold tree: [row][4][kWidth]
     bf16* rounded_;  // p of a block
     const int pair_stride_;
+    bf16* keys_ = nullptr;         // transposed: [pair of d][kTileTokens]
     bf16* interleaved_ = nullptr;  // [tile / 2][pair_stride_]
     const bf16* const* k_ = nullptr;
     const bf16* const* v_ = nullptr;

@@ -18,7 +18,7 @@
 //   keep_from         b where a >= c, else 0
 //   prefetch, prefetch_l2   a line into the first or the second cache
 // and where kHasPairs, products of bf16 pairs (vdpbf16ps): Pairs (2 kWidth bf16), load_pairs, load_pairs_part,
-// broadcast_pair, interleave, natural_order, dot, to_bf16; and fold in two halves, of vectors in registers: fold_four, fold_parts.
+// broadcast_pair, transpose, interleave, natural_order, dot, to_bf16; and fold in two halves, of vectors in registers: fold_four, fold_parts.
 //
 // All headers of this family have internal linkage: each variant keeps its own copy, because the linker would merge
 // equal names that were compiled for different processors.

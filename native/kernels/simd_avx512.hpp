@@ -134,6 +134,29 @@ struct Avx512Bf16 : Avx512 {
     static Vec dot(Vec sum, Pairs a, Pairs b) {
         return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
     }
+    // Sixteen rows of sixteen pairs -> their columns.
+    static void transpose(Pairs (&rows)[16]) {
+        Pairs fours[16];  // [4 i + j]: per 128-bit part, pair j of rows 4 i to 4 i + 3
+#pragma GCC unroll 4
+        for (int i = 0; i < 16; i += 4) {
+            const Pairs ab_low = _mm512_unpacklo_epi32(rows[i], rows[i + 1]), ab_high = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+            const Pairs cd_low = _mm512_unpacklo_epi32(rows[i + 2], rows[i + 3]), cd_high = _mm512_unpackhi_epi32(rows[i + 2], rows[i + 3]);
+            fours[i] = _mm512_unpacklo_epi64(ab_low, cd_low);
+            fours[i + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
+            fours[i + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
+            fours[i + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            const Pairs ab_even = _mm512_shuffle_i32x4(fours[j], fours[j + 4], 0x88), ab_odd = _mm512_shuffle_i32x4(fours[j], fours[j + 4], 0xdd);
+            const Pairs cd_even = _mm512_shuffle_i32x4(fours[j + 8], fours[j + 12], 0x88);
+            const Pairs cd_odd = _mm512_shuffle_i32x4(fours[j + 8], fours[j + 12], 0xdd);
+            rows[j] = _mm512_shuffle_i32x4(ab_even, cd_even, 0x88);
+            rows[j + 4] = _mm512_shuffle_i32x4(ab_odd, cd_odd, 0x88);
+            rows[j + 8] = _mm512_shuffle_i32x4(ab_even, cd_even, 0xdd);
+            rows[j + 12] = _mm512_shuffle_i32x4(ab_odd, cd_odd, 0xdd);
+        }
+    }
     // Rows a and b of 32 columns -> pairs (a[c], b[c]): lanes of `low` are columns 0-3, 8-11, 16-19, 24-27, of `high`
     // the others.
     static void interleave(Pairs a, Pairs b, Pairs& low, Pairs& high) {

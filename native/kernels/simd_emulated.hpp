@@ -175,6 +175,13 @@ struct Emulated512Bf16 : Emulated512 {
         dot_lanes(a.element, b.element, sum.lane);
         return sum;
     }
+    QUIRE_EMULATED void transpose(Pairs (&rows)[16]) {
+        Pairs columns[16];
+        for (int i = 0; i < 16; ++i) {
+            for (int j = 0; j < 16; ++j) std::memcpy(columns[j].element + 2 * i, rows[i].element + 2 * j, 2 * sizeof(bf16));
+        }
+        std::memcpy(rows, columns, sizeof columns);
+    }
     QUIRE_EMULATED void interleave(const Pairs& a, const Pairs& b, Pairs& low, Pairs& high) {
         for (int part = 0; part < 4; ++part) {
             for (int i = 0; i < 4; ++i) {
