@@ -59,6 +59,13 @@ def test_whole_layers_of_16_bits(name: str, dtype: torch.dtype) -> None:
     assert counts(model)["layer"] == len(model.spec.layers)
 
 
+def test_a_residual_factor_that_16_bits_round() -> None:
+    source = tiny("granite").to(torch.bfloat16)
+    for layer in source.model.layers:
+        layer.residual_multiplier = 0.22
+    assert counts(PreparedModel(load((source, None)), backend="native"))["layer"] == 2
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_module_by_module(name: str) -> None:
     found = counts(prepared(name))
