@@ -152,16 +152,22 @@ class FusedAttention:
         if want is None or table is None or not self._learn(cache, table):
             self.rotations = []
             return result
-        agreed: list[str] = []
+        agreed: dict[str, torch.Tensor] = {}
+        latest = ""
         for rotation in self.rotations:
             turned = table[2] * (2 if rotation == "halves_short_table" else 1)
             if rotation != "none" and not 0 < turned <= self.head_dim:
                 continue  # nothing to turn, or nothing to turn by
-            if agrees(self._turned(rotation, hidden, cache, table), want):
-                agreed.append(rotation)
-        self.rotations = agreed
-        # Once more, since K and V are of the latest.
-        result = (self._turned(agreed[0], hidden, cache, table), None) if agreed else original()
+            answer, latest = self._turned(rotation, hidden, cache, table), rotation
+            if agrees(answer, want):
+                agreed[rotation] = answer
+        self.rotations = list(agreed)
+        if not agreed:
+            result = original()
+        elif latest == self.rotations[0]:
+            result = agreed[latest], None
+        else:  # once more, since K and V are of the latest
+            result = self._turned(self.rotations[0], hidden, cache, table), None
         cache.num_attended = count + 1
         return result
 

@@ -2,7 +2,7 @@
 
 Matched by structure: an attention and an MLP that are fused each, norms whose names say where they stand, perhaps a
 factor on what is added to the residual, dropouts, nothing else. Compared with the layer's own forward in the probe's
-forwards, once as called, once with the hidden rows scaled down to the size of what the layer adds, so that the
+forwards, in the first one also with the hidden rows scaled down to the size of what the layer adds, so that the
 residual does not hide it.
 Cost of a call: the two native calls and about 12 us.
 """
@@ -61,6 +61,7 @@ class FusedLayer:
 
     def __post_init__(self) -> None:
         self.proved = True  # until an answer differs
+        self._scaled = False  # whether the comparison with scaled rows has been made
         self._blocks: tuple[Any, Any] | None = None
 
     def serves(self, hidden: Any, cache: Any, mask: Any) -> bool:
@@ -101,24 +102,25 @@ class FusedLayer:
         ):
             self.proved = False
             return want
-        added = (want.float() - hidden.float()).norm() / hidden.float().norm()
-        small = (hidden.float() * added).to(hidden.dtype)
+        compared = [(hidden, want)]
+        if not self._scaled:
+            added = (want.float() - hidden.float()).norm() / hidden.float().norm()
+            small = (hidden.float() * added).to(hidden.dtype)
+            compared.insert(0, (small, original(small)))  # the call itself last: its K and V stay
+            self._scaled = True
         blocks = self._build(self.attention.rotations[0])
-        answers = []
-        for rows in (small, hidden):  # the call itself last: its K and V stay
-            own = want if rows is hidden else original(rows)
-            fused = self._run(blocks, rows, cache, table)
+        answer = want
+        for rows, own in compared:
+            answer = self._run(blocks, rows, cache, table)
             if not (
                 self.attention.proved  # of its own comparison within the original
-                and agrees(fused.float() - rows.float(), own.float() - rows.float(), (rows, own))
+                and agrees(answer.float() - rows.float(), own.float() - rows.float(), (rows, own))
             ):
                 self.proved = False
-                want = original(hidden)
-                cache.num_attended = count + 1
-                return want
-            answers.append(fused)
+                answer = original(hidden)
+                break
         cache.num_attended = count + 1
-        return answers[-1]
+        return answer
 
     def _build(self, rotation: str) -> tuple[Any, Any]:
         before, after, before_mlp, after_mlp = (None if norm is None else norm.native for norm in self.norms)
