@@ -210,7 +210,9 @@ def test_however_it_is_served_at_full_size(name: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("name", [*MODELS, "embedded"])
 def test_any_number_of_rows(name: str, num_rows: int, dtype: torch.dtype) -> None:
     """As decodes of so many sequences, and as chunks of so many tokens."""
-    stats = check(name, dtype, Case(num_requests=num_rows, shared=2, max_batch_tokens=4096, room=1.0 + num_rows))
+    stats = check(
+        name, dtype, Case(num_requests=num_rows, shared=2, max_batch_tokens=4096, room=1.0 + num_rows)
+    )
     assert num_rows in stats["step_sizes"]
     stats = check(name, dtype, Case(num_requests=2, shared=130, max_batch_tokens=num_rows))
     assert num_rows in stats["step_sizes"]
