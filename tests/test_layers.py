@@ -15,6 +15,7 @@ ORDER = [
     "errors",
     "sizes",
     "startup",
+    "torch_threads",
     "_native",
     "backends",
     "spec",

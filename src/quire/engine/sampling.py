@@ -21,6 +21,7 @@ from quire.engine.greedy import most_likely
 from quire.engine.request import Sample
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import QuireError
+from quire.torch_threads import one_torch_thread
 
 __all__ = ["new_generator", "sample_tokens"]
 
@@ -52,13 +53,16 @@ def sample_tokens(logits: torch.Tensor, samples: Sequence[Sample], rows: np.ndar
         for index in special
         if not samples[index].request.params.is_plain_greedy and samples[index].error is None
     ]
-    if others:
-        tokens = tokens.copy()
-        picked = torch.from_numpy(np.ascontiguousarray(rows[others], dtype=np.int64))
-        tokens[others] = _sample_others(logits[picked].float(), [samples[index] for index in others])
-    for index in special:
-        if samples[index].request.params.logprobs is not None and samples[index].error is None:
-            _record_logprobs(logits[int(rows[index])].float(), samples[index], int(tokens[index]))
+    if not special:
+        return tokens
+    with one_torch_thread():  # what is drawn must depend on no number of threads
+        if others:
+            tokens = tokens.copy()
+            picked = torch.from_numpy(np.ascontiguousarray(rows[others], dtype=np.int64))
+            tokens[others] = _sample_others(logits[picked].float(), [samples[index] for index in others])
+        for index in special:
+            if samples[index].request.params.logprobs is not None and samples[index].error is None:
+                _record_logprobs(logits[int(rows[index])].float(), samples[index], int(tokens[index]))
     return tokens
 
 

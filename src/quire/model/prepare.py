@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ from quire.model.paged_cache import PagedCache
 from quire.model.probe import probe, rehearse
 from quire.model.step import ForwardStep
 from quire.model.watch import Record, watch_attention, watch_linears
+from quire.torch_threads import one_torch_thread
 
 if TYPE_CHECKING:
     from quire.model.fused import Fused, FusedDecoder
@@ -114,7 +115,7 @@ class PreparedModel:
             with (
                 torch.inference_mode(),
                 self._switched(),
-                self._one_thread_pool(),
+                self._threads(),
                 self._watch or nullcontext(),
             ):
                 logits = None if self.decoder is None else self.decoder(step, cache)
@@ -144,7 +145,7 @@ class PreparedModel:
         """
         from transformers import DynamicCache
 
-        with torch.inference_mode(), self._switched("eager"), self._one_thread_pool():
+        with torch.inference_mode(), self._switched("eager"), self._threads():
             output = self._model(
                 input_ids=input_ids[None],
                 position_ids=torch.arange(input_ids.numel())[None],
@@ -208,18 +209,9 @@ class PreparedModel:
             if self.decoder is not None and not torch.equal(rehearse(self), logits):
                 self.decoder = None
 
-    @contextmanager
-    def _one_thread_pool(self) -> Iterator[None]:
-        """torch on one thread beside the kernels' pool, whose processors its OpenMP workers would spin on."""
-        if self.attention is reference:
-            yield
-            return
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(num_threads)
+    def _threads(self) -> AbstractContextManager[None]:
+        """torch on one thread beside the kernels' pool."""
+        return nullcontext() if self.attention is reference else one_torch_thread()
 
     @contextmanager
     def _switched(self, name: str = attention_function.NAME) -> Iterator[None]:
