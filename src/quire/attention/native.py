@@ -87,9 +87,7 @@ def run(
     Returns:
         [T, num_q_heads, v_head_dim] in the dtype of `query`.
     """
-    handle = view.__dict__.get(_HANDLE) or _view(view)
-    batch = plan.__dict__.get(_HANDLE) or _batch(plan)
-    settings = options.__dict__.get(_HANDLE) or _settings(options)
+    handle, batch, settings = handles(view, plan, options)
     shape = query.shape
     heads, k_width, v_width = view.__dict__["_native_shape"]
     if (
@@ -136,12 +134,9 @@ class Traffic(NamedTuple):
 
 def traffic(view: KVView, num_q_heads: int, plan: AttentionPlan, options: AttentionOptions) -> Traffic:
     """What `run` with these arguments reads. Nothing is computed."""
-    batch = plan.__dict__.get(_HANDLE) or _batch(plan)
-    handle = view.__dict__.get(_HANDLE) or _view(view)
+    handle, batch, settings = handles(view, plan, options)
     try:
-        return Traffic(
-            *batch.traffic(handle, num_q_heads, options.__dict__.get(_HANDLE) or _settings(options))
-        )
+        return Traffic(*batch.traffic(handle, num_q_heads, settings))
     except ValueError as error:
         raise ArgumentError(str(error)) from None
 

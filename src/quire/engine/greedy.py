@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from quire.backends import choose_backend, native_module
+from quire.model.linear import DTYPE_NAMES
 
 __all__ = ["most_likely"]
-
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def most_likely(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -20,7 +19,7 @@ def most_likely(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
     logits: [num_rows, vocab]. A row with a NaN gives that NaN.
     """
-    name = _DTYPES.get(logits.dtype)
+    name = DTYPE_NAMES.get(logits.dtype)
     if name is None or choose_backend(None, needs="argmax_rows") == "python" or not logits.is_contiguous():
         tokens = torch.argmax(logits.float(), dim=-1)
         return tokens.numpy(), logits.gather(1, tokens[:, None])[:, 0].float().numpy()

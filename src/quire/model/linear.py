@@ -38,11 +38,20 @@ from torch.nn import functional as F
 from quire.backends import native_module
 from quire.errors import ArgumentError, BackendError
 
-__all__ = ["PackedEmbedding", "PackedLinear", "PackedWeight", "Packing", "choose_packing", "pack_linears"]
+__all__ = [
+    "DTYPE_NAMES",
+    "PackedEmbedding",
+    "PackedLinear",
+    "PackedWeight",
+    "Packing",
+    "choose_packing",
+    "pack_linears",
+]
 
 Packing = Literal["native", "onednn"]
 
-_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# The dtypes the kernels compute in, as they call them.
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _READS_BEFORE_KEPT = 2
 
 
@@ -76,7 +85,7 @@ class NativeWeight:
         if module is None:
             raise BackendError('expected quire._native for packing "native", and it is not built here')
         self.native = module.PackedWeight(
-            weight.data_ptr(), *weight.shape, *weight.stride(), _DTYPE_NAMES[weight.dtype], isa
+            weight.data_ptr(), *weight.shape, *weight.stride(), DTYPE_NAMES[weight.dtype], isa
         )
         self._multiply = self.native.multiply
 
@@ -135,7 +144,7 @@ def _onednn_serves(dtype: torch.dtype) -> bool:
 
 def choose_packing(dtype: torch.dtype) -> Packing | None:
     """What packs and computes layers of `dtype` here; None leaves them alone. The rule stands in the file's head."""
-    if dtype not in _DTYPE_NAMES:
+    if dtype not in DTYPE_NAMES:
         return None
     if native_module() is not None:
         return "native"
@@ -278,7 +287,7 @@ def _packable(
             and all(name == "weight" for _, name in held)
             and not (embeddings and kind == "onednn")
             and len({_is_transposed(module) for module in modules}) == 1
-            and parameter.dtype in _DTYPE_NAMES
+            and parameter.dtype in DTYPE_NAMES
             and parameter.device.type == "cpu"
             and type(parameter) is nn.Parameter
             and parameter.dim() == 2

@@ -1,6 +1,6 @@
 """Common decoder layers run in a few native calls: matched by structure, proved on the model itself, reversible.
 
-`fuse(model, spec)` looks at every module and installs a fused forward on those it knows the structure of:
+`fuse(model, dtype)` looks at every module and installs a fused forward on those it knows the structure of:
 
     norm.py       RMS and layer norms
     mlp.py        gate, up, activation, down - or up, activation, down

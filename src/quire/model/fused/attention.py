@@ -60,7 +60,6 @@ def rotary_table(position_embeddings: Any, rows: int, dtype: torch.dtype) -> tup
 class FusedAttention:
     """The parts of an attention module, and what the probe has found out about it."""
 
-    module: nn.Module
     qkv: list[PackedLayer]
     output: PackedLayer
     q_norm: RowNorm | None
@@ -234,4 +233,4 @@ def match_attention(module: nn.Module) -> FusedAttention | None:
     ):
         return None
     q_norm, k_norm = matched if matched else (None, None)
-    return FusedAttention(module, list(layers.values()), output, q_norm, k_norm)
+    return FusedAttention(list(layers.values()), output, q_norm, k_norm)

@@ -25,27 +25,19 @@ from quire.model.paged_cache import PagedCache
 
 __all__ = ["FusedLayer", "match_layer"]
 
-# Names of a layer's norms, in order, -> which of them stand before and after the attention, before and after the MLP.
+# Which norms stand before and after the attention, before and after the MLP, by the names of those there are, sorted.
 _PLACES: dict[tuple[str, ...], tuple[str | None, str | None, str | None, str | None]] = {
-    names: places
-    for *names, places in (
-        ("input_layernorm", "post_attention_layernorm",
-         ("input_layernorm", None, "post_attention_layernorm", None)),
-        ("attention_layernorm", "feedforward_layernorm",
-         ("attention_layernorm", None, "feedforward_layernorm", None)),
-        ("input_layernorm", "pre_feedforward_layernorm",
-         ("input_layernorm", None, "pre_feedforward_layernorm", None)),
-        ("ln_1", "ln_2", ("ln_1", None, "ln_2", None)),
-        ("post_attention_layernorm", "post_feedforward_layernorm",
-         (None, "post_attention_layernorm", None, "post_feedforward_layernorm")),
-        ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm", "pre_feedforward_layernorm",
-         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")),
-        ("input_layernorm", "post_attention_layernorm", "post_mlp_layernorm", "pre_mlp_layernorm",
-         ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")),
-        ("input_layernorm", "post_attention_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm",
-         ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")),
+    tuple(sorted(filter(None, places))): places
+    for places in (
+        ("input_layernorm", None, "post_attention_layernorm", None),
+        ("attention_layernorm", None, "feedforward_layernorm", None),
+        ("input_layernorm", None, "pre_feedforward_layernorm", None),
+        ("ln_1", None, "ln_2", None),
+        (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+        ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     )
-    for names in [tuple(names)]
 }  # fmt: skip
 _FORWARD_NAMES = frozenset({"residual_multiplier", "use_parallel_residual"})
 

@@ -14,10 +14,9 @@ from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.model.fused.structure import agrees, random_rows
+from quire.model.linear import DTYPE_NAMES
 
 __all__ = ["RowNorm", "match_norm"]
-
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class RowNorm:
@@ -29,7 +28,7 @@ class RowNorm:
         self.width, self.dtype = weight.numel(), dtype
         self._kept = (weight, bias)  # the native norm holds their addresses
         self.native = _native.Norm(kind, weight.data_ptr(), 0 if bias is None else bias.data_ptr(), epsilon)
-        self._run, self._name = self.native.run, _DTYPES[dtype]
+        self._run, self._name = self.native.run, DTYPE_NAMES[dtype]
 
     def serves(self, x: Any) -> bool:
         return (
@@ -58,7 +57,7 @@ def match_norm(module: nn.Module, dtype: torch.dtype) -> RowNorm | None:
         or set(module._parameters) - {"weight", "bias"}
         or module._modules
         or (bias is not None and bias.shape != weight.shape)
-        or dtype not in _DTYPES
+        or dtype not in DTYPE_NAMES
     ):
         return None
     x = random_rows(weight.numel(), dtype)
