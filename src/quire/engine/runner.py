@@ -1,7 +1,7 @@
-"""From a scheduled step to logits: copies blocks, builds the step's plans, runs the model.
+"""From a scheduled step to logits: has the storage prepared, builds the step's plans, runs the model.
 
-Not a scheduler: every decision is in the step. Copies are done before anything is written (copy-on-write).
-Cost: one attention plan per group and step, and the model's forward.
+Not a scheduler: every decision is in the step.
+Cost: one attention plan per table of the storage and step, and the model's forward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from quire.attention import AttentionPlan
 from quire.engine.profile import NoProfile, Profile
 from quire.engine.scheduled_step import ScheduledStep
-from quire.memory.paged import PagedStorage
+from quire.memory.storage import Storage
 from quire.model.step import ForwardStep
 
 __all__ = ["Runner"]
@@ -29,7 +29,7 @@ class Runner:
     def __init__(
         self,
         prepared: Any,
-        storage: PagedStorage,
+        storage: Storage,
         *,
         num_threads: int | None = None,
         profile: Profile | None = None,
@@ -38,6 +38,11 @@ class Runner:
         self._storage = storage
         self._num_threads = num_threads
         self._profile = profile or NoProfile()
+        # What an entry of each table stands for: constant, as a view's shape but for the number of its blocks.
+        self._table_tokens = [0] * storage.num_tables
+        for group in storage.spec.groups:
+            for layer in group.layers:
+                self._table_tokens[storage.table_of(layer)] = storage.view(layer).block_size
         prepared.attach(storage)
         if profile is not None:
             prepared.watch(profile.record)
@@ -46,20 +51,18 @@ class Runner:
         """Computes the step's tokens; [len(step.logit_rows), vocab] in the model's dtype. *changes:* the storage."""
         plans: list[AttentionPlan] = []
         slot_mappings: list[torch.Tensor] = []
-        for index in range(step.plan.num_groups):
-            group = step.plan.group(index)
-            if len(group.copies):
-                self._storage.copy(group.copies, index)
+        self._storage.forget(step.closed_ids)
+        for table, placement in enumerate(self._storage.prepare(step.plan, step.sequence_ids)):
             plans.append(
                 AttentionPlan.build(
-                    group.query_start,
-                    group.context_lengths,
-                    group.block_tables,
-                    self._storage.block_size,
+                    step.plan.query_start,
+                    step.plan.context_lengths,
+                    placement.block_tables,
+                    self._table_tokens[table],
                     self._num_threads,
                 )
             )
-            slot_mappings.append(torch.from_numpy(group.slot_mapping))
+            slot_mappings.append(torch.from_numpy(placement.slot_mapping))
         forward_step = ForwardStep(
             input_ids=torch.from_numpy(step.input_ids),
             position_ids=torch.from_numpy(step.positions),

@@ -23,6 +23,7 @@ class ScheduledStep:
     logit_rows: int64 [m], the places in the row whose logits are wanted. sampled: the samples that draw a token;
     draw_rows: int64 [len(sampled)], which of the m each draws from.
     plan: the cache's StepPlan, its sequences in the order of `samples`.
+    closed_ids: int64, cache sequences that were closed since the step before.
     """
 
     samples: list[Sample]
@@ -34,6 +35,7 @@ class ScheduledStep:
     sampled: list[Sample]
     draw_rows: np.ndarray
     plan: Any
+    closed_ids: np.ndarray
 
     @property
     def is_decode(self) -> bool:
@@ -42,14 +44,19 @@ class ScheduledStep:
 
     @classmethod
     def build(
-        cls, chosen: list[tuple[Sample, int]], sequence_ids: np.ndarray, num_new_tokens: np.ndarray, plan: Any
+        cls,
+        chosen: list[tuple[Sample, int]],
+        sequence_ids: np.ndarray,
+        num_new_tokens: np.ndarray,
+        plan: Any,
+        closed_ids: np.ndarray,
     ) -> ScheduledStep:
         """chosen: each sample and the number of tokens it computes, in the order of the plan."""
         samples = [sample for sample, _ in chosen]
         starts = np.array([sample.num_computed for sample in samples], np.int64)
         num_rows = int(num_new_tokens.sum())
         if num_rows == len(samples) and all(s.num_computed + 1 == s.num_tokens for s in samples):
-            return cls._decodes(samples, sequence_ids, starts, num_new_tokens, plan)
+            return cls._decodes(samples, sequence_ids, starts, num_new_tokens, plan, closed_ids)
         first = np.cumsum(num_new_tokens) - num_new_tokens
         positions = np.arange(num_rows, dtype=np.int64) + np.repeat(starts - first, num_new_tokens)
         input_ids = np.empty(num_rows, np.int64)
@@ -82,6 +89,7 @@ class ScheduledStep:
             sampled=sampled,
             draw_rows=np.array(draw_rows, np.int64),
             plan=plan,
+            closed_ids=closed_ids,
         )
 
     @classmethod
@@ -92,6 +100,7 @@ class ScheduledStep:
         positions: np.ndarray,
         num_new_tokens: np.ndarray,
         plan: Any,
+        closed_ids: np.ndarray,
     ) -> ScheduledStep:
         """A step in which everybody computes its newest token and draws the next: the common one."""
         rows = np.arange(len(samples), dtype=np.int64)
@@ -110,4 +119,5 @@ class ScheduledStep:
             sampled=sampled,
             draw_rows=draw_rows,
             plan=plan,
+            closed_ids=closed_ids,
         )

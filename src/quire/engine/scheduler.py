@@ -72,6 +72,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_computed_tokens = 0
         self._failed: list[Sample] = []
+        self._closed: list[int] = []  # cache sequences closed since the last step
         self._chunk_limit = max_batch_tokens  # lowered while one sample alone has too little memory
 
     # -- requests in and out ---------------------------------------------------------------------------
@@ -163,7 +164,8 @@ class Scheduler:
                     self._start([sample for sample, _ in admitted])
                     self.num_steps += 1
                     self.num_computed_tokens += int(num_new.sum())
-                    return ScheduledStep.build(chosen, ids, num_new, plan)
+                    closed, self._closed = np.array(self._closed, np.int64), []
+                    return ScheduledStep.build(chosen, ids, num_new, plan, closed)
                 if not admitted or len(chosen) == 1:
                     break
                 self._unadmit(admitted.pop()[0])
@@ -356,6 +358,7 @@ class Scheduler:
     def _close(self, sample: Sample) -> None:
         sequence, sample.sequence = sample.sequence, None
         self._cache.close(sequence)
+        self._closed.append(sequence.id)
 
     def _fork(self, sample: Sample) -> None:
         """A sample of a request whose prompt its first sample has just computed."""

@@ -2,6 +2,7 @@
 
 from quire.memory.heap import Heap
 from quire.memory.paged import PagedStorage
+from quire.memory.storage import Capabilities, Placement, Storage
 from quire.memory.view import KVView
 
-__all__ = ["Heap", "KVView", "PagedStorage"]
+__all__ = ["Capabilities", "Heap", "KVView", "PagedStorage", "Placement", "Storage"]

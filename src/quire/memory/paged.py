@@ -29,6 +29,7 @@ import torch
 
 from quire.errors import ArgumentError, CapacityError
 from quire.memory.heap import HUGE_PAGE_BYTES, Heap, physical_bytes
+from quire.memory.storage import Capabilities, Placement
 from quire.memory.view import KVView
 from quire.spec import KVGroup, KVSpec
 
@@ -53,6 +54,8 @@ class PagedStorage:
         ArgumentError: an argument out of range.
         CapacityError: the address space cannot be reserved.
     """
+
+    capabilities = Capabilities(shares_prefix=True, elastic=True)
 
     def __init__(
         self,
@@ -112,6 +115,31 @@ class PagedStorage:
             self._heap.committed_bytes(start, start + self.num_blocks * block_bytes)
             for start, block_bytes in self._pools()
         )
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.spec.groups)
+
+    @property
+    def generation(self) -> int:
+        """A view names the units there are: it changes with their number."""
+        return self.num_blocks
+
+    def table_of(self, layer: int) -> int:
+        return self._home[layer][0].index
+
+    def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
+        """The plan's own tables, once its copies are done."""
+        placements: list[Placement] = []
+        for index in range(plan.num_groups):
+            group = plan.group(index)
+            if len(group.copies):
+                self.copy(group.copies, index)
+            placements.append(Placement(group.block_tables, group.slot_mapping))
+        return placements
+
+    def forget(self, sequence_ids: Any) -> None:
+        """Nothing is kept for a sequence."""
 
     def view(self, layer: int) -> KVView:
         """The keys and values of decoder layer `layer` (of the layer whose KV it shares, where it does).

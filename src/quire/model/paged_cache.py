@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DummyLayer
 
 from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan
 from quire.errors import ArgumentError, UnsupportedModelError
-from quire.memory.paged import PagedStorage
+from quire.memory.storage import Storage
 from quire.memory.view import KVView
 from quire.model.step import ForwardStep
 from quire.spec import KVSpec
@@ -55,9 +55,7 @@ class PagedCache(Cache):
         model_type: for messages.
     """
 
-    def __init__(
-        self, spec: KVSpec, storage: PagedStorage, backend: AttentionBackend, model_type: str
-    ) -> None:
+    def __init__(self, spec: KVSpec, storage: Storage, backend: AttentionBackend, model_type: str) -> None:
         super().__init__(layers=[DummyLayer() for _ in spec.layers])
         self.spec = spec
         self.storage = storage
@@ -68,17 +66,19 @@ class PagedCache(Cache):
         self.last_attended: tuple[int, AttentionOptions] | None = None  # layer and settings of the latest
         self.last_updated: int | None = None  # layer of the latest update
         self._tags = [KVTag(self, layer) for layer in range(len(spec.layers))]
-        self._group_of = {layer: group.index for group in spec.groups for layer in group.layers}
+        self._table_of = {layer: storage.table_of(layer) for group in spec.groups for layer in group.layers}
         self._views: list[KVView] = []
+        self._generation = -1
         self._step: ForwardStep | None = None
 
     def begin(self, step: ForwardStep) -> None:
-        """Take over the step's plans and slot mappings, one per group."""
-        if len(step.plans) != len(self.spec.groups):
+        """Take over the step's plans and slot mappings, one for each of the storage's tables."""
+        if len(step.plans) != self.storage.num_tables:
             raise ArgumentError(
-                f"expected a plan for each of {len(self.spec.groups)} groups, got {len(step.plans)}"
+                f"expected a plan for each of {self.storage.num_tables} tables, got {len(step.plans)}"
             )
-        if not self._views or self._views[0].num_blocks != self.storage.num_blocks:
+        if not self._views or self._generation != self.storage.generation:
+            self._generation = self.storage.generation
             self._views = [self.storage.view(layer) for layer in range(len(self.spec.layers))]
         self._step, self.num_attended = step, 0
 
@@ -90,14 +90,14 @@ class PagedCache(Cache):
         return self._views[layer]
 
     def plan(self, layer: int) -> AttentionPlan:
-        """The current step's plan for the group of `layer`, a layer that stores KV."""
+        """The current step's plan for `layer`, a layer that stores KV."""
         assert self._step is not None  # M1
-        return self._step.plans[self._group_of[layer]]
+        return self._step.plans[self._table_of[layer]]
 
     def slots(self, layer: int) -> torch.Tensor:
-        """The current step's slots for the group of `layer`, int64 [T]."""
+        """The current step's slots for `layer`, int64 [T]."""
         assert self._step is not None  # M1
-        return self._step.slot_mappings[self._group_of[layer]]
+        return self._step.slot_mappings[self._table_of[layer]]
 
     def update(  # type: ignore[override]  # the base class also takes None
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -105,13 +105,13 @@ class PagedCache(Cache):
         """Write the new K `[1, Hkv, T, Dk]` and V `[1, Hkv, T, Dv]`; returns them as given, tagged."""
         if self._step is None:
             raise ArgumentError("expected a step before PagedCache.update; PreparedModel.forward begins it")
-        group = self._group_of.get(layer_idx)
-        if group is None:
+        table = self._table_of.get(layer_idx)
+        if table is None:
             raise UnsupportedModelError(
                 f"model type {self.model_type}: layer {layer_idx} stores K and V, where its config lets it share "
                 f"another layer's or knows only {len(self.spec.layers)} layers"
             )
-        slots, layer = self._step.slot_mappings[group], self.spec.layers[layer_idx]
+        slots, layer = self._step.slot_mappings[table], self.spec.layers[layer_idx]
         expected_k = (1, layer.num_kv_heads, slots.numel(), layer.k_head_dim)
         expected_v = (*expected_k[:3], layer.v_head_dim)
         if key_states.shape != expected_k or value_states.shape != expected_v:

@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from quire.attention import AttentionBackend, reference
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, UnsupportedModelError
-from quire.memory.paged import PagedStorage
+from quire.memory.storage import Storage
 from quire.model import attention_function, rope, row_invariant
 from quire.model.experts import pack_experts
 from quire.model.linear import choose_packing, pack_linears
@@ -85,7 +85,7 @@ class PreparedModel:
             self.restore()
             raise
 
-    def attach(self, storage: PagedStorage | None) -> None:
+    def attach(self, storage: Storage | None) -> None:
         """Run on `storage` from now on; its spec must be this model's. None lets go of it."""
         if storage is None:
             self._cache = None

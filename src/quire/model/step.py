@@ -1,10 +1,10 @@
 """What one forward of the model computes: some tokens of some sequences, in one flattened row.
 
-Not a schedule and no cache: ids, positions, and for each group of layers where to write and what to read.
+Not a schedule and no cache: ids, positions, and for each table of the storage where to write and what to read.
 
 Invariants
     F1  all rows of a sequence are neighbours and rise in position; every plan has the same query_start.
-    F2  `plans[g]` and `slot_mappings[g]` belong to group g of the model's KVSpec.
+    F2  `plans[g]` and `slot_mappings[g]` belong to table g of the storage.
 
 Cost: none; it only holds tensors.
 """
@@ -28,8 +28,8 @@ class ForwardStep:
     Args:
         input_ids: int64 [T].
         position_ids: int64 [T].
-        plans: the attention plan of each group.
-        slot_mappings: int64 [T] of each group, where each row's K and V go.
+        plans: the attention plan of each table.
+        slot_mappings: int64 [T] of each table, where each row's K and V go.
         logits_rows: int64 [R], the rows whose next-token logits are wanted.
     """
 

@@ -1,0 +1,111 @@
+"""What a storage is to those who use one: unit ids in, tables and views out. Four of them implement it.
+
+A storage turns the units of a sequence into bytes that a kernel reaches. It holds no sequences' tokens, decides nothing
+about who gets a unit, and knows no prefixes: that is `quire.cache`.
+
+    paged       a table entry names a unit; the kernel translates
+    virtual     a table has one entry, the sequence's row of addresses; the MMU translates
+    contiguous  a table has one entry, where the sequence's range in the arena begins
+    growing     a table for each layer, of one entry, where the sequence's buffer of that layer begins
+
+so that one kernel reads all four: `view(layer).block_size` is the number of tokens that an entry stands for.
+
+Invariants
+    R1  between two calls of `prepare` every address that the tables of the first one lead to stays as it is, and
+        what was written there stays written.
+    R2  a call that fails changes nothing that a table of an earlier step leads to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from quire.memory.view import KVView
+from quire.spec import KVSpec
+
+__all__ = ["Capabilities", "Placement", "Storage"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What laws, tests and schedulers may ask of a storage.
+
+    shares_prefix: one unit may stand in several sequences. elastic: `resize` works while sequences are open.
+    """
+
+    shares_prefix: bool
+    elastic: bool
+
+
+class Placement(NamedTuple):
+    """A table's part of a step: int32 [n, widest] entries (-1 where none is), int64 [T] slots of the new tokens."""
+
+    block_tables: Any
+    slot_mapping: Any
+
+
+class Storage(Protocol):
+    """See the module's text, and each storage for what its calls cost."""
+
+    spec: KVSpec
+    dtype: torch.dtype
+    num_blocks: int
+    capabilities: Capabilities
+
+    @property
+    def num_tables(self) -> int:
+        """Tables of a step: layers that lie alike share one."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """Another number whenever views that were handed out no longer hold."""
+        ...
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes that one unit of the cache takes."""
+        ...
+
+    @property
+    def bytes_committed(self) -> int:
+        """Bytes of memory really taken now, as the operating system tells it."""
+        ...
+
+    def table_of(self, layer: int) -> int:
+        """Which table leads to decoder layer `layer`, one that stores KV."""
+        ...
+
+    def view(self, layer: int) -> KVView:
+        """The keys and values of decoder layer `layer` (of the layer whose KV it shares, where it does)."""
+        ...
+
+    def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
+        """Have everything in place that the step reads and writes: its copies done, its addresses backed by memory.
+
+        Args:
+            plan: the cache's StepPlan.
+            sequence_ids: int64 [n], the plan's sequences in its order.
+
+        Returns:
+            A placement for each table.
+
+        Raises:
+            CapacityError: the operating system gives no memory or no mapping; nothing has changed then.
+        """
+        ...
+
+    def forget(self, sequence_ids: Any) -> None:
+        """These sequences have ended: what only they were reached through may be given up. Unknown ids are ignored."""
+        ...
+
+    def fill(self, value: float) -> None:
+        """Set every element that can be reached now. For tests that poison what was not written."""
+        ...
+
+    def close(self) -> None:
+        """Give all memory back."""
+        ...
