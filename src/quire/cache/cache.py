@@ -145,6 +145,9 @@ class Cache:
                     f"got {memory!r} ({memory_bytes} bytes); give more memory or a smaller block_size"
                 )
         self.num_blocks = arguments.count(num_blocks, "num_blocks", 1, 2**31 - 1)
+        self.num_block_ids = (
+            self.num_blocks
+        )  # every id is below it: those given up by `resize` come back first
         if not isinstance(watermark, (int, float)) or not 0 <= watermark < 1:
             raise ArgumentError(f"expected a watermark of 0 <= w < 1, got {watermark!r}")
         self.watermark = float(watermark)
@@ -262,6 +265,19 @@ class Cache:
     def reset(self) -> None:
         """Forget all cached content. Refused while sequences are open."""
         self._call("reset")
+
+    def resize(self, num_blocks: int) -> Int32Array:
+        """Have `num_blocks` units from now on, while sequences go on. The ids given up: their memory may be, too.
+
+        Shrinking takes free units, then evicts cached content, least recently used first. The ids given up may lie
+        anywhere; growing takes them back, the last first, and then makes new ones. Raises ArgumentError if more are
+        held or leased than would remain; nothing has changed then. O(units given up or made).
+        """
+        count = arguments.count(num_blocks, "num_blocks", 1, 2**31 - 1)
+        given_up = self._call("resize", count, math.ceil(self.watermark * count))
+        self.num_blocks = count
+        self.num_block_ids = max(self.num_block_ids, count)
+        return given_up
 
     # Figures
 

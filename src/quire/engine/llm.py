@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.backends import native_module
-from quire.engine.capacity import kv_memory_bytes, num_units_for
+from quire.engine.capacity import free_memory_bytes, kv_memory_bytes, num_units_for
 from quire.engine.engine import Engine
 from quire.engine.interrupt import deferred_interrupt
 from quire.engine.profile import Profile
@@ -23,6 +23,9 @@ from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError, QuireError
 from quire.sizes import format_size
 from quire.startup import collector_paused
+
+if TYPE_CHECKING:
+    from quire.memory.paged import PagedStorage
 
 __all__ = ["LLM", "TextStream"]
 
@@ -95,9 +98,10 @@ class LLM:
             self.tokenizer: Any = loaded.tokenizer
             self.spec = loaded.spec
             self.block_size = block_size
+            self._max_num_seqs = max_num_seqs
             self.max_model_len: int = max_model_len or prepared.max_model_len
             self._storage = storage = PagedStorage(loaded.spec, 1, block_size)
-            self.num_blocks = self._num_blocks(kv_memory, storage.unit_bytes, max_num_seqs)
+            self.num_blocks = self._num_blocks(kv_memory, storage.unit_bytes)
             self.kv_memory_bytes = self.num_blocks * storage.unit_bytes
             storage.resize(self.num_blocks)
             cache = Cache(
@@ -152,9 +156,14 @@ class LLM:
             f"{self.max_model_len} tokens"
         )
 
-    def _num_blocks(self, kv_memory: str | int, unit_bytes: int, max_num_seqs: int) -> int:
+    def _num_blocks(self, kv_memory: str | int, unit_bytes: int, own_bytes: int = 0) -> int:
+        """Units within `kv_memory`. own_bytes: memory the cache has already, which is as good as free."""
         units = num_units_for(self.spec, self.max_model_len, self.block_size)
-        budget = kv_memory_bytes(kv_memory, most_useful_bytes=max_num_seqs * units * unit_bytes)
+        budget = kv_memory_bytes(
+            kv_memory,
+            most_useful_bytes=self._max_num_seqs * units * unit_bytes,
+            free_bytes=free_memory_bytes() + own_bytes,
+        )
         num_blocks = budget // unit_bytes
         least = num_units_for(self.spec, 1, self.block_size)  # one token: one block in every group
         if num_blocks < least:
@@ -221,8 +230,7 @@ class LLM:
 
     def _prepare(self, prompts: Any, params: Any) -> tuple[list[Prompt], list[SamplingParams]]:
         """Everything checked before anything is submitted."""
-        if self._storage is None:
-            raise ArgumentError("expected an open LLM, got one that was closed; make a new one")
+        self._require_open()
         parts = split(prompts)
         many = len(parts) > 1
         encoded = [
@@ -244,6 +252,11 @@ class LLM:
                     error.args = (f"{error} - in prompt {index} of {len(encoded)}",)
                 raise
         return encoded, list(params)
+
+    def _require_open(self) -> PagedStorage:
+        if self._storage is None:
+            raise ArgumentError("expected an open LLM, got one that was closed; make a new one")
+        return self._storage
 
     def _submit(self, prompt: Prompt, params: SamplingParams, *, stream: bool, priority: int) -> str:
         request_id = self.engine.submit(
@@ -272,6 +285,34 @@ class LLM:
     def _abort(self, ids: list[str]) -> None:
         for request_id in ids:
             self.engine.abort(request_id)
+
+    # -- its memory ------------------------------------------------------------------------------------
+
+    def resize(self, kv_memory: str | int) -> None:
+        """Gives the KV cache another budget, also while requests run; what it gives up goes back to the system at once.
+
+        Cached prefixes go first, the least recently used before others; if that is not enough, requests are
+        preempted and computed again when there is room.
+        *raises:* ArgumentError, CapacityError: nothing was changed.
+        """
+        with self._lock:
+            storage = self._require_open()
+            num_blocks = self._num_blocks(kv_memory, storage.unit_bytes, storage.bytes_committed)
+            if num_blocks > storage.num_blocks:
+                storage.resize(num_blocks)
+            storage.give_back(self.engine.resize(num_blocks))
+            self.num_blocks, self.kv_memory_bytes = num_blocks, num_blocks * storage.unit_bytes
+
+    def trim(self) -> None:
+        """Gives the memory of all blocks that no request holds back to the system: cached prefixes are forgotten.
+
+        The budget stays; memory is taken again as it is needed.
+        """
+        with self._lock:
+            storage = self._require_open()
+            counts = self.engine.stats()
+            storage.give_back(self.engine.resize(max(1, counts["held"] + counts["leased"])))
+            self.engine.resize(self.num_blocks)
 
     # -- the rest --------------------------------------------------------------------------------------
 

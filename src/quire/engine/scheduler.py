@@ -61,7 +61,7 @@ class Scheduler:
         self._block_size: int = cache.block_size
         self._num_full_groups = sum(group.retention.kind == "full" for group in cache.spec.groups)
         self._shares: bool = cache.prefix_caching
-        self._watermark_units = math.ceil(watermark * cache.num_blocks)
+        self._watermark = watermark
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
         self.clock = clock
@@ -242,6 +242,7 @@ class Scheduler:
         if not self.waiting or room <= 0 or budget <= 0:
             return []
         cache = self._cache
+        margin = math.ceil(self._watermark * cache.num_blocks)
         taken = self._units_to_come(chosen)
         being_computed = PrefixesUnderWay(self.running, self._block_size) if self._shares else None
         admitted: list[tuple[Sample, int]] = []
@@ -269,7 +270,7 @@ class Scheduler:
                 len(tokens), num_computed + n
             )
             # The very first may take what there is, in smaller chunks if need be (R3); others leave a margin.
-            if (self.running or admitted) and taken + units + self._watermark_units > cache.num_free_blocks:
+            if (self.running or admitted) and taken + units + margin > cache.num_free_blocks:
                 cache.close(sequence)
                 num_looked_at -= 1
                 break
@@ -314,10 +315,7 @@ class Scheduler:
         if not self.running:
             return False
         if len(self.running) > 1:
-            sample = self.running[-1]
-            sample.request.num_preemptions += 1
-            self.num_preemptions += 1
-            self._unadmit(sample)
+            self._preempt_last()
             return True
         sample = self.running[0]
         if self._chunk_limit > 1:
@@ -334,6 +332,17 @@ class Scheduler:
             self._failed.append(ended)
             self.finish(ended, "error", error)
         return True
+
+    def preempt_to(self, num_blocks: int) -> None:
+        """Preempts running samples, the last first, until at most `num_blocks` units are in use."""
+        while self.running and self._cache.num_blocks - self._cache.num_free_blocks > num_blocks:
+            self._preempt_last()
+
+    def _preempt_last(self) -> None:
+        sample = self.running[-1]
+        sample.request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._unadmit(sample)
 
     def _start(self, admitted: list[Sample]) -> None:
         """Notes when a request began and what it found; what it finds after a preemption is its own work."""
