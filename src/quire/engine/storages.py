@@ -1,0 +1,107 @@
+"""`storage=` made real: from a name and a memory budget to a storage and the cache that goes with it.
+
+The one place that knows all storages. Each is a `quire.memory.storage.Storage` and a `quire.Cache` (or `RowCache`) over
+the same units; scheduler, runner and model know neither by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.capacity import kv_memory_bytes
+from quire.errors import ArgumentError
+from quire.spec import KVSpec
+
+__all__ = ["STORAGES", "OpenStorage", "StorageOptions"]
+
+STORAGES = ("paged", "contiguous")
+
+
+@dataclass(frozen=True)
+class OpenStorage:
+    """A storage and its cache, with the same units."""
+
+    name: str
+    storage: Any
+    cache: Any
+
+
+@dataclass(frozen=True)
+class StorageOptions:
+    """How K and V are to be kept; checked when it is made, before a model is loaded.
+
+    reservation: of `contiguous`: "max", "pow2" or "exact", see `quire.cache.arena`.
+    """
+
+    name: str = "paged"
+    kv_memory: str | int = "auto"
+    block_size: int = 16
+    prefix_caching: bool = True
+    reservation: str = "max"
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_name("storage", self.name, STORAGES)
+        _check_name("reservation", self.reservation, ("max", "pow2", "exact"))
+        kv_memory_bytes(self.kv_memory, most_useful_bytes=2**62)
+
+    def open(self, spec: KVSpec, *, max_model_len: int, max_num_seqs: int) -> OpenStorage:
+        """The storage and the cache of a model. *raises:* ArgumentError, CapacityError; nothing is kept then."""
+        make = {"paged": self._paged, "contiguous": self._contiguous}[self.name]
+        return make(spec, max_model_len, max_num_seqs)
+
+    def _paged(self, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
+        from quire.cache.cache import Cache
+        from quire.cache.units import num_units_for
+        from quire.memory.paged import PagedStorage
+
+        units = num_units_for(spec, max_model_len, self.block_size)
+        least = num_units_for(spec, 1, self.block_size)  # one token: one block in every group
+        storage = PagedStorage(spec, 1, self.block_size)
+        try:
+            budget = self._budget(max_num_seqs * units * storage.unit_bytes)
+            num_blocks = self._num_units(
+                budget, storage.unit_bytes, least, f"block{'s' * (least > 1)} for the first {self.block_size} tokens"
+            )
+            storage.resize(num_blocks)
+            cache = Cache(
+                spec,
+                num_blocks=num_blocks,
+                block_size=self.block_size,
+                prefix_caching=self.prefix_caching,
+                backend=self.backend,
+            )
+        except BaseException:
+            storage.close()
+            raise
+        return OpenStorage(self.name, storage, cache)
+
+    def _contiguous(self, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
+        from quire.cache.arena import Arena
+        from quire.cache.row_cache import RowCache
+        from quire.memory.contiguous import ContiguousStorage
+
+        unit_bytes = spec.bytes_per_token
+        budget = self._budget(max_num_seqs * max_model_len * unit_bytes)
+        num_tokens = self._num_units(budget, unit_bytes, 1, "token")
+        storage = ContiguousStorage(spec, num_tokens, max_model_len)
+        space = Arena(num_tokens, max_model_len, self.reservation)
+        cache = RowCache(spec, space, row_tokens=max_model_len, unit_bytes=unit_bytes)
+        return OpenStorage(self.name, storage, cache)
+
+    def _budget(self, most_useful_bytes: int) -> int:
+        return kv_memory_bytes(self.kv_memory, most_useful_bytes=most_useful_bytes)
+
+    def _num_units(self, budget: int, unit_bytes: int, least: int, what: str) -> int:
+        if budget < least * unit_bytes:
+            raise ArgumentError(
+                f"expected a kv_memory of at least {least * unit_bytes} bytes ({least} {what} of {unit_bytes} bytes "
+                f"each), got {self.kv_memory!r}, {budget} bytes - in `kv_memory`"
+            )
+        return min(budget // unit_bytes, 2**31 - 1)
+
+
+def _check_name(where: str, name: object, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ArgumentError(f"expected {' or '.join(known)}, got {name!r} - in `{where}`")
