@@ -9,13 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from quire.cache.arena import RESERVATIONS, Arena
+from quire.cache.buffers import GROWTHS, STEP_TOKENS, Buffers, Lane
+from quire.cache.cache import Cache
+from quire.cache.row_cache import RowCache
+from quire.cache.units import num_units_for
 from quire.engine.capacity import kv_memory_bytes
 from quire.errors import ArgumentError
 from quire.spec import KVSpec
 
 __all__ = ["STORAGES", "OpenStorage", "StorageOptions"]
 
-STORAGES = ("paged", "contiguous")
+STORAGES = ("paged", "contiguous", "growing")
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,8 @@ class OpenStorage:
 class StorageOptions:
     """How K and V are to be kept; checked when it is made, before a model is loaded.
 
-    reservation: of `contiguous`: "max", "pow2" or "exact", see `quire.cache.arena`.
+    reservation: of `contiguous`: "max", "pow2" or "exact", see `quire.cache.arena`. growth: of `growing`: "spread" or
+    "together", by `growth_step` tokens, see `quire.cache.buffers`.
     """
 
     name: str = "paged"
@@ -39,21 +45,25 @@ class StorageOptions:
     block_size: int = 16
     prefix_caching: bool = True
     reservation: str = "max"
+    growth: str = "spread"
+    growth_step: int = STEP_TOKENS
     backend: str | None = None
 
     def __post_init__(self) -> None:
         _check_name("storage", self.name, STORAGES)
-        _check_name("reservation", self.reservation, ("max", "pow2", "exact"))
+        _check_name("reservation", self.reservation, RESERVATIONS)
+        _check_name("growth", self.growth, GROWTHS)
+        if not isinstance(self.growth_step, int) or self.growth_step < 1:
+            raise ArgumentError(f"expected at least one token, got {self.growth_step!r} - in `growth_step`")
         kv_memory_bytes(self.kv_memory, most_useful_bytes=2**62)
 
     def open(self, spec: KVSpec, *, max_model_len: int, max_num_seqs: int) -> OpenStorage:
         """The storage and the cache of a model. *raises:* ArgumentError, CapacityError; nothing is kept then."""
-        make = {"paged": self._paged, "contiguous": self._contiguous}[self.name]
+        makers = {"paged": self._paged, "contiguous": self._contiguous, "growing": self._growing}
+        make = makers[self.name]
         return make(spec, max_model_len, max_num_seqs)
 
     def _paged(self, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
-        from quire.cache.cache import Cache
-        from quire.cache.units import num_units_for
         from quire.memory.paged import PagedStorage
 
         units = num_units_for(spec, max_model_len, self.block_size)
@@ -78,8 +88,6 @@ class StorageOptions:
         return OpenStorage(self.name, storage, cache)
 
     def _contiguous(self, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
-        from quire.cache.arena import Arena
-        from quire.cache.row_cache import RowCache
         from quire.memory.contiguous import ContiguousStorage
 
         unit_bytes = spec.bytes_per_token
@@ -87,6 +95,27 @@ class StorageOptions:
         num_tokens = self._num_units(budget, unit_bytes, 1, "token")
         storage = ContiguousStorage(spec, num_tokens, max_model_len)
         space = Arena(num_tokens, max_model_len, self.reservation)
+        cache = RowCache(spec, space, row_tokens=max_model_len, unit_bytes=unit_bytes)
+        return OpenStorage(self.name, storage, cache)
+
+    def _growing(self, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
+        from quire.memory.growing import GrowingStorage, granule
+
+        def buffers(lane_tokens: list[int], num_pages: int) -> Buffers:
+            layers = [layer for layer in spec.layers if layer.shares_kv_with is None]
+            lanes = [
+                Lane(tokens, *granule(layer, spec.dtype_bytes))
+                for tokens, layer in zip(lane_tokens, layers, strict=True)
+            ]
+            return Buffers(lanes, num_pages, max_model_len, self.growth, self.growth_step)
+
+        num_layers = sum(layer.shares_kv_with is None for layer in spec.layers)
+        wanted = buffers([0] * num_layers, 0)  # for its arithmetic
+        unit_bytes = GrowingStorage.unit_bytes
+        budget = self._budget(max_num_seqs * wanted.units_alone(max_model_len) * unit_bytes)
+        num_pages = self._num_units(budget, unit_bytes, wanted.units_alone(1), "pages for the first tokens")
+        storage = GrowingStorage(spec, num_pages, max_model_len)
+        space = buffers(storage.lane_tokens, num_pages)
         cache = RowCache(spec, space, row_tokens=max_model_len, unit_bytes=unit_bytes)
         return OpenStorage(self.name, storage, cache)
 
