@@ -120,12 +120,14 @@ class LLM:
             self.storage = opened.name
             self._storage_options = options
             self._storage = opened.storage
-            self._cache = opened.cache
-            self.num_blocks: int = self._cache.num_blocks
-            self.kv_memory_bytes: int = self.num_blocks * self._cache.unit_bytes
+            self.cache = opened.cache
+            self.num_blocks: int = self.cache.num_blocks
+            self.kv_memory_bytes: int = self.num_blocks * self.cache.unit_bytes
             self.profile = Profile() if profile else None
+            self.vocab_size: int = loaded.vocab_size
+            self.runner = Runner(prepared, opened.storage, num_threads=num_threads, profile=self.profile)
             self.engine = Engine(
-                Runner(prepared, opened.storage, num_threads=num_threads, profile=self.profile),
+                self.runner,
                 opened.cache,
                 vocab_size=loaded.vocab_size,
                 max_model_len=self.max_model_len,
@@ -149,20 +151,20 @@ class LLM:
     @property
     def max_num_full_sequences(self) -> int:
         """Sequences of `max_model_len` tokens that the cache holds at once."""
-        return self.num_blocks // self._cache.units_alone(self.max_model_len)
+        return self.num_blocks // self.cache.units_alone(self.max_model_len)
 
     @property
     def max_num_tokens(self) -> int:
         """Tokens that the cache holds in sequences of at most `max_model_len`."""
-        units = self._cache.units_alone(self.max_model_len)
+        units = self.cache.units_alone(self.max_model_len)
         if self.num_blocks < units:
-            return self._cache.max_tokens_alone()
+            return self.cache.max_tokens_alone()
         return self.num_blocks * self.max_model_len // units
 
     @property
     def capacity(self) -> str:
         """What the cache can hold, in one line."""
-        blocks = f"{self.num_blocks} {self._cache.unit}s"
+        blocks = f"{self.num_blocks} {self.cache.unit}s"
         if self.storage == "paged":
             blocks += f" of {self.block_size} tokens"
         return (
@@ -327,7 +329,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Counts of the cache and of the engine since the start, see `docs/architecture.md`."""
-        storage, use = self._storage, self._cache.memory_use()
+        storage, use = self._storage, self.cache.memory_use()
         return {
             **self.engine.stats(),
             "kv_memory_bytes": self.kv_memory_bytes,
