@@ -14,6 +14,7 @@ Cost: `take` O(free ranges), `give` O(log free ranges) and the shifting of a lis
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
 
 from quire.errors import InvariantError
 
@@ -63,7 +64,9 @@ class Ranges:
         if (joins_left and self._stops[index - 1] > start) or (joins_right and self._starts[index] < stop):
             raise InvariantError(f"expected [{start}, {stop}) to be taken, part of it is free: A2 of ranges")
         if start < 0 or stop > self.size or size < 1:
-            raise InvariantError(f"expected a range within 0 .. {self.size}, got [{start}, {stop}): A2 of ranges")
+            raise InvariantError(
+                f"expected a range within 0 .. {self.size}, got [{start}, {stop}): A2 of ranges"
+            )
         if joins_left and joins_right:
             self._stops[index - 1] = self._stops[index]
             del self._starts[index], self._stops[index]
@@ -83,11 +86,13 @@ class Ranges:
         at = 0
         for start, size in pieces:
             if start != at or size < 1:
-                raise InvariantError(f"A2: expected a range that begins at {at}, got [{start}, {start + size})")
+                raise InvariantError(
+                    f"A2: expected a range that begins at {at}, got [{start}, {start + size})"
+                )
             at = start + size
         if at != self.size:
             raise InvariantError(f"A2: {at} of {self.size} places are accounted for")
-        for (_, stop), (start, _) in zip(free, free[1:], strict=False):
+        for (_, stop), (start, _) in pairwise(free):
             if stop >= start:
                 raise InvariantError(f"A1: free ranges meet at {start}, end {stop}")
         if self.num_free != sum(stop - start for start, stop in free):

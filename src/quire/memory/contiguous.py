@@ -6,7 +6,7 @@ Every layer has a line of K and one of V for each kv head, `[kv_head, arena toke
 linear stream, as kernels read them. The view makes rows of it that overlap: entry e of a table is the row that begins
 at token e of the arena, so that block_stride = token_stride, and
 
-    address of a slot = (slot // row_tokens) * token_stride + (slot % row_tokens) * token_stride
+    address of a slot = (slot // row_tokens + slot % row_tokens) * token_stride
 
 Invariants
     N1  rows reach `row_tokens` beyond the arena's last token: that much address space is reserved behind the last line,
@@ -56,7 +56,9 @@ class ContiguousStorage:
         self.dtype: torch.dtype = dtype if dtype is not None else getattr(torch, spec.dtype)
         self.num_blocks = num_tokens
         self.row_tokens = row_tokens
-        self._offsets: dict[int, tuple[int, int]] = {}  # first element of K and V of each layer that stores KV
+        self._offsets: dict[
+            int, tuple[int, int]
+        ] = {}  # first element of K and V of each layer that stores KV
         elements = widest = 0
         for index, layer in enumerate(spec.layers):
             if layer.shares_kv_with is None:

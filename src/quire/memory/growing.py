@@ -4,8 +4,8 @@ Not an allocator: which buffers a sequence has, when it outgrows them and what i
 (`quire.cache.buffers`).
 
 Every layer has, for each kv head, a line of K and one of V: `[kv_head, token, head_dim]`, as in the contiguous storage,
-but the line is address space only (a *lane*, many times what memory can fill), and every layer has a table of its own. A
-buffer is the same range of tokens in all lines of its layer. It begins on a page in each of them, so that the memory of
+but the line is address space only (a *lane*, many times what memory can fill), and every layer has a table of its own.
+A buffer is the same range of tokens in all lines of its layer. It begins on a page in each of them, so the memory of
 a buffer given up goes back to the operating system whole.
 
 Invariants
@@ -40,7 +40,9 @@ _SPACE = 8  # address space, in multiples of what memory can fill: room for rang
 def granule(layer: LayerSpec, itemsize: int) -> tuple[int, int]:
     """The fewest tokens that fill whole pages in each line of a layer, and the pages they take over all its lines."""
     page = mmap.PAGESIZE
-    tokens = math.lcm(*(page // math.gcd(page, dim * itemsize) for dim in (layer.k_head_dim, layer.v_head_dim)))
+    tokens = math.lcm(
+        *(page // math.gcd(page, dim * itemsize) for dim in (layer.k_head_dim, layer.v_head_dim))
+    )
     return tokens, layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) * itemsize * tokens // page
 
 
@@ -74,7 +76,9 @@ class GrowingStorage:
         self._table_of = {layer: table for table, layer in enumerate(self.layers)}
         self.granules = [granule(spec.layers[layer], itemsize) for layer in self.layers]
         # If all sequences are alike, a layer's share of the pages holds as many tokens as every other's.
-        fair_tokens = max(1, num_pages * mmap.PAGESIZE // (spec.bytes_per_token // spec.dtype_bytes * itemsize))
+        fair_tokens = max(
+            1, num_pages * mmap.PAGESIZE // (spec.bytes_per_token // spec.dtype_bytes * itemsize)
+        )
         self._fair_tokens = min(fair_tokens, _MOST_TOKENS)
         self.lane_tokens: list[int] = []
         self._lines: list[tuple[int, int]] = []  # first element of a layer's K lines and of its V lines
@@ -82,7 +86,9 @@ class GrowingStorage:
         elements = widest = 0
         for layer, (tokens, _) in zip(self.layers, self.granules, strict=True):
             shape = spec.layers[layer]
-            lane_tokens = min(-(-_SPACE * self._fair_tokens // tokens) * tokens, _MOST_TOKENS // tokens * tokens)
+            lane_tokens = min(
+                -(-_SPACE * self._fair_tokens // tokens) * tokens, _MOST_TOKENS // tokens * tokens
+            )
             # At least one granule more than the pages hold, whatever the rounding.
             self.lane_tokens.append(max(lane_tokens, tokens))
             k_elements = shape.num_kv_heads * shape.k_head_dim * self.lane_tokens[-1]
