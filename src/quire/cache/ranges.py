@@ -14,6 +14,7 @@ Cost: `take` O(free ranges), `give` O(log free ranges) and the shifting of a lis
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
 
 from quire.errors import InvariantError
 
@@ -91,7 +92,7 @@ class Ranges:
             at = start + size
         if at != self.size:
             raise InvariantError(f"A2: {at} of {self.size} places are accounted for")
-        for (_, stop), (start, _) in zip(free, free[1:], strict=False):
+        for (_, stop), (start, _) in pairwise(free):
             if stop >= start:
                 raise InvariantError(f"A1: free ranges meet at {start}, end {stop}")
         if self.num_free != sum(stop - start for start, stop in free):

@@ -1,7 +1,7 @@
 """`RowCache`: the cache of storages in which every sequence lies in one piece (`contiguous`, `growing`).
 
-The calls of `Cache`, over a `RowManager`. It finds no prefixes and forks nothing; it counts units of its space (tokens of
-an arena, pages of buffers), and tells what of them is waste. Not thread-safe: one owner at a time.
+The calls of `Cache`, over a `RowManager`. It finds no prefixes and forks nothing; it counts units of its space (tokens
+of an arena, pages of buffers), and tells what of them is waste. Not thread-safe: one owner at a time.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ asked for. See `backend.StepPlan` for every field's shape and dtype. Immutable.
 
 Beyond a StepPlan:
 
-    released   int64 [r, 3], rows of (table, first token, end): ranges that nobody reads any more, since the plan before;
-               parts of them may be in this plan's tables again
+    released   int64 [r, 3], rows of (table, first token, end): ranges that nobody reads any more, since the plan
+               before; parts of them may be in this plan's tables again
     tops       int64 [num_tables]: no entry ever handed out, with its tokens, reaches beyond
 """
 

@@ -46,7 +46,9 @@ def compare(
     ] = None,
     kv_memory: Annotated[
         str | None,
-        typer.Option("--kv-memory", metavar="SIZE", help="Of each storage; 8 longest sequences if not given."),
+        typer.Option(
+            "--kv-memory", metavar="SIZE", help="Of each storage; 8 longest sequences if not given."
+        ),
     ] = None,
     trace: Annotated[
         str | None, typer.Option(metavar="FILE", help="Requests of a Mooncake jsonl or Azure csv trace.")
@@ -68,7 +70,9 @@ def compare(
     ] = False,
     cost: Annotated[
         str | None,
-        typer.Option(metavar="LINE", help='Of a simulated step, such as "28ms + 2.4ms/token + 3.5us/context".'),
+        typer.Option(
+            metavar="LINE", help='Of a simulated step, such as "28ms + 2.4ms/token + 3.5us/context".'
+        ),
     ] = None,
     arrivals: Annotated[
         bool, typer.Option("--arrivals", help="Each request at its time in the trace; else all at once.")
@@ -85,7 +89,8 @@ def compare(
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
     plot: Annotated[
-        str | None, typer.Option(metavar="OUT.png", help="Draw memory over time, and of one growing sequence.")
+        str | None,
+        typer.Option(metavar="OUT.png", help="Draw memory over time, and of one growing sequence."),
     ] = None,
 ) -> None:
     """Runs one workload through contiguous, growing, paged and virtual storage and compares what comes of it."""
@@ -103,7 +108,7 @@ def compare(
     from quire.simulate import CostLine, Lengths, read_trace, synthetic
     from quire.simulate.compare import Comparison
 
-    names = list(STORAGES) if storages is None else storages.split(",")
+    names: list[str] = [*STORAGES] if storages is None else storages.split(",")
     unknown = [name for name in names if name not in STORAGES]
     if unknown:
         raise ArgumentError(f"expected some of {', '.join(STORAGES)}, got {unknown[0]!r} - in `storages`")
@@ -164,13 +169,9 @@ def _shape(model: str | None, config: str | None, dtype: str) -> tuple[KVSpec, i
 
     source = config_of(model) if config is None else config
     spec = KVSpec.from_config(source, dtype=None if dtype == "auto" else dtype)
-    from quire.spec.config import read_config
-
-    text = read_config(source).get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    if not longest:
-        raise ArgumentError("expected a config with max_position_embeddings, got none; give --max-model-len")
-    return spec, int(longest)
+    if spec.max_model_len is None:
+        raise ArgumentError("expected a config with a longest sequence, got none; give --max-model-len")
+    return spec, spec.max_model_len
 
 
 def _run_all(
@@ -198,11 +199,11 @@ def _print_table(about: dict[str, Any], runs: dict[str, Run]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = (
-        f"{about['requests']} requests of {about['name']}: {about['prompt_tokens']} + {about['output_tokens']} tokens, at "
-        f"most {about['max_model_len']} each, in {format_size(about['kv_memory_bytes'])}"
+    print(
+        f"{about['requests']} requests of {about['name']}: {about['prompt_tokens']} + {about['output_tokens']} "
+        f"tokens, at most {about['max_model_len']} each, in {format_size(about['kv_memory_bytes'])}"
     )
-    table = Table("", *runs, title=title, title_justify="left")
+    table = Table("", *runs)
     for label, name, form in _ROWS:
         table.add_row(label, *(_written(getattr(run.figures, name), form) for run in runs.values()))
     Console(width=None if sys.stdout.isatty() else 120).print(table)

@@ -40,11 +40,11 @@ class LLM:
     kv_memory: hard cap of the KV cache: a size ("1GiB", bytes), a share of the memory free to this process
         ("40%"), or "auto": half of it, but no more than max_num_seqs sequences of max_model_len can use.
     storage: how K and V are kept: "paged" (blocks, shared prefixes), "contiguous" (one range for each sequence,
-        reserved at its start; nothing shared: the baseline) or "growing" (a buffer for each sequence and layer, replaced
-        by a larger one when it is full).
+        reserved at its start; nothing shared: the baseline) or "growing" (a buffer for each sequence and layer,
+        replaced by a larger one when it is full).
     reservation: how much "contiguous" reserves: "max" (max_model_len), "pow2" (the next power of two that holds prompt
         and max_tokens) or "exact". growth: when buffers of "growing" are replaced: "spread" (those of different layers
-        in different steps) or "together" (all, by 4096 tokens).
+        in different steps), "together" (all, by 4096 tokens) or "together:N".
     dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
     block_size: tokens of a block of "paged", 1 to 512. max_batch_tokens: tokens of a step. max_num_seqs: sequences that
         run at once. max_model_len: longest sequence; the model's own if not given.

@@ -36,8 +36,8 @@ class OpenStorage:
 class StorageOptions:
     """How K and V are to be kept; checked when it is made, before a model is loaded.
 
-    reservation: of `contiguous`: "max", "pow2" or "exact", see `quire.cache.arena`. growth: of `growing`: "spread" or
-    "together", by `growth_step` tokens, see `quire.cache.buffers`.
+    reservation: of `contiguous`: "max", "pow2" or "exact", see `quire.cache.arena`. growth: of `growing`: "spread",
+    "together" (by 4096 tokens) or "together:N" (by N), see `quire.cache.buffers`.
     """
 
     name: str = "paged"
@@ -46,15 +46,12 @@ class StorageOptions:
     prefix_caching: bool = True
     reservation: str = "max"
     growth: str = "spread"
-    growth_step: int = STEP_TOKENS
     backend: str | None = None
 
     def __post_init__(self) -> None:
         _check_name("storage", self.name, STORAGES)
         _check_name("reservation", self.reservation, RESERVATIONS)
-        _check_name("growth", self.growth, GROWTHS)
-        if not isinstance(self.growth_step, int) or self.growth_step < 1:
-            raise ArgumentError(f"expected at least one token, got {self.growth_step!r} - in `growth_step`")
+        self._growth_and_step()
         kv_memory_bytes(self.kv_memory, most_useful_bytes=2**62)
 
     def open(self, spec: KVSpec, *, max_model_len: int, max_num_seqs: int) -> OpenStorage:
@@ -115,7 +112,7 @@ class StorageOptions:
                 Lane(tokens, *granule(layer, spec.dtype_bytes))
                 for tokens, layer in zip(lane_tokens, layers, strict=True)
             ]
-            return Buffers(lanes, num_pages, max_model_len, self.growth, self.growth_step)
+            return Buffers(lanes, num_pages, max_model_len, *self._growth_and_step())
 
         num_layers = sum(layer.shares_kv_with is None for layer in spec.layers)
         wanted = buffers([0] * num_layers, 0)  # for its arithmetic
@@ -126,6 +123,16 @@ class StorageOptions:
         space = buffers(storage.lane_tokens, num_pages)
         cache = RowCache(spec, space, row_tokens=max_model_len, unit_bytes=unit_bytes)
         return OpenStorage(self.name, storage, cache)
+
+    def _growth_and_step(self) -> tuple[str, int]:
+        name, colon, step = str(self.growth).partition(":")
+        if not colon and name in GROWTHS:
+            return name, STEP_TOKENS
+        if name == "together" and step.isdecimal() and int(step) > 0:
+            return name, int(step)
+        raise ArgumentError(
+            f"expected spread, together or together:N with N tokens, got {self.growth!r} - in `growth`"
+        )
 
     def _budget(self, most_useful_bytes: int, own_bytes: int = 0) -> int:
         free_bytes = free_memory_bytes() + own_bytes

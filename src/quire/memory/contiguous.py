@@ -6,7 +6,7 @@ Every layer has a line of K and one of V for each kv head, `[kv_head, arena toke
 linear stream, as kernels read them. The view makes rows of it that overlap: entry e of a table is the row that begins
 at token e of the arena, so that block_stride = token_stride, and
 
-    address of a slot = (slot // row_tokens) * token_stride + (slot % row_tokens) * token_stride
+    address of a slot = (slot // row_tokens + slot % row_tokens) * token_stride
 
 Invariants
     N1  rows reach `row_tokens` beyond the arena's last token: that much address space is reserved behind the last line,

@@ -4,8 +4,8 @@ Not an allocator: which buffers a sequence has, when it outgrows them and what i
 (`quire.cache.buffers`).
 
 Every layer has, for each kv head, a line of K and one of V: `[kv_head, token, head_dim]`, as in the contiguous storage,
-but the line is address space only (a *lane*, many times what memory can fill), and every layer has a table of its own. A
-buffer is the same range of tokens in all lines of its layer. It begins on a page in each of them, so that the memory of
+but the line is address space only (a *lane*, many times what memory can fill), and every layer has a table of its own.
+A buffer is the same range of tokens in all lines of its layer. It begins on a page in each of them, so the memory of
 a buffer given up goes back to the operating system whole.
 
 Invariants

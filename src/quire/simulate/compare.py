@@ -112,9 +112,7 @@ class _Totals:
     num_preemptions: int = 0
 
 
-def _drive(
-    engine: Engine, comparison: Comparison, meter: Meter, clock: Clock, vocab_size: int
-) -> _Totals:
+def _drive(engine: Engine, comparison: Comparison, meter: Meter, clock: Clock, vocab_size: int) -> _Totals:
     """Submits the workload's requests as they arrive and steps until all have ended."""
     workload = comparison.workload
     waiting = deque(range(len(workload.requests)))
@@ -154,6 +152,4 @@ def _run(meter: Meter, totals: _Totals, tokens_per_second: float | None) -> Run:
         requests_done=totals.num_done,
         tokens_per_second=tokens_per_second,
     )
-    return Run(
-        figures, meter.times, [use.reserved for use in meter.uses], [use.used for use in meter.uses]
-    )
+    return Run(figures, meter.times, [use.reserved for use in meter.uses], [use.used for use in meter.uses])

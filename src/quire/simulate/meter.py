@@ -1,4 +1,4 @@
-"""What one storage does with a workload, step by step: how many run, what the memory is used for, what allocating costs.
+"""What one storage does with a workload, step by step: how many run, what memory is used for, what allocating costs.
 
 Everything is read from the real cache and storage; nothing is computed by formula. A step's figures are taken once it
 has been computed and those that ended have gone; of steps after which nothing is open only the time counts.
