@@ -32,8 +32,12 @@ class LinesAhead {
         const auto start = reinterpret_cast<std::uintptr_t>(from) & ~std::uintptr_t{kLineBytes - 1};
         const auto stop = reinterpret_cast<std::uintptr_t>(from + count);
         const int lines = static_cast<int>((stop - start + kLineBytes - 1) / kLineBytes);
-        pieces_[num_pieces_++] = {reinterpret_cast<const unsigned char*>(start), lines};
         num_lines_ += lines;
+        if (num_pieces_ > 0 && pieces_[num_pieces_ - 1].stop() == start) {
+            pieces_[num_pieces_ - 1].lines += lines;
+        } else {
+            pieces_[num_pieces_++] = {reinterpret_cast<const unsigned char*>(start), lines};
+        }
     }
     void end(int shares) { share_ = (num_lines_ + shares - 1) / shares; }
 
@@ -62,6 +66,7 @@ class LinesAhead {
     struct Piece {
         const unsigned char* at;
         int lines;
+        std::uintptr_t stop() const { return reinterpret_cast<std::uintptr_t>(at) + static_cast<std::uintptr_t>(lines) * kLineBytes; }
     };
 
     __attribute__((noinline)) void fetch_across(int lines) {

@@ -4,6 +4,7 @@
 //   Simd, Element      the vector layer and the element in memory
 //   kTileTokens        tokens of a tile
 //   kBlockRows         rows of one product
+//   kHeadsTogether     whether all heads' keys and values of a tile in small blocks are asked for before the first one's turn
 //   Products(k width, v width, rows of a head, Scratch&)   takes its scratch memory
 //   query_bytes()      of the packed query rows of a head;  pack_query(packed, row, query)
 //   begin(k, v, ahead, start, stop)  a head's tile: row pointers of its tokens, and memory to come, in a share for each of
@@ -28,13 +29,14 @@ inline std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : 
 class RowBlocks {
   public:
     RowBlocks(int rows, int most) : rows_(rows) {
-        const int blocks = (rows + most - 1) / most;
-        step_ = (rows + blocks - 1) / blocks;
+        count_ = (rows + most - 1) / most;
+        step_ = (rows + count_ - 1) / count_;
     }
+    int count() const { return count_; }
     int rows_from(int row) const { return rows_ - row < step_ ? rows_ - row : step_; }
 
   private:
-    int rows_, step_;
+    int rows_, count_, step_;
 };
 
 // o times the factors, rounded, to the first `columns` lanes. + 0.0f: a sum of no terms and a sum of zeros are the same zero.
@@ -102,10 +104,10 @@ class AttendItem {
         // A head's tokens of a block lie together: tiles of one span are taken for a head before the next head's turn.
         std::int64_t span = 1;
         while (2 * span * kTileTokens <= view_.block_size && span < kTiles) span *= 2;
-        // The heads of a small block too: the next tile is asked for block by block, all heads of it.
+        // The heads of a small block too, where that is faster: the next tile is asked for block by block, all heads of it.
         constexpr std::int64_t kMostAhead = 1 << 18;  // bytes, of a second cache of 512 KiB or more
         const std::int64_t tile_bytes = kTileTokens * (view_.k.width + view_.v.width) * static_cast<std::int64_t>(sizeof(Element));
-        const int together = span == 1 && heads_ * tile_bytes <= kMostAhead ? heads_ : 1;
+        const int together = Products::kHeadsTogether && span == 1 && heads_ * tile_bytes <= kMostAhead ? heads_ : 1;
 
         ahead_.near = view_.block_size >= 8;
 
@@ -326,7 +328,8 @@ class AttendItem {
     // nothing yet (-inf less -inf) gets 0 for a factor of its zeros, where soften_few leaves them. `row`: a multiple of kWidth.
     void soften_many(int row, int count, std::int64_t base, const RowStates& states) {
         constexpr int kWidth = S::kWidth;
-        alignas(64) float lanes[kWidth * kWidth] = {}, tops[kWidth];
+        alignas(64) float lanes[kWidth * kWidth], tops[kWidth];
+        for (int r = count; r < kWidth; ++r) S::store(lanes + r * kWidth, S::zero());
         float *m = states.m + row, *l = states.l + row;
         for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_logits(row + r, base));
         // Rows beyond `count` may be another item's.

@@ -23,6 +23,9 @@ class LaneProducts {
     using Element = T;
     static constexpr int kTileTokens = 32;
     static constexpr int kBlockRows = 6;
+    // Not with AVX-512, which multiplies bf16 on Intel without AMX: there a head at a time reads blocks of 1 at 0.74 to 0.80
+    // of the read bandwidth instead of 0.54 to 0.57, others alike.
+    static constexpr bool kHeadsTogether = kWidth != 16;
 
     LaneProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
         : k_width_(static_cast<int>(k_width)),
@@ -53,9 +56,7 @@ class LaneProducts {
                 for (int t = 0; t < kTileTokens; t += kWidth) S::widen_columns(k + t, d, k_width_, wide_k_ + d * kTileTokens + t, kTileTokens);
             }
         }
-        const int lines = ahead.lines_of(2 * kTileTokens, kTileTokens);
         for (int t = 0; t < kTileTokens; ++t) {
-            ahead.fetch(lines);
             if (!widened_) continue;
             wide_k_rows_[t] = wide_k_ + t * k_stride_;
             wide_v_rows_[t] = wide_v_ + t * v_stride_;
@@ -67,6 +68,7 @@ class LaneProducts {
 
     void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) const {
         const float* query = reinterpret_cast<const float*>(packed) + std::int64_t{row} * k_stride_;
+        fetch_for_block();
         if (across()) {
             if constexpr (kCanCross) scores_across(query, rows, s);
         } else if (widened_) {
@@ -77,6 +79,7 @@ class LaneProducts {
     }
 
     void values(const float* p, int, int rows, int start, int stop, float* o, std::int64_t stride) const {
+        fetch_for_block();
         if (widened_) {
             values_of(p, rows, wide_v_rows_, start, stop, o, stride);
         } else {
@@ -90,6 +93,11 @@ class LaneProducts {
     }
 
   private:
+    // Many rows: the next tile's memory over the products of this one's row blocks, not all at once.
+    void fetch_for_block() const {
+        if (many_rows()) ahead_->fetch(ahead_->lines_of(2 * kTileTokens, 2 * blocks_.count()));
+    }
+
     // Tokens folded together: no fewer than give each product enough independent sums.
     static constexpr int kGroup = kWidth < 8 ? 8 : kWidth;
     static constexpr bool kTails = kWidth > 8;  // widths are multiples of 8
