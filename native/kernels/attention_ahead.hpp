@@ -2,7 +2,7 @@
 // cursor that prefetches some lines of it whenever the products have a moment.
 //
 // Into the second cache, not the first: a core waits for few lines of its first cache at once, for many more of its second
-// (Zen 4, shuffled pieces of 8 KiB: 11 and 27 GB/s; Emerald Rapids, decode over blocks of 16 on two threads: 17.5 and 19.5).
+// (Zen 4, shuffled pieces of 8 KiB: 11 and 27 GB/s; Emerald Rapids, decode on two threads: 17.3 to 17.6 and 17.9 to 19.7).
 // It decides nothing about the results.
 //
 // Cost: one prefetch a line, a few instructions a piece.

@@ -25,7 +25,7 @@ class LaneProducts {
     static constexpr int kBlockRows = 6;
     // Not with AVX-512, which multiplies bf16 on Intel without AMX: there a head at a time reads blocks of 1 at 0.63 to 0.80
     // of the read bandwidth instead of 0.50 to 0.57, larger ones about alike. (Asking for near rows once more, as the pairs
-    // do, made nothing faster there, and 28 to 31 GB/s instead of 34 to 42 of what lies in the second cache.)
+    // do, made nothing faster there, and 28 to 30 GB/s instead of 34 to 42 of what lies in the second cache.)
     static constexpr bool kHeadsTogether = kWidth != 16;
 
     LaneProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
