@@ -78,10 +78,11 @@ struct Avx2 {
         return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), v, _mm256_castsi256_ps(_mm256_andnot_si256(below, in)));
     }
     static float first(Vec v) { return _mm256_cvtss_f32(v); }
+    // Per 128-bit half (l0 + l2) + (l1 + l3), then half 0 + half 1: the tree of fold().
     static float reduce_add(Vec v) {
-        __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+        v = _mm256_add_ps(v, _mm256_permute_ps(v, 0x4e));
+        v = _mm256_add_ps(v, _mm256_permute_ps(v, 0xb1));
+        return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)));
     }
     static float reduce_max(Vec v) {
         __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
