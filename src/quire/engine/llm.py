@@ -22,7 +22,7 @@ from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError, QuireError
 from quire.sizes import format_size
-from quire.startup import collector_paused
+from quire.startup import short_start
 
 __all__ = ["LLM", "TextStream"]
 
@@ -45,7 +45,7 @@ class LLM:
     *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.
     """
 
-    @collector_paused()
+    @short_start()
     def __init__(
         self,
         model: Any = None,
