@@ -3,10 +3,10 @@ several of them.
 
 Not a cache: it knows no tokens. `VirtualStorage` and the drop-in cache of `generate()` decide what a unit holds.
 
-A *unit* has a *piece* in every *lane*: the keys of layer 0, its values, those of layer 1, ... The pieces of a lane lie side
-by side in a heap, unit after unit, so that consecutive units at consecutive positions are one mapping in each lane. A
-heap holds `units_per_heap` units: unit u is in heap u // units_per_heap. Heaps are made when the first of their units is
-used, and given back by `trim` when none is.
+A *unit* has a *piece* in every *lane*: the keys of layer 0, its values, those of layer 1, ... The pieces of a lane lie
+side by side in a heap, unit after unit, so that consecutive units at consecutive positions are one mapping in each
+lane. A heap holds `units_per_heap` units: unit u is in heap u // units_per_heap. Heaps are made when the first of
+their units is used, and given back by `trim` when none is.
 
     held    somebody took it (`allocate`, `claim`, `hold`): one reference for each time
     mapped  one reference for each position of a range that leads to it
@@ -25,6 +25,8 @@ Cost: `map` a call to the machine for each run of neighbours and lane; bookkeepi
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import os
 from collections import deque
@@ -54,8 +56,8 @@ Change: TypeAlias = tuple[AddressRange, Any, Any]
 class PlacementHeap:
     """Units of one piece in each lane.
 
-    piece_bytes: of each lane, a multiple of the machine's page. max_units: units at most; as many as the machine's memory
-        holds if not given. units_per_heap: by default so many that a heap has at least 256 MiB.
+    piece_bytes: of each lane, a multiple of the machine's page. max_units: units at most; as many as the machine's
+        memory holds if not given. units_per_heap: by default so many that a heap has at least 256 MiB.
     backend: memory of this machine (memfd) if not given.
 
     *raises:* ArgumentError: a size out of range.
@@ -273,11 +275,6 @@ class PlacementHeap:
             if size:
                 self._backend.copy(*self._place(source, lane), *self._place(target, lane), size)
 
-    def place(self, unit: int, lane: int) -> tuple[Any, int]:
-        """The back end's heap of a unit's piece, and the offset in it: for owners that move bytes themselves."""
-        self._live([unit])
-        return self._place(unit, lane)
-
     def trim(self) -> None:
         """Give back the memory of every free unit, and every heap none of whose units is in use."""
         for index in list(self._heaps):
@@ -374,7 +371,8 @@ class PlacementHeap:
         except BaseException:
             for number, lane, first, last in reversed(done):
                 address_range, positions, _ = changes[number]
-                self._restore(address_range, lane, positions[first:last], old[number][first:last] - 1)
+                before = old[number][first:last] - 1
+                self._restore(address_range, lane, positions[first:last], before)
             for number in reversed(range(len(changes))):
                 address_range, positions, _ = changes[number]
                 address_range.entries[positions + 1] = old[number]
@@ -388,15 +386,13 @@ class PlacementHeap:
     def _restore(
         self, address_range: AddressRange, lane: int, positions: np.ndarray, units: np.ndarray
     ) -> None:
+        """Lead them back; the last word is the machine's (B1) if it refuses again and again."""
         size = address_range.piece_bytes[lane]
         for first, last in self._extents(positions, units, lane, size):
-            for attempt in range(_ATTEMPTS):
-                try:
+            for _ in range(_ATTEMPTS):
+                with contextlib.suppress(OSError):
                     self._lead(address_range, lane, positions[first], units[first:last])
                     break
-                except OSError:
-                    if attempt == _ATTEMPTS - 1:
-                        raise
 
     def _lead(self, address_range: AddressRange, lane: int, position: int, units: np.ndarray) -> None:
         """One extent: consecutive positions to consecutive units, or to none."""
@@ -462,7 +458,7 @@ class PlacementHeap:
             return
         joined = self._joined(units[:-1] + 1, units[1:] + 1, merging=whole)
         cuts = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(units)]
-        for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+        for start, stop in itertools.pairwise(cuts):
             yield int(units[start]), stop - start
 
     def _place(self, unit: int, lane: int) -> tuple[Any, int]:
@@ -488,7 +484,7 @@ class PlacementHeap:
 
     def _make_heap(self, index: int) -> None:
         self._budget.check(1)
-        self._heaps[index] = self._call(self._backend.make_heap, self._heap_bytes)
+        self._heaps[index] = self._call(self._backend.make_heap, self._heap_bytes, self._alignment)
         self._budget.add(1)
 
     def _drop_heaps(self, indices: list[int]) -> None:
@@ -558,7 +554,7 @@ class PlacementHeap:
 
 
 def check_piece_bytes(piece_bytes: Sequence[int], page_bytes: int) -> None:
-    """*raises:* ArgumentError unless every size is whole pages and at most 2 MiB, or one page where pages are larger."""
+    """*raises:* ArgumentError unless every size is whole pages and at most 2 MiB (one page, if that is more)."""
     most = max(MAX_PIECE_BYTES, page_bytes)
     if not piece_bytes:
         raise ArgumentError("expected a piece size for at least one lane, got none")
