@@ -16,7 +16,8 @@ Invariants
     P1  a unit's references are its holds and the positions it is mapped at; a free unit is mapped nowhere.
     P2  a call that fails leaves every reference, range and mapping as before; memory it had taken for a free unit is
         kept like that of any free unit.
-    P3  the mappings counted are never fewer than those the operating system has, and never more than the budget.
+    P3  the mappings counted are never fewer than those the operating system has; no `map` takes them beyond the budget
+        (unmapping the middle of a mapping may: it makes two of one).
     P4  what is freed or unmapped with a step goes when `complete` has been called with that step, not before.
 
 Cost: `map` a call to the machine for each run of neighbours and lane; bookkeeping is numpy over the positions given;
@@ -220,14 +221,15 @@ class PlacementHeap:
     def map(self, changes: Iterable[Change]) -> None:
         """Have units behind positions of ranges, in place of what was there: all of it or nothing.
 
-        A unit may be mapped at any number of positions. Positions that lead to their unit already cost nothing.
+        A unit may be mapped at any number of positions; -1 is none. Positions that lead there already cost nothing.
 
         *raises:* CapacityError: no memory, or more mappings than the budget; nothing has changed then.
         """
         checked: list[Change] = []
         for address_range, positions, units in changes:
             positions, order = self._position_array(address_range, positions)
-            units = self._live(units)
+            units = np.atleast_1d(np.asarray(units, np.int64))
+            self._live(units[units != -1])
             if len(units) != len(positions):
                 raise ArgumentError(
                     f"expected a unit for each of {len(positions)} positions, got {len(units)}"
@@ -238,7 +240,7 @@ class PlacementHeap:
                 )
             checked.append((address_range, positions, units[order]))
         for address_range, _, units in checked:
-            self._commit(units, address_range.piece_bytes)
+            self._commit(units[units >= 0], address_range.piece_bytes)
         self._change(checked)
 
     def unmap(self, address_range: AddressRange, positions: Any, *, step: int | None = None) -> None:
@@ -354,7 +356,8 @@ class PlacementHeap:
             growth.append(self._num_edges(address_range, edges) - before)
         done: list[tuple[int, int, int, int]] = []  # change, lane, first and last + 1 of its positions
         try:
-            self._budget.check(sum(growth))
+            if any((units >= 0).any() for _, _, units in changes):  # giving up is never refused
+                self._budget.check(sum(growth))
             for number, (address_range, positions, units) in enumerate(changes):
                 moved = np.flatnonzero(old[number] != units + 1)
                 for lane, size in enumerate(address_range.piece_bytes):
