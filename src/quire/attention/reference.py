@@ -2,8 +2,8 @@
 
 Not fast: it gathers a sequence's tokens and computes a masked softmax(Q K^T) V in float32.
 
-Only slots that a query of the piece at hand may see are touched; what lies elsewhere (NaN, another sequence's tokens,
-addresses without memory) does no harm.
+Only slots that a query of the piece at hand may see are read; what lies elsewhere (NaN, another sequence's tokens)
+does no harm.
 
 Cost: a call gathers every visible token in float32, and holds at most `_PIECE` x context scores a head.
 """
@@ -72,17 +72,21 @@ def run(
 
 def _gather(view: KVView, table: torch.Tensor, begin: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of positions [begin, stop) as float32 [num_kv_heads, stop - begin, head_dim]."""
-    positions = torch.arange(begin, stop)
-    blocks, offsets = table[positions // view.block_size].long(), positions % view.block_size
+    size = view.block_size
+    blocks = table[begin // size : -(-stop // size)].long()
     low, high = (int(bound) for bound in torch.aminmax(blocks))
     if low < 0 or high >= view.num_blocks:
         raise ArgumentError(
             f"expected blocks of 0 to {view.num_blocks - 1} for positions {begin} to {stop - 1}, "
-            f"got {blocks.unique_consecutive().tolist()}"
+            f"got {blocks.tolist()}"
         )
-    return view.k[blocks, :, offsets].transpose(0, 1).float(), view.v[blocks, :, offsets].transpose(
-        0, 1
-    ).float()
+    positions = torch.arange(begin, stop)
+    of_position, offsets = blocks[positions // size - begin // size], positions % size
+
+    def rows(pool: torch.Tensor) -> torch.Tensor:
+        return pool[of_position, :, offsets].transpose(0, 1).float()
+
+    return rows(view.k), rows(view.v)
 
 
 def _attend(
