@@ -28,7 +28,7 @@ from quire.spec import KVSpec
 
 __all__ = ["Cache", "Match", "Sequence"]
 
-MAX_BLOCK_SIZE = 512
+MAX_BLOCK_SIZE = 4096  # a piece of 2 MiB is a thousand tokens and more; the native tree counts to 8191
 DEFAULT_MEMORY = "256MiB"
 
 
@@ -123,7 +123,7 @@ class Cache:
             Size of the pool: units, or bytes ("256MiB") that are divided by `spec.unit_bytes(block_size)`.
             At most one of the two; 256 MiB if neither is given.
         block_size
-            Tokens per block, 1 .. 512.
+            Tokens per block, 1 .. 4096.
         prefix_caching
             Whether committed tokens can be found by other sequences.
         watermark

@@ -1,0 +1,36 @@
+"""No kernel touches a byte of K or V that its queries may not see: what lies there may be no memory at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.memory.placement import why_not
+
+_native = pytest.importorskip("quire._native")
+if (_reason := why_not()) is not None:
+    pytest.skip(f"no placement heaps here: {_reason}", allow_module_level=True)
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(isa, marks=[] if isa == _native.isa() else [pytest.mark.ci])
+        for isa in _native.supported_isas()
+    ],
+)
+def test_attention_stays_within_the_tokens_it_may_see(isa: str) -> None:
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "support.guarded_attention"],
+        env={**os.environ, "QUIRE_ISA": isa, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"QUIRE_ISA={isa}: exit status {done.returncode}\n{done.stderr[-2000:]}"
