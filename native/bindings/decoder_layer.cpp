@@ -36,6 +36,12 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address);  // NOLINT: the interface is addresses
 }
 
+// Layers with all that stays the same from step to step.
+struct LayerStack {
+    std::vector<StackedLayer> layers;
+    std::vector<std::size_t> tables;
+};
+
 template <typename Kind>
 Kind named(std::string_view name, std::initializer_list<std::pair<std::string_view, Kind>> known) {
     std::string names;
@@ -137,27 +143,42 @@ void bind_decoder_layer(nb::module_& m) {
             [](const MlpParts& self, Int rows, Address hidden, Address out) { run_mlp(self, rows, at<const void>(hidden), at<void>(out)); },
             nb::arg("rows"), nb::arg("hidden"), nb::arg("out"), release, "out [rows, width] may be hidden.");
 
-    m.def(
-        "run_layers",
-        [](const std::vector<std::pair<const AttentionParts*, const MlpParts*>>& blocks,
-           const std::vector<std::tuple<const PagedView*, const AttentionBatch*, const AttentionOptions*>>& handles,
-           const std::vector<Address>& slots, Int rows, Address cos, Address sin, Int table_width, Address hidden) {
-            if (handles.size() != blocks.size() || slots.size() != blocks.size()) {
-                throw std::invalid_argument("expected handles and slots of " + std::to_string(blocks.size()) + " layers, got " +
-                                            std::to_string(handles.size()) + " and " + std::to_string(slots.size()));
-            }
-            std::vector<StackedLayer> layers;
-            for (std::size_t i = 0; i < blocks.size(); ++i) {
-                const auto& [view, batch, options] = handles[i];
-                layers.push_back({blocks[i].first, blocks[i].second, view, batch, options, at<const Int>(slots[i])});
-            }
-            const nb::gil_scoped_release released;
-            run_layers(layers.data(), static_cast<Int>(layers.size()),
-                       {rows, nullptr, nullptr, nullptr, nullptr, at<const void>(cos), at<const void>(sin), table_width}, at<void>(hidden));
-        },
-        nb::arg("blocks"), nb::arg("handles"), nb::arg("slots"), nb::arg("rows"), nb::arg("cos"), nb::arg("sin"), nb::arg("table_width"),
-        nb::arg("hidden"),
-        "Runs layers one after another on hidden [rows, width], in place. Raises ValueError for a slot or a block outside a view.");
+    nb::class_<LayerStack>(m, "LayerStack", "Layers one after another over one cache; keeps nothing of what it is given alive.")
+        .def("__init__",
+             [](LayerStack* self, const std::vector<std::pair<const AttentionParts*, const MlpParts*>>& blocks,
+                const std::vector<const PagedView*>& views, const std::vector<const AttentionOptions*>& options,
+                const std::vector<std::size_t>& tables) {
+                 if (views.size() != blocks.size() || options.size() != blocks.size() || tables.size() != blocks.size()) {
+                     throw std::invalid_argument("expected views, options and tables of " + std::to_string(blocks.size()) + " layers, got " +
+                                                 std::to_string(views.size()) + ", " + std::to_string(options.size()) + " and " +
+                                                 std::to_string(tables.size()));
+                 }
+                 std::vector<StackedLayer> layers;
+                 for (std::size_t i = 0; i < blocks.size(); ++i) {
+                     layers.push_back({blocks[i].first, blocks[i].second, views[i], nullptr, options[i], nullptr});
+                 }
+                 new (self) LayerStack{std::move(layers), tables};
+             },
+             nb::arg("blocks"), nb::arg("views"), nb::arg("options"), nb::arg("tables"),
+             "tables: which of a step's tables leads to each layer.")
+        .def("run",
+             [](LayerStack& self, const std::vector<const AttentionBatch*>& batches, const std::vector<Address>& slots, Int rows, Address cos,
+                Address sin, Int table_width, Address hidden) {
+                 for (std::size_t i = 0; i < self.layers.size(); ++i) {
+                     if (self.tables[i] >= batches.size() || self.tables[i] >= slots.size()) {
+                         throw std::invalid_argument("expected a batch and slots of table " + std::to_string(self.tables[i]) + ", got " +
+                                                     std::to_string(batches.size()) + " and " + std::to_string(slots.size()));
+                     }
+                     self.layers[i].batch = batches[self.tables[i]];
+                     self.layers[i].slots = at<const Int>(slots[self.tables[i]]);
+                 }
+                 const nb::gil_scoped_release released;
+                 run_layers(self.layers.data(), static_cast<Int>(self.layers.size()),
+                            {rows, nullptr, nullptr, nullptr, nullptr, at<const void>(cos), at<const void>(sin), table_width}, at<void>(hidden));
+             },
+             nb::arg("batches"), nb::arg("slots"), nb::arg("rows"), nb::arg("cos"), nb::arg("sin"), nb::arg("table_width"), nb::arg("hidden"),
+             "Runs the layers on hidden [rows, width], in place; batches and slots: of each table. Raises ValueError for a slot or a "
+             "block outside a view.");
 
     m.def(
         "argmax_rows",

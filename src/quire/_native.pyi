@@ -337,19 +337,33 @@ class MlpBlock:
     def run(self, rows: int, hidden: int, out: int) -> None:
         """out [rows, width] may be hidden."""
 
-def run_layers(
-    blocks: Sequence[tuple[AttentionBlock, MlpBlock]],
-    handles: Sequence[tuple[PagedView, AttentionBatch, AttentionOptions]],
-    slots: Sequence[int],
-    rows: int,
-    cos: int,
-    sin: int,
-    table_width: int,
-    hidden: int,
-) -> None:
+class LayerStack:
     """
-    Runs layers one after another on hidden [rows, width], in place. Raises ValueError for a slot or a block outside a view.
+    Layers one after another over one cache; keeps nothing of what it is given alive.
     """
+
+    def __init__(
+        self,
+        blocks: Sequence[tuple[AttentionBlock, MlpBlock]],
+        views: Sequence[PagedView],
+        options: Sequence[AttentionOptions],
+        tables: Sequence[int],
+    ) -> None:
+        """tables: which of a step's tables leads to each layer."""
+
+    def run(
+        self,
+        batches: Sequence[AttentionBatch],
+        slots: Sequence[int],
+        rows: int,
+        cos: int,
+        sin: int,
+        table_width: int,
+        hidden: int,
+    ) -> None:
+        """
+        Runs the layers on hidden [rows, width], in place; batches and slots: of each table. Raises ValueError for a slot or a block outside a view.
+        """
 
 def argmax_rows(
     dtype: str, x: int, rows: int, width: int, indices: int, best: int, isa: str | None = None

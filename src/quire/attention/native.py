@@ -22,7 +22,7 @@ from quire.attention.plan import AttentionPlan
 from quire.errors import ArgumentError
 from quire.memory.view import KVView
 
-__all__ = ["Traffic", "handles", "run", "traffic", "unshared", "write"]
+__all__ = ["Traffic", "batch_handle", "handles", "run", "traffic", "unshared", "write"]
 
 _HANDLE = "_native_handle"
 
@@ -31,9 +31,14 @@ def handles(view: KVView, plan: AttentionPlan, options: AttentionOptions) -> tup
     """The three as the kernels take them, for a caller that has checked that they fit together."""
     return (
         view.__dict__.get(_HANDLE) or _view(view),
-        plan.__dict__.get(_HANDLE) or _batch(plan),
+        batch_handle(plan),
         options.__dict__.get(_HANDLE) or _settings(options),
     )
+
+
+def batch_handle(plan: AttentionPlan) -> Any:
+    """The plan as the kernels take it."""
+    return plan.__dict__.get(_HANDLE) or _batch(plan)
 
 
 def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:

@@ -89,6 +89,15 @@ class PagedCache(Cache):
     def view(self, layer: int) -> KVView:
         return self._views[layer]
 
+    @property
+    def generation(self) -> int:
+        """Another number whenever `view` answers with others than before."""
+        return self._generation
+
+    def table_of(self, layer: int) -> int:
+        """Which of a step's tables leads to `layer`, one that stores KV."""
+        return self._table_of[layer]
+
     def plan(self, layer: int) -> AttentionPlan:
         """The current step's plan for `layer`, a layer that stores KV."""
         assert self._step is not None  # M1

@@ -12,11 +12,13 @@ Cost of a call: the products and the attention, and about 0.3 ms.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.attention.native import handles
+from quire.attention.native import batch_handle, handles
 from quire.model.fused.attention import rotary_table
 from quire.model.fused.fuse import Fused
 from quire.model.fused.layer import FusedLayer
@@ -57,6 +59,9 @@ class FusedDecoder:
         self._layers = [layer.attention for layer in layers]
         self._blocks = [layer.blocks for layer in layers]
         self._dtype = norm.dtype
+        self._over: tuple[PagedCache, int] | None = None  # what the native stack was made for
+        self._native_stack: Any = None
+        self._kept: Any = None
 
     def __call__(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor | None:
         """Logits [R, vocab_size] of `step.logits_rows`; None where the rotary table is not of the usual form."""
@@ -66,16 +71,28 @@ class FusedDecoder:
         table = rotary_table(angles, num_rows, self._dtype)
         if table is None:
             return None
-        given, slots = [], []
-        for attention in self._layers:
-            layer, options = attention.place
-            given.append(handles(cache.view(layer), cache.plan(layer), options))
-            slots.append(cache.slots(layer).data_ptr())
-        _native.run_layers(self._blocks, given, slots, num_rows, *table, hidden.data_ptr())
+        batches = [batch_handle(plan) for plan in step.plans]
+        slots = [mapping.data_ptr() for mapping in step.slot_mappings]
+        self._stack(cache).run(batches, slots, num_rows, *table, hidden.data_ptr())
         cache.num_attended += len(self._layers)
         if step.logits_rows.numel() != num_rows:
             hidden = hidden[step.logits_rows]
         return self._head(self._norm(hidden))
+
+    def _stack(self, cache: PagedCache) -> Any:
+        """The layers over the views that `cache` has now."""
+        if self._over != (cache, cache.generation):
+            views, options, tables = [], [], []
+            for attention in self._layers:
+                layer, settings = attention.place
+                view, _, option = handles(cache.view(layer), cache.plan(layer), settings)
+                views.append(view)
+                options.append(option)
+                tables.append(cache.table_of(layer))
+            self._kept = (views, options)  # the native side keeps nothing alive
+            self._native_stack = _native.LayerStack(self._blocks, views, options, tables)
+            self._over = (cache, cache.generation)
+        return self._native_stack
 
 
 def match_decoder(model: nn.Module, fused: Fused) -> FusedDecoder | None:
