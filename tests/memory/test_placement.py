@@ -312,6 +312,26 @@ def test_addresses_go_with_the_last_tensor_and_files_with_the_heap() -> None:
     assert len(os.listdir("/proc/self/fd")) == num_files
 
 
+def test_a_mirror_ring_shows_any_window_as_one_contiguous_tensor() -> None:
+    heap = PlacementHeap([PAGE], max_units=4)
+    ring = heap.reserve(8)
+    units = heap.allocate(4)
+    heap.map([(ring, np.arange(8), np.tile(units, 2))])
+    assert ring.num_mappings == 1 + 3
+    size = 4 * PAGE // 4
+    twice = ring.tensor(0, torch.float32)
+    for position in range(3 * size):
+        twice[position % size] = position
+    for start in (2 * size - 100, 2 * size, 2 * size + 1):
+        window = twice[start % size : start % size + size]
+        assert window.is_contiguous()
+        assert sorted(window.tolist()) == list(range(2 * size, 3 * size))
+        ahead = 2 * size - start  # positions of the round before have been written over
+        if ahead <= 0:
+            assert window[: size + ahead].tolist() == list(range(start, 3 * size))
+    heap.close()
+
+
 def test_a_child_process_does_not_have_the_memory() -> None:
     heap = PlacementHeap([PAGE], max_units=4)
     range_ = heap.reserve(4)
