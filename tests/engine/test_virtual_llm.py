@@ -6,10 +6,11 @@ import logging
 
 import pytest
 from support import tiny_llm
+from support.faulty_calls import FaultyCalls
 
 from quire import SamplingParams
 from quire.engine import storages
-from quire.errors import ArgumentError, BackendError
+from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory import placement, virtual
 
 PROMPTS = ["A quire is", "a gathering of leaves. " * 4, "a gathering of leaves. " * 4 + "Quire", "x"]
@@ -52,6 +53,37 @@ def test_a_machine_that_cannot_is_refused_and_auto_falls_back(
                 assert llm.storage == "paged"
     said = [record.message for record in caplog.records if "storage auto" in record.message]
     assert said == ["storage auto: paged, as virtual does not work on this machine: no memfd"]
+
+
+@pytest.mark.parametrize("every", [1, 2, 7])
+def test_a_call_that_fails_ends_the_requests_of_its_step_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    calls = FaultyCalls()
+    monkeypatch.setattr(virtual, "MemfdBackend", lambda: placement.MemfdBackend(calls))
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with tiny_llm.llm(storage="virtual", piece_size="4KiB") as llm:
+        (want,) = llm.generate([list(range(5, 100))], params)
+        first = llm.engine.submit(list(range(5, 30)), params)
+        for _ in range(3):
+            llm.engine.step()
+        second = llm.engine.submit(list(range(40, 90)), params)
+        outputs = {}
+        calls.arm(every)
+        while second not in outputs:
+            outputs.update({output.request_id: output for output in llm.engine.step()})
+        calls.arm(0)
+        assert calls.num_failed > 0
+        while llm.engine.has_work:
+            outputs.update({output.request_id: output for output in llm.engine.step()})
+        assert outputs[second].outputs[0].finish_reason == "error"
+        assert isinstance(outputs[second].outputs[0].error, CapacityError)
+        assert "gives no memory for the KV cache" in str(outputs[second].outputs[0].error)
+        assert first in outputs
+        assert llm.stats()["held"] == 0
+        llm._storage.check()
+        (again,) = llm.generate([list(range(5, 100))], params)
+        assert again.outputs[0].token_ids == want.outputs[0].token_ids
 
 
 def test_auto_is_virtual_where_it_works() -> None:

@@ -320,6 +320,8 @@ class VirtualStorage:
                 raise ArgumentError(
                     f"expected sequences of at most {self.row_tokens} tokens, got {width} units of {self.block_size}"
                 )
+            if not table.size:
+                continue
             there = entries[rows, :width]
             differ = there != table + 1
             # Beyond a sequence's end the table is -1 too: what a parked row has there does no harm.
