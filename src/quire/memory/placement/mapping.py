@@ -54,12 +54,24 @@ def change(files: HeapFiles, changes: list[Change]) -> list[np.ndarray]:
             budget.check(sum(growth))
         for number, (address_range, positions, units) in enumerate(changes):
             moved = np.flatnonzero(old[number] != units)
+            extents: dict[
+                bool, list[tuple[int, int, int, int]]
+            ] = {}  # the same in all lanes that merge alike
             for lane, size in enumerate(address_range.piece_bytes):
-                if size:
-                    for start, stop in _extents(files, positions[moved], units[moved], lane, size):
-                        first, last = int(moved[start]), int(moved[stop - 1]) + 1
-                        done.append((number, lane, first, last))
-                        taking(_lead, files, address_range, lane, positions[first], units[first:last])
+                merging = _merges(files, lane, size)
+                if merging not in extents:
+                    extents[merging] = [
+                        (
+                            int(moved[start]),
+                            int(positions[moved[start]]),
+                            int(units[moved[start]]),
+                            stop - start,
+                        )
+                        for start, stop in _extents(files, positions[moved], units[moved], merging=merging)
+                    ]
+                for first, position, unit, count in extents[merging] if size else []:
+                    done.append((number, lane, first, first + count))
+                    taking(_lead, files, address_range, lane, position, unit, count)
     except BaseException:
         for number, lane, first, last in reversed(done):
             address_range, positions, _ = changes[number]
@@ -101,36 +113,38 @@ def _merges(files: HeapFiles, lane: int, size: int) -> bool:
 
 
 def _extents(
-    files: HeapFiles, positions: np.ndarray, units: np.ndarray, lane: int, size: int
+    files: HeapFiles, positions: np.ndarray, units: np.ndarray, *, merging: bool
 ) -> Iterator[tuple[int, int]]:
     """Cut [0, len) where one call to the machine does not suffice."""
     if not len(positions):
         return
     joined = np.diff(positions) == 1
-    joined &= _joined(files, units[:-1], units[1:], merging=_merges(files, lane, size))
+    joined &= _joined(files, units[:-1], units[1:], merging=merging)
     if not files.backend.merges:
         joined[:] = False
     cuts = (np.flatnonzero(~joined) + 1).tolist()
     yield from zip([0, *cuts], [*cuts, len(positions)], strict=True)
 
 
-def _lead(files: HeapFiles, address_range: AddressRange, lane: int, position: int, units: np.ndarray) -> None:
-    """One extent: consecutive positions to neighbouring units, or to none."""
+def _lead(
+    files: HeapFiles, address_range: AddressRange, lane: int, position: int, unit: int, count: int
+) -> None:
+    """One extent: positions from `position` on to neighbours from `unit` on, or, if that is -1, to none."""
     size = address_range.piece_bytes[lane]
-    address = address_range.address + address_range.offsets[lane] + int(position) * size
-    if units[0] < 0:
-        files.backend.unmap(address, len(units) * size)
+    address = address_range.address + address_range.offsets[lane] + position * size
+    if unit < 0:
+        files.backend.unmap(address, count * size)
     else:
-        files.backend.map(address, len(units) * size, *files.place(int(units[0]), lane))
+        files.backend.map(address, count * size, *files.place(unit, lane))
 
 
 def _restore(
     files: HeapFiles, address_range: AddressRange, lane: int, positions: np.ndarray, units: np.ndarray
 ) -> None:
     """Lead them back; if the machine refuses again and again, its word stands: it has kept what was there (B1)."""
-    size = address_range.piece_bytes[lane]
-    for first, last in _extents(files, positions, units, lane, size):
+    merging = _merges(files, lane, address_range.piece_bytes[lane])
+    for first, last in _extents(files, positions, units, merging=merging):
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(OSError):
-                _lead(files, address_range, lane, positions[first], units[first:last])
+                _lead(files, address_range, lane, int(positions[first]), int(units[first]), last - first)
                 break
