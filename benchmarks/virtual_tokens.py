@@ -1,6 +1,6 @@
 """Tokens a second of the storages, decoding side by side in one process. JSON lines.
 
-    python benchmarks/virtual_tokens.py [--quick] [--rounds 7] [--sequences 4] [--context 2048]
+    python benchmarks/virtual_tokens.py [--quick] [--rounds 5] [--sequences 4] [--context 1024]
 
 One engine for each storage on the same random weights (8 layers in the shape of Qwen3-0.6B's, bfloat16, a vocabulary of
 1000). A round lets each decode 48 steps behind prompts of `--context` tokens, in turns; rates are medians over the
@@ -59,9 +59,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one round, short contexts")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--context", type=int, default=1024)
     options = parser.parse_args()
     rounds, context = (1, 64) if options.quick else (options.rounds, options.context)
     emit_machine()
