@@ -43,8 +43,8 @@ def process_budget() -> MappingBudget:
             limit = _DEFAULT_MAX_MAP_COUNT
         _process_budget = MappingBudget(
             int(limit * _BUDGET_SHARE),
-            f"memory mappings (three quarters of vm.max_map_count={limit} are for KV caches; choose larger pieces, close "
-            "sequences, or raise the limit with sysctl)",
+            f"memory mappings (three quarters of vm.max_map_count={limit} are for KV caches; choose larger pieces, "
+            "close sequences, or raise the limit with sysctl)",
         )
     return _process_budget
 
@@ -66,6 +66,7 @@ class _Memfd:
             calls.keep_from_children(self.address, num_bytes)
             undo.pop_all()
         self.drop = weakref.finalize(self, _drop, calls, self.fd, start, reserved)
+        self.drop.atexit = False  # the process's end gives all back, and somebody may still look
 
 
 def _drop(calls: SystemCalls, fd: int, address: int, num_bytes: int) -> None:
