@@ -125,7 +125,7 @@ def isa() -> str:
 
 def supported_isas() -> list[str]:
     """
-    Names of all variants that run on this processor, best first, the emulated ones last.
+    Names of all variants that run on this processor, the richest instruction set first, the emulated ones last.
     """
 
 def num_threads() -> int:

@@ -1,4 +1,4 @@
-"""A beam table against gathering: the same bits from one buffer whose table is rewritten as from copies that are moved."""
+"""A beam table against gathering: a buffer whose table is rewritten gives the bits of copies that are moved."""
 
 from __future__ import annotations
 

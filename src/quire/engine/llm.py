@@ -23,7 +23,7 @@ from quire.engine.sampling_params import SamplingParams
 from quire.engine.storages import StorageOptions
 from quire.errors import ArgumentError, QuireError
 from quire.sizes import format_size
-from quire.startup import collector_paused
+from quire.startup import short_start
 
 if TYPE_CHECKING:
     from quire.memory.storage import Storage
@@ -57,7 +57,7 @@ class LLM:
     *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.
     """
 
-    @collector_paused()
+    @short_start()
     def __init__(
         self,
         model: Any = None,
