@@ -312,6 +312,26 @@ def test_addresses_go_with_the_last_tensor_and_files_with_the_heap() -> None:
     assert len(os.listdir("/proc/self/fd")) == num_files
 
 
+def test_a_mirror_ring_shows_any_window_as_one_contiguous_tensor() -> None:
+    heap = PlacementHeap([PAGE], max_units=4)
+    ring = heap.reserve(8)
+    units = heap.allocate(4)
+    heap.map([(ring, np.arange(8), np.tile(units, 2))])
+    assert ring.num_mappings == 1 + 3
+    size = 4 * PAGE // 4
+    twice = ring.tensor(0, torch.float32)
+    written = 0
+    for stop in (size, size + 1, 2 * size - 1, 2 * size + 77):
+        while written < stop:
+            twice[written % size] = written
+            written += 1
+        start = (stop - size) % size
+        window = twice[start : start + size]
+        assert window.is_contiguous()
+        assert torch.equal(window, torch.arange(stop - size, stop, dtype=torch.float32))
+    heap.close()
+
+
 def test_a_child_process_does_not_have_the_memory() -> None:
     heap = PlacementHeap([PAGE], max_units=4)
     range_ = heap.reserve(4)
@@ -390,7 +410,7 @@ def test_memory_that_is_not_there_is_an_error_and_not_a_crash() -> None:
     units = heap.allocate(4)
     calls.arm(1)
     with pytest.raises(
-        CapacityError, match=r"gives no memory for the KV cache: .* 4 units of 4096 bytes are in use"
+        CapacityError, match=r"gives no memory for the KV cache: .* was made to fail; close sequences"
     ):
         heap.map([(range_, [0], units[:1])])
     calls.arm(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,28 @@ def test_memory_goes_back_when_units_are_given_up() -> None:
     assert storage.bytes_committed == 0
     with pytest.raises(ArgumentError, match="units of 0 to 98"):
         storage.give_back([99])
+    storage.close()
+
+
+def test_what_is_given_back_leaves_the_process() -> None:
+    def pss_bytes() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+    cache, storage = make(UNIFORM, 110, 64, prefix_caching=False, max_model_len=3500)
+    sequences = [cache.open(list(range(3400))) for _ in range(2)]
+    ids = np.array([sequence.id for sequence in sequences])
+    before = pss_bytes()
+    storage.prepare(cache.reserve(sequences, [3400, 3400]), ids)
+    full, busy = storage.bytes_committed, pss_bytes()
+    assert full == 108 * storage.unit_bytes
+    assert busy - before >= 0.95 * full
+    for sequence in sequences:
+        cache.close(sequence)
+    storage.forget(ids)
+    storage.give_back(np.arange(110))
+    assert storage.bytes_committed == 0
+    assert busy - pss_bytes() >= 0.95 * full
     storage.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,20 @@ if (_reason := why_not()) is not None:
 TESTS = Path(__file__).resolve().parent.parent
 
 
+def guarded(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-m", "support.guarded_attention", *arguments],
+        env={**os.environ, "QUIRE_ISA": isa, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_guard_ends_a_process_that_reads_on() -> None:
+    assert guarded(_native.isa(), "--beyond").returncode == -signal.SIGSEGV
+
+
 @pytest.mark.parametrize(
     "isa",
     [
@@ -26,11 +41,5 @@ TESTS = Path(__file__).resolve().parent.parent
     ],
 )
 def test_attention_stays_within_the_tokens_it_may_see(isa: str) -> None:
-    path = os.pathsep.join([str(TESTS), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", "support.guarded_attention"],
-        env={**os.environ, "QUIRE_ISA": isa, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    done = guarded(isa)
     assert done.returncode == 0, f"QUIRE_ISA={isa}: exit status {done.returncode}\n{done.stderr[-2000:]}"

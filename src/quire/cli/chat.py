@@ -18,6 +18,7 @@ def chat(
     storage: options.Storage = "paged",
     reservation: options.Reservation = "max",
     growth: options.Growth = "spread",
+    piece_size: options.PieceSize = "64KiB",
     block_size: options.BlockSize = 16,
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
@@ -31,8 +32,8 @@ def chat(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine_options = options.EngineOptions(
-        model, kv_memory, storage, reservation, growth, block_size, dtype, max_model_len, seed, backend, revision,
-        trust_remote_code,
+        model, kv_memory, storage, reservation, growth, piece_size, block_size, dtype, max_model_len, seed, backend,
+        revision, trust_remote_code,
     )  # fmt: skip
     with engine_options.build() as llm:
         print(f"quire: {llm.capacity}. /reset starts anew, /exit leaves.", file=sys.stderr)

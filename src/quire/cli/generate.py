@@ -99,6 +99,7 @@ def generate(
     storage: options.Storage = "paged",
     reservation: options.Reservation = "max",
     growth: options.Growth = "spread",
+    piece_size: options.PieceSize = "64KiB",
     block_size: options.BlockSize = 16,
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
@@ -137,8 +138,8 @@ def generate(
         check_trace_path(profile_trace)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine_options = options.EngineOptions(
-        model, kv_memory, storage, reservation, growth, block_size, dtype, max_model_len, seed, backend, revision,
-        trust_remote_code,
+        model, kv_memory, storage, reservation, growth, piece_size, block_size, dtype, max_model_len, seed, backend,
+        revision, trust_remote_code,
         profile=show_profile or profile_trace is not None,
     )  # fmt: skip
     with engine_options.build() as llm:

@@ -20,6 +20,7 @@ __all__ = [
     "MaxModelLen",
     "MaxTokens",
     "Model",
+    "PieceSize",
     "Reservation",
     "Revision",
     "Seed",
@@ -51,7 +52,9 @@ KVMemory = Annotated[
 Storage = Annotated[
     str,
     typer.Option(
-        "--storage", metavar="S", help="How keys and values are kept: paged, contiguous or growing."
+        "--storage",
+        metavar="S",
+        help="How keys and values are kept: paged, contiguous, growing, virtual or auto.",
     ),
 ]
 Reservation = Annotated[
@@ -61,6 +64,12 @@ Growth = Annotated[
     str,
     typer.Option(
         metavar="G", help="When growing replaces buffers: spread, or together[:N], all at once by N tokens."
+    ),
+]
+PieceSize = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE", help="What virtual maps together, of a layer's keys or values: 4KiB to 2MiB."
     ),
 ]
 BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens of a block of paged storage, 1 to 512.")]
@@ -83,6 +92,7 @@ class EngineOptions:
     storage: str
     reservation: str
     growth: str
+    piece_size: str
     block_size: int
     dtype: str
     max_model_len: int | None
@@ -102,6 +112,7 @@ class EngineOptions:
             storage=self.storage,
             reservation=self.reservation,
             growth=self.growth,
+            piece_size=self.piece_size,
             dtype=self.dtype,
             block_size=self.block_size,
             max_model_len=self.max_model_len,

@@ -40,11 +40,13 @@ class LLM:
     kv_memory: hard cap of the KV cache: a size ("1GiB", bytes), a share of the memory free to this process
         ("40%"), or "auto": half of it, but no more than max_num_seqs sequences of max_model_len can use.
     storage: how K and V are kept: "paged" (blocks, shared prefixes), "contiguous" (one range for each sequence,
-        reserved at its start; nothing shared: the baseline) or "growing" (a buffer for each sequence and layer,
-        replaced by a larger one when it is full).
+        reserved at its start; nothing shared: the baseline), "growing" (a buffer for each sequence and layer,
+        replaced by a larger one when it is full), "virtual" (a row of addresses for each sequence, memory mapped
+        behind it piece by piece, shared prefixes; Linux) or "auto" (virtual where the machine can, else paged).
     reservation: how much "contiguous" reserves: "max" (max_model_len), "pow2" (the next power of two that holds prompt
         and max_tokens) or "exact". growth: when buffers of "growing" are replaced: "spread" (those of different layers
-        in different steps), "together" (all, by 4096 tokens) or "together:N".
+        in different steps), "together" (all, by 4096 tokens) or "together:N". piece_size: bytes that "virtual" maps
+        together, of keys or values of one layer: 4KiB to 2MiB.
     dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
     block_size: tokens of a block of "paged", 1 to 512. max_batch_tokens: tokens of a step. max_num_seqs: sequences that
         run at once. max_model_len: longest sequence; the model's own if not given.
@@ -64,6 +66,7 @@ class LLM:
         storage: str = "paged",
         reservation: str = "max",
         growth: str = "spread",
+        piece_size: str | int = "64KiB",
         dtype: str = "auto",
         block_size: int = 16,
         max_batch_tokens: int = 2048,
@@ -92,6 +95,7 @@ class LLM:
             prefix_caching=prefix_caching,
             reservation=reservation,
             growth=growth,
+            piece_size=piece_size,
             backend=backend,
         )
 
@@ -121,6 +125,8 @@ class LLM:
             self._storage_options = options
             self._storage = opened.storage
             self.cache = opened.cache
+            if self.storage == "virtual":
+                self.block_size = self.cache.block_size  # of its pieces
             self.num_blocks: int = self.cache.num_blocks
             self.kv_memory_bytes: int = self.num_blocks * self.cache.unit_bytes
             self.profile = Profile() if profile else None
@@ -165,7 +171,7 @@ class LLM:
     def capacity(self) -> str:
         """What the cache can hold, in one line."""
         blocks = f"{self.num_blocks} {self.cache.unit}s"
-        if self.storage == "paged":
+        if self.storage in ("paged", "virtual"):
             blocks += f" of {self.block_size} tokens"
         return (
             f"KV cache of {format_size(self.kv_memory_bytes)}, {self.storage}, {blocks}; "
@@ -257,7 +263,7 @@ class LLM:
         storage = self._require_open()
         if not storage.capabilities.elastic:
             raise ArgumentError(
-                f'expected a storage whose memory can be resized, got {self.storage}; use storage="paged"'
+                f'expected a storage whose memory can be resized, got {self.storage}; use storage="paged" or "virtual"'
             )
         return storage
 
@@ -305,7 +311,7 @@ class LLM:
         """
         with self._lock:
             storage = self._require_elastic()
-            options = replace(self._storage_options, kv_memory=kv_memory)
+            options = replace(self._storage_options, kv_memory=kv_memory, block_size=self.block_size)
             num_blocks = options.num_blocks(
                 self.spec, storage.unit_bytes, self.max_model_len, self._max_num_seqs, storage.bytes_committed
             )

@@ -6,7 +6,9 @@ the same units; scheduler, runner and model know neither by name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.cache.arena import RESERVATIONS, Arena
@@ -16,11 +18,14 @@ from quire.cache.row_cache import RowCache
 from quire.cache.units import num_units_for
 from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
 from quire.errors import ArgumentError
+from quire.sizes import parse_size
 from quire.spec import KVSpec
 
 __all__ = ["STORAGES", "OpenStorage", "StorageOptions"]
 
-STORAGES = ("paged", "contiguous", "growing")
+STORAGES = ("paged", "contiguous", "growing", "virtual")
+
+_log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,11 @@ class OpenStorage:
 class StorageOptions:
     """How K and V are to be kept; checked when it is made, before a model is loaded.
 
+    name: one of `STORAGES`, or "auto": virtual, or paged (said once) where this machine cannot map memory at will.
+
     reservation: of `contiguous`: "max", "pow2" or "exact", see `quire.cache.arena`. growth: of `growing`: "spread",
-    "together" (by 4096 tokens) or "together:N" (by N), see `quire.cache.buffers`.
+    "together" (by 4096 tokens) or "together:N" (by N), see `quire.cache.buffers`. piece_size: of `virtual`, bytes of
+    keys or values of one layer that are mapped together; block_size follows from it.
     """
 
     name: str = "paged"
@@ -46,17 +54,28 @@ class StorageOptions:
     prefix_caching: bool = True
     reservation: str = "max"
     growth: str = "spread"
+    piece_size: str | int = "64KiB"
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        _check_name("storage", self.name, STORAGES)
+        _check_name("storage", self.name, (*STORAGES, "auto"))
+        parse_size(self.piece_size, where="piece_size")
         _check_name("reservation", self.reservation, RESERVATIONS)
         self._growth_and_step()
         kv_memory_bytes(self.kv_memory, most_useful_bytes=2**62)
 
     def open(self, spec: KVSpec, *, max_model_len: int, max_num_seqs: int) -> OpenStorage:
         """The storage and the cache of a model. *raises:* ArgumentError, CapacityError; nothing is kept then."""
-        makers = {"paged": self._paged, "contiguous": self._contiguous, "growing": self._growing}
+        if self.name == "auto":
+            return replace(self, name=_chosen()).open(
+                spec, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+            )
+        makers = {
+            "paged": self._paged,
+            "contiguous": self._contiguous,
+            "growing": self._growing,
+            "virtual": self._virtual,
+        }
         make = makers[self.name]
         return make(spec, max_model_len, max_num_seqs)
 
@@ -76,7 +95,17 @@ class StorageOptions:
     def _paged(self, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
         from quire.memory.paged import PagedStorage
 
-        storage = PagedStorage(spec, 1, self.block_size)
+        return self._with_cache(PagedStorage(spec, 1, self.block_size), spec, max_model_len, max_num_seqs)
+
+    def _virtual(self, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
+        from quire.memory.virtual import VirtualStorage, virtual_block_size
+
+        block_size = virtual_block_size(spec, parse_size(self.piece_size, where="piece_size"))
+        storage = VirtualStorage(spec, 1, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+        return replace(self, block_size=block_size)._with_cache(storage, spec, max_model_len, max_num_seqs)
+
+    def _with_cache(self, storage: Any, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
+        """The budget's units in `storage`, which has one, and a `Cache` over them."""
         try:
             num_blocks = self.num_blocks(spec, storage.unit_bytes, max_model_len, max_num_seqs)
             storage.resize(num_blocks)
@@ -145,6 +174,17 @@ class StorageOptions:
                 f"each), got {self.kv_memory!r}, {budget} bytes - in `kv_memory`"
             )
         return min(budget // unit_bytes, 2**31 - 1)
+
+
+@functools.cache
+def _chosen() -> str:
+    """What "auto" is on this machine."""
+    from quire.memory.placement import why_not
+
+    if (reason := why_not()) is None:
+        return "virtual"
+    _log.warning("storage auto: paged, as virtual does not work on this machine: %s", reason)
+    return "paged"
 
 
 def _check_name(where: str, name: object, known: tuple[str, ...]) -> None:

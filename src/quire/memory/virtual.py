@@ -118,7 +118,7 @@ class VirtualStorage:
         # [rows, units of a row]: the unit plus one that each place leads to, of each group.
         self._entries = [r.entries[1:-1].reshape(max_num_seqs, self._units_per_row) for r in self._ranges]
         self._rows: dict[int, int] = {}  # of open sequences
-        self._parked = list(range(max_num_seqs))[::-1]  # taken from the end
+        self._parked = list(range(max_num_seqs))  # never used ones first, then in the order they were left
         self._held = np.zeros(self.max_blocks, bool)
 
     @classmethod
@@ -304,8 +304,8 @@ class VirtualStorage:
                 wanted = table[at] + 1
                 there = entries[self._parked, : len(wanted)]
                 matches += ((there == wanted) & (wanted > 0)).sum(1)
-            best = len(matches) - 1 - int(matches[::-1].argmax())  # of equals the one parked last
-            self._rows[sequence] = self._parked.pop(best)
+            # Of equals the one parked longest, first of all one that was never used.
+            self._rows[sequence] = self._parked.pop(int(matches.argmax()))
         return [sequence for _, sequence in new]
 
     def _park(self, sequences: list[int]) -> None:
@@ -320,6 +320,8 @@ class VirtualStorage:
                 raise ArgumentError(
                     f"expected sequences of at most {self.row_tokens} tokens, got {width} units of {self.block_size}"
                 )
+            if not table.size:
+                continue
             there = entries[rows, :width]
             differ = there != table + 1
             # Beyond a sequence's end the table is -1 too: what a parked row has there does no harm.

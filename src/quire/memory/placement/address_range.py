@@ -34,7 +34,10 @@ class _Reservation:
         self.address = backend.reserve(num_bytes, alignment)
         self.num_mappings = [1]
         backend.budget.add(1)
-        weakref.finalize(self, _release, backend, self.address, num_bytes, backend.budget, self.num_mappings)
+        release = weakref.finalize(
+            self, _release, backend, self.address, num_bytes, backend.budget, self.num_mappings
+        )
+        release.atexit = False  # the process's end gives all back, and a tensor may still be there
 
 
 def _release(

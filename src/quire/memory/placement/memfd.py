@@ -26,12 +26,12 @@ from quire.memory.placement.calls import HUGE_PAGE_BYTES, SystemCalls
 __all__ = ["MemfdBackend", "process_budget"]
 
 _DEFAULT_MAX_MAP_COUNT = 65530
-_BUDGET_SHARE = 0.5  # of the process's mappings: malloc, threads and libraries need the others
+_BUDGET_SHARE = 0.75  # of the process's mappings: malloc, threads and libraries need the others
 _process_budget: MappingBudget | None = None
 
 
 def process_budget() -> MappingBudget:
-    """The mappings that all heaps of this process together may have: half of vm.max_map_count.
+    """The mappings that all heaps of this process together may have: three quarters of vm.max_map_count.
 
     At the limit not even unmapping works, and malloc fails in the whole process.
     """
@@ -43,8 +43,8 @@ def process_budget() -> MappingBudget:
             limit = _DEFAULT_MAX_MAP_COUNT
         _process_budget = MappingBudget(
             int(limit * _BUDGET_SHARE),
-            f"memory mappings (half of vm.max_map_count={limit} is for KV caches; choose larger pieces, close "
-            "sequences, or raise the limit with sysctl)",
+            f"memory mappings (three quarters of vm.max_map_count={limit} are for KV caches; choose larger pieces, "
+            "close sequences, or raise the limit with sysctl)",
         )
     return _process_budget
 
@@ -66,6 +66,7 @@ class _Memfd:
             calls.keep_from_children(self.address, num_bytes)
             undo.pop_all()
         self.drop = weakref.finalize(self, _drop, calls, self.fd, start, reserved)
+        self.drop.atexit = False  # the process's end gives all back, and somebody may still look
 
 
 def _drop(calls: SystemCalls, fd: int, address: int, num_bytes: int) -> None:
