@@ -6,11 +6,14 @@ small that sequences are preempted and cached blocks evicted, once with room for
 
 from __future__ import annotations
 
+import mmap
+from functools import cache
+
 import pytest
 import torch
 from support.architectures import ALL, CORE
 from support.engine_run import EngineRun
-from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
+from support.generate_oracle import MAX_TOKENS, PROMPTS, expected, generate
 
 from quire import KVSpec
 
@@ -48,3 +51,64 @@ def test_exact(name: str, backend: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_exact_at_every_block_size(name: str, backend: str, block_size: int) -> None:
     _check(name, backend, block_size)
+
+
+# What cannot share a prefix. Longest answers, so that buffers are outgrown: 128 to 191 tokens more than a prompt.
+ROWS: dict[str, dict[str, str]] = {
+    "contiguous": {"reservation": "exact"},
+    "growing": {"growth": "spread"},
+    "growing together": {"growth": "together:32"},
+}
+LONG = 150
+
+
+@cache
+def _long(name: str) -> list[list[int]]:
+    """Greedy tokens of transformers' own loop, LONG of each prompt."""
+    model = expected(name)[0]
+    return [generate(model, prompt, LONG)[0] for prompt in PROMPTS]
+
+
+@cache
+def _paged_logits(name: str, backend: str) -> list[torch.Tensor]:
+    run = EngineRun(expected(name)[0], PROMPTS, LONG, backend=backend, room=8.0)
+    with run.llm:
+        return [answer.logits for answer in run.answer()]
+
+
+@pytest.mark.parametrize("backend", ["python", "native"])
+@pytest.mark.parametrize("storage", ROWS)
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_other_storages_give_the_tokens_of_generate_and_the_bits_of_paged(
+    name: str, storage: str, backend: str
+) -> None:
+    """With room for one of the longest at a time, and with room for all."""
+    if backend == "native":
+        pytest.importorskip("quire._native")
+    for room in (1.0, 8.0):
+        run = EngineRun(
+            expected(name)[0],
+            PROMPTS,
+            LONG,
+            backend=backend,
+            room=room,
+            storage=storage.split()[0],
+            **ROWS[storage],
+        )
+        with run.llm:
+            answers = run.answer()
+            stats = run.llm.stats()
+        assert [answer.token_ids for answer in answers] == _long(name)
+        if backend == "native":
+            for answer, logits in zip(answers, _paged_logits(name, backend), strict=True):
+                assert torch.equal(answer.logits.view(torch.uint8), logits.view(torch.uint8))
+        assert stats["kv_peak_bytes"] <= stats["kv_memory_bytes"]
+        assert (
+            stats["kv_committed_bytes"] < stats["kv_memory_bytes"] + mmap.PAGESIZE
+        )  # the arena's end cuts one
+        if storage == "contiguous":
+            assert stats["num_preemptions"] == 0
+        elif room > 1:
+            assert stats["moved_tokens"] > 0
+        elif storage == "growing together":
+            assert stats["num_preemptions"] > 0

@@ -1,4 +1,4 @@
-"""A beam table against gathering: a buffer whose table is rewritten gives the bits of copies that are moved."""
+"""A beam table against gathering: the same bits from one buffer with a rewritten table as from copies that move."""
 
 from __future__ import annotations
 

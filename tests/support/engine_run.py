@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.cache.units import num_units_for
 from quire.engine.scheduled_step import ScheduledStep
+from quire.engine.storages import StorageOptions
 from quire.memory.paged import PagedStorage
 from quire.spec import KVSpec
 
@@ -61,26 +62,46 @@ class EngineRun:
         max_num_seqs: int = 4,
         prefix_caching: bool = True,
         num_threads: int | None = None,
+        storage: str = "paged",
+        **storage_options: Any,
     ) -> None:
         self.prompts, self.max_tokens = prompts, max_tokens
         spec = KVSpec.from_config(model.config, dtype=str(model.dtype).removeprefix("torch."))
         longest = max(map(len, prompts)) + max_tokens
-        num_blocks = int(num_units_for(spec, longest, block_size) * room)
-        storage = PagedStorage(spec, 1, block_size, max_blocks=1)
+        kv_memory, num_blocks = self._kv_memory(spec, storage, storage_options, longest, block_size, room)
         self.llm = LLM(
             (model, None),
-            kv_memory=num_blocks * storage.unit_bytes,
+            kv_memory=kv_memory,
+            storage=storage,
+            max_model_len=None if storage == "paged" else longest,
             block_size=block_size,
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
             prefix_caching=prefix_caching,
             backend=backend,
             num_threads=num_threads,
+            **storage_options,
         )
-        storage.close()
         self.llm._storage.fill(float("nan"))
-        _shuffle(self.llm.engine._cache, num_blocks)
+        if storage == "paged":
+            _shuffle(self.llm.engine._cache, num_blocks)
         self._recording = self.llm.engine._runner = _Recording(self.llm.engine._runner)
+
+    @staticmethod
+    def _kv_memory(
+        spec: KVSpec, storage: str, options: dict[str, Any], longest: int, block_size: int, room: float
+    ) -> tuple[int, int]:
+        """Bytes in which `room` of the longest sequences find room, and the blocks they are."""
+        if storage == "paged":
+            num_blocks = int(num_units_for(spec, longest, block_size) * room)
+            paged = PagedStorage(spec, 1, block_size, max_blocks=1)
+            paged.close()
+            return num_blocks * paged.unit_bytes, num_blocks
+        opened = StorageOptions(storage, kv_memory="64MiB", **options).open(
+            spec, max_model_len=longest, max_num_seqs=1
+        )
+        opened.storage.close()
+        return int(opened.cache.units_alone(longest) * room) * opened.cache.unit_bytes, 0
 
     @property
     def step_sizes(self) -> set[int]:

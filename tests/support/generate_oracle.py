@@ -23,13 +23,15 @@ PROMPTS = [_tokens(1), _tokens(5), _SHARED + _tokens(4), _tokens(41), _SHARED + 
 PROMPTS.append(list(PROMPTS[2]))
 
 
-def generate(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
-    """(greedy tokens, their logits [MAX_TOKENS, vocab]) of transformers' own loop."""
+def generate(
+    model: PreTrainedModel, prompt: list[int], max_tokens: int = MAX_TOKENS
+) -> tuple[list[int], torch.Tensor]:
+    """(greedy tokens, their logits [max_tokens, vocab]) of transformers' own loop."""
     with torch.inference_mode():
         output = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=MAX_TOKENS,
+            max_new_tokens=max_tokens,
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,

@@ -39,7 +39,7 @@ class Runner:
         self._storage = storage
         self._num_threads = num_threads
         self._profile = profile or NoProfile()
-        self.prepare_seconds = 0.0  # that the storage has taken so far
+        self.prepare_seconds = 0.0  # spent in having the storage prepared so far
         # What an entry of each table stands for: constant, as a view's shape but for the number of its blocks.
         self._table_tokens = [0] * storage.num_tables
         for group in storage.spec.groups:
