@@ -1,0 +1,5 @@
+"""Quire's memory and kernels for Hugging Face's own `generate()`: a drop-in cache, and a faster model around it."""
+
+from quire.hf.cache import QuireCache
+
+__all__ = ["QuireCache"]
