@@ -1,0 +1,20 @@
+"""Memory that is mapped where it is needed: units in heaps, address ranges, and the machine behind both."""
+
+from quire.memory.placement.address_range import AddressRange
+from quire.memory.placement.backend import MappingBudget, PlacementBackend
+from quire.memory.placement.heap import DEFAULT_PIECE_BYTES, Change, PlacementHeap
+from quire.memory.placement.memfd import MemfdBackend
+from quire.memory.placement.probe import why_not
+from quire.memory.placement.simulated import SimulatedBackend
+
+__all__ = [
+    "DEFAULT_PIECE_BYTES",
+    "AddressRange",
+    "Change",
+    "MappingBudget",
+    "MemfdBackend",
+    "PlacementBackend",
+    "PlacementHeap",
+    "SimulatedBackend",
+    "why_not",
+]

@@ -1,0 +1,102 @@
+"""Reserved addresses, lane by lane, and which unit is mapped at each position of them.
+
+Not an owner of memory: what lies behind an address is the heap's. `PlacementHeap.reserve` makes ranges, `map` and `unmap`
+change them.
+
+A range has a *lane* for each of the heap's lanes it uses (the keys of a layer, say): `num_positions` pieces of addresses in
+a row. Position p of every lane is mapped together, to one unit's piece of that lane; so what was stored one position
+after another is one contiguous tensor in each lane. The lanes lie one after another in one reservation.
+
+Invariants
+    A1  an address never changes; tensors made of a range keep its reservation, also after `PlacementHeap.release`.
+    A2  an address with no unit behind it must not be touched: the process would die. Making tensors touches nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.errors import ArgumentError
+from quire.memory.placement.backend import MappingBudget, PlacementBackend
+
+__all__ = ["AddressRange"]
+
+
+class _Reservation:
+    """The addresses themselves: given back, with the mappings they count, when nobody refers to them any more."""
+
+    def __init__(self, backend: PlacementBackend, num_bytes: int, alignment: int) -> None:
+        self.address = backend.reserve(num_bytes, alignment)
+        self.num_mappings = [1]
+        backend.budget.add(1)
+        weakref.finalize(self, _release, backend, self.address, num_bytes, backend.budget, self.num_mappings)
+
+
+def _release(
+    backend: PlacementBackend, address: int, num_bytes: int, budget: MappingBudget, num_mappings: list[int]
+) -> None:
+    backend.release(address, num_bytes)
+    budget.add(-num_mappings[0])
+
+
+class AddressRange:
+    """Made by `PlacementHeap.reserve`. piece_bytes: bytes of a position in each lane of the heap, 0 where unused."""
+
+    def __init__(
+        self, backend: PlacementBackend, num_positions: int, piece_bytes: Sequence[int], alignment: int
+    ) -> None:
+        self.num_positions = num_positions
+        self.piece_bytes = tuple(piece_bytes)
+        self.offsets: list[int] = []
+        num_bytes = 0
+        for size in self.piece_bytes:
+            self.offsets.append(num_bytes)
+            num_bytes += -(-num_positions * size // alignment) * alignment
+        self.num_bytes = num_bytes
+        self._backend = backend
+        self._reservation = _Reservation(backend, num_bytes, alignment)
+        self.address = self._reservation.address
+        # Of each position the unit's number plus one, 0 for none, between two zeros: neighbours always exist, and
+        # what was never used costs no memory.
+        self.entries = np.zeros(num_positions + 2, np.int32)
+        self.leaving = np.zeros(num_positions, bool)  # unmapped once a step under way has ended
+        self.open = True
+
+    @property
+    def num_mappings(self) -> int:
+        """Mappings that the operating system keeps for the range, at most."""
+        return self._reservation.num_mappings[0]
+
+    @num_mappings.setter
+    def num_mappings(self, value: int) -> None:
+        self._reservation.num_mappings[0] = value
+
+    @property
+    def num_mapped(self) -> int:
+        """Positions with a unit behind them."""
+        return int(np.count_nonzero(self.entries))
+
+    def units(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """int32, the unit mapped at each position of [start, stop), -1 where there is none."""
+        stop = self.num_positions if stop is None else stop
+        return self.entries[start + 1 : stop + 1] - 1
+
+    def tensor(self, lane: int, dtype: torch.dtype) -> torch.Tensor:
+        """All addresses of a lane as one 1-D tensor, num_positions x piece_bytes[lane] bytes; touches none of them.
+
+        It sees whatever is mapped, now and later.
+        """
+        if not 0 <= lane < len(self.piece_bytes) or not self.piece_bytes[lane]:
+            used = [index for index, size in enumerate(self.piece_bytes) if size]
+            raise ArgumentError(f"expected a lane that the range uses, of {used}, got {lane}")
+        num_bytes = self.num_positions * self.piece_bytes[lane]
+        buffer: Any = self._backend.buffer(self.address + self.offsets[lane], num_bytes)
+        buffer.reservation = (
+            self._reservation
+        )  # A1: the tensor keeps the buffer, and that keeps the addresses
+        return torch.frombuffer(buffer, dtype=dtype)

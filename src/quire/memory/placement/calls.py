@@ -1,0 +1,105 @@
+"""The system calls a placement heap on Linux is made of, one method each. Failing is an OSError, never a return value.
+
+Not a policy: who calls what, and what is undone when one fails, is in `memfd` and `heap`. A test hands in a subclass
+whose calls fail when it says so.
+
+Cost: about 1 us of ctypes beside the call itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+
+__all__ = ["HUGE_PAGE_BYTES", "SystemCalls"]
+
+HUGE_PAGE_BYTES = 2 << 20
+
+# Linux's values of what the standard library does not name (in every version that is supported).
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MADV_COLLAPSE = 25
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+_FAILED = ctypes.c_void_p(-1).value
+
+if sys.platform == "linux":
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _mmap = _libc.mmap64 if hasattr(_libc, "mmap64") else _libc.mmap
+    _mmap.restype = ctypes.c_void_p
+    _mmap.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+    ]  # fmt: skip
+    _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    _fallocate = _libc.fallocate64 if hasattr(_libc, "fallocate64") else _libc.fallocate
+    _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+class SystemCalls:
+    """Straight to the operating system. Addresses and sizes are in bytes, whole pages."""
+
+    def memfd_create(self, name: str) -> int:
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+
+    def ftruncate(self, fd: int, num_bytes: int) -> None:
+        os.ftruncate(fd, num_bytes)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def reserve(self, num_bytes: int) -> int:
+        """Address space with nothing behind it; touching it ends the process."""
+        return self._map(None, num_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+
+    def map(self, address: int, num_bytes: int, fd: int, offset: int, *, populate: bool) -> None:
+        """Bytes of the file at a given address, in place of what was there."""
+        flags = mmap.MAP_SHARED | _MAP_FIXED | (mmap.MAP_POPULATE if populate else 0)
+        self._map(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Reserved address space again, in place of what was there."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        self._map(address, num_bytes, _PROT_NONE, flags)
+
+    def munmap(self, address: int, num_bytes: int) -> None:
+        """Nobody's address space again."""
+        _check(_libc.munmap(address, num_bytes), "munmap", num_bytes)
+
+    def keep_from_children(self, address: int, num_bytes: int) -> None:
+        """A process forked from this one does not get the mapping, and so cannot write in it."""
+        _check(_libc.madvise(address, num_bytes, mmap.MADV_DONTFORK), "madvise(MADV_DONTFORK)", num_bytes)
+
+    def collapse(self, address: int, num_bytes: int) -> None:
+        """Make huge pages of the whole aligned range, of which some page is in memory (Linux 6.1)."""
+        _check(_libc.madvise(address, num_bytes, _MADV_COLLAPSE), "madvise(MADV_COLLAPSE)", num_bytes)
+
+    def fallocate(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Have memory behind these bytes of the file."""
+        _check(_fallocate(fd, _FALLOC_FL_KEEP_SIZE, offset, num_bytes), "fallocate", num_bytes)
+
+    def punch_hole(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Give the memory behind these bytes back; they read as zeros then."""
+        mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+        _check(_fallocate(fd, mode, offset, num_bytes), "fallocate(PUNCH_HOLE)", num_bytes)
+
+    def committed_bytes(self, fd: int) -> int:
+        """Bytes of memory the file takes."""
+        return os.fstat(fd).st_blocks * 512
+
+    def _map(
+        self, address: int | None, num_bytes: int, protection: int, flags: int, fd: int = -1, offset: int = 0
+    ) -> int:
+        found = _mmap(address, num_bytes, protection, flags, fd, offset)
+        if found == _FAILED:
+            _check(-1, "mmap", num_bytes)
+        return found
+
+
+def _check(result: int, name: str, num_bytes: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name} of {num_bytes} bytes failed: {os.strerror(number)}")
