@@ -21,20 +21,19 @@ import copy
 import os
 import sys
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from quire.errors import ArgumentError, CapacityError
+from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.hf.dense import DenseMemory
-from quire.hf.layers import RowLayer, StoredShape, row_layer
-from quire.hf.rows import Need, RowMemory
+from quire.hf.layers import RowLayer, StateAndRows, StoredShape, row_layer
+from quire.hf.rows import Lane, Need, RowMemory
 from quire.sizes import parse_size
-from quire.spec.config import max_length_of
+from quire.spec.config import max_length_of, spec_of
 
 __all__ = ["QuireCache", "RowStorageName"]
 
@@ -122,11 +121,39 @@ class QuireCache(DynamicCache):
         for layer in layers:
             layer.prepared(num_new)
 
-    def open(self, shapes: Sequence[StoredShape | None]) -> None:
-        """Open the rows of all layers that have none, for a caller that knows their shapes beforehand."""
-        for layer, shape in zip(self.layers, shapes, strict=True):
-            if shape is not None and not layer.is_initialized:
-                layer.open(shape)
+    def open_for(self, layer: RowLayer, shape: StoredShape) -> None:
+        """Open the rows of `layer`, and of all others with it where the config tells their shapes.
+
+        Together they share pieces and are mapped in one go; alone each has its own.
+        """
+        shapes = self._foretold(shape.num_rows, shape.dtype)
+        if shapes.get(layer.index) != shape:
+            shapes = {layer.index: shape}
+        self.open_all({index: found for index, found in shapes.items() if not self.layers[index].is_initialized})
+
+    def open_all(self, shapes: dict[int, StoredShape]) -> None:
+        """Open the rows of these layers, which have none."""
+        lanes: list[Lane] = []
+        for index, shape in shapes.items():
+            lanes += self.layers[index].lanes(shape)
+        if lanes:
+            rows = self.memory.open(next(iter(shapes.values())).num_rows, lanes)
+            for number, (index, shape) in enumerate(shapes.items()):
+                self.layers[index].open(shape, rows[2 * number : 2 * number + 2])
+
+    def _foretold(self, num_rows: int, dtype: torch.dtype) -> dict[int, StoredShape]:
+        """Shapes of all layers on rows, by number, as the config tells them; empty where it is not understood."""
+        try:
+            layers = spec_of(self.config).layers
+        except QuireError:
+            return {}
+        return {
+            layer.index: StoredShape(
+                num_rows, (spec.num_kv_heads, spec.num_kv_heads), (spec.k_head_dim, spec.v_head_dim), dtype
+            )
+            for layer in self.row_layers
+            if (spec := layers[layer.index]).shares_kv_with is None
+        }
 
     def store(
         self, layer: RowLayer, key_states: torch.Tensor, value_states: torch.Tensor
@@ -191,14 +218,16 @@ class QuireCache(DynamicCache):
         new.__dict__.update(
             {name: value for name, value in self.__dict__.items() if name not in ("layers", "row_layers")}
         )
+        filled = [layer for layer in self.row_layers if layer.is_initialized]
+        rows = self.memory.select(self._contents(filled), range(self._num_rows()))
         layers = []
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, RowLayer):
-                forked = row_layer(layer, new, index)
-                forked.take_over(layer)
-            else:
-                forked = copy.deepcopy(layer)
+            forked = row_layer(layer, new, index) if isinstance(layer, RowLayer) else copy.deepcopy(layer)
+            if isinstance(layer, StateAndRows):
+                forked.copy_states(layer)
             layers.append(forked)
+        for number, layer in enumerate(filled):
+            layers[layer.index].take_over(layer, rows[2 * number : 2 * number + 2])
         new._adopt(layers)
         new.filled_by = self.filled_by
         return new
@@ -208,43 +237,59 @@ class QuireCache(DynamicCache):
         memo[id(self)] = new
         return new
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was; fewer or more rows than there were are possible."""
+        order = self._order(beam_idx)
+        for layer in self.layers:
+            if isinstance(layer, StateAndRows):
+                layer.reorder_states(beam_idx)
+            elif not isinstance(layer, RowLayer):
+                layer.reorder_cache(beam_idx)
+        if len(order) != self._num_rows():
+            self._choose(order)
+        elif order != list(range(len(order))):
+            filled = [layer for layer in self.row_layers if layer.is_initialized]
+            self.memory.reorder(self._contents(filled), order)
+            for layer in filled:
+                layer.ready = 0
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other. All layers or none."""
         if repeats < 1:
             raise ArgumentError(f"expected each row to be repeated at least once, got {repeats}")
-        rows = self._num_rows()
-        self._select([row for row in range(rows) for _ in range(repeats)])
+        self.batch_select_indices(torch.arange(self._num_rows()).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only the rows of `indices`, int [n] or bool [B], in that order. All layers or none."""
-        chosen = torch.arange(self._num_rows())[indices].tolist()
-        if not chosen:
-            raise ArgumentError("expected at least one row to keep, got none")
-        self._select(chosen)
-
-    def _num_rows(self) -> int:
-        return next((layer.shape.num_rows for layer in self.row_layers if layer.is_initialized), 0)
-
-    def _select(self, order: list[int]) -> None:
+        others = [layer for layer in self.layers if not isinstance(layer, RowLayer)]
         if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
             raise ArgumentError(
                 "expected layers without states for a choice of rows; transformers' state layers do not offer it"
             )
-        chosen = [layer for layer in self.row_layers if layer.is_initialized]
-        new: list[Any] = []
-        try:
-            for layer in chosen:
-                new.append(layer.selected(order))
-        except BaseException:
-            for rows in new:
-                for one in rows:
-                    one.close()
-            raise
-        for layer, rows in zip(chosen, new, strict=True):
-            layer.replace(rows)
-        for layer in self.layers:
-            if not isinstance(layer, (RowLayer, DummyLayer)):
-                layer.batch_select_indices(torch.tensor(order))  # type: ignore[union-attr]
+        order = self._order(torch.arange(self._num_rows())[indices])
+        self._choose(order)
+        for layer in others:
+            layer.batch_select_indices(torch.tensor(order))  # type: ignore[union-attr]
+
+    def _choose(self, order: list[int]) -> None:
+        filled = [layer for layer in self.row_layers if layer.is_initialized]
+        rows = self.memory.select(self._contents(filled), order)
+        for number, layer in enumerate(filled):
+            layer.replace(rows[2 * number : 2 * number + 2])
+
+    def _num_rows(self) -> int:
+        return next((layer.shape.num_rows for layer in self.row_layers if layer.is_initialized), 0)
+
+    def _order(self, indices: torch.Tensor) -> list[int]:
+        order = [int(row) for row in indices.tolist()]
+        num_rows = self._num_rows()
+        if num_rows and (not order or min(order) < 0 or max(order) >= num_rows):
+            raise ArgumentError(f"expected rows of 0 to {num_rows - 1}, got {order}")
+        return order
+
+    @staticmethod
+    def _contents(layers: list[RowLayer]) -> list[Need]:
+        return [need for layer in layers for need in layer.contents()]
 
     def save(self, path: str | os.PathLike[str], model: PreTrainedModel | None = None) -> None:
         """Write everything to `path`, in a file that `load` gives back for the same model only.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.errors import CapacityError
-from quire.hf.rows import Need
+from quire.hf.rows import Lane, Need, Rows
 from quire.sizes import format_size
 
 __all__ = ["DenseMemory", "DenseRows"]
@@ -29,21 +29,20 @@ _SPREAD = 64
 class DenseMemory:
     """Memory of `limit_bytes` for rows; of `max_length` tokens each from the start if `set_aside`."""
 
-    copies_on_write = False
-
     def __init__(self, limit_bytes: int, max_length: int | None, *, set_aside: bool) -> None:
         self.limit_bytes = limit_bytes
         self.max_length = max_length
         self.set_aside = set_aside
         self.used_bytes = 0
 
-    def open(self, num_rows: int, token_bytes: int, spread: int) -> DenseRows:
-        rows = DenseRows(self, num_rows, token_bytes, spread)
+    def open(self, num_rows: int, lanes: Sequence[Lane]) -> list[Rows]:
+        opened = [DenseRows(self, num_rows, lane.token_bytes, lane.layer) for lane in lanes]
         if self.set_aside:
             assert self.max_length is not None
-            self.check(rows.bytes_of(self.max_length), self.max_length, num_rows)
-            rows.replace(0, 0, self.max_length)
-        return rows
+            self._check(sum(rows.bytes_of(self.max_length) for rows in opened), self.max_length, num_rows)
+            for rows in opened:
+                rows.replace(0, 0, self.max_length)
+        return list(opened)
 
     def prepare(self, needs: Sequence[Need]) -> None:
         growing: list[tuple[Need, int]] = []
@@ -62,12 +61,41 @@ class DenseMemory:
                 growing.append((need, tokens))
                 more += rows.bytes_of(tokens) - rows.bytes_of(rows.capacity)
         if growing:
-            self.check(more, growing[0][0].stop, growing[0][0].rows.num_rows)
+            self._check(more, growing[0][0].stop, growing[0][0].rows.num_rows)
             for need, tokens in growing:
                 assert isinstance(need.rows, DenseRows)
                 need.rows.replace(need.first, need.start, tokens)
 
-    def check(self, more_bytes: int, num_tokens: int, num_rows: int) -> None:
+    def reorder(self, needs: Sequence[Need], order: Sequence[int]) -> None:
+        moved = [row for row, source in enumerate(order) if row != source]
+        for need in needs:
+            if moved and need.first < need.stop:
+                assert isinstance(need.rows, DenseRows)
+                tokens = need.rows.tokens(need.first, need.stop)
+                tokens[moved] = tokens[[order[row] for row in moved]]  # the right side is a copy
+
+    def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[Rows]:
+        selected: list[tuple[DenseRows, int, int]] = []
+        for need in needs:
+            rows = need.rows
+            assert isinstance(rows, DenseRows)
+            new = DenseRows(self, len(order), rows.token_bytes, rows.spread)
+            if self.set_aside:
+                selected.append((new, rows.origin, rows.capacity))
+            else:
+                selected.append((new, need.first, need.stop - need.first + _MORE_TOKENS + rows.spread % _SPREAD))
+        if selected:
+            more = sum(new.bytes_of(capacity) for new, _, capacity in selected)
+            self._check(more, needs[0].stop, len(order))
+        for (new, origin, capacity), need in zip(selected, needs, strict=True):
+            new.replace(origin, origin, capacity)
+            assert isinstance(need.rows, DenseRows)
+            source, target = need.rows.tokens(need.first, need.stop), new.tokens(need.first, need.stop)
+            for row, chosen in enumerate(order):
+                target[row] = source[chosen]
+        return [new for new, _, _ in selected]
+
+    def _check(self, more_bytes: int, num_tokens: int, num_rows: int) -> None:
         """Raises CapacityError if `more_bytes` would go beyond the limit."""
         if self.used_bytes + more_bytes > self.limit_bytes:
             raise CapacityError(
@@ -108,31 +136,9 @@ class DenseRows:
             ) from error
         if first < stop:
             target = buffer.view(self.num_rows + 1, num_tokens, self.token_bytes)
-            target[: self.num_rows, : stop - first] = self._tokens(first, stop)
+            target[: self.num_rows, : stop - first] = self.tokens(first, stop)
         memory.used_bytes += self.bytes_of(num_tokens) - self.bytes_of(self.capacity)
         self.buffer, self.capacity, self.origin = buffer, num_tokens, first
-
-    def reorder(self, order: Sequence[int], first: int, stop: int) -> None:
-        moved = [row for row, source in enumerate(order) if row != source]
-        if moved and first < stop:
-            tokens = self._tokens(first, stop)
-            tokens[moved] = tokens[[order[row] for row in moved]]  # the right side is a copy
-
-    def select(self, order: Sequence[int], first: int, stop: int) -> DenseRows:
-        memory = self._memory
-        assert memory is not None
-        new = DenseRows(memory, len(order), self.token_bytes, self.spread)
-        if memory.set_aside:
-            origin, capacity = self.origin, self.capacity
-        else:
-            origin, capacity = first, stop - first + (_MORE_TOKENS + self.spread % _SPREAD if stop else 0)
-        memory.check(new.bytes_of(capacity), stop, new.num_rows)
-        new.replace(origin, origin, capacity)
-        if first < stop:
-            torch.index_select(
-                self._tokens(first, stop), 0, torch.tensor(list(order)), out=new._tokens(first, stop)
-            )
-        return new
 
     def close(self) -> None:
         memory, self._memory = self._memory, None
@@ -142,7 +148,7 @@ class DenseRows:
 
     __del__ = close
 
-    def _tokens(self, first: int, stop: int) -> torch.Tensor:
+    def tokens(self, first: int, stop: int) -> torch.Tensor:
         """Positions [first, stop) of all rows, uint8 [num_rows, stop - first, token_bytes]."""
         whole = self.buffer.view(self.num_rows + 1, self.capacity, self.token_bytes)
         return whole[: self.num_rows, first - self.origin : stop - self.origin]

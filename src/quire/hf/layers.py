@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,12 +35,14 @@ from transformers.cache_utils import (
 )
 
 from quire.errors import ArgumentError
-from quire.hf.rows import Need, Rows
+from quire.hf.rows import Lane, Need, Rows
 
 if TYPE_CHECKING:
     from quire.hf.cache import QuireCache
 
-__all__ = ["RowLayer", "StoredShape", "row_layer"]
+_use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+__all__ = ["RowLayer", "StateAndRows", "StoredShape", "row_layer"]
 
 # What `LinearAttentionLayer` keeps, beside its number of states.
 _STATE_FIELDS = (
@@ -48,11 +51,24 @@ _STATE_FIELDS = (
 )  # fmt: skip
 
 
+@dataclass
 class StoredShape:
-    """Shape of what a layer stores: rows, heads, and the widths of K and of V, which may differ."""
+    """Shape of what a layer stores: rows, and heads and widths of K and of V, which may differ."""
 
-    def __init__(self, num_rows: int, num_heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype) -> None:
-        self.num_rows, self.num_heads, self.widths, self.dtype = num_rows, num_heads, widths, dtype
+    num_rows: int
+    num_heads: tuple[int, int]
+    widths: tuple[int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> StoredShape:
+        """The shape of keys and values [rows, heads, tokens, width]."""
+        return cls(
+            key_states.shape[0],
+            (key_states.shape[1], value_states.shape[1]),
+            (key_states.shape[3], value_states.shape[3]),
+            key_states.dtype,
+        )
 
     def token_bytes(self, which: int) -> int:
         return self.num_heads[which] * self.widths[which] * self.dtype.itemsize
@@ -79,7 +95,7 @@ class RowLayer:
         self._shape: StoredShape | None = None
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the buffers that the views are of
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.length = self.kept = self.ready = self._anchor = 0
+        self.length = self.kept = self.ready = self._anchor = self._num_own = 0
         self.record_past = False
         self.is_initialized = False
 
@@ -131,7 +147,15 @@ class RowLayer:
             with torch.inference_mode(False):  # a view made in that mode could not be written outside of it
                 self._views = (self._view(0), self._view(1))
             self._seen = (rows_k.buffer, rows_v.buffer)
+            self.count_references()
         return self._views
+
+    def count_references(self) -> None:
+        """Take the tensors over the rows that exist now for this cache's own; more of them are somebody's views."""
+        self._num_own = self._num_references()
+
+    def _num_references(self) -> int:
+        return sum(_use_count(rows.buffer.untyped_storage()._cdata) for rows in self.rows)
 
     def _view(self, which: int) -> torch.Tensor:
         rows, shape = self.rows[which], self.shape
@@ -155,15 +179,13 @@ class RowLayer:
 
     # Growing.
 
-    def open(self, shape: StoredShape) -> None:
-        """Empty rows for `shape`."""
-        cache = self._owner()
-        k = cache.memory.open(shape.num_rows, shape.token_bytes(0), self.index)
-        try:
-            v = cache.memory.open(shape.num_rows, shape.token_bytes(1), self.index)
-        except BaseException:
-            k.close()
-            raise
+    def lanes(self, shape: StoredShape) -> list[Lane]:
+        """What rows for keys, and for values, of that shape are opened for."""
+        return [Lane(self.index, shape.token_bytes(which), self.window) for which in (0, 1)]
+
+    def open(self, shape: StoredShape, rows: Sequence[Rows]) -> None:
+        """Take over empty rows, of keys and of values."""
+        k, v = rows
         self._rows, self._shape, self._views = (k, v), shape, None
         self.dtype, self.device = shape.dtype, torch.device("cpu")
         self.is_initialized = True
@@ -174,6 +196,8 @@ class RowLayer:
         if self.window:
             first = max(0, self.length - self.window + 1)
             first = max(self.kept, min(first, self._anchor) if self.record_past else first)
+            if self._views is not None and self._num_references() > self._num_own:
+                first = self.kept  # L2: what somebody looks at stays
         k, v = self.rows
         stop = self.length + num_new
         return Need(k, first, self.length, stop), Need(v, first, self.length, stop)
@@ -207,14 +231,7 @@ class RowLayer:
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Open rows for tokens like these."""
-        self.open(
-            StoredShape(
-                key_states.shape[0],
-                (key_states.shape[1], value_states.shape[1]),
-                (key_states.shape[3], value_states.shape[3]),
-                key_states.dtype,
-            )
-        )
+        self._owner().open_for(self, StoredShape.of(key_states, value_states))
 
     def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Raises ArgumentError for tokens that cannot be stored here."""
@@ -301,44 +318,33 @@ class RowLayer:
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was."""
-        if not self.is_initialized:
-            return
-        order = self._order(beam_idx)
-        if len(order) != self.shape.num_rows:
-            self.replace(self.selected(order))
-        elif order != list(range(len(order))):
-            self.ready = 0
-            for rows in self.rows:
-                rows.reorder(order, self.kept, self.length)
+        self._refuse_alone("reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self.replace(self.selected([row for row in range(self.shape.num_rows) for _ in range(repeats)]))
+        self._refuse_alone("batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.is_initialized:
-            self.replace(self.selected(self._order(torch.arange(self.shape.num_rows)[indices])))
+        self._refuse_alone("batch_select_indices")
 
-    def selected(self, order: Sequence[int]) -> tuple[Rows, Rows]:
-        """New rows like rows `order` of this layer's."""
-        k, v = self.rows
-        self.ready = 0
-        new_k = k.select(order, self.kept, self.length)
-        try:
-            return new_k, v.select(order, self.kept, self.length)
-        except BaseException:
-            new_k.close()
-            raise
+    def contents(self) -> list[Need]:
+        """All that is stored, of keys and of values."""
+        return [Need(rows, self.kept, self.kept, self.length) for rows in self.rows]
 
-    def take_over(self, other: RowLayer, order: Sequence[int] | None = None) -> None:
-        """Become a copy of `other`, or of rows `order` of it; what the storage can share is shared."""
+    def replace(self, rows: Sequence[Rows]) -> None:
+        """Go on with other rows, which hold the same positions."""
+        old, (k, v) = self._rows, rows
+        self._rows, self._views, self.ready = (k, v), None, 0
+        self._shape = copy.copy(self.shape)
+        self._shape.num_rows = k.num_rows
+        for one in old or ():
+            one.close()
+
+    def take_over(self, other: RowLayer, rows: Sequence[Rows]) -> None:
+        """Become a copy of `other`, whose tokens are in `rows`."""
         self.record_past, self._anchor = other.record_past, other._anchor
-        if other.is_initialized:
-            self._shape = copy.copy(other.shape)
-            self.replace(other.selected(range(other.shape.num_rows) if order is None else order))
-            self.dtype, self.device = other.dtype, other.device
-            self.length, self.kept, self.is_initialized = other.length, other.kept, True
+        self.open(copy.copy(other.shape), rows)
+        self.length, self.kept = other.length, other.kept
+        other.ready = 0  # what is shared now must be copied before it is written
 
     def offload(self) -> None:
         raise ArgumentError("expected a cache that stays where it is; QuireCache cannot be offloaded")
@@ -351,24 +357,14 @@ class RowLayer:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArgumentError("expected no pickling of a QuireCache's layers; use QuireCache.save and load")
 
-    def replace(self, rows: tuple[Rows, Rows]) -> None:
-        old = self._rows
-        self._rows, self._views, self.ready = rows, None, 0
-        self.shape.num_rows = rows[0].num_rows
-        for one in old or ():
-            one.close()
-
-    def _order(self, indices: torch.Tensor) -> list[int]:
-        order = [int(row) for row in indices.tolist()]
-        if not order or min(order) < 0 or max(order) >= self.shape.num_rows:
-            raise ArgumentError(f"expected rows of 0 to {self.shape.num_rows - 1}, got {order}")
-        return order
-
     def _owner(self) -> QuireCache:
         cache = self._cache()
         if cache is None:
             raise ArgumentError("expected a layer of a QuireCache that is in use; its cache is gone")
         return cache
+
+    def _refuse_alone(self, name: str) -> None:
+        raise ArgumentError(f"expected {name} of the whole QuireCache: its layers share one memory; got one layer")
 
     def _refuse_assignment(self, name: str, value: Any) -> None:
         if value is not None:
@@ -386,7 +382,7 @@ class SlidingRowLayer(RowLayer, DynamicSlidingWindowLayer):
     """`DynamicSlidingWindowLayer` on rows."""
 
 
-class _StateAndRows(RowLayer):
+class StateAndRows(RowLayer):
     """A layer that keeps a state beside its keys and values: the state is `LinearAttentionLayer`'s."""
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -406,21 +402,21 @@ class _StateAndRows(RowLayer):
         LinearAttentionLayer.reset(self)  # type: ignore[arg-type]
         RowLayer.reset(self)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_states(self, beam_idx: torch.LongTensor) -> None:
+        """`reorder_cache` of the states alone."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-        RowLayer.reorder_cache(self, beam_idx)
 
-    def take_over(self, other: RowLayer, order: Sequence[int] | None = None) -> None:
-        RowLayer.take_over(self, other, order)
+    def copy_states(self, other: StateAndRows) -> None:
+        """Have copies of the states of `other`."""
         for name in _STATE_FIELDS:
             setattr(self, name, copy.deepcopy(getattr(other, name)))
 
 
-class FullRowAndStateLayer(_StateAndRows, LinearAttentionAndFullAttentionLayer):
+class FullRowAndStateLayer(StateAndRows, LinearAttentionAndFullAttentionLayer):
     """`LinearAttentionAndFullAttentionLayer` on rows."""
 
 
-class SlidingRowAndStateLayer(_StateAndRows, LinearAttentionAndSlidingWindowAttentionLayer):
+class SlidingRowAndStateLayer(StateAndRows, LinearAttentionAndSlidingWindowAttentionLayer):
     """`LinearAttentionAndSlidingWindowAttentionLayer` on rows."""
 
 
@@ -441,7 +437,7 @@ def row_layer(layer: Any, cache: QuireCache, index: int) -> Any:
     if kind is None:
         return layer
     options: dict[str, Any] = {}
-    if issubclass(kind, _StateAndRows):
+    if issubclass(kind, StateAndRows):
         options["number_of_states"] = layer.number_of_states
     window = int(getattr(layer, "sliding_window", 0) or 0)
     if window:

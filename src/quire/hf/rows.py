@@ -3,7 +3,8 @@
 A `Rows` holds `num_rows` rows of one batch, token after token, `token_bytes` each; position `p` of row `r` begins at
 byte `(r * row_tokens + p - origin) * token_bytes` of `buffer`. So one tensor [num_rows, heads, tokens, head_dim] is a
 view of it, for any number of tokens, and nothing is moved when a token is added. All rows have the same length, as
-the batches of `generate` have. A `RowMemory` opens them, and counts what they take against one limit.
+the batches of `generate` have. A `RowMemory` opens them, and counts what they take against one limit; what changes
+several of them is one call, for all or for none.
 
     dense.py     `growing`: one buffer, replaced by a larger one when it is full; `contiguous`: one of full length
     virtual.py   `virtual`: a range of addresses; pieces of memory are mapped into it as it is written
@@ -27,14 +28,22 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Need", "RowMemory", "Rows"]
+__all__ = ["Lane", "Need", "RowMemory", "Rows"]
+
+
+class Lane(NamedTuple):
+    """What rows are opened for. layer: its number. window: tokens that stay, 0 for all."""
+
+    layer: int
+    token_bytes: int
+    window: int
 
 
 class Rows(Protocol):
     """See the module's text. Made by `RowMemory.open`.
 
     origin: position of the first token in the buffer. row_tokens: tokens from one row's begin to the next one's; the
-    buffer has room for `num_rows + 1` of them, so that a view may begin anywhere in a row and be as long as one.
+    buffer has addresses for `num_rows + 1` of them, so that a view may begin anywhere in a row and be as long as one.
     """
 
     num_rows: int
@@ -43,25 +52,13 @@ class Rows(Protocol):
     origin: int
     buffer: torch.Tensor  # uint8, 1-D
 
-    def reorder(self, order: Sequence[int], first: int, stop: int) -> None:
-        """Row r becomes what row `order[r]` was, in positions [first, stop). As many rows as before."""
-        ...
-
-    def select(self, order: Sequence[int], first: int, stop: int) -> Rows:
-        """New rows, row r like row `order[r]` of this in [first, stop). Writing either does not change the other.
-
-        Raises:
-            CapacityError: no room for a copy, where the storage copies.
-        """
-        ...
-
     def close(self) -> None:
         """Done with: the memory goes back as W4 says. Twice is harmless."""
         ...
 
 
 class Need(NamedTuple):
-    """Positions [start, stop) of all rows are about to be written, and those below `first` are not needed again."""
+    """Positions [start, stop) of all rows are meant, and those below `first` are not needed again."""
 
     rows: Rows
     first: int
@@ -70,21 +67,17 @@ class Need(NamedTuple):
 
 
 class RowMemory(Protocol):
-    """The memory of a cache and its forks, `limit_bytes` at most.
-
-    copies_on_write: `Rows.select` copies nothing.
-    """
+    """The memory of a cache and its forks, `limit_bytes` at most."""
 
     limit_bytes: int
-    copies_on_write: bool
 
     @property
     def used_bytes(self) -> int:
         """Bytes that count against the limit now."""
         ...
 
-    def open(self, num_rows: int, token_bytes: int, spread: int) -> Rows:
-        """Rows without a token. spread: the layer's number, so that not all grow in the same step.
+    def open(self, num_rows: int, lanes: Sequence[Lane]) -> list[Rows]:
+        """Rows without a token, for each lane.
 
         Raises:
             CapacityError: no addresses, or no room for as much as is set aside at once.
@@ -92,9 +85,21 @@ class RowMemory(Protocol):
         ...
 
     def prepare(self, needs: Sequence[Need]) -> None:
-        """Have memory in place for all of `needs`, or for none.
+        """Have memory in place where [start, stop) is about to be written.
 
         Raises:
-            CapacityError: it would take more than the limit, with the numbers; nothing has changed.
+            CapacityError: it would take more than the limit, with the numbers.
+        """
+        ...
+
+    def reorder(self, needs: Sequence[Need], order: Sequence[int]) -> None:
+        """Row r becomes what row `order[r]` was, in positions [first, stop). As many rows as before."""
+        ...
+
+    def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[Rows]:
+        """New rows, row r like row `order[r]` in [first, stop). Writing either does not change the other.
+
+        Raises:
+            CapacityError: no room for a copy, where the memory copies.
         """
         ...
