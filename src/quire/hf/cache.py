@@ -21,6 +21,7 @@ import copy
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,6 +96,7 @@ class QuireCache(DynamicCache):
         self.row_layers: list[RowLayer] = [layer for layer in layers if isinstance(layer, RowLayer)]
         self.filled_by: weakref.ref[PreTrainedModel] | None = None
         self._broken = False
+        self.detachers: list[Callable[[], None]] = []  # of those who keep views of the rows from step to step
 
     @property
     def used_bytes(self) -> int:
@@ -105,7 +107,7 @@ class QuireCache(DynamicCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers asks before a step; the step's memory is taken here, before any layer has changed."""
-        self._check_whole()
+        self.check_whole()
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, RowLayer) and layer.is_initialized and layer.length + query_length > layer.ready:
             self.prepare(query_length, layer.length)
@@ -165,7 +167,7 @@ class QuireCache(DynamicCache):
                 "memory that it maps itself: call the model eagerly, or use a StaticCache"
             )
         layer.check(key_states, value_states)
-        self._check_whole()
+        self.check_whole()
         length, num_new = layer.length, key_states.shape[2]
         try:
             if not layer.is_initialized:
@@ -189,7 +191,8 @@ class QuireCache(DynamicCache):
                 layer.roll_back(length)
         self._broken = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
+        """Raises ArgumentError where a step was left half done (Q2)."""
         if self._broken:
             raise ArgumentError(
                 "expected a cache whose last step was whole; the states of its layers went on when its memory ran "
@@ -200,6 +203,7 @@ class QuireCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget all tokens and give the memory back."""
+        self._detach()
         super().reset()
         self.filled_by = None
         self._broken = False
@@ -213,10 +217,10 @@ class QuireCache(DynamicCache):
         Raises:
             CapacityError: no room for the copy.
         """
-        self._check_whole()
+        self.check_whole()
         new = object.__new__(type(self))
         new.__dict__.update(
-            {name: value for name, value in self.__dict__.items() if name not in ("layers", "row_layers")}
+            {name: value for name, value in self.__dict__.items() if name not in ("layers", "row_layers", "detachers")}
         )
         filled = [layer for layer in self.row_layers if layer.is_initialized]
         rows = self.memory.select(self._contents(filled), range(self._num_rows()))
@@ -271,7 +275,12 @@ class QuireCache(DynamicCache):
         for layer in others:
             layer.batch_select_indices(torch.tensor(order))  # type: ignore[union-attr]
 
+    def _detach(self) -> None:
+        for detach in self.detachers:
+            detach()
+
     def _choose(self, order: list[int]) -> None:
+        self._detach()
         filled = [layer for layer in self.row_layers if layer.is_initialized]
         rows = self.memory.select(self._contents(filled), order)
         for number, layer in enumerate(filled):
@@ -306,7 +315,7 @@ class QuireCache(DynamicCache):
         """
         from quire.hf.file import save
 
-        self._check_whole()
+        self.check_whole()
         owner = model if model is not None else None if self.filled_by is None else self.filled_by()
         if owner is None:
             raise ArgumentError(
