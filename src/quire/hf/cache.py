@@ -123,6 +123,16 @@ class QuireCache(DynamicCache):
         for layer in layers:
             layer.prepared(num_new)
 
+    def prepare_for(self, positions: dict[int, tuple[int, int]]) -> None:
+        """Have memory for positions [first, length) of these layers, which are open and empty. All or nothing."""
+        self.memory.prepare(
+            [
+                Need(rows, first, first, length)
+                for index, (first, length) in positions.items()
+                for rows in self.layers[index].rows
+            ]
+        )
+
     def open_for(self, layer: RowLayer, shape: StoredShape) -> None:
         """Open the rows of `layer`, and of all others with it where the config tells their shapes.
 

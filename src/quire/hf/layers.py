@@ -168,10 +168,13 @@ class RowLayer:
     def _kept_view(self, which: int) -> torch.Tensor | None:
         if not self.is_initialized:
             return None
-        first = self.length - self._visible_past()
-        if self.record_past:
-            first = min(first, max(self._anchor, self.kept))
+        first = self.first_kept()
         return self.views()[which].narrow(2, first - self.rows[which].origin, self.length - first)
+
+    def first_kept(self) -> int:
+        """The first position that `keys` shows: the next step, or a `crop`, may need it."""
+        first = self.length - self._visible_past()
+        return min(first, max(self._anchor, self.kept)) if self.record_past else first
 
     def _visible_past(self) -> int:
         """Stored tokens that the next one sees."""
@@ -206,6 +209,11 @@ class RowLayer:
         """The memory for `needs(num_new)` is there."""
         self.kept = self.needs(num_new)[0].first
         self.ready = self.length + num_new
+
+    def filled(self, first: int, length: int) -> None:
+        """Positions [first, length) have been written into prepared rows from elsewhere."""
+        self.length, self.kept, self.ready = length, first, 0
+        self._anchor = length - self._visible_past()
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes into rows that are prepared. K and V [B, heads, tokens, width] of all the step sees."""

@@ -87,8 +87,8 @@ class VirtualMemory:
         done: list[Callable[[], None]] = []
         with self._changing():
             try:
-                for group, _, start, stop in groups:
-                    done.append(group.prepare(start, stop))
+                for group, first, start, stop in groups:
+                    done.append(group.prepare(first, start, stop))
             except BaseException:
                 for undo in reversed(done):
                     undo()
@@ -186,8 +186,11 @@ class _Group:
         """Whether [start, stop) of all rows can be written as it is."""
         return start >= self.own_from * self.unit_tokens and stop <= self.high * self.unit_tokens
 
-    def prepare(self, start: int, stop: int) -> Callable[[], None]:
-        """Memory for [start, stop) of all rows, nobody else's. Returns what gives the new positions up again."""
+    def prepare(self, first: int, start: int, stop: int) -> Callable[[], None]:
+        """Memory for [start, stop) of all rows, nobody else's. Returns what gives the new positions up again.
+
+        Where nothing is mapped yet, nothing will be before `first`.
+        """
         tokens = self.unit_tokens
         begin, end = start // tokens, -(-stop // tokens)
         if stop > self.memory.max_length:
@@ -195,6 +198,8 @@ class _Group:
                 f"expected at most max_length={self.memory.max_length} tokens in a row, got {stop}; make the cache "
                 "with a larger max_length"
             )
+        if self.high == self.low:
+            self.low = self.high = first // tokens
         if begin < self.own_from:
             self._own(begin, min(end, self.high), start)
         high = self.high
