@@ -32,7 +32,15 @@ from transformers.generation.streamers import BaseStreamer
 
 from quire.hf import QuireCache, accelerate, restore
 
-WAYS = ("dynamic", "static", "virtual", "growing", "virtual+accelerate", "growing+accelerate", "dynamic+accelerate")
+WAYS = (
+    "dynamic",
+    "static",
+    "virtual",
+    "growing",
+    "virtual+accelerate",
+    "growing+accelerate",
+    "dynamic+accelerate",
+)
 SKIPPED_TOKENS = 2
 FILLED_AT_ONCE = 4096
 SLOW_STEPS = 4  # where a step takes seconds
@@ -83,7 +91,10 @@ def measure(model: PreTrainedModel, way: str, context: int, steps: int) -> dict[
             pad_token_id=0,
         )
         peak = resident() - before
-        gaps = [b - a for a, b in zip(clock.times[SKIPPED_TOKENS:-1], clock.times[SKIPPED_TOKENS + 1 :], strict=True)]
+        gaps = [
+            b - a
+            for a, b in zip(clock.times[SKIPPED_TOKENS:-1], clock.times[SKIPPED_TOKENS + 1 :], strict=True)
+        ]
         return {
             "step_ms": round(statistics.median(gaps) * 1e3, 2),
             "fastest_ms": round(min(gaps) * 1e3, 2),

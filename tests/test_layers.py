@@ -24,6 +24,7 @@ ORDER = [
     "cache",
     "model",
     "engine",
+    "hf",
     "cli",
 ]
 

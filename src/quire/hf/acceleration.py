@@ -124,7 +124,10 @@ def _install(model: PreTrainedModel, prepared: PreparedModel) -> Callable[[], No
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args:
             bound = signature.bind(*args, **kwargs).arguments
-            kwargs = {**{name: value for name, value in bound.items() if name != "kwargs"}, **bound.get("kwargs", {})}
+            kwargs = {
+                **{name: value for name, value in bound.items() if name != "kwargs"},
+                **bound.get("kwargs", {}),
+            }
         answer = steps.answer(kwargs)
         return original(**kwargs) if answer is None else answer
 

@@ -141,7 +141,9 @@ class QuireCache(DynamicCache):
         shapes = self._foretold(shape.num_rows, shape.dtype)
         if shapes.get(layer.index) != shape:
             shapes = {layer.index: shape}
-        self.open_all({index: found for index, found in shapes.items() if not self.layers[index].is_initialized})
+        self.open_all(
+            {index: found for index, found in shapes.items() if not self.layers[index].is_initialized}
+        )
 
     def open_all(self, shapes: dict[int, StoredShape]) -> None:
         """Open the rows of these layers, which have none."""
@@ -230,7 +232,11 @@ class QuireCache(DynamicCache):
         self.check_whole()
         new = object.__new__(type(self))
         new.__dict__.update(
-            {name: value for name, value in self.__dict__.items() if name not in ("layers", "row_layers", "detachers")}
+            {
+                name: value
+                for name, value in self.__dict__.items()
+                if name not in ("layers", "row_layers", "detachers")
+            }
         )
         filled = [layer for layer in self.row_layers if layer.is_initialized]
         rows = self.memory.select(self._contents(filled), range(self._num_rows()))

@@ -83,7 +83,9 @@ class DenseMemory:
             if self.set_aside:
                 selected.append((new, rows.origin, rows.capacity))
             else:
-                selected.append((new, need.first, need.stop - need.first + _MORE_TOKENS + rows.spread % _SPREAD))
+                selected.append(
+                    (new, need.first, need.stop - need.first + _MORE_TOKENS + rows.spread % _SPREAD)
+                )
         if selected:
             more = sum(new.bytes_of(capacity) for new, _, capacity in selected)
             self._check(more, needs[0].stop, len(order))

@@ -85,7 +85,9 @@ def load(cache: QuireCache, path: Path, model: PreTrainedModel) -> None:
             except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
                 if isinstance(error, ArgumentError):
                     raise
-                raise _refused(path, f"its header does not describe a cache of this model ({error!r})") from error
+                raise _refused(
+                    path, f"its header does not describe a cache of this model ({error!r})"
+                ) from error
     except OSError as error:
         cache.reset()
         raise LoadError(f"cannot read the cache file {path}: {error.strerror or error}") from error
@@ -215,10 +217,14 @@ def _fill(cache: QuireCache, file: BinaryIO, header: dict[str, Any], path: Path)
     entries = header["layers"]
     if len(entries) != len(cache.layers):
         raise _refused(path, f"it holds {len(entries)} layers, this model has {len(cache.layers)}")
-    shapes = {index: _shape(entry["rows"]) for index, entry in enumerate(entries) if entry["rows"] is not None}
+    shapes = {
+        index: _shape(entry["rows"]) for index, entry in enumerate(entries) if entry["rows"] is not None
+    }
     cache.open_all(shapes)
     # All memory first, so that what does not fit is found before anything is read.
-    cache.prepare_for({index: (entries[index]["rows"]["first"], entries[index]["rows"]["length"]) for index in shapes})
+    cache.prepare_for(
+        {index: (entries[index]["rows"]["first"], entries[index]["rows"]["length"]) for index in shapes}
+    )
     for layer, entry in zip(cache.layers, entries, strict=True):
         if (rows := entry["rows"]) is not None:
             for which in (0, 1):
@@ -272,4 +278,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _refused(path: Path, reason: str) -> LoadError:
-    return LoadError(f"cannot load the cache file {path}: {reason}; nothing of it is used, compute the prompt again")
+    return LoadError(
+        f"cannot load the cache file {path}: {reason}; nothing of it is used, compute the prompt again"
+    )

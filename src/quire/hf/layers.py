@@ -143,7 +143,12 @@ class RowLayer:
         """K and V [B, heads, row_tokens, width] as they lie, written or not; position `origin` comes first."""
         rows_k, rows_v = self.rows
         seen = self._seen
-        if self._views is None or seen is None or seen[0] is not rows_k.buffer or seen[1] is not rows_v.buffer:
+        if (
+            self._views is None
+            or seen is None
+            or seen[0] is not rows_k.buffer
+            or seen[1] is not rows_v.buffer
+        ):
             with torch.inference_mode(False):  # a view made in that mode could not be written outside of it
                 self._views = (self._view(0), self._view(1))
             self._seen = (rows_k.buffer, rows_v.buffer)
@@ -215,7 +220,9 @@ class RowLayer:
         self.length, self.kept, self.ready = length, first, 0
         self._anchor = length - self._visible_past()
 
-    def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def store(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes into rows that are prepared. K and V [B, heads, tokens, width] of all the step sees."""
         num_new = key_states.shape[2]
         past = self._visible_past()
@@ -360,7 +367,9 @@ class RowLayer:
     prefetch = offload
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise ArgumentError("expected a copy of the whole QuireCache: a layer's memory belongs to its cache; use fork()")
+        raise ArgumentError(
+            "expected a copy of the whole QuireCache: a layer's memory belongs to its cache; use fork()"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArgumentError("expected no pickling of a QuireCache's layers; use QuireCache.save and load")
@@ -372,7 +381,9 @@ class RowLayer:
         return cache
 
     def _refuse_alone(self, name: str) -> None:
-        raise ArgumentError(f"expected {name} of the whole QuireCache: its layers share one memory; got one layer")
+        raise ArgumentError(
+            f"expected {name} of the whole QuireCache: its layers share one memory; got one layer"
+        )
 
     def _refuse_assignment(self, name: str, value: Any) -> None:
         if value is not None:

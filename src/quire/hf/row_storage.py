@@ -155,7 +155,9 @@ class RowStorage:
             bases = self._bases(layer, pads)
             entries = taking * size + bases[taking] - stored.origin
             plans.append(
-                AttentionPlan.build(query_start, stop - bases[taking], entries[:, None].astype(np.int32), size)
+                AttentionPlan.build(
+                    query_start, stop - bases[taking], entries[:, None].astype(np.int32), size
+                )
             )
             slots = np.repeat(entries, counts) * size + (length + columns - bases[rows])
             slot_mappings.append(torch.from_numpy(slots.astype(np.int64)))

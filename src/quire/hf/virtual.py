@@ -56,7 +56,7 @@ class VirtualMemory:
         reason = why_not()
         if reason is not None:
             raise BackendError(
-                f"expected a machine that maps memory for storage=\"virtual\": {reason}; use storage=\"growing\""
+                f'expected a machine that maps memory for storage="virtual": {reason}; use storage="growing"'
             )
         self.limit_bytes = limit_bytes
         self.max_length = max_length
@@ -143,7 +143,7 @@ class VirtualMemory:
             if piece > _MAX_PIECE:
                 raise ArgumentError(
                     f"expected tokens that fill whole pages within {format_size(_MAX_PIECE)}, got tokens of "
-                    f"{token_bytes} bytes; use storage=\"growing\" for this model"
+                    f'{token_bytes} bytes; use storage="growing" for this model'
                 )
             if piece * num_lanes > self.limit_bytes:
                 raise CapacityError(
@@ -177,7 +177,9 @@ class _Group:
     def tensor(self, place: int) -> torch.Tensor:
         """A lane's addresses, uint8 [all positions x bytes of a piece]."""
         num_bytes = self.range.num_positions * self.heap.piece_bytes[place]
-        buffer: Any = (ctypes.c_uint8 * num_bytes).from_address(self.range.address + self.range.offsets[place])
+        buffer: Any = (ctypes.c_uint8 * num_bytes).from_address(
+            self.range.address + self.range.offsets[place]
+        )
         buffer.keeper = self._keeper
         with torch.inference_mode(False):
             return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -246,7 +248,9 @@ class _Group:
                 references[unit] -= 1
                 shared.append(number)
         if shared:
-            new = self.memory.take(self.heap, len(shared), int(units.max()), f"{len(shared)} copies of shared pieces")
+            new = self.memory.take(
+                self.heap, len(shared), int(units.max()), f"{len(shared)} copies of shared pieces"
+            )
             try:
                 used = max(0, min(self.unit_tokens, start - begin * self.unit_tokens)) * self.token_bytes
                 for number, unit in zip(shared, new.tolist(), strict=True):

@@ -158,7 +158,7 @@ class SimulatedBackend:
         self._charge(name, num_bytes)
         self._expect(heap in self._heaps, f"{name} in a heap that was dropped")
         self._expect(
-            0 <= offset and offset + num_bytes <= heap.num_bytes, f"{name} beyond a heap, at {offset}"
+            offset >= 0 and offset + num_bytes <= heap.num_bytes, f"{name} beyond a heap, at {offset}"
         )
         return self._pages(offset, num_bytes)
 
