@@ -44,8 +44,8 @@ def timed(owner, name, phase):
     setattr(owner, name, call)
 
 begin = time.perf_counter()
-from quire.startup import collector_paused
-with collector_paused():
+from quire.startup import short_start
+with short_start():
     import quire.model.prepare as prepare
 phases["import transformers' models"] = time.perf_counter() - begin
 import sys

@@ -14,6 +14,7 @@ PACKAGE = Path(quire.__file__).parent
 ORDER = [
     "errors",
     "sizes",
+    "deferred_dynamo",
     "startup",
     "torch_threads",
     "_native",
@@ -25,6 +26,7 @@ ORDER = [
     "model",
     "engine",
     "hf",
+    "simulate",
     "cli",
 ]
 

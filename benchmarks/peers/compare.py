@@ -162,16 +162,8 @@ class Comparison:
                 continue
             spent = time.perf_counter() - start
             self._spent[engine.name, case.name] = self._spent.get((engine.name, case.name), 0.0) + spent
-            self._rows[case.name].figures.setdefault(engine.name, []).append(figure)
             self._tokens[engine.name, case.name, repetition] = answer["tokens"]
-            emit(
-                "peers",
-                engine=engine.name,
-                case=case.name,
-                repetition=repetition,
-                figure=round(figure, 3),
-                unit=case.unit,
-            )
+            _note(self._rows[case.name], engine, case, repetition, figure)
         if process is None:
             return
         if not tight:
@@ -204,15 +196,7 @@ class Comparison:
         process.run(START, START.prompts(shape.vocab_size, repetition), limit_s=self._limit_s)
         if not tight:
             seconds = time.perf_counter() - process.started_at
-            self._start.figures.setdefault(engine.name, []).append(seconds)
-            emit(
-                "peers",
-                engine=engine.name,
-                case=START.name,
-                repetition=repetition,
-                figure=round(seconds, 2),
-                unit="s",
-            )
+            _note(self._start, engine, START, repetition, seconds)
         return process
 
     def end(self) -> None:
@@ -271,6 +255,19 @@ class Comparison:
 def _row_of(case: Case, has_amx: bool) -> Row:
     share = {"rate": DECODE_SHARE, "prefill": PREFILL_SHARE}.get(case.figure)
     return Row(case.name, case.unit, case.higher_is_better, target=case.target[has_amx], least_share=share)
+
+
+def _note(row: Row, engine: Engine, case: Case, repetition: int, figure: float) -> None:
+    """A figure as it comes: to its row, and out."""
+    row.figures.setdefault(engine.name, []).append(figure)
+    emit(
+        "peers",
+        engine=engine.name,
+        case=case.name,
+        repetition=repetition,
+        figure=round(figure, 3),
+        unit=case.unit,
+    )
 
 
 def _warm_up(case: Case) -> Case:

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "bindings/bindings.hpp"
+#include "bindings/element_name.hpp"
 
 #include <nanobind/stl/string.h>
 
@@ -22,13 +23,6 @@ using Int = std::int64_t;
 
 unsigned char* bytes_at(Address address) { return reinterpret_cast<unsigned char*>(address); }
 
-Element element_from_name(const std::string& name) {
-    if (name == "float32") return Element::f32;
-    if (name == "bfloat16") return Element::bf16;
-    if (name == "float16") return Element::f16;
-    throw std::invalid_argument("expected keys and values of float32, bfloat16 or float16, got " + name);
-}
-
 }  // namespace
 
 void bind_attention(nb::module_& m) {
@@ -40,7 +34,7 @@ void bind_attention(nb::module_& m) {
                Int v_token_stride) {
                 new (self) PagedView{{bytes_at(k), k_block_stride, k_head_stride, k_token_stride, k_width},
                                      {bytes_at(v), v_block_stride, v_head_stride, v_token_stride, v_width},
-                                     element_from_name(dtype), num_blocks, num_kv_heads, block_size};
+                                     element_named(dtype, "keys and values"), num_blocks, num_kv_heads, block_size};
             },
             nb::arg("dtype"), nb::arg("num_blocks"), nb::arg("num_kv_heads"), nb::arg("block_size"), nb::arg("k"), nb::arg("k_width"),
             nb::arg("k_block_stride"), nb::arg("k_head_stride"), nb::arg("k_token_stride"), nb::arg("v"), nb::arg("v_width"),

@@ -307,6 +307,12 @@ void bind_cache(nb::module_& module) {
         .def("close", [](Manager& self, SequenceId sequence) { self.use(0, [&] { self.close(sequence); }); },
              "sequence"_a)
         .def("reset", [](Manager& self) { self.use(0, [&] { self.reset(); }); })
+        .def("resize",
+             [](Manager& self, std::int64_t num_blocks, std::int64_t watermark_blocks) {
+                 const std::vector<UnitId> given_up = self.use(0, [&] { return self.resize(num_blocks, watermark_blocks); });
+                 return copy_of(std::span(given_up));
+             },
+             "num_blocks"_a, "watermark_blocks"_a)
         .def("counts",
              [](const Manager& self) {
                  const Counts counts = self.counts();

@@ -1,6 +1,7 @@
 // Binding of the fused decoder layer. Buffers cross as addresses; the caller (quire/model/fused) has checked types and
 // shapes and keeps alive what they name: one call per layer must cost less than a microsecond or two.
 #include "bindings/bindings.hpp"
+#include "bindings/element_name.hpp"
 
 #include <cstdint>
 #include <optional>
@@ -61,10 +62,6 @@ Activation activation_named(std::string_view name) {
                                     {"relu_squared", Activation::relu_squared}});
 }
 
-Element element_named(std::string_view name) {
-    return named<Element>(name, {{"float32", Element::f32}, {"bfloat16", Element::bf16}, {"float16", Element::f16}});
-}
-
 std::vector<Product> products_of(const Inputs& inputs) {
     std::vector<Product> products;
     for (const auto& [weight, bias] : inputs) products.push_back({weight, at<const void>(bias)});
@@ -88,7 +85,7 @@ void bind_decoder_layer(nb::module_& m) {
         .def(
             "run",
             [](const Norm& self, std::string_view dtype, Address x, Int rows, Int width, Address out) {
-                run_norm(self, element_named(dtype), current_isa(), at<const void>(x), rows, width, at<void>(out));
+                run_norm(self, element_named(dtype, "rows"), current_isa(), at<const void>(x), rows, width, at<void>(out));
             },
             nb::arg("dtype"), nb::arg("x"), nb::arg("rows"), nb::arg("width"), nb::arg("out"), release,
             "The norm of each row of x [rows, width], contiguous.");
@@ -165,7 +162,7 @@ void bind_decoder_layer(nb::module_& m) {
     m.def(
         "argmax_rows",
         [](std::string_view dtype, Address x, Int rows, Int width, Address indices, Address best, std::optional<std::string> isa) {
-            run_argmax(element_named(dtype), isa ? isa_from_name(*isa) : current_isa(), at<const void>(x), rows, width, at<Int>(indices), at<float>(best));
+            run_argmax(element_named(dtype, "rows"), isa ? isa_from_name(*isa) : current_isa(), at<const void>(x), rows, width, at<Int>(indices), at<float>(best));
         },
         nb::arg("dtype"), nb::arg("x"), nb::arg("rows"), nb::arg("width"), nb::arg("indices"), nb::arg("best"),
         nb::arg("isa") = nb::none(), release,

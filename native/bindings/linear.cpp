@@ -1,6 +1,7 @@
 // Binding of the packed linear layer. Buffers cross as addresses: the caller (quire.model.linear) has checked types,
 // shapes and strides, and a call must cost less than the product of a small layer.
 #include "bindings/bindings.hpp"
+#include "bindings/element_name.hpp"
 
 #include <cstdint>
 #include <stdexcept>
@@ -20,13 +21,6 @@ namespace quire {
 
 namespace {
 
-Element element_from_name(std::string_view name) {
-    if (name == "float32") return Element::f32;
-    if (name == "bfloat16") return Element::bf16;
-    if (name == "float16") return Element::f16;
-    throw std::invalid_argument("expected a weight of float32, bfloat16 or float16, got " + std::string(name));
-}
-
 template <typename T>
 T* at(std::uintptr_t address) {
     return reinterpret_cast<T*>(address);  // NOLINT: the interface is addresses
@@ -42,7 +36,7 @@ void bind_linear(nb::module_& m) {
             "__init__",
             [](PackedWeight* self, std::uintptr_t weight, std::int64_t num_outputs, std::int64_t num_inputs, std::int64_t output_stride,
                std::int64_t input_stride, std::string_view dtype, std::optional<std::string> isa) {
-                const Element element = element_from_name(dtype);
+                const Element element = element_named(dtype, "a weight");
                 const Isa chosen = isa ? isa_from_name(*isa) : current_isa();
                 const nb::gil_scoped_release release;
                 new (self)

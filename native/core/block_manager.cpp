@@ -1,4 +1,4 @@
-// The life of a sequence: open, append, fork, close; and reset, complete and the counts.
+// The life of a sequence: open, append, fork, close; and reset, resize, complete and the counts.
 #include "core/block_manager.hpp"
 
 #include <algorithm>
@@ -122,6 +122,30 @@ void BlockManager::reset() {
                           "; close them first");
     tree_.clear();
     pool_.clear();
+}
+
+std::vector<UnitId> BlockManager::resize(std::int64_t num_blocks, std::int64_t watermark_blocks) {
+    const std::int64_t num_available = pool_.num_free() + pool_.num_cached();
+    if (pool_.num_units() - num_blocks > num_available)
+        throw BadArgument("expected at least " + std::to_string(pool_.num_units() - num_available) +
+                          " blocks in resize, as " + std::to_string(pool_.num_held()) + " are held and " +
+                          std::to_string(pool_.num_leased()) + " leased, got " + std::to_string(num_blocks));
+    std::vector<UnitId> given_up;
+    given_up.reserve(static_cast<std::size_t>(std::max<std::int64_t>(pool_.num_units() - num_blocks, 0)));
+    const std::int64_t num_ids = std::max(pool_.num_ids(), num_blocks);
+    pool_.ensure_ids(num_ids);
+    if (overlapped_) {
+        const auto had = static_cast<std::size_t>(pool_.num_ids());
+        busy_until_.ensure(static_cast<std::size_t>(num_ids), had);
+        std::fill_n(busy_until_.data() + had, static_cast<std::size_t>(num_ids) - had, 0);
+    }
+    watermark_blocks_ = watermark_blocks;
+    while (pool_.num_units() > num_blocks) {
+        ensure_free();
+        given_up.push_back(pool_.give_up());
+    }
+    pool_.grow(num_blocks);
+    return given_up;
 }
 
 Counts BlockManager::counts() const noexcept {

@@ -93,6 +93,8 @@ public:
     std::int64_t rewind(SequenceId id, std::int64_t position);
     void close(SequenceId id);
     void reset();
+    // Has `num_blocks` units from now on; the ids given up, which were free or cached.
+    std::vector<UnitId> resize(std::int64_t num_blocks, std::int64_t watermark_blocks);
 
     Counts counts() const noexcept;
     const Stats& stats() const noexcept { return stats_; }
@@ -144,6 +146,7 @@ private:
     void remove_node(NodeId node) noexcept;
     void leave_node(UnitId unit) noexcept;
     void drop_bare(NodeId node) noexcept;
+    void ensure_free() noexcept;
     UnitId allocate() noexcept;
     void move_end(Sequence& sequence, NodeId node) noexcept;
     void ensure_lease_room(std::int64_t num_released);

@@ -24,7 +24,7 @@ void BlockManager::check() const {
 }
 
 void BlockManager::check_units() const {
-    const auto num_units = static_cast<std::size_t>(pool_.num_units());
+    const auto num_units = static_cast<std::size_t>(pool_.num_ids());
     std::vector<std::int32_t> num_named(num_units, 0);
     std::int64_t num_admitted = 0;
     sequences_.for_each([&](const Sequence& sequence) {
@@ -79,7 +79,7 @@ void BlockManager::check_nodes() const {
     }
     // C5: in the order of the LRU list, every full-attention unit has its node's cached descendants before it. So no unit
     // may come after one of its ancestors': mark what has passed, and look whether a parent's has.
-    std::vector<bool> has_passed(static_cast<std::size_t>(pool_.num_units()), false);
+    std::vector<bool> has_passed(static_cast<std::size_t>(pool_.num_ids()), false);
     for (UnitId unit = pool_.least_recently_used(); unit != kNone; unit = pool_.next_in_lru(unit)) {
         has_passed[static_cast<std::size_t>(unit)] = true;
         const NodeId node = pool_.node(unit);

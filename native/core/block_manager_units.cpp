@@ -1,4 +1,4 @@
-// The primitive moves of units: release, settle, remove a node, allocate. None of them can fail.
+// The primitive moves of units: release, settle, remove a node, evict, allocate. None of them can fail.
 #include "core/block_manager.hpp"
 
 namespace quire {
@@ -83,7 +83,8 @@ void BlockManager::drop_bare(NodeId node) noexcept {
     while (node != kNone && tree_.is_bare(node)) node = tree_.remove(node);
 }
 
-UnitId BlockManager::allocate() noexcept {
+// Where no unit is free, evicts the least recently used content.
+void BlockManager::ensure_free() noexcept {
     if (pool_.num_free() == 0) {
         const UnitId unit = pool_.least_recently_used();
         const NodeId node = pool_.node(unit);
@@ -100,6 +101,10 @@ UnitId BlockManager::allocate() noexcept {
         }
         stats_.evicted_blocks += had - pool_.num_cached();
     }
+}
+
+UnitId BlockManager::allocate() noexcept {
+    ensure_free();
     return pool_.take();
 }
 

@@ -6,13 +6,14 @@
 namespace quire {
 
 Pool::Pool(std::int64_t num_units)
-    : num_units_(num_units), num_free_(num_units), units_(static_cast<std::size_t>(num_units)) {}
+    : num_ids_(num_units), num_free_(num_units), units_(static_cast<std::size_t>(num_units)) {}
 
 UnitState Pool::state(UnitId unit) const noexcept {
     if (is_fresh(unit)) return UnitState::free;
     const Unit& record = units_[index(unit)];
     if (record.refs > 0) return UnitState::held;
     if (record.previous == kInFreeStack) return UnitState::free;
+    if (record.previous == kGivenUp) return UnitState::given_up;
     return record.previous == kLeased ? UnitState::leased : UnitState::cached;
 }
 
@@ -42,6 +43,27 @@ void Pool::make_free(UnitId unit) noexcept {
     units_[index(unit)] = {0, kInFreeStack, free_top_, kNone};
     free_top_ = unit;
     ++num_free_;
+}
+
+UnitId Pool::give_up() noexcept {
+    const UnitId unit = take();
+    units_[index(unit)] = {0, kGivenUp, given_up_top_, kNone};
+    given_up_top_ = unit;
+    ++num_given_up_;
+    return unit;
+}
+
+void Pool::grow(std::int64_t num_units) noexcept {
+    while (this->num_units() < num_units && given_up_top_ != kNone) {
+        const UnitId unit = given_up_top_;
+        given_up_top_ = units_[index(unit)].next;
+        --num_given_up_;
+        make_free(unit);
+    }
+    const std::int64_t num_new = num_units - this->num_units();
+    if (num_new <= 0) return;
+    num_ids_ += num_new;
+    num_free_ += num_new;
 }
 
 void Pool::make_cached(UnitId unit) noexcept {
@@ -83,14 +105,15 @@ UnitId Pool::end_lease(std::int64_t step) noexcept {
 void Pool::clear() noexcept {
     lru_front_ = lru_back_ = free_top_ = kNone;
     num_cached_ = 0;
-    num_free_ = num_units_ - num_leased_;
-    if (num_leased_ == 0) {
+    num_free_ = num_units() - num_leased_;
+    if (num_leased_ == 0 && num_given_up_ == 0) {
         num_touched_ = 0;
         while (!leases_.empty()) leases_.pop();
         return;
     }
-    num_free_ = num_units_ - num_touched_;
+    num_free_ = num_ids_ - num_touched_;
     for (UnitId unit = num_touched_ - 1; unit >= 0; --unit) {
+        if (state(unit) == UnitState::given_up) continue;
         if (state(unit) == UnitState::leased) {
             units_[index(unit)].node = kNone;
         } else {
@@ -101,12 +124,13 @@ void Pool::clear() noexcept {
 
 void Pool::check() const {
     const auto text = [](auto number) { return std::to_string(number); };
-    std::int64_t counts[4] = {num_units_ - num_touched_, 0, 0, 0};
+    std::int64_t counts[5] = {num_ids_ - num_touched_, 0, 0, 0, 0};
     for (UnitId unit = 0; unit < num_touched_; ++unit) {
         ++counts[static_cast<int>(state(unit))];
         prove(units_[index(unit)].refs >= 0, "C3", "unit " + text(unit) + " has " + text(num_refs(unit)) + " references");
     }
-    prove(counts[0] == num_free_ && counts[1] == num_cached_ && counts[2] == num_held() && counts[3] == num_leased_, "C1",
+    prove(counts[0] == num_free_ && counts[1] == num_cached_ && counts[2] == num_held() && counts[3] == num_leased_ &&
+              counts[4] == num_given_up_, "C1",
           "free " + text(counts[0]) + ", cached " + text(counts[1]) + ", held " + text(counts[2]) + ", leased " +
               text(counts[3]) + " found; free " + text(num_free_) + ", cached " + text(num_cached_) + ", held " +
               text(num_held()) + ", leased " + text(num_leased_) + " counted");
@@ -119,12 +143,18 @@ void Pool::check() const {
     }
     prove(num_listed == num_cached_ && lru_back_ == previous, "C5",
           text(num_listed) + " units in the LRU list, " + text(num_cached_) + " cached");
-    std::int64_t num_stacked = num_units_ - num_touched_;
+    std::int64_t num_stacked = num_ids_ - num_touched_;
     for (UnitId unit = free_top_; unit != kNone; unit = units_[index(unit)].next, ++num_stacked) {
         prove(state(unit) == UnitState::free, "C1", "unit " + text(unit) + " is in the free stack and not free");
         prove(num_stacked < num_free_, "C1", "the free stack is longer than " + text(num_free_) + " free units");
     }
     prove(num_stacked == num_free_, "C1", text(num_stacked) + " units in the free stack, " + text(num_free_) + " free");
+    std::int64_t num_listed_given_up = 0;
+    for (UnitId unit = given_up_top_; unit != kNone; unit = units_[index(unit)].next, ++num_listed_given_up) {
+        prove(state(unit) == UnitState::given_up && num_listed_given_up < num_given_up_, "C1",
+              "unit " + text(unit) + " is among the " + text(num_given_up_) + " given up and is not");
+    }
+    prove(num_listed_given_up == num_given_up_, "C1", text(num_listed_given_up) + " units found given up, " + text(num_given_up_) + " counted");
 }
 
 }  // namespace quire

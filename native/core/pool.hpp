@@ -1,15 +1,16 @@
 // The pool: the state of every unit, the stack of free ones, the cached ones in order of use, the leases.
 //
 // A unit is in exactly one state: free (no known content), cached (content known, nobody refers to it), held (referred to)
-// or leased (nobody refers to it, but a running step may still see it). 16 bytes a unit; the free stack and the LRU list
-// are linked through the units themselves. Units never handed out are not even written: a pool costs nothing to create.
+// or leased (nobody refers to it, but a running step may still see it); an id given up by a resize is no unit of the pool
+// until it grows again. 16 bytes a unit; the free stack, the LRU list and the stack of those given up are linked through the
+// units themselves. Units never handed out are not even written: a pool costs nothing to create.
 //
 // What it is not: a judge. Which unit to evict, and what a lease's end makes of a unit, the block manager decides.
 //
 //   P1  the counts of the four states add up to the number of units
 //   P2  refs > 0 exactly for held units
 //
-// Cost: O(1) a call. Only `ensure_lease_room` can fail.
+// Cost: O(1) a call. Only `ensure_lease_room` and `ensure_ids` can fail.
 #pragma once
 
 #include <cstdint>
@@ -21,17 +22,19 @@
 
 namespace quire {
 
-enum class UnitState { free, cached, held, leased };
+enum class UnitState { free, cached, held, leased, given_up };
 
 class Pool {
 public:
     explicit Pool(std::int64_t num_units);
 
-    std::int64_t num_units() const noexcept { return num_units_; }
+    std::int64_t num_units() const noexcept { return num_ids_ - num_given_up_; }
+    std::int64_t num_ids() const noexcept { return num_ids_; }  // of units and of those given up
+    std::int64_t num_given_up() const noexcept { return num_given_up_; }
     std::int64_t num_free() const noexcept { return num_free_; }
     std::int64_t num_cached() const noexcept { return num_cached_; }
     std::int64_t num_leased() const noexcept { return num_leased_; }
-    std::int64_t num_held() const noexcept { return num_units_ - num_free_ - num_cached_ - num_leased_; }
+    std::int64_t num_held() const noexcept { return num_units() - num_free_ - num_cached_ - num_leased_; }
 
     UnitState state(UnitId unit) const noexcept;
     std::int32_t num_refs(UnitId unit) const noexcept { return is_fresh(unit) ? 0 : units_[index(unit)].refs; }
@@ -55,11 +58,20 @@ public:
     UnitId least_recently_used() const noexcept { return lru_front_; }
     UnitId next_in_lru(UnitId unit) const noexcept { return units_[index(unit)].next; }
 
+    // The unit that `take` would hand out leaves the pool. Needs num_free() > 0.
+    UnitId give_up() noexcept;
+    // Room for `num_ids` ids.
+    void ensure_ids(std::int64_t num_ids) {
+        units_.ensure(static_cast<std::size_t>(num_ids), static_cast<std::size_t>(num_touched_));
+    }
+    // Has `num_units` units: those given up last come back first and are handed out first, new ones last. Needs room.
+    void grow(std::int64_t num_units) noexcept;
+
     void ensure_lease_room(std::size_t more) { leases_.ensure_room(more); }
     // Ends the oldest lease of a step up to `step` and returns its unit (in no state), or kNone. Call until it is kNone.
     UnitId end_lease(std::int64_t step) noexcept;
 
-    // Every unit that is not leased is free again, the lowest id first out; no unit has a node. No unit may be held.
+    // Every unit that is not leased is free again (what was given up stays so), the lowest id first out; no unit has a node. No unit may be held.
     void clear() noexcept;
     std::size_t capacity_bytes() const noexcept { return units_.capacity_bytes(); }
     // Proves P1, P2 and the two lists; throws InvariantBroken.
@@ -68,13 +80,14 @@ public:
 private:
     struct Unit {
         std::int32_t refs;
-        UnitId previous;  // in the LRU list; else kInFreeStack or kLeased
-        UnitId next;      // in the LRU list or the free stack; of a leased unit, the stamp of its lease
+        UnitId previous;  // in the LRU list; else kInFreeStack, kLeased or kGivenUp
+        UnitId next;      // in the LRU list or a stack; of a leased unit, the stamp of its lease
         NodeId node;
     };
     static_assert(sizeof(Unit) == 16);
     static constexpr UnitId kInFreeStack = -2;
     static constexpr UnitId kLeased = -3;
+    static constexpr UnitId kGivenUp = -4;
 
     struct Lease {
         std::int64_t step;
@@ -85,13 +98,15 @@ private:
     static std::size_t index(UnitId unit) noexcept { return static_cast<std::size_t>(unit); }
     bool is_fresh(UnitId unit) const noexcept { return unit >= num_touched_; }
 
-    std::int64_t num_units_;
+    std::int64_t num_ids_;
+    std::int64_t num_given_up_ = 0;
     std::int64_t num_free_;
     std::int64_t num_cached_ = 0;
     std::int64_t num_leased_ = 0;
     Slab<Unit> units_;
     UnitId num_touched_ = 0;  // units from here on have never been handed out
     UnitId free_top_ = kNone;
+    UnitId given_up_top_ = kNone;
     UnitId lru_front_ = kNone;
     UnitId lru_back_ = kNone;
     std::int32_t next_stamp_ = 0;

@@ -284,7 +284,7 @@ NodeId PrefixTree::take_record() noexcept {
 
 void PrefixTree::write_tokens(NodeId node, const BlockView& block) noexcept {
     std::copy(block.tokens.begin(), block.tokens.end(), &tokens_[index(node) * static_cast<std::size_t>(block_size_)]);
-    nodes_[index(node)].num_tokens = static_cast<std::uint32_t>(block.tokens.size()) & 0x3FF;
+    nodes_[index(node)].num_tokens = static_cast<std::uint32_t>(block.tokens.size()) & 0x1FFF;
 }
 
 void PrefixTree::put_keys(NodeId node, StagedKeys&& keys) noexcept {

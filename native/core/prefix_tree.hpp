@@ -129,13 +129,13 @@ private:
         NodeId child;  // top of the treap of its children
         NodeId left;
         NodeId right;
-        std::uint32_t num_tokens : 10;
+        std::uint32_t num_tokens : 13;  // a block's: at most 8191
         std::uint32_t is_top : 1;  // `up` is the tree parent
         std::uint32_t is_root : 1;
-        std::uint32_t num_ends : 20;
+        std::uint32_t num_ends : 17;
     };
     static_assert(sizeof(Node) == 20);
-    static constexpr std::uint32_t kMaxEnds = (1u << 20) - 1;
+    static constexpr std::uint32_t kMaxEnds = (1u << 17) - 1;
 
     static std::size_t index(NodeId node) noexcept { return static_cast<std::size_t>(node); }
     std::size_t slot(NodeId node, std::int32_t group) const noexcept {

@@ -2,7 +2,8 @@
 // cursor that prefetches some lines of it whenever the products have a moment.
 //
 // Into the second cache, not the first: a core waits for few lines of its first cache at once, for many more of its second
-// (Zen 4, shuffled pieces of 8 KiB: 11 and 27 GB/s). It decides nothing about the results.
+// (Zen 4, shuffled pieces of 8 KiB: 11 and 27 GB/s; Emerald Rapids, decode on two threads: 17.3 to 17.6 and 17.9 to 19.7).
+// It decides nothing about the results.
 //
 // Cost: one prefetch a line, a few instructions a piece.
 #pragma once
@@ -32,8 +33,12 @@ class LinesAhead {
         const auto start = reinterpret_cast<std::uintptr_t>(from) & ~std::uintptr_t{kLineBytes - 1};
         const auto stop = reinterpret_cast<std::uintptr_t>(from + count);
         const int lines = static_cast<int>((stop - start + kLineBytes - 1) / kLineBytes);
-        pieces_[num_pieces_++] = {reinterpret_cast<const unsigned char*>(start), lines};
         num_lines_ += lines;
+        if (num_pieces_ > 0 && pieces_[num_pieces_ - 1].stop() == start) {
+            pieces_[num_pieces_ - 1].lines += lines;
+        } else {
+            pieces_[num_pieces_++] = {reinterpret_cast<const unsigned char*>(start), lines};
+        }
     }
     void end(int shares) { share_ = (num_lines_ + shares - 1) / shares; }
 
@@ -62,6 +67,7 @@ class LinesAhead {
     struct Piece {
         const unsigned char* at;
         int lines;
+        std::uintptr_t stop() const { return reinterpret_cast<std::uintptr_t>(at) + static_cast<std::uintptr_t>(lines) * kLineBytes; }
     };
 
     __attribute__((noinline)) void fetch_across(int lines) {

@@ -4,6 +4,7 @@
 //   Simd, Element      the vector layer and the element in memory
 //   kTileTokens        tokens of a tile
 //   kBlockRows         rows of one product
+//   kHeadsTogether     whether all heads' keys and values of a tile in small blocks are asked for before the first one's turn
 //   Products(k width, v width, rows of a head, Scratch&)   takes its scratch memory
 //   query_bytes()      of the packed query rows of a head;  pack_query(packed, row, query)
 //   begin(k, v, ahead, start, stop)  a head's tile: row pointers of its tokens, and memory to come, in a share for each of
@@ -28,13 +29,14 @@ inline std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : 
 class RowBlocks {
   public:
     RowBlocks(int rows, int most) : rows_(rows) {
-        const int blocks = (rows + most - 1) / most;
-        step_ = (rows + blocks - 1) / blocks;
+        count_ = (rows + most - 1) / most;
+        step_ = (rows + count_ - 1) / count_;
     }
+    int count() const { return count_; }
     int rows_from(int row) const { return rows_ - row < step_ ? rows_ - row : step_; }
 
   private:
-    int rows_, step_;
+    int rows_, count_, step_;
 };
 
 // o times the factors, rounded, to the first `columns` lanes. + 0.0f: a sum of no terms and a sum of zeros are the same zero.
@@ -55,6 +57,7 @@ class AttendItem {
     using Element = typename Products::Element;
     static_assert(Products::kTileTokens == kTileTokens);
     static constexpr int kVectors = kTileTokens / S::kWidth;
+    static constexpr int kManyRows = S::kWidth / 2;      // from here on the softmax goes many rows at a time
     static constexpr int kTileShares = 2 * kTileTokens;  // of memory to come: one for each key and value of a tile
 
     // Where a tile's tokens lie (offsets of head 0, in elements), which of them any row sees, and where those of a block
@@ -101,10 +104,10 @@ class AttendItem {
         // A head's tokens of a block lie together: tiles of one span are taken for a head before the next head's turn.
         std::int64_t span = 1;
         while (2 * span * kTileTokens <= view_.block_size && span < kTiles) span *= 2;
-        // The heads of a small block too: the next tile is asked for block by block, all heads of it.
+        // The heads of a small block too, where that is faster: the next tile is asked for block by block, all heads of it.
         constexpr std::int64_t kMostAhead = 1 << 18;  // bytes, of a second cache of 512 KiB or more
         const std::int64_t tile_bytes = kTileTokens * (view_.k.width + view_.v.width) * static_cast<std::int64_t>(sizeof(Element));
-        const int together = span == 1 && heads_ * tile_bytes <= kMostAhead ? heads_ : 1;
+        const int together = Products::kHeadsTogether && span == 1 && heads_ * tile_bytes <= kMostAhead ? heads_ : 1;
 
         ahead_.near = view_.block_size >= 8;
 
@@ -228,14 +231,17 @@ class AttendItem {
         const std::int64_t base = tile * kTileTokens;
         products_.begin(rows.k, rows.v, ahead_, tokens.start, tokens.stop);
         const unsigned char* query = queries_ + head * products_.query_bytes();
+        const bool many_rows = rows_ >= kManyRows;
         // All scores, then all values: the tile's keys, then its values, stay in the first cache meanwhile.
         for (int row = 0, count; row < rows_; row += count) {
             count = products_.block_rows(row);
             const Seen seen = seen_by(row, count, base);
             if (seen.start >= seen.stop) continue;
-            float* s = scores_ + row * kTileTokens;
-            products_.scores(query, row, count, seen.start, seen.stop, s);
-            soften(s, row, count, base, states);
+            products_.scores(query, row, count, seen.start, seen.stop, scores_ + row * kTileTokens);
+            if (!many_rows) soften_few(row, count, base, states);
+        }
+        for (int row = 0; many_rows && row < rows_; row += S::kWidth) {
+            soften_many(row, static_cast<int>(smaller(S::kWidth, rows_ - row)), base, states);
         }
         for (int row = 0, count; row < rows_; row += count) {
             count = products_.block_rows(row);
@@ -267,39 +273,46 @@ class AttendItem {
         return options_.softcap > 0.0f ? S::mul(tanh<S>(scaled), S::broadcast(logit_cap_)) : scaled;
     }
 
+    // Base-2 logits of a row instead of its scores, -inf where it sees nothing; the largest of each lane.
+    Vec row_logits(int row, std::int64_t base) {
+        const std::int64_t start = seen_[row].start - base, stop = seen_[row].stop - base;
+        const bool whole = start <= 0 && stop >= kTileTokens;
+        const int low = static_cast<int>(larger(start, 0)), high = static_cast<int>(larger(smaller(stop, kTileTokens), 0));
+        Vec most = S::broadcast(kMinusInfinity);
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) {
+            float* at = scores_ + row * kTileTokens + i * S::kWidth;
+            Vec x = logits(S::load(at));
+            if (!whole) x = S::within(x, low - i * S::kWidth, high - i * S::kWidth);
+            S::store(at, x);
+            most = S::max(x, most);
+        }
+        return most;
+    }
+
+    // p of a row instead of its logits; the sum of each lane. Below a top of -inf, what is seen and what is not is 0 alike.
+    Vec row_weights(int row, float row_top) {
+        const Vec top = S::broadcast(row_top);
+        Vec sum = S::zero();
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) {
+            float* at = scores_ + row * kTileTokens + i * S::kWidth;
+            const Vec p = exp2_nonpositive<S>(S::sub(S::load(at), top));
+            S::store(at, p);
+            sum = S::add(sum, p);
+        }
+        return sum;
+    }
+
     // Scores of a tile -> p, by the online softmax; what a row does not see gets p = 0. Leaves the factors for o so far.
     // Three short loops over the rows, because a row's steps wait for each other.
-    void soften(float* s, int row, int count, std::int64_t base, const RowStates& states) {
+    void soften_few(int row, int count, std::int64_t base, const RowStates& states) {
         float tops[Products::kBlockRows], sums[Products::kBlockRows];
         for (int r = 0; r < count; ++r) {
-            const std::int64_t start = seen_[row + r].start - base, stop = seen_[row + r].stop - base;
-            const bool whole = start <= 0 && stop >= kTileTokens;
-            const int low = static_cast<int>(larger(start, 0)), high = static_cast<int>(larger(smaller(stop, kTileTokens), 0));
-            Vec most = S::broadcast(kMinusInfinity);
-#pragma GCC unroll 4
-            for (int i = 0; i < kVectors; ++i) {
-                float* at = s + r * kTileTokens + i * S::kWidth;
-                Vec x = logits(S::load(at));
-                if (!whole) x = S::within(x, low - i * S::kWidth, high - i * S::kWidth);
-                S::store(at, x);
-                most = S::max(x, most);
-            }
-            const float tile_most = S::reduce_max(most), before = states.m[row + r];
+            const float tile_most = S::reduce_max(row_logits(row + r, base)), before = states.m[row + r];
             tops[r] = tile_most > before ? tile_most : before;
         }
-        for (int r = 0; r < count; ++r) {
-            // A row that has seen nothing in this partial yet: every logit is -inf, and so is below 0.
-            const Vec top = S::broadcast(tops[r] == kMinusInfinity ? 0.0f : tops[r]);
-            Vec sum = S::zero();
-#pragma GCC unroll 4
-            for (int i = 0; i < kVectors; ++i) {
-                float* at = s + r * kTileTokens + i * S::kWidth;
-                const Vec p = exp2_nonpositive<S>(S::sub(S::load(at), top));
-                S::store(at, p);
-                sum = S::add(sum, p);
-            }
-            sums[r] = S::reduce_add(sum);
-        }
+        for (int r = 0; r < count; ++r) sums[r] = S::reduce_add(row_weights(row + r, tops[r] == kMinusInfinity ? 0.0f : tops[r]));
         for (int r = 0; r < count; ++r) {
             float factor = 1.0f;
             if (tops[r] > states.m[row + r]) {
@@ -309,6 +322,24 @@ class AttendItem {
             states.l[row + r] = states.l[row + r] * factor + sums[r];
             factors_[row + r] = factor;
         }
+    }
+
+    // The same for up to kWidth rows at once, a lane for each: the same operations, so the same bits. A row that has seen
+    // nothing yet (-inf less -inf) gets 0 for a factor of its zeros, where soften_few leaves them. `row`: a multiple of kWidth.
+    void soften_many(int row, int count, std::int64_t base, const RowStates& states) {
+        constexpr int kWidth = S::kWidth;
+        alignas(64) float lanes[kWidth * kWidth], tops[kWidth];
+        for (int r = count; r < kWidth; ++r) S::store(lanes + r * kWidth, S::zero());
+        float *m = states.m + row, *l = states.l + row;
+        for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_logits(row + r, base));
+        // Rows beyond `count` may be another item's.
+        const Vec before = S::load_part(m, count), top = S::max(S::fold_max(lanes), before);
+        S::store(tops, top);
+        for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_weights(row + r, tops[r]));
+        const Vec factor = exp2_nonpositive<S>(S::sub(before, top));
+        S::store(factors_ + row, factor);
+        S::store_part(m, top, count);
+        S::store_part(l, S::add(S::mul(S::load_part(l, count), factor), S::fold(lanes)), count);
     }
 
     void write_out() {

@@ -2,6 +2,10 @@
 //
 // Scores: lanes of d, kWidth of them, in order; then the fold tree. Values: lanes of d, tokens in order. One row or many
 // compute the same sums; many read keys and values that were widened to float32 once.
+//
+// Few rows: a register holds the kWidth sums of one score, and shuffles fold them. Many rows, with 16 lanes: the tile's keys
+// are transposed once, a register holds the same one of the 16 sums of 16 tokens, and the tree is 15 additions of registers:
+// the same products and additions in the same order, so the same bits.
 #pragma once
 
 #include "kernels/attention_item.hpp"
@@ -19,6 +23,10 @@ class LaneProducts {
     using Element = T;
     static constexpr int kTileTokens = 32;
     static constexpr int kBlockRows = 6;
+    // Not with AVX-512, which multiplies bf16 on Intel without AMX: there a head at a time reads blocks of 1 at 0.63 to 0.80
+    // of the read bandwidth instead of 0.50 to 0.57, larger ones about alike. (Asking for near rows once more, as the pairs
+    // do, made nothing faster there, and 28 to 30 GB/s instead of 34 to 42 of what lies in the second cache.)
+    static constexpr bool kHeadsTogether = kWidth != 16;
 
     LaneProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
         : k_width_(static_cast<int>(k_width)),
@@ -27,12 +35,10 @@ class LaneProducts {
           v_stride_(static_cast<int>(padded_to(v_width, 16))),
           rows_(rows),
           blocks_(rows, kBlockRows),
-          widened_(rows > kBlockRows && sizeof(T) < sizeof(float)),
+          widened_(many_rows() && sizeof(T) < sizeof(float)),
           folds_(scratch.take<float>(kBlockRows * kGroup * kWidth)) {
-        if (widened_) {
-            wide_k_ = scratch.take<float>(std::int64_t{kTileTokens} * k_stride_);
-            wide_v_ = scratch.take<float>(std::int64_t{kTileTokens} * v_stride_);
-        }
+        if (widened_ || across()) wide_k_ = scratch.take<float>(kTileTokens * padded_to(k_width, kColumns));
+        if (widened_) wide_v_ = scratch.take<float>(std::int64_t{kTileTokens} * v_stride_);
     }
 
     std::int64_t query_bytes() const { return std::int64_t{rows_} * k_stride_ * 4; }
@@ -45,22 +51,28 @@ class LaneProducts {
 
     void begin(const T* const* k, const T* const* v, LinesAhead<S>& ahead, int start, int stop) {
         k_ = k, v_ = v, ahead_ = &ahead;
-        if (rows_ <= kBlockRows) return;
-        const int lines = ahead.lines_of(2 * kTileTokens, kTileTokens);
+        if (!many_rows()) return;
+        if constexpr (kCanCross) {
+            for (int d = 0; d < k_width_; d += kColumns) {
+                for (int t = 0; t < kTileTokens; t += kWidth) S::widen_columns(k + t, d, k_width_, wide_k_ + d * kTileTokens + t, kTileTokens);
+            }
+        }
         for (int t = 0; t < kTileTokens; ++t) {
-            ahead.fetch(lines);
             if (!widened_) continue;
             wide_k_rows_[t] = wide_k_ + t * k_stride_;
             wide_v_rows_[t] = wide_v_ + t * v_stride_;
             if (t < start / kGroup * kGroup || t >= padded_to(stop, kGroup)) continue;
-            widen(k[t], wide_k_ + t * k_stride_, k_width_, k_stride_);
+            if (!across()) widen(k[t], wide_k_ + t * k_stride_, k_width_, k_stride_);
             widen(v[t], wide_v_ + t * v_stride_, v_width_, v_stride_);
         }
     }
 
     void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) const {
         const float* query = reinterpret_cast<const float*>(packed) + std::int64_t{row} * k_stride_;
-        if (widened_) {
+        fetch_for_block();
+        if (across()) {
+            if constexpr (kCanCross) scores_across(query, rows, s);
+        } else if (widened_) {
             scores_of(query, rows, wide_k_rows_, start, stop, s);
         } else {
             scores_of(query, rows, k_, start, stop, s);
@@ -68,6 +80,7 @@ class LaneProducts {
     }
 
     void values(const float* p, int, int rows, int start, int stop, float* o, std::int64_t stride) const {
+        fetch_for_block();
         if (widened_) {
             values_of(p, rows, wide_v_rows_, start, stop, o, stride);
         } else {
@@ -81,9 +94,19 @@ class LaneProducts {
     }
 
   private:
+    // Many rows: the next tile's memory over the products of this one's row blocks, not all at once.
+    void fetch_for_block() const {
+        if (many_rows()) ahead_->fetch(ahead_->lines_of(2 * kTileTokens, 2 * blocks_.count()));
+    }
+
     // Tokens folded together: no fewer than give each product enough independent sums.
     static constexpr int kGroup = kWidth < 8 ? 8 : kWidth;
     static constexpr bool kTails = kWidth > 8;  // widths are multiples of 8
+
+    static constexpr bool kCanCross = kWidth == 16;
+    static constexpr int kColumns = kCanCross ? 32 : 16;  // of keys widened at once
+    bool many_rows() const { return rows_ > kBlockRows; }
+    bool across() const { return kCanCross && many_rows(); }
 
     // Tokens and vectors of d of a register tile with `rows` rows.
     static constexpr int tile_tokens(int rows) {
@@ -101,6 +124,64 @@ class LaneProducts {
         for (; d < padded; d += kWidth) S::store(to + d, S::zero());
     }
 
+    // Lanes of tokens, two vectors of them: all 32, whatever the rows see of them.
+    void scores_across(const float* query, int rows, float* s) const {
+        switch (rows) {
+            case 1: return tokens_tile<1>(query, s);
+            case 2: return tokens_tile<2>(query, s);
+            case 3: return tokens_tile<3>(query, s);
+            case 4: return tokens_tile<4>(query, s);
+            case 5: return tokens_tile<5>(query, s);
+            default: return tokens_tile<6>(query, s);
+        }
+    }
+
+    template <int kRows>
+    __attribute__((noinline)) void tokens_tile(const float* query, float* s) const {
+        static_assert(kWidth == 16, "the fold tree is one of 4 parts of 4 lanes");
+        constexpr int kSums = kRows * kTileTokens / kWidth;
+        Vec parts[4][kSums];
+        for (int part = 0; part < 4; ++part) {
+            Vec even[kSums], odd[kSums];
+            add_lanes<kRows>(query, 4 * part, even);
+            add_lanes<kRows>(query, 4 * part + 1, odd);
+#pragma GCC unroll 16
+            for (int i = 0; i < kSums; ++i) parts[part][i] = S::add(even[i], odd[i]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kSums; ++i) {
+            S::store(s + i * kWidth, S::add(S::add(parts[0][i], parts[1][i]), S::add(parts[2][i], parts[3][i])));
+        }
+    }
+
+    // The sums of lanes `lane` and `lane + 2`, added.
+    template <int kRows, int kSums>
+    __attribute__((always_inline)) void add_lanes(const float* query, int lane, Vec (&sum)[kSums]) const {
+        Vec other[kSums];
+#pragma GCC unroll 16
+        for (int i = 0; i < kSums; ++i) sum[i] = other[i] = S::zero();
+        for (int d = lane; d < k_stride_; d += kWidth) {
+            multiply_across<kRows>(query + d, wide_k_ + d * kTileTokens, sum);
+            multiply_across<kRows>(query + d + 2, wide_k_ + (d + 2) * kTileTokens, other);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < kSums; ++i) sum[i] = S::add(sum[i], other[i]);
+    }
+
+    template <int kRows, int kSums>
+    __attribute__((always_inline)) void multiply_across(const float* query, const float* keys, Vec (&sum)[kSums]) const {
+        constexpr int kVectors = kTileTokens / kWidth;
+        Vec loaded[kVectors];
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) loaded[i] = S::load(keys + i * kWidth);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const Vec q = S::held(S::broadcast(query[r * k_stride_]));
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; ++i) sum[r * kVectors + i] = S::fma(q, loaded[i], sum[r * kVectors + i]);
+        }
+    }
+
     template <class E>
     void scores_of(const float* query, int rows, const E* const* k, int start, int stop, float* s) const {
         switch (rows) {
@@ -116,7 +197,7 @@ class LaneProducts {
     template <int kRows, class E>
     __attribute__((noinline)) void scores_tile(const float* query, const E* const* k, int start, int stop, float* s) const {
         constexpr int kTokens = tile_tokens(kRows);
-        const int lines = rows_ > kBlockRows ? 0 : ahead_->lines_of(kTokens, k_stride_ / kWidth);
+        const int lines = many_rows() ? 0 : ahead_->lines_of(kTokens, k_stride_ / kWidth);
         static_assert(kGroup % kTokens == 0 && kTileTokens % kGroup == 0);
         for (int group = start / kGroup * kGroup; group < stop; group += kGroup) {
             for (int t = 0; t < kGroup; t += kTokens) {
@@ -200,7 +281,7 @@ class LaneProducts {
     template <int kRows, int kVectors, class E, class Load>
     __attribute__((always_inline)) void values_columns(const float* p, const E* const* v, int start, int stop, float* o, std::int64_t stride,
                                                        int column, Load load) const {
-        const int lines = rows_ > kBlockRows ? 0 : ahead_->lines_of(kVectors * kWidth, v_stride_);
+        const int lines = many_rows() ? 0 : ahead_->lines_of(kVectors * kWidth, v_stride_);
         Vec sum[kRows][kVectors];
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
@@ -233,7 +314,7 @@ class LaneProducts {
     const RowBlocks blocks_;
     const bool widened_;
     float* folds_;
-    float* wide_k_ = nullptr;
+    float* wide_k_ = nullptr;  // as widened: [token][k_stride_], or where across(): [k_width][kTileTokens]
     float* wide_v_ = nullptr;
     const float* wide_k_rows_[kTileTokens];
     const float* wide_v_rows_[kTileTokens];

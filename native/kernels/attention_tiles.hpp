@@ -26,6 +26,7 @@ class TileProducts : InterleavedValues<S> {
     using Element = bf16;
     static constexpr int kTileTokens = 2 * kSide;
     static constexpr int kBlockRows = kSide;
+    static constexpr bool kHeadsTogether = true;
 
     TileProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
         : k_width_(static_cast<int>(k_width)),

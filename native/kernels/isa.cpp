@@ -34,6 +34,7 @@ struct Features {
     bool avx512 = false;
     bool avx512_bf16 = false;
     bool amx_bf16 = false;
+    bool intel = false;
 };
 
 // What the operating system saves and restores on a context switch (XCR0).
@@ -53,6 +54,8 @@ bool request_tile_permission() {
 Features detect() {
     Features found;
     unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid(0, &a, &b, &c, &d)) return found;
+    found.intel = b == signature_INTEL_ebx && c == signature_INTEL_ecx && d == signature_INTEL_edx;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
     const bool osxsave = (c >> 27) & 1, avx = (c >> 28) & 1, fma = (c >> 12) & 1, f16c = (c >> 29) & 1;
     if (!osxsave || !avx) return found;
@@ -122,14 +125,22 @@ std::vector<Isa> supported_isas() {
     return found;
 }
 
+Isa preferred_isa() {
+    const Isa richest = supported_isas().front();
+#if defined(__x86_64__)
+    if (richest == Isa::avx512_bf16 && features().intel) return Isa::avx512;
+#endif
+    return richest;
+}
+
 Isa current_isa() {
     static const Isa chosen = [] {
         const char* forced = std::getenv("QUIRE_ISA");
-        if (forced == nullptr || *forced == '\0') return supported_isas().front();
+        if (forced == nullptr || *forced == '\0') return preferred_isa();
         const Isa isa = isa_from_name(forced);
         if (!isa_supported(isa)) {
-            throw std::invalid_argument("QUIRE_ISA=" + std::string(forced) + " asks for instructions this processor lacks; the best here is " +
-                                        std::string(isa_name(supported_isas().front())));
+            throw std::invalid_argument("QUIRE_ISA=" + std::string(forced) + " asks for instructions this processor lacks; the fastest here is " +
+                                        std::string(isa_name(preferred_isa())));
         }
         return isa;
     }();

@@ -45,18 +45,24 @@ using Simd = Avx512;
 using Simd = Emulated512;
 #endif
 
-constexpr LinearKernel kFloat = vector_kernel<Simd, Widened<Simd, float>>();
-constexpr LinearKernel kHalf = vector_kernel<Simd, Widened<Simd, f16>>();
+#if defined(QUIRE_VARIANT_avx512) || defined(QUIRE_VARIANT_amx_bf16)
+constexpr Tuning kTuning = kIntel;  // AMD's processors with AVX-512 run avx512_bf16 (isa.hpp, preferred_isa)
+#else
+constexpr Tuning kTuning = kCommon;
+#endif
+
+constexpr LinearKernel kFloat = vector_kernel<Simd, Widened<Simd, float>, kTuning>();
+constexpr LinearKernel kHalf = vector_kernel<Simd, Widened<Simd, f16>, kTuning>();
 #if defined(QUIRE_VARIANT_amx_bf16)
 constexpr LinearKernel kBrain = amx_kernel<Simd, Tiles>();
 #elif defined(QUIRE_VARIANT_emulated_amx_bf16)
 constexpr LinearKernel kBrain = amx_kernel<Simd, EmulatedTiles>();
 #elif defined(QUIRE_VARIANT_avx512_bf16)
-constexpr LinearKernel kBrain = vector_kernel<Avx512Bf16, Paired<Avx512Bf16>>();
+constexpr LinearKernel kBrain = vector_kernel<Avx512Bf16, Paired<Avx512Bf16>, kTuning>();
 #elif defined(QUIRE_VARIANT_emulated_avx512_bf16)
-constexpr LinearKernel kBrain = vector_kernel<Emulated512Bf16, Paired<Emulated512Bf16>>();
+constexpr LinearKernel kBrain = vector_kernel<Emulated512Bf16, Paired<Emulated512Bf16>, kTuning>();
 #else
-constexpr LinearKernel kBrain = vector_kernel<Simd, Widened<Simd, bf16>>();
+constexpr LinearKernel kBrain = vector_kernel<Simd, Widened<Simd, bf16>, kTuning>();
 #endif
 
 }  // namespace

@@ -12,11 +12,15 @@
 //   load_split_pairs  2 kWidth bf16 in pairs (column j, column j + kWidth) -> two Vecs: a shift and a mask, no shuffle
 //   fma(a, b, c)      a b + c, rounded once where the instruction set does
 //   fold(rows)        kWidth vectors in memory -> lane i is the sum of vector i's lanes, by one fixed tree
+//   fold_max(rows)    the same with the larger of two for their sum
 //   reduce_add        the same tree on one vector; reduce_max
 //   within            lanes [start, stop) of a vector, -inf elsewhere
 //   exp2_raw          2^n for whole n in [-126, 127]
 //   keep_from         b where a >= c, else 0
 //   prefetch, prefetch_l2   a line into the first or the second cache
+// and where kWidth is 16
+//   widen_columns(rows, first, width, to, stride)   columns [first, first + 32) of sixteen rows of `width`, zeros beyond, in
+//                     float32: to[column * stride + row]
 // and where kHasPairs, products of bf16 pairs (vdpbf16ps): Pairs (2 kWidth bf16), load_pairs, load_pairs_part,
 // broadcast_pair, transpose, interleave, natural_order, dot, to_bf16; and fold in two halves, of vectors in registers: fold_four, fold_parts.
 //

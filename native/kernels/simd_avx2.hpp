@@ -78,31 +78,36 @@ struct Avx2 {
         return _mm256_blendv_ps(_mm256_set1_ps(-__builtin_inff()), v, _mm256_castsi256_ps(_mm256_andnot_si256(below, in)));
     }
     static float first(Vec v) { return _mm256_cvtss_f32(v); }
+    // Per 128-bit half (l0 + l2) + (l1 + l3), then half 0 + half 1: the tree of fold().
     static float reduce_add(Vec v) {
-        __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+        v = _mm256_add_ps(v, _mm256_permute_ps(v, 0x4e));
+        v = _mm256_add_ps(v, _mm256_permute_ps(v, 0xb1));
+        return _mm_cvtss_f32(_mm_add_ss(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)));
     }
     static float reduce_max(Vec v) {
         __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
         s = _mm_max_ps(s, _mm_movehl_ps(s, s));
         return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
     }
-    static Vec fold(const float* rows) {
-        const Vec low = fold_half(rows), high = fold_half(rows + 4 * kWidth);  // of tokens 0-3 and 4-7
-        return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
-    }
+    static Vec fold(const float* rows) { return fold_by<add>(rows); }
+    static Vec fold_max(const float* rows) { return fold_by<max>(rows); }
     // Not _mm_prefetch: gcc takes a function that does nothing else for one without effects, and drops its calls.
     static void prefetch(const void* address) { __asm__ volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address))); }
     static void prefetch_l2(const void* address) { __asm__ volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(address))); }
 
   private:
     // Four vectors -> per 128-bit half, lane i = (l0 + l2) + (l1 + l3) of vector i.
+    template <Vec (*kOf)(Vec, Vec)>
     static Vec fold_half(const float* rows) {
         const Vec a = load(rows), b = load(rows + 8), c = load(rows + 16), d = load(rows + 24);
-        const Vec ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-        const Vec cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-        return _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+        const Vec ab = kOf(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+        const Vec cd = kOf(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+        return kOf(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    }
+    template <Vec (*kOf)(Vec, Vec)>
+    static Vec fold_by(const float* rows) {
+        const Vec low = fold_half<kOf>(rows), high = fold_half<kOf>(rows + 4 * kWidth);  // of tokens 0-3 and 4-7
+        return kOf(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
     }
 };
 

@@ -81,29 +81,84 @@ struct Avx512 {
         v = _mm512_max_ps(v, _mm512_shuffle_f32x4(v, v, 0x4e));
         return _mm512_cvtss_f32(v);
     }
-    static Vec fold(const float* rows) {
-        const auto four = [rows](int i) {
-            const float* from = rows + 4 * i * kWidth;
-            return fold_four(load(from), load(from + kWidth), load(from + 2 * kWidth), load(from + 3 * kWidth));
-        };
-        return fold_parts(four(0), four(1), four(2), four(3));
-    }
+    static Vec fold(const float* rows) { return fold_by<add>(rows); }
+    static Vec fold_max(const float* rows) { return fold_by<max>(rows); }
     // The tree's two halves: four vectors -> per 128-bit part, lane i = (l0 + l2) + (l1 + l3) of vector i; then four of these.
+    template <Vec (*kOf)(Vec, Vec) = add>
     static Vec fold_four(Vec a, Vec b, Vec c, Vec d) {
-        const Vec ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-        const Vec cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-        return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+        const Vec ab = kOf(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        const Vec cd = kOf(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        return kOf(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
     }
+    template <Vec (*kOf)(Vec, Vec) = add>
     static Vec fold_parts(Vec a, Vec b, Vec c, Vec d) {
-        const Vec ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-        const Vec cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
-        return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+        const Vec ab = kOf(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+        const Vec cd = kOf(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+        return kOf(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    }
+    // Sixteen rows of sixteen 32-bit elements -> their columns.
+    static void transpose(__m512i (&rows)[16]) {
+        __m512i fours[16];  // [4 i + j]: per 128-bit part, column j of rows 4 i to 4 i + 3
+#pragma GCC unroll 4
+        for (int i = 0; i < 16; i += 4) {
+            const __m512i ab_low = _mm512_unpacklo_epi32(rows[i], rows[i + 1]), ab_high = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+            const __m512i cd_low = _mm512_unpacklo_epi32(rows[i + 2], rows[i + 3]), cd_high = _mm512_unpackhi_epi32(rows[i + 2], rows[i + 3]);
+            fours[i] = _mm512_unpacklo_epi64(ab_low, cd_low);
+            fours[i + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
+            fours[i + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
+            fours[i + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            const __m512i ab_even = _mm512_shuffle_i32x4(fours[j], fours[j + 4], 0x88), ab_odd = _mm512_shuffle_i32x4(fours[j], fours[j + 4], 0xdd);
+            const __m512i cd_even = _mm512_shuffle_i32x4(fours[j + 8], fours[j + 12], 0x88);
+            const __m512i cd_odd = _mm512_shuffle_i32x4(fours[j + 8], fours[j + 12], 0xdd);
+            rows[j] = _mm512_shuffle_i32x4(ab_even, cd_even, 0x88);
+            rows[j + 4] = _mm512_shuffle_i32x4(ab_odd, cd_odd, 0x88);
+            rows[j + 8] = _mm512_shuffle_i32x4(ab_even, cd_even, 0xdd);
+            rows[j + 12] = _mm512_shuffle_i32x4(ab_odd, cd_odd, 0xdd);
+        }
+    }
+    // Thirty-two columns of sixteen rows, in float32: to[column * stride + row].
+    static void widen_columns(const bf16* const* rows, int first, int width, float* to, int stride) {
+        const int left = width - first;
+        const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1u;
+        __m512i square[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) square[i] = _mm512_maskz_loadu_epi16(mask, rows[i] + first);
+        transpose(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+            store(to + 2 * i * stride, _mm512_castsi512_ps(_mm512_slli_epi32(square[i], 16)));
+            store(to + (2 * i + 1) * stride,
+                  _mm512_castsi512_ps(_mm512_and_si512(square[i], _mm512_set1_epi32(static_cast<int>(0xffff0000u)))));
+        }
+    }
+    template <class T>
+    static void widen_columns(const T* const* rows, int first, int width, float* to, int stride) {
+        for (int half = 0; half < 32; half += 16) {
+            const int left = width - first - half, n = left < 0 ? 0 : left < 16 ? left : 16;
+            __m512i square[16];
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; ++i) square[i] = _mm512_castps_si512(load_part(rows[i] + first + half, n));
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; ++i) store(to + (half + i) * stride, _mm512_castsi512_ps(square[i]));
+        }
     }
     // Not _mm_prefetch: gcc takes a function that does nothing else for one without effects, and drops its calls.
     static void prefetch(const void* address) { __asm__ volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address))); }
     static void prefetch_l2(const void* address) { __asm__ volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(address))); }
 
   private:
+    template <Vec (*kOf)(Vec, Vec)>
+    static Vec fold_by(const float* rows) {
+        const auto four = [rows](int i) {
+            const float* from = rows + 4 * i * kWidth;
+            return fold_four<kOf>(load(from), load(from + kWidth), load(from + 2 * kWidth), load(from + 3 * kWidth));
+        };
+        return fold_parts<kOf>(four(0), four(1), four(2), four(3));
+    }
     static Vec widen(__m256i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16)); }
     static __m256i narrow(Vec v) {
         const __m512i bits = _mm512_castps_si512(v), upper = _mm512_srli_epi32(bits, 16);
@@ -133,29 +188,6 @@ struct Avx512Bf16 : Avx512 {
     // vdpbf16ps: each lane adds the product of the odd elements, then that of the even ones.
     static Vec dot(Vec sum, Pairs a, Pairs b) {
         return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-    }
-    // Sixteen rows of sixteen pairs -> their columns.
-    static void transpose(Pairs (&rows)[16]) {
-        Pairs fours[16];  // [4 i + j]: per 128-bit part, pair j of rows 4 i to 4 i + 3
-#pragma GCC unroll 4
-        for (int i = 0; i < 16; i += 4) {
-            const Pairs ab_low = _mm512_unpacklo_epi32(rows[i], rows[i + 1]), ab_high = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-            const Pairs cd_low = _mm512_unpacklo_epi32(rows[i + 2], rows[i + 3]), cd_high = _mm512_unpackhi_epi32(rows[i + 2], rows[i + 3]);
-            fours[i] = _mm512_unpacklo_epi64(ab_low, cd_low);
-            fours[i + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
-            fours[i + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
-            fours[i + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
-        }
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-            const Pairs ab_even = _mm512_shuffle_i32x4(fours[j], fours[j + 4], 0x88), ab_odd = _mm512_shuffle_i32x4(fours[j], fours[j + 4], 0xdd);
-            const Pairs cd_even = _mm512_shuffle_i32x4(fours[j + 8], fours[j + 12], 0x88);
-            const Pairs cd_odd = _mm512_shuffle_i32x4(fours[j + 8], fours[j + 12], 0xdd);
-            rows[j] = _mm512_shuffle_i32x4(ab_even, cd_even, 0x88);
-            rows[j + 4] = _mm512_shuffle_i32x4(ab_odd, cd_odd, 0x88);
-            rows[j + 8] = _mm512_shuffle_i32x4(ab_even, cd_even, 0xdd);
-            rows[j + 12] = _mm512_shuffle_i32x4(ab_odd, cd_odd, 0xdd);
-        }
     }
     // Rows a and b of 32 columns -> pairs (a[c], b[c]): lanes of `low` are columns 0-3, 8-11, 16-19, 24-27, of `high`
     // the others.

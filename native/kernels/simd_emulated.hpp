@@ -128,6 +128,15 @@ struct Emulated512 {
     QUIRE_EMULATED Vec fold(const float* rows) {
         return each([&](int i) { return add_lanes(rows + 16 * i); });
     }
+    QUIRE_EMULATED Vec fold_max(const float* rows) {
+        return each([&](int i) { return reduce_max(load(rows + 16 * i)); });
+    }
+    template <class T>
+    QUIRE_EMULATED void widen_columns(const T* const* rows, int first, int width, float* to, int stride) {
+        for (int column = 0; column < 32; ++column) {
+            for (int i = 0; i < 16; ++i) to[column * stride + i] = first + column < width ? to_float(rows[i][first + column]) : 0.0f;
+        }
+    }
     QUIRE_EMULATED Vec fold_four(Vec a, Vec b, Vec c, Vec d) {
         const float* from[4] = {a.lane, b.lane, c.lane, d.lane};
         return each([&](int i) {

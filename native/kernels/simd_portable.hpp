@@ -87,6 +87,9 @@ struct Portable {
         const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
         return a > b ? a : b;
     }
+    static Vec fold_max(const float* rows) {
+        return Vec{reduce_max(load(rows)), reduce_max(load(rows + 4)), reduce_max(load(rows + 8)), reduce_max(load(rows + 12))};
+    }
     static Vec fold(const float* rows) {
         const Vec a = load(rows), b = load(rows + 4), c = load(rows + 8), d = load(rows + 12);
         const Vec ab = Vec{a[0], b[0], a[1], b[1]} + Vec{a[2], b[2], a[3], b[3]};

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.cache import Cache
 from quire.spec import KVSpec
-from quire.startup import collector_paused
+from quire.startup import short_start
 
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncEngine
@@ -29,7 +29,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    with collector_paused():
+    with short_start():
         value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

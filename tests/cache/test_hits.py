@@ -33,7 +33,7 @@ def test_the_last_token_of_a_prompt_and_only_that_is_left_to_compute(backend: st
     assert len(plan.slot_mapping) == 1
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 16, 100, 512])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 16, 100, 512, 4096])
 def test_any_block_size(backend: str, block_size: int) -> None:
     cache = make(backend, num_blocks=2500 // block_size + 8, block_size=block_size)
     store(cache, prompt(1100))

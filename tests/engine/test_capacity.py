@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.capacity import free_memory_bytes, kv_memory_bytes, num_units_for
+from quire.cache.units import num_units_for
+from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
 from quire.errors import ArgumentError, CapacityError
 from quire.spec import KVSpec, LayerSpec, Retention
 

@@ -14,7 +14,7 @@ import torch
 from support import tiny_llm
 
 from quire import LLM, SamplingParams
-from quire.engine.capacity import num_units_for
+from quire.cache.units import num_units_for
 from quire.errors import ArgumentError, CapacityError, PromptError
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens, full_spec, window_spec
 
-from quire.engine.capacity import num_units_for
+from quire.cache.units import num_units_for
 from quire.engine.sampling_params import SamplingParams
 
 SHARED = [(11 * i + i * i) % 90 for i in range(24)]

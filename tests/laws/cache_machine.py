@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from laws.cache_model import GROUPS, KEYS, NAMESPACES, THEN, TOKENS, WHICH, Open, same
+from laws.cache_checks import check_node, check_plans, check_tables, tables_of
+from laws.cache_model import GROUPS, KEYS, NAMESPACES, THEN, TOKENS, WHICH, Open, call_all, misuses, same
 from support.cache_case import spec_of
 from support.fake_storage import Content, FakeStorage, Step, num_common
 
 from quire import Cache
 from quire.cache.cache import Sequence
-from quire.cache.prefix import Node
 from quire.spec import Retention
 
 
@@ -79,17 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def call(self, function: Callable[[int, Cache], Any]) -> list[Any]:
         """The results of all back ends, or the one error all of them raise."""
-        results, errors = [], []
-        for index, cache in enumerate(self.caches):
-            try:
-                results.append(function(index, cache))
-            except ValueError as error:
-                errors.append(error)
-        if errors:
-            assert not results, f"{errors[0]!r} in some back ends only"
-            same([(type(error), str(error)) for error in errors])
-            raise errors[0]
-        return results
+        return call_all(self.caches, function)
 
     def pick(self, which: int) -> Open:
         return self.open_sequences[which % len(self.open_sequences)]
@@ -256,10 +246,10 @@ class CacheMachine(RuleBasedStateMachine):
             return False
         assert fits or alone
         self.newest_step += 1
-        self.check_plans(plans, chosen, num_lookahead)
+        check_plans(plans, self.newest_step, chosen, self.num_groups)
         if fits:
             assert self.cache.num_free_blocks >= available - needed
-        tables = self.tables_of(chosen, num_lookahead)
+        tables = tables_of(chosen, num_lookahead, self.size, self.num_groups)
         step = Step(plans[0], plans[1:], tables, [sequence.handles[0].id for sequence, _ in chosen], [], [])
         for sequence, num_new in chosen:
             stop = sequence.computed + num_new
@@ -281,46 +271,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.run_steps(self.newest_step)
         return True
 
-    def check_plans(self, plans: list[Any], chosen: list[tuple[Open, int]], num_lookahead: int) -> None:
-        same([plan.step for plan in plans])
-        assert plans[0].step == self.newest_step
-        lengths = [sequence.computed + num_new for sequence, num_new in chosen]
-        assert plans[0].context_lengths.tolist() == lengths
-        assert plans[0].query_start.tolist() == [0, *np.cumsum([num_new for _, num_new in chosen])]
-        for group in range(self.num_groups):
-            parts = [plan.group(group) for plan in plans]
-            for name in (
-                "query_start",
-                "context_lengths",
-                "slot_mapping",
-                "lookahead_slots",
-                "copies",
-            ):
-                same([getattr(part, name) for part in parts])
-
-    def tables_of(self, chosen: list[tuple[Open, int]], num_lookahead: int) -> list[list[list[int]]]:
-        """What the plan's block tables have to be, by the sequences' own."""
-        ends = [sequence.computed + num_new + num_lookahead for sequence, num_new in chosen]
-        widths = [-(-end // self.size) for end in ends]
-        return [
-            [
-                sequence.handles[0].block_table(group)[:width].tolist() + [-1] * (max(widths) - width)
-                for (sequence, _), width in zip(chosen, widths, strict=True)
-            ]
-            for group in range(self.num_groups)
-        ]
-
-    def check_tables(self, step: Step) -> None:
-        """Asked for only when the step is carried out, perhaps long after: a plan does not change."""
-        for group, tables in enumerate(step.tables):
-            for plan in (step.plan, *step.others):
-                found = plan.group(group).block_tables
-                assert found.dtype == np.int32
-                assert found.tolist() == tables
-
     def run_steps(self, step: int) -> None:
         while self.pending and self.pending[0].plan.step <= step:
-            self.check_tables(self.pending[0])
+            check_tables(self.pending[0])
             self.storage.run(self.pending.pop(0))
 
     @precondition(lambda self: self.open_sequences)
@@ -407,14 +360,7 @@ class CacheMachine(RuleBasedStateMachine):
     def misuse(self, sequence: Open, kind: int) -> None:
         """Refused alike by all back ends, with the same message, and nothing changes."""
         self.look(sequence)
-        too_many = sequence.num_known - sequence.computed + 1
-        calls: list[Callable[[int, Cache], Any]] = [
-            lambda i, cache: cache.reserve([sequence.handles[i]], [too_many]),
-            lambda i, cache: cache.commit(sequence.handles[i], sequence.num_known + 1),
-            lambda i, cache: cache.rewind(sequence.handles[i], sequence.num_known + 1),
-            lambda i, cache: cache.close(12345),
-            lambda i, cache: cache.complete(self.newest_step + 1),
-        ]
+        calls = misuses(sequence, self.newest_step)
         self.refused(calls[kind % len(calls)])
 
     def refused(self, call: Callable[[int, Cache], Any]) -> None:
@@ -446,23 +392,4 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.pending:
             for root in blocks.tree.roots.values():
                 for child in root.children:
-                    self.check_node(child, hash(root.content))
-
-    def check_node(self, node: Node, chain: int) -> None:
-        """Whatever the tree would let somebody find is what its tokens say."""
-        position = 0
-        for offset in range(node.num_tokens):
-            token = int.from_bytes(node.content[position : position + 4], "big")
-            position += 4
-            key = None
-            if token & 1:
-                end = node.content.index(b"\0\0", position)
-                key = node.content[position:end].replace(b"\0\xff", b"\0")
-                position = end + 2
-            chain = hash((chain, (token >> 1, key)))
-            for group, unit in enumerate(node.units):
-                if unit >= 0:
-                    found = self.storage.slots[unit * self.size + offset]
-                    assert found == hash((group, chain)), f"unit {unit} of a node holds something else"
-        for child in node.children:
-            self.check_node(child, chain)
+                    check_node(child, hash(root.content), self.storage.slots, self.size)

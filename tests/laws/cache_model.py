@@ -1,7 +1,8 @@
-"""What the cache laws are made of: the cases they draw, and the model of an open sequence."""
+"""What the cache laws are made of: the cases they draw, calls on all back ends, and the model of an open sequence."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from support.fake_storage import Content
 
+from quire import Cache
 from quire.cache.cache import Sequence
 from quire.spec import Retention
 
@@ -72,3 +74,30 @@ def same(values: list[Any]) -> Any:
         else:
             assert value == values[0], f"{values[0]!r} differs from {value!r}"
     return values[0]
+
+
+def call_all(caches: list[Cache], function: Callable[[int, Cache], Any]) -> list[Any]:
+    """The results of all back ends, or the one error all of them raise."""
+    results, errors = [], []
+    for index, cache in enumerate(caches):
+        try:
+            results.append(function(index, cache))
+        except ValueError as error:
+            errors.append(error)
+    if errors:
+        assert not results, f"{errors[0]!r} in some back ends only"
+        same([(type(error), str(error)) for error in errors])
+        raise errors[0]
+    return results
+
+
+def misuses(sequence: Open, newest_step: int) -> list[Callable[[int, Cache], Any]]:
+    """Calls that every back end has to refuse."""
+    too_many = sequence.num_known - sequence.computed + 1
+    return [
+        lambda i, cache: cache.reserve([sequence.handles[i]], [too_many]),
+        lambda i, cache: cache.commit(sequence.handles[i], sequence.num_known + 1),
+        lambda i, cache: cache.rewind(sequence.handles[i], sequence.num_known + 1),
+        lambda i, cache: cache.close(12345),
+        lambda i, cache: cache.complete(newest_step + 1),
+    ]

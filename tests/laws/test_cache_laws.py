@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from laws.cache_machine import CacheMachine
+from laws.resize_rules import ResizingMachine
 from support.cache_case import BACKENDS
 
 
-class Machine(CacheMachine):
+class Machine(ResizingMachine):
     """Both back ends side by side where the native one was built."""
 
     backends = tuple(BACKENDS)

@@ -258,3 +258,18 @@ def test_a_view_refuses_tensors_that_do_not_agree() -> None:
             KVView(k, v, 8)
     with pytest.raises(ArgumentError, match=r"num_kv_heads, 4, head_dim"):
         KVView(good, good, 4)
+
+
+def test_units_given_back_wherever_they_lie_return_their_pages_and_spare_their_neighbours() -> None:
+    storage = PagedStorage(UNIFORM, 400, 16)
+    storage.fill(1.0)
+    units = np.random.default_rng(0).permutation(400)[:150]
+    storage.give_back(units)
+    assert storage.bytes_committed == 250 * storage.unit_bytes
+    kept = np.setdiff1d(np.arange(400), units)
+    for layer in range(len(UNIFORM.layers)):
+        assert bool((storage.view(layer).k[kept] == 1).all())
+        assert bool((storage.view(layer).v[torch.from_numpy(units)] == 0).all())
+    storage.give_back([])
+    with pytest.raises(ArgumentError, match="units of 0 to 399, got 3 to 400"):
+        storage.give_back([3, 400])

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
-from quire.engine.capacity import num_units_for
+from quire.cache.units import num_units_for
 from quire.engine.scheduled_step import ScheduledStep
 from quire.memory.paged import PagedStorage
 from quire.spec import KVSpec

@@ -1,11 +1,11 @@
 """Attention in torch: the obvious, slow, right one. The `python` back end, and the oracle of every kernel.
 
-Not fast: it gathers a sequence's blocks and computes a masked softmax(Q K^T) V in float32.
+Not fast: it gathers a sequence's tokens and computes a masked softmax(Q K^T) V in float32.
 
 Only slots that a query of the piece at hand may see are read; what lies elsewhere (NaN, another sequence's tokens)
 does no harm.
 
-Cost: a call gathers every visible block in float32, and holds at most `_PIECE` x context scores a head.
+Cost: a call gathers every visible token in float32, and holds at most `_PIECE` x context scores a head.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ def run(
 def _gather(view: KVView, table: torch.Tensor, begin: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of positions [begin, stop) as float32 [num_kv_heads, stop - begin, head_dim]."""
     size = view.block_size
-    first_block = begin // size
-    blocks = table[first_block : -(-stop // size)].long()
+    blocks = table[begin // size : -(-stop // size)].long()
     low, high = (int(bound) for bound in torch.aminmax(blocks))
     if low < 0 or high >= view.num_blocks:
         raise ArgumentError(
             f"expected blocks of 0 to {view.num_blocks - 1} for positions {begin} to {stop - 1}, "
             f"got {blocks.tolist()}"
         )
-    cut = slice(begin - first_block * size, stop - first_block * size)
+    positions = torch.arange(begin, stop)
+    of_position, offsets = blocks[positions // size - begin // size], positions % size
 
     def rows(pool: torch.Tensor) -> torch.Tensor:
-        return pool[blocks].transpose(0, 1).flatten(1, 2)[:, cut].float()
+        return pool[of_position, :, offsets].transpose(0, 1).float()
 
     return rows(view.k), rows(view.v)
 

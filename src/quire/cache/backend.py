@@ -160,6 +160,12 @@ class BlockManager(Protocol):
         """ValueError while sequences are open."""
         ...
 
+    def resize(self, num_blocks: int, watermark_blocks: int) -> Int32Array:
+        """Have `num_blocks` (>= 1) units from now on. The ids given up, in order; none where it grows.
+
+        ValueError if fewer than those to give up are free or cached; nothing has changed then."""
+        ...
+
     def counts(self) -> tuple[int, int, int, int]:
         """Units now (free, cached, held, leased); they add up to num_blocks."""
         ...

@@ -319,6 +319,16 @@ class PythonBlockManager:
             )
         self.blocks.reset()
 
+    def resize(self, num_blocks: int, watermark_blocks: int) -> Int32Array:
+        pool = self.blocks.pool
+        if pool.num_blocks - num_blocks > pool.num_available:
+            raise ValueError(
+                f"expected at least {pool.num_blocks - pool.num_available} blocks in resize, as {pool.num_held} are "
+                f"held and {len(pool.leased)} leased, got {num_blocks}"
+            )
+        self.watermark_blocks = watermark_blocks
+        return np.array(self.blocks.resize(num_blocks), np.int32)
+
     def counts(self) -> tuple[int, int, int, int]:
         pool = self.blocks.pool
         return len(pool.free), len(pool.cached), pool.num_held, len(pool.leased)

@@ -59,11 +59,20 @@ class Blocks:
 
     def allocate(self, writer: int) -> int:
         """A unit without content for the sequence `writer`. At least one must be available."""
-        if not self.pool.free:
-            self._evict(next(iter(self.pool.cached)))
+        self._ensure_free()
         unit = self.pool.pop_free()
         self.pool.writer[unit] = writer
         return unit
+
+    def resize(self, num_blocks: int) -> list[int]:
+        """Have `num_blocks` units from now on; the units given up, which must have been available."""
+        given_up: list[int] = []
+        while self.pool.num_blocks > num_blocks:
+            self._ensure_free()
+            given_up.append(self.pool.give_up())
+        self.pool.grow(num_blocks)
+        self.node_of += [None] * (self.pool.num_ids - len(self.node_of))
+        return given_up
 
     def release(self, unit: int, sequence: int) -> None:
         """The table of `sequence` names the unit no more."""
@@ -90,6 +99,11 @@ class Blocks:
         self.tree.prune(node)
 
     # Parts of them
+
+    def _ensure_free(self) -> None:
+        """Where no unit is free, evict the least recently used content."""
+        if not self.pool.free:
+            self._evict(next(iter(self.pool.cached)))
 
     def _evict(self, unit: int) -> None:
         """Give up cached content. A full-attention unit takes its node along, a window's leaves a hole."""
@@ -143,7 +157,7 @@ class Blocks:
 
     def reset(self) -> None:
         """Forget all content. No unit may be held."""
-        for unit in range(self.pool.num_blocks):
+        for unit in range(self.pool.num_ids):
             self.node_of[unit] = None
         version = self.tree.version
         self.tree = PrefixTree(self.tree.block_size)

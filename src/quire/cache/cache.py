@@ -9,6 +9,7 @@ Not thread-safe: one owner at a time. Cost: checking is O(tokens given) or O(seq
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -19,13 +20,15 @@ import numpy as np
 from quire.backends import choose_backend, native_module
 from quire.cache import arguments
 from quire.cache.backend import BlockManager, Int32Array, Int64Array, StepPlan
+from quire.cache.memory_use import MemoryUse
+from quire.cache.units import max_tokens_for, num_units_for
 from quire.errors import ArgumentError, SequenceClosedError
 from quire.sizes import format_size, parse_size
 from quire.spec import KVSpec
 
 __all__ = ["Cache", "Match", "Sequence"]
 
-MAX_BLOCK_SIZE = 512
+MAX_BLOCK_SIZE = 4096  # a piece of 2 MiB is a thousand tokens and more; the native tree counts to 8191
 DEFAULT_MEMORY = "256MiB"
 
 
@@ -91,7 +94,13 @@ class Cache:
         cache.commit(sequence, plan.context_lengths[0])        # computed: others may find them
 
     Not thread-safe: one owner at a time.
+
+    unit_bytes: what a unit takes in the storage, for `memory_use`; `spec.unit_bytes(block_size)` unless set.
+    reserve_seconds: spent in `reserve` so far.
     """
+
+    unit = "block"  # what messages call a unit
+    can_fork = True
 
     def __init__(
         self,
@@ -114,7 +123,7 @@ class Cache:
             Size of the pool: units, or bytes ("256MiB") that are divided by `spec.unit_bytes(block_size)`.
             At most one of the two; 256 MiB if neither is given.
         block_size
-            Tokens per block, 1 .. 512.
+            Tokens per block, 1 .. 4096.
         prefix_caching
             Whether committed tokens can be found by other sequences.
         watermark
@@ -145,6 +154,9 @@ class Cache:
                     f"got {memory!r} ({memory_bytes} bytes); give more memory or a smaller block_size"
                 )
         self.num_blocks = arguments.count(num_blocks, "num_blocks", 1, 2**31 - 1)
+        self.num_block_ids = (
+            self.num_blocks
+        )  # every id is below it: those given up by `resize` come back first
         if not isinstance(watermark, (int, float)) or not 0 <= watermark < 1:
             raise ArgumentError(f"expected a watermark of 0 <= w < 1, got {watermark!r}")
         self.watermark = float(watermark)
@@ -152,7 +164,10 @@ class Cache:
         self.overlapped_steps = bool(overlapped_steps)
         self.num_groups = len(spec.groups)
         self.backend = choose_backend(backend, needs="BlockManager")
-        self._manager = _make_manager(
+        self.unit_bytes = spec.unit_bytes(self.block_size)
+        self._num_full_groups = sum(group.retention.kind == "full" for group in spec.groups)
+        self._set_up()
+        self._manager: Any = _make_manager(
             self.backend,
             [(group.retention.kind, group.retention.size) for group in spec.groups],
             self.num_blocks,
@@ -161,6 +176,11 @@ class Cache:
             math.ceil(self.watermark * self.num_blocks),
             self.overlapped_steps,
         )
+
+    def _set_up(self) -> None:
+        self.reserve_seconds = 0.0
+        self._open_ids: set[int] = set()
+        self._peak_units = 0
 
     def __repr__(self) -> str:
         return (
@@ -184,13 +204,28 @@ class Cache:
         return Match(self._manager.match(tokens, namespace, positions, keys))
 
     def open(
-        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+        self,
+        token_ids: Any,
+        *,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+        max_num_tokens: int | None = None,
     ) -> Sequence:
-        """A sequence of these tokens that has taken what `match` finds: `seq.num_cached_tokens`."""
+        """A sequence of these tokens that has taken what `match` finds: `seq.num_cached_tokens`.
+
+        `max_num_tokens`: it will not become longer. A storage whose sequences keep one place for good needs to know;
+        here it is only checked.
+        """
+        if max_num_tokens is not None:
+            arguments.count(max_num_tokens, "max_num_tokens", 1)
         tokens = arguments.token_array(token_ids)
         positions, keys = arguments.extra_key_arrays(extra_keys, len(tokens))
         namespace = arguments.namespace_bytes(namespace)
-        return Sequence(self, self._manager.open(tokens, namespace, positions, keys))
+        return self._opened(self._manager.open(tokens, namespace, positions, keys))
+
+    def _opened(self, sequence_id: int) -> Sequence:
+        self._open_ids.add(sequence_id)
+        return Sequence(self, sequence_id)
 
     # A step
 
@@ -206,8 +241,14 @@ class Cache:
         All or nothing: None if the units do not suffice, and nothing has changed. Without a commit in between,
         reserving again starts from the same computed tokens. See `backend.StepPlan` for the plan's arrays.
         """
+        began = time.perf_counter()
         ids, counts, lookahead = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
-        return self._call("reserve", ids, counts, lookahead)
+        plan = self._call("reserve", ids, counts, lookahead)
+        if plan is not None:
+            _, _, held, leased = self._manager.counts()
+            self._peak_units = max(self._peak_units, held + leased)
+        self.reserve_seconds += time.perf_counter() - began
+        return plan
 
     def num_blocks_needed(
         self,
@@ -248,7 +289,7 @@ class Cache:
 
     def fork(self, sequence: Sequence | int) -> Sequence:
         """A second sequence with the same tokens; computed blocks are shared until one of the two writes."""
-        return Sequence(self, self._call("fork", self._id(sequence)))
+        return self._opened(self._call("fork", self._id(sequence)))
 
     def rewind(self, sequence: Sequence | int, position: int) -> int:
         """Forget the tokens from `position` on. Returns how many tokens are computed now: fewer than `position`
@@ -257,13 +298,79 @@ class Cache:
 
     def close(self, sequence: Sequence | int) -> None:
         """Let go of the sequence's blocks. Committed ones stay findable until their room is needed."""
-        self._call("close", self._id(sequence))
+        sequence_id = self._id(sequence)
+        self._call("close", sequence_id)
+        self._open_ids.discard(sequence_id)
 
     def reset(self) -> None:
         """Forget all cached content. Refused while sequences are open."""
         self._call("reset")
 
+    def resize(self, num_blocks: int) -> Int32Array:
+        """Have `num_blocks` units from now on, while sequences go on. The ids given up: their memory may be, too.
+
+        Shrinking takes free units, then evicts cached content, least recently used first. The ids given up may lie
+        anywhere; growing takes them back, the last first, and then makes new ones. Raises ArgumentError if more are
+        held or leased than would remain; nothing has changed then. O(units given up or made).
+        """
+        count = arguments.count(num_blocks, "num_blocks", 1, 2**31 - 1)
+        given_up = self._call("resize", count, math.ceil(self.watermark * count))
+        self.num_blocks = count
+        self.num_block_ids = max(self.num_block_ids, count)
+        return given_up
+
+    # What fits
+
+    def units_alone(self, num_tokens: int) -> int:
+        """Units that one sequence of so many tokens holds at most at any time, alone."""
+        return num_units_for(self.spec, num_tokens, self.block_size)
+
+    def max_tokens_alone(self) -> int:
+        """The longest sequence that can be computed here alone."""
+        return max_tokens_for(self.spec, self.num_blocks, self.block_size)
+
+    def units_later(self, num_tokens: int, num_reserved: int) -> int:
+        """Units that a sequence of `num_tokens` known tokens will take beyond those it has `num_reserved` in.
+
+        Of full-attention groups only: windows give back what they take.
+        """
+        size = self.block_size
+        return self._num_full_groups * (-(-num_tokens // size) - -(-num_reserved // size))
+
+    def margin(self, share: float) -> int:
+        """Units that an admission should leave to those who run and grow, where `share` of all are to be left."""
+        return math.ceil(share * self.num_blocks)
+
     # Figures
+
+    def memory_use(self) -> MemoryUse:
+        """What the memory is used for now. Cost: O(blocks of open sequences); sequences still looking look again."""
+        size = self.block_size
+        _, cached, held, leased = self._manager.counts()
+        used = 0
+        computed = {i: self._manager.num_computed_tokens(i) for i in self._open_ids}
+        for group in self.spec.groups:
+            tokens_in = np.zeros(self.num_block_ids, np.int64)
+            for sequence_id, num_computed in computed.items():
+                table = self._manager.block_table(sequence_id, group.index)[: -(-num_computed // size)]
+                filled = np.minimum(size, num_computed - size * np.arange(len(table)))
+                is_kept = table >= 0
+                np.maximum.at(tokens_in, table[is_kept], filled[is_kept])
+            used += int(tokens_in.sum()) * group.bytes_per_token
+        return MemoryUse(
+            reserved=(held + leased) * self.unit_bytes,
+            used=used,
+            later=0,
+            external=0,
+            cached=cached * self.unit_bytes,
+            peak=self._peak_units * self.unit_bytes,
+            total=self.num_blocks * self.unit_bytes,
+        )
+
+    @property
+    def largest_free_blocks(self) -> int:
+        """Units that one sequence could be given now: here, where units may lie anywhere, all that are available."""
+        return self.num_free_blocks
 
     @property
     def num_free_blocks(self) -> int:

@@ -47,18 +47,18 @@ def _check_pool(manager: PythonBlockManager, nodes: list[Node]) -> None:
             f"unit {unit} counts {count} references, tables name it {num_references[unit]} times",
         )
     held = {unit for unit, count in enumerate(pool.num_references) if count}
-    lists = [*pool.free, *pool.cached, *pool.leased, *held]
+    lists = [*pool.free, *pool.cached, *pool.leased, *held, *pool.given_up]
     _require(
-        sorted(lists) == list(range(pool.num_blocks)),
+        sorted(lists) == list(range(pool.num_ids)),
         "C1",
         f"{len(pool.free)} free + {len(pool.cached)} cached + {len(held)} held + {len(pool.leased)} leased "
-        f"units are not the {pool.num_blocks} of the pool, each once",
+        f"units are not the {pool.num_blocks} of the pool, each once ({len(pool.given_up)} given up)",
     )
 
     owners = [(unit, node) for node in nodes for unit in node.units if unit != HOLE]
     known = dict(owners)
     _require(len(known) == len(owners), "C2", "a unit belongs to two nodes or to two groups of one")
-    for unit in range(pool.num_blocks):
+    for unit in range(pool.num_ids):
         _require(known.get(unit) is node_of[unit], "C2", f"unit {unit} is not where node_of says")
     for unit in pool.free:
         _require(unit not in known, "C2", f"free unit {unit} belongs to a node")

@@ -6,10 +6,13 @@
     leased   nobody names it, but a step under way may    on the lease list, oldest first
              still read or write it
 
+and beside them the ids given up by a resize, which are no units of the pool until it grows again.
+
 The pool knows no tokens and no tree; who moves a unit says whether its content is known. Every move is O(1).
 
 Invariants
-    P1  free + cached + held + leased = num_blocks, each unit in one list only.
+    P1  free + cached + held + leased = num_blocks, each unit in one list only; with those given up they are all
+        ids from 0 to `num_ids` - 1.
     P2  `num_references[unit]` is the number of table entries that name it; it is 0 unless the unit is held.
 """
 
@@ -23,10 +26,11 @@ NO_WRITER = -1
 
 
 class Pool:
-    """Units 0 .. num_blocks - 1. Unit 0 is handed out first; the unit freed last is handed out first."""
+    """Units 0 .. num_blocks - 1 at first. Unit 0 is handed out first; the unit freed last is handed out first."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+        self.num_ids = num_blocks
+        self.given_up: list[int] = []
         self.free = list(range(num_blocks - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()
         # Unit -> the step that has to complete first.
@@ -36,6 +40,10 @@ class Pool:
         self.writer = [NO_WRITER] * num_blocks
         # The newest step that one of those who let go of the unit may still have under way.
         self.busy_until = [0] * num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_ids - len(self.given_up)
 
     @property
     def num_available(self) -> int:
@@ -76,6 +84,23 @@ class Pool:
             del self.cached[unit]
             self.free.append(unit)
 
+    def give_up(self) -> int:
+        """The unit that would be handed out next, of the free ones, leaves the pool."""
+        unit = self.free.pop()
+        self.given_up.append(unit)
+        return unit
+
+    def grow(self, num_blocks: int) -> None:
+        """Have `num_blocks` units: those given up last come back first and are handed out first; new ones come last."""
+        while self.num_blocks < num_blocks and self.given_up:
+            self.free.append(self.given_up.pop())
+        num_new = num_blocks - self.num_blocks
+        self.free[:0] = range(self.num_ids + num_new - 1, self.num_ids - 1, -1)
+        self.num_ids += num_new
+        self.num_references += [0] * num_new
+        self.writer += [NO_WRITER] * num_new
+        self.busy_until += [0] * num_new
+
     def oldest_lease(self) -> tuple[int, int] | None:
         """(unit, step) of the lease that ends first."""
         return next(iter(self.leased.items()), None)
@@ -83,4 +108,5 @@ class Pool:
     def reset(self) -> None:
         """Everything that is not leased is free, in the order of a new pool. Nothing may be held."""
         self.cached.clear()
-        self.free = [unit for unit in range(self.num_blocks - 1, -1, -1) if unit not in self.leased]
+        absent = {*self.leased, *self.given_up}
+        self.free = [unit for unit in range(self.num_ids - 1, -1, -1) if unit not in absent]

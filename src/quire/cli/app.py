@@ -13,6 +13,7 @@ from typing import NoReturn
 import typer
 
 from quire.cli.chat import chat
+from quire.cli.compare import compare
 from quire.cli.generate import generate
 from quire.errors import ArgumentError, CapacityError, QuireError
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(compare)
 
 
 # typer keeps its copy of click private; this is the root of its complaints about a command line.

@@ -15,6 +15,10 @@ def chat(
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     kv_memory: options.KVMemory = "auto",
+    storage: options.Storage = "paged",
+    reservation: options.Reservation = "max",
+    growth: options.Growth = "spread",
+    piece_size: options.PieceSize = "64KiB",
     block_size: options.BlockSize = 16,
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
@@ -28,8 +32,9 @@ def chat(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine_options = options.EngineOptions(
-        model, kv_memory, block_size, dtype, max_model_len, seed, backend, revision, trust_remote_code
-    )
+        model, kv_memory, storage, reservation, growth, piece_size, block_size, dtype, max_model_len, seed, backend,
+        revision, trust_remote_code,
+    )  # fmt: skip
     with engine_options.build() as llm:
         print(f"quire: {llm.capacity}. /reset starts anew, /exit leaves.", file=sys.stderr)
         messages: list[dict[str, str]] = []

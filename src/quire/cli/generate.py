@@ -96,6 +96,10 @@ def generate(
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     kv_memory: options.KVMemory = "auto",
+    storage: options.Storage = "paged",
+    reservation: options.Reservation = "max",
+    growth: options.Growth = "spread",
+    piece_size: options.PieceSize = "64KiB",
     block_size: options.BlockSize = 16,
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
@@ -134,7 +138,8 @@ def generate(
         check_trace_path(profile_trace)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine_options = options.EngineOptions(
-        model, kv_memory, block_size, dtype, max_model_len, seed, backend, revision, trust_remote_code,
+        model, kv_memory, storage, reservation, growth, piece_size, block_size, dtype, max_model_len, seed, backend,
+        revision, trust_remote_code,
         profile=show_profile or profile_trace is not None,
     )  # fmt: skip
     with engine_options.build() as llm:

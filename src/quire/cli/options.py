@@ -15,12 +15,16 @@ __all__ = [
     "BlockSize",
     "DType",
     "EngineOptions",
+    "Growth",
     "KVMemory",
     "MaxModelLen",
     "MaxTokens",
     "Model",
+    "PieceSize",
+    "Reservation",
     "Revision",
     "Seed",
+    "Storage",
     "Temperature",
     "TrustRemoteCode",
 ]
@@ -45,7 +49,30 @@ KVMemory = Annotated[
         help='Memory for keys and values: "1GiB", "40%" of what is free, or auto.',
     ),
 ]
-BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens of a block, 1 to 512.")]
+Storage = Annotated[
+    str,
+    typer.Option(
+        "--storage",
+        metavar="S",
+        help="How keys and values are kept: paged, contiguous, growing, virtual or auto.",
+    ),
+]
+Reservation = Annotated[
+    str, typer.Option(metavar="R", help="What contiguous reserves for a sequence: max, pow2 or exact.")
+]
+Growth = Annotated[
+    str,
+    typer.Option(
+        metavar="G", help="When growing replaces buffers: spread, or together[:N], all at once by N tokens."
+    ),
+]
+PieceSize = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE", help="What virtual maps together, of a layer's keys or values: 4KiB to 2MiB."
+    ),
+]
+BlockSize = Annotated[int, typer.Option(metavar="N", help="Tokens of a block of paged storage, 1 to 512.")]
 DType = Annotated[str, typer.Option("--dtype", metavar="D", help="auto, float32, bfloat16 or float16.")]
 MaxModelLen = Annotated[
     int | None, typer.Option(metavar="N", help="Longest sequence, prompt and answer together.")
@@ -62,6 +89,10 @@ class EngineOptions:
 
     model: str | None
     kv_memory: str
+    storage: str
+    reservation: str
+    growth: str
+    piece_size: str
     block_size: int
     dtype: str
     max_model_len: int | None
@@ -78,6 +109,10 @@ class EngineOptions:
         return LLM(
             self.model,
             kv_memory=self.kv_memory,
+            storage=self.storage,
+            reservation=self.reservation,
+            growth=self.growth,
+            piece_size=self.piece_size,
             dtype=self.dtype,
             block_size=self.block_size,
             max_model_len=self.max_model_len,

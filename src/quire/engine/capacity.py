@@ -1,4 +1,4 @@
-"""How much a cache holds: units a sequence needs, memory that is free to this process, and the KV budget.
+"""How much memory a cache may have: what is free to this process, and the KV budget.
 
 Arithmetic and reading of /proc only; nothing is allocated here. Free memory is what the kernel says is available
 (MemAvailable), lowered to what the process's control groups (v1 and v2, every level) still allow.
@@ -11,29 +11,10 @@ from pathlib import Path
 
 from quire.errors import ArgumentError, CapacityError
 from quire.sizes import parse_size
-from quire.spec import KVGroup, KVSpec
 
-__all__ = ["free_memory_bytes", "kv_memory_bytes", "num_units_for"]
+__all__ = ["free_memory_bytes", "kv_memory_bytes"]
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
-
-
-def num_units_for(spec: KVSpec, num_tokens: int, block_size: int) -> int:
-    """Units that one sequence of `num_tokens` holds at most while its tokens are computed one by one."""
-    return sum(_group_units(group, num_tokens, block_size) for group in spec.groups)
-
-
-def _group_units(group: KVGroup, num_tokens: int, block_size: int) -> int:
-    whole = -(-num_tokens // block_size)
-    retention = group.retention
-    if retention.kind == "full":
-        return whole
-    if retention.kind == "window":
-        # `size` tokens in a row, at any offset within the first block.
-        return min(whole, (retention.size + block_size - 2) // block_size + 1)
-    # A chunk begins at a multiple of its size, which is one of the block size only if that divides it.
-    offset = 0 if retention.size % block_size == 0 else block_size - 1
-    return min(whole, -(-(retention.size + offset) // block_size))
 
 
 def kv_memory_bytes(kv_memory: str | int, *, most_useful_bytes: int, free_bytes: int | None = None) -> int:

@@ -242,6 +242,15 @@ class Engine:
             self.scheduler.finish(sample, "error", error)
             sample.finish_reason, sample.error = "error", error
 
+    def resize(self, num_blocks: int) -> np.ndarray:
+        """Has the cache hold `num_blocks` units from now on; int32, the ids given up. Running requests go on.
+
+        Where more units are in use, requests are preempted, the last first, and computed again later. One that cannot
+        fit any more ends with a CapacityError when its turn comes.
+        """
+        self.scheduler.preempt_to(num_blocks)
+        return self._cache.resize(num_blocks)
+
     # -- outputs ---------------------------------------------------------------------------------------
 
     def _outputs(self, samples: list[Sample]) -> list[RequestOutput]:

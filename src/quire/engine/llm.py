@@ -10,19 +10,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from quire.backends import native_module
-from quire.engine.capacity import kv_memory_bytes, num_units_for
 from quire.engine.engine import Engine
 from quire.engine.interrupt import deferred_interrupt
 from quire.engine.profile import Profile
 from quire.engine.prompts import Prompt, encode, split
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.storages import StorageOptions
 from quire.errors import ArgumentError, QuireError
 from quire.sizes import format_size
-from quire.startup import collector_paused
+from quire.startup import short_start
+
+if TYPE_CHECKING:
+    from quire.memory.storage import Storage
 
 __all__ = ["LLM", "TextStream"]
 
@@ -30,13 +34,21 @@ _log = logging.getLogger("quire")
 
 
 class LLM:
-    """Generates text with any decoder model of transformers, its KV cache paged and shared.
+    """Generates text with any decoder model of transformers, its KV cache bounded and, where it can be, shared.
 
     model: None (the embedded one), a folder, a Hub id, or a loaded (PreTrainedModel, tokenizer or None).
     kv_memory: hard cap of the KV cache: a size ("1GiB", bytes), a share of the memory free to this process
         ("40%"), or "auto": half of it, but no more than max_num_seqs sequences of max_model_len can use.
+    storage: how K and V are kept: "paged" (blocks, shared prefixes), "contiguous" (one range for each sequence,
+        reserved at its start; nothing shared: the baseline), "growing" (a buffer for each sequence and layer,
+        replaced by a larger one when it is full), "virtual" (a row of addresses for each sequence, memory mapped
+        behind it piece by piece, shared prefixes; Linux) or "auto" (virtual where the machine can, else paged).
+    reservation: how much "contiguous" reserves: "max" (max_model_len), "pow2" (the next power of two that holds prompt
+        and max_tokens) or "exact". growth: when buffers of "growing" are replaced: "spread" (those of different layers
+        in different steps), "together" (all, by 4096 tokens) or "together:N". piece_size: bytes that "virtual" maps
+        together, of keys or values of one layer: 4KiB to 2MiB.
     dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-    block_size: tokens of a block, 1 to 512. max_batch_tokens: tokens of a step. max_num_seqs: sequences that
+    block_size: tokens of a block of "paged", 1 to 512. max_batch_tokens: tokens of a step. max_num_seqs: sequences that
         run at once. max_model_len: longest sequence; the model's own if not given.
     seed: of requests that bring none. revision, trust_remote_code: of a Hub id.
     backend: "native", "python" or None for the best there is. num_threads: torch's and the kernels'.
@@ -45,12 +57,16 @@ class LLM:
     *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.
     """
 
-    @collector_paused()
+    @short_start()
     def __init__(
         self,
         model: Any = None,
         *,
         kv_memory: str | int = "auto",
+        storage: str = "paged",
+        reservation: str = "max",
+        growth: str = "spread",
+        piece_size: str | int = "64KiB",
         dtype: str = "auto",
         block_size: int = 16,
         max_batch_tokens: int = 2048,
@@ -72,13 +88,20 @@ class LLM:
             _check_range("max_model_len", max_model_len, 2, 2**31 - 1)
         if num_threads is not None:
             _check_range("num_threads", num_threads, 1, 1024)
-        kv_memory_bytes(kv_memory, most_useful_bytes=2**62)  # before minutes of loading
+        options = StorageOptions(  # checked before minutes of loading
+            storage,
+            kv_memory=kv_memory,
+            block_size=block_size,
+            prefix_caching=prefix_caching,
+            reservation=reservation,
+            growth=growth,
+            piece_size=piece_size,
+            backend=backend,
+        )
 
         import torch
 
-        from quire.cache.cache import Cache
         from quire.engine.runner import Runner
-        from quire.memory.paged import PagedStorage
         from quire.model.load import load
         from quire.model.prepare import PreparedModel
 
@@ -89,28 +112,29 @@ class LLM:
         loaded = load(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         prepared = PreparedModel(loaded, backend=backend, max_model_len=max_model_len)
         self._prepared = prepared
-        self._storage: PagedStorage | None = None
+        self._storage: Storage | None = None
         try:
             self.name: str = loaded.name
             self.tokenizer: Any = loaded.tokenizer
             self.spec = loaded.spec
             self.block_size = block_size
+            self._max_num_seqs = max_num_seqs
             self.max_model_len: int = max_model_len or prepared.max_model_len
-            self._storage = storage = PagedStorage(loaded.spec, 1, block_size)
-            self.num_blocks = self._num_blocks(kv_memory, storage.unit_bytes, max_num_seqs)
-            self.kv_memory_bytes = self.num_blocks * storage.unit_bytes
-            storage.resize(self.num_blocks)
-            cache = Cache(
-                loaded.spec,
-                num_blocks=self.num_blocks,
-                block_size=block_size,
-                prefix_caching=prefix_caching,
-                backend=backend,
-            )
+            opened = options.open(loaded.spec, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs)
+            self.storage = opened.name
+            self._storage_options = options
+            self._storage = opened.storage
+            self.cache = opened.cache
+            if self.storage == "virtual":
+                self.block_size = self.cache.block_size  # of its pieces
+            self.num_blocks: int = self.cache.num_blocks
+            self.kv_memory_bytes: int = self.num_blocks * self.cache.unit_bytes
             self.profile = Profile() if profile else None
+            self.vocab_size: int = loaded.vocab_size
+            self.runner = Runner(prepared, opened.storage, num_threads=num_threads, profile=self.profile)
             self.engine = Engine(
-                Runner(prepared, storage, num_threads=num_threads, profile=self.profile),
-                cache,
+                self.runner,
+                opened.cache,
                 vocab_size=loaded.vocab_size,
                 max_model_len=self.max_model_len,
                 tokenizer=loaded.tokenizer,
@@ -133,36 +157,27 @@ class LLM:
     @property
     def max_num_full_sequences(self) -> int:
         """Sequences of `max_model_len` tokens that the cache holds at once."""
-        return self.num_blocks // num_units_for(self.spec, self.max_model_len, self.block_size)
+        return self.num_blocks // self.cache.units_alone(self.max_model_len)
 
     @property
     def max_num_tokens(self) -> int:
         """Tokens that the cache holds in sequences of at most `max_model_len`."""
-        units = num_units_for(self.spec, self.max_model_len, self.block_size)
+        units = self.cache.units_alone(self.max_model_len)
         if self.num_blocks < units:
-            return self.engine.scheduler.max_tokens_that_fit()
+            return self.cache.max_tokens_alone()
         return self.num_blocks * self.max_model_len // units
 
     @property
     def capacity(self) -> str:
         """What the cache can hold, in one line."""
+        blocks = f"{self.num_blocks} {self.cache.unit}s"
+        if self.storage in ("paged", "virtual"):
+            blocks += f" of {self.block_size} tokens"
         return (
-            f"KV cache of {format_size(self.kv_memory_bytes)}, {self.num_blocks} blocks of {self.block_size} tokens; "
+            f"KV cache of {format_size(self.kv_memory_bytes)}, {self.storage}, {blocks}; "
             f"holds {self.max_num_tokens} tokens, {self.max_num_full_sequences} sequences of the maximum of "
             f"{self.max_model_len} tokens"
         )
-
-    def _num_blocks(self, kv_memory: str | int, unit_bytes: int, max_num_seqs: int) -> int:
-        units = num_units_for(self.spec, self.max_model_len, self.block_size)
-        budget = kv_memory_bytes(kv_memory, most_useful_bytes=max_num_seqs * units * unit_bytes)
-        num_blocks = budget // unit_bytes
-        least = num_units_for(self.spec, 1, self.block_size)  # one token: one block in every group
-        if num_blocks < least:
-            raise ArgumentError(
-                f"expected a kv_memory of at least {least * unit_bytes} bytes ({least} blocks of {unit_bytes} bytes "
-                f"hold the first {self.block_size} tokens), got {kv_memory!r}, {budget} bytes - in `kv_memory`"
-            )
-        return min(num_blocks, 2**31 - 1)
 
     # -- generating ------------------------------------------------------------------------------------
 
@@ -221,8 +236,7 @@ class LLM:
 
     def _prepare(self, prompts: Any, params: Any) -> tuple[list[Prompt], list[SamplingParams]]:
         """Everything checked before anything is submitted."""
-        if self._storage is None:
-            raise ArgumentError("expected an open LLM, got one that was closed; make a new one")
+        self._require_open()
         parts = split(prompts)
         many = len(parts) > 1
         encoded = [
@@ -244,6 +258,19 @@ class LLM:
                     error.args = (f"{error} - in prompt {index} of {len(encoded)}",)
                 raise
         return encoded, list(params)
+
+    def _require_elastic(self) -> Any:
+        storage = self._require_open()
+        if not storage.capabilities.elastic:
+            raise ArgumentError(
+                f'expected a storage whose memory can be resized, got {self.storage}; use storage="paged" or "virtual"'
+            )
+        return storage
+
+    def _require_open(self) -> Storage:
+        if self._storage is None:
+            raise ArgumentError("expected an open LLM, got one that was closed; make a new one")
+        return self._storage
 
     def _submit(self, prompt: Prompt, params: SamplingParams, *, stream: bool, priority: int) -> str:
         request_id = self.engine.submit(
@@ -273,15 +300,49 @@ class LLM:
         for request_id in ids:
             self.engine.abort(request_id)
 
+    # -- its memory ------------------------------------------------------------------------------------
+
+    def resize(self, kv_memory: str | int) -> None:
+        """Gives the KV cache another budget, also while requests run; what it gives up goes back to the system at once.
+
+        Cached prefixes go first, the least recently used before others; if that is not enough, requests are
+        preempted and computed again when there is room.
+        *raises:* ArgumentError, CapacityError: nothing was changed.
+        """
+        with self._lock:
+            storage = self._require_elastic()
+            options = replace(self._storage_options, kv_memory=kv_memory, block_size=self.block_size)
+            num_blocks = options.num_blocks(
+                self.spec, storage.unit_bytes, self.max_model_len, self._max_num_seqs, storage.bytes_committed
+            )
+            if num_blocks > storage.num_blocks:
+                storage.resize(num_blocks)
+            storage.give_back(self.engine.resize(num_blocks))
+            self.num_blocks, self.kv_memory_bytes = num_blocks, num_blocks * storage.unit_bytes
+
+    def trim(self) -> None:
+        """Gives the memory of all blocks that no request holds back to the system: cached prefixes are forgotten.
+
+        The budget stays; memory is taken again as it is needed.
+        """
+        with self._lock:
+            storage = self._require_elastic()
+            counts = self.engine.stats()
+            storage.give_back(self.engine.resize(max(1, counts["held"] + counts["leased"])))
+            self.engine.resize(self.num_blocks)
+
     # -- the rest --------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Counts of the cache and of the engine since the start, see `docs/architecture.md`."""
-        storage = self._storage
+        storage, use = self._storage, self.cache.memory_use()
         return {
             **self.engine.stats(),
             "kv_memory_bytes": self.kv_memory_bytes,
             "kv_committed_bytes": storage.bytes_committed if storage is not None else 0,
+            "kv_reserved_bytes": use.reserved,
+            "kv_used_bytes": use.used,
+            "kv_peak_bytes": use.peak,
         }
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ Cost: one attention plan per table of the storage and step, and the model's forw
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Runner:
         self._storage = storage
         self._num_threads = num_threads
         self._profile = profile or NoProfile()
+        self.prepare_seconds = 0.0  # that the storage has taken so far
         # What an entry of each table stands for: constant, as a view's shape but for the number of its blocks.
         self._table_tokens = [0] * storage.num_tables
         for group in storage.spec.groups:
@@ -51,8 +53,11 @@ class Runner:
         """Computes the step's tokens; [len(step.logit_rows), vocab] in the model's dtype. *changes:* the storage."""
         plans: list[AttentionPlan] = []
         slot_mappings: list[torch.Tensor] = []
+        began = time.perf_counter()
         self._storage.forget(step.closed_ids)
-        for table, placement in enumerate(self._storage.prepare(step.plan, step.sequence_ids)):
+        placements = self._storage.prepare(step.plan, step.sequence_ids)
+        self.prepare_seconds += time.perf_counter() - began
+        for table, placement in enumerate(placements):
             plans.append(
                 AttentionPlan.build(
                     step.plan.query_start,

@@ -21,7 +21,6 @@ Cost: `schedule` O(running + samples looked at + new tokens), `update` O(schedul
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence
@@ -29,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from quire.engine.capacity import num_units_for
 from quire.engine.prefixes_under_way import PrefixesUnderWay
 from quire.engine.request import Request, Sample, SampleState
 from quire.engine.scheduled_step import ScheduledStep
@@ -59,9 +57,8 @@ class Scheduler:
     ) -> None:
         self._cache = cache
         self._block_size: int = cache.block_size
-        self._num_full_groups = sum(group.retention.kind == "full" for group in cache.spec.groups)
         self._shares: bool = cache.prefix_caching
-        self._watermark_units = math.ceil(watermark * cache.num_blocks)
+        self._watermark = watermark
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
         self.clock = clock
@@ -79,30 +76,21 @@ class Scheduler:
 
     def check_fits(self, num_tokens: int, what: str) -> None:
         """Raises CapacityError unless a sequence of `num_tokens` tokens could be computed here alone."""
-        needed = num_units_for(self._cache.spec, num_tokens, self._block_size)
-        if needed > self._cache.num_blocks:
-            stats = self._cache.stats()
+        cache = self._cache
+        needed = cache.units_alone(num_tokens)
+        if needed > cache.num_blocks:
+            stats = cache.stats()
             raise CapacityError(
                 f"expected a request that fits in the KV cache, got one of {num_tokens} tokens that needs {needed} "
-                f"blocks of {self._cache.num_blocks} (free {stats['free']}, cached {stats['cached']}, held "
+                f"{cache.unit}s of {cache.num_blocks} (free {stats['free']}, cached {stats['cached']}, held "
                 f"{stats['held']}) - in {what}; lower max_tokens or shorten the prompt to at most "
                 f"{self.max_tokens_that_fit()} tokens in all, or raise kv_memory by a factor of "
-                f"{needed / self._cache.num_blocks:.2f}"
+                f"{needed / cache.num_blocks:.2f}"
             )
 
     def max_tokens_that_fit(self) -> int:
         """The longest sequence that can be computed here alone."""
-        spec, block_size, num_blocks = self._cache.spec, self._block_size, self._cache.num_blocks
-        low, high = 0, num_blocks * block_size
-        if num_units_for(spec, 2**40, block_size) <= num_blocks:
-            return 2**40  # windows only
-        while low < high:
-            middle = (low + high + 1) // 2
-            if num_units_for(spec, middle, block_size) <= num_blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return self._cache.max_tokens_alone()
 
     def add(self, request: Request) -> None:
         """Queues a request. *raises:* CapacityError if it can never fit, with the numbers."""
@@ -242,6 +230,7 @@ class Scheduler:
         if not self.waiting or room <= 0 or budget <= 0:
             return []
         cache = self._cache
+        margin = cache.margin(self._watermark)
         taken = self._units_to_come(chosen)
         being_computed = PrefixesUnderWay(self.running, self._block_size) if self._shares else None
         admitted: list[tuple[Sample, int]] = []
@@ -256,7 +245,12 @@ class Scheduler:
                 continue
             tokens = sample.token_ids()
             request = sample.request
-            sequence = cache.open(tokens, namespace=request.namespace, extra_keys=request.extra_keys)
+            sequence = cache.open(
+                tokens,
+                namespace=request.namespace,
+                extra_keys=request.extra_keys,
+                max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
+            )
             num_computed = sequence.num_computed_tokens
             if being_computed is not None:
                 sample.waits_for = being_computed.find(request, tokens, num_computed)
@@ -265,11 +259,12 @@ class Scheduler:
                     passed.append(sample)
                     continue
             n = min(len(tokens) - num_computed, budget, self._chunk_limit)
-            units = cache.num_blocks_needed([sequence], [n]) + self._later_units(
-                len(tokens), num_computed + n
-            )
+            now = cache.num_blocks_needed([sequence], [n])
+            units = now + cache.units_later(len(tokens), num_computed + n)
             # The very first may take what there is, in smaller chunks if need be (R3); others leave a margin.
-            if (self.running or admitted) and taken + units + self._watermark_units > cache.num_free_blocks:
+            if (self.running or admitted) and (
+                taken + units + margin > cache.num_free_blocks or now > cache.largest_free_blocks
+            ):
                 cache.close(sequence)
                 num_looked_at -= 1
                 break
@@ -299,13 +294,9 @@ class Scheduler:
         if not chosen:
             return 0
         sequences = [sample.sequence for sample, _ in chosen]
-        units = self._cache.num_blocks_needed(sequences, [n for _, n in chosen])
-        return units + sum(self._later_units(s.num_tokens, s.num_computed + n) for s, n in chosen)
-
-    def _later_units(self, num_tokens: int, num_computed: int) -> int:
-        """Units of the full-attention groups between two lengths; windows give back what they take."""
-        size = self._block_size
-        return self._num_full_groups * (-(-num_tokens // size) - -(-num_computed // size))
+        cache = self._cache
+        units = cache.num_blocks_needed(sequences, [n for _, n in chosen])
+        return units + sum(cache.units_later(s.num_tokens, s.num_computed + n) for s, n in chosen)
 
     # -- moving samples --------------------------------------------------------------------------------
 
@@ -314,10 +305,7 @@ class Scheduler:
         if not self.running:
             return False
         if len(self.running) > 1:
-            sample = self.running[-1]
-            sample.request.num_preemptions += 1
-            self.num_preemptions += 1
-            self._unadmit(sample)
+            self._preempt_last()
             return True
         sample = self.running[0]
         if self._chunk_limit > 1:
@@ -326,7 +314,7 @@ class Scheduler:
             return True
         needed = self._cache.num_blocks_needed([sample.sequence], [1])
         error = CapacityError(
-            f"expected room for one more token, got none: {needed} blocks needed, "
+            f"expected room for one more token, got none: {needed} {self._cache.unit}s needed, "
             f"{self._cache.num_free_blocks} of {self._cache.num_blocks} free, and no other request runs - in "
             f"request {sample.request.request_id!r} at token {sample.num_computed}"
         )
@@ -334,6 +322,17 @@ class Scheduler:
             self._failed.append(ended)
             self.finish(ended, "error", error)
         return True
+
+    def preempt_to(self, num_blocks: int) -> None:
+        """Preempts running samples, the last first, until at most `num_blocks` units are in use."""
+        while self.running and self._cache.num_blocks - self._cache.num_free_blocks > num_blocks:
+            self._preempt_last()
+
+    def _preempt_last(self) -> None:
+        sample = self.running[-1]
+        sample.request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._unadmit(sample)
 
     def _start(self, admitted: list[Sample]) -> None:
         """Notes when a request began and what it found; what it finds after a preemption is its own work."""
@@ -363,8 +362,9 @@ class Scheduler:
     def _fork(self, sample: Sample) -> None:
         """A sample of a request whose prompt its first sample has just computed."""
         parent = sample.request.samples[0]
-        if parent.state is not SampleState.RUNNING or len(self.running) >= self.max_num_seqs:
-            self._wait(sample)  # opened later, over the same prompt's blocks
+        may_run = parent.state is SampleState.RUNNING and len(self.running) < self.max_num_seqs
+        if not may_run or not self._cache.can_fork:
+            self._wait(sample)  # opened later, over the same prompt's blocks where they are shared
             return
         sample.sequence = self._cache.fork(parent.sequence)
         sample.num_computed = parent.num_computed

@@ -17,7 +17,7 @@ Invariants
     S4  groups of unequal shape share blocks of the largest size; a smaller group leaves the rest unused.
 
 Cost: `view` makes two tensors, about 10 us (the engine asks once); `copy` two torch copies for each row, over all
-layers; growing costs nothing, shrinking one system call per slot.
+layers; growing costs nothing, shrinking one system call per slot, `give_back` one per slot and run of neighbours.
 """
 
 from __future__ import annotations
@@ -195,6 +195,25 @@ class PagedStorage:
                 self._heap.release(start + num_blocks * block_bytes, start + self.num_blocks * block_bytes)
         self.num_blocks = num_blocks
         self._prefer_huge_pages()
+
+    def give_back(self, units: Any) -> None:
+        """Give the memory of these units back to the operating system, wherever they lie. What they held is lost.
+
+        They may be used again at any time. Whole pages only: a page that another unit has a part in stays.
+
+        Args:
+            units: distinct integers [m].
+        """
+        ids = np.sort(np.asarray(units, np.int64).reshape(-1))
+        if ids.size == 0:
+            return
+        if ids[0] < 0 or ids[-1] >= self.num_blocks:
+            raise ArgumentError(f"expected units of 0 to {self.num_blocks - 1}, got {ids[0]} to {ids[-1]}")
+        ends = np.flatnonzero(np.diff(ids) != 1)
+        firsts, lasts = ids[np.r_[0, ends + 1]], ids[np.r_[ends, ids.size - 1]]
+        for start, block_bytes in self._pools():
+            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+                self._heap.release(start + first * block_bytes, start + (last + 1) * block_bytes)
 
     def fill(self, value: float) -> None:
         """Set every element of every unit, which commits them all. For tests that poison unwritten slots."""

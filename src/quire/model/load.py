@@ -202,6 +202,22 @@ def _sampling_defaults(model: PreTrainedModel) -> dict[str, float | int]:
     return defaults
 
 
+def config_of(source: str | Path | None) -> Any:
+    """What `KVSpec.from_config` reads of a model that `load` would load: its folder, or a Hub id's config.
+
+    *raises:* ArgumentError, LoadError: as `load` does.
+    """
+    where, local = _locate(source)
+    if local:
+        return Path(where)
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(where)
+    except Exception as error:  # the Hub's and the file's many kinds
+        raise LoadError(f"cannot load the config of {where}: {_one_line(error)}") from error
+
+
 def _locate(source: str | Path | None) -> tuple[str, bool]:
     """(folder or Hub id, whether it is a folder)."""
     if source is None:

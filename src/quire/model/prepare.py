@@ -12,7 +12,7 @@ Invariants
     R2  every answer comes from a model the probe has passed.
 
 Cost: `forward` is the model's own forward plus a few microseconds; preparation is one pass over the modules and the
-probe's seven small forwards.
+probe's eleven small forwards.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class PreparedModel:
         self._configs = _attention_configs(loaded.model)
         attention_function.register()
         try:
-            self._change(loaded.model)
-            self._prove(loaded.model)
+            with self._threads():
+                self._change(loaded.model)
+                self._prove(loaded.model)
         except BaseException:
             self.restore()
             raise

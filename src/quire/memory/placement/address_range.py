@@ -1,11 +1,11 @@
 """Reserved addresses, lane by lane, and which unit is mapped at each position of them.
 
-Not an owner of memory: what lies behind an address is the heap's. `PlacementHeap.reserve` makes ranges, `map` and `unmap`
-change them.
+Not an owner of memory: what lies behind an address is the heap's. `PlacementHeap.reserve` makes ranges, `map` and
+`unmap` change them.
 
-A range has a *lane* for each of the heap's lanes it uses (the keys of a layer, say): `num_positions` pieces of addresses in
-a row. Position p of every lane is mapped together, to one unit's piece of that lane; so what was stored one position
-after another is one contiguous tensor in each lane. The lanes lie one after another in one reservation.
+A range has a *lane* for each of the heap's lanes it uses (the keys of a layer, say): `num_positions` pieces of
+addresses in a row. Position p of every lane is mapped together, to one unit's piece of that lane; so what was stored
+one position after another is one contiguous tensor in each lane. The lanes lie one after another in one reservation.
 
 Invariants
     A1  an address never changes; tensors made of a range keep its reservation, also after `PlacementHeap.release`.
@@ -34,7 +34,10 @@ class _Reservation:
         self.address = backend.reserve(num_bytes, alignment)
         self.num_mappings = [1]
         backend.budget.add(1)
-        weakref.finalize(self, _release, backend, self.address, num_bytes, backend.budget, self.num_mappings)
+        release = weakref.finalize(
+            self, _release, backend, self.address, num_bytes, backend.budget, self.num_mappings
+        )
+        release.atexit = False  # the process's end gives all back, and a tensor may still be there
 
 
 def _release(

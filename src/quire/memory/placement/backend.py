@@ -1,7 +1,7 @@
 """What a placement heap needs of a machine: address ranges, memory, and mapping the one onto the other.
 
-Six calls (reserve, map, unmap, give back, heaps made and dropped, copy) that a device can offer too; aliasing is mapping
-the same bytes of a heap at two addresses. Back ends: `memfd` (Linux) and `simulated` (bookkeeping, for policies).
+Few calls, such that a device can offer them too; aliasing is mapping the same bytes of a heap at two addresses.
+Back ends: `memfd` (Linux) and `simulated` (bookkeeping, for policies).
 
 Not counted here: who uses what. `heap.PlacementHeap` counts references and mappings and undoes what fails half way.
 
@@ -56,8 +56,8 @@ class PlacementBackend(Protocol):
         """Give a reservation back, mapped or not."""
         ...
 
-    def make_heap(self, num_bytes: int) -> Any:
-        """Memory that can be mapped, none of it taken yet."""
+    def make_heap(self, num_bytes: int, alignment: int) -> Any:
+        """Memory that can be mapped, none of it taken yet. alignment: of its pieces, a page or a huge page."""
         ...
 
     def drop_heap(self, heap: Any) -> None:

@@ -3,10 +3,10 @@ several of them.
 
 Not a cache: it knows no tokens. `VirtualStorage` and the drop-in cache of `generate()` decide what a unit holds.
 
-A *unit* has a *piece* in every *lane*: the keys of layer 0, its values, those of layer 1, ... The pieces of a lane lie side
-by side in a heap, unit after unit, so that consecutive units at consecutive positions are one mapping in each lane. A
-heap holds `units_per_heap` units: unit u is in heap u // units_per_heap. Heaps are made when the first of their units is
-used, and given back by `trim` when none is.
+A *unit* has a *piece* in every *lane*: the keys of layer 0, its values, those of layer 1, ... The pieces of a lane lie
+side by side in a heap, unit after unit, so that consecutive units at consecutive positions are one mapping in each
+lane. A heap holds `units_per_heap` units: unit u is in heap u // units_per_heap. Heaps are made when the first of
+their units is used, and given back by `trim` when none is.
 
     held    somebody took it (`allocate`, `claim`, `hold`): one reference for each time
     mapped  one reference for each position of a range that leads to it
@@ -16,7 +16,8 @@ Invariants
     P1  a unit's references are its holds and the positions it is mapped at; a free unit is mapped nowhere.
     P2  a call that fails leaves every reference, range and mapping as before; memory it had taken for a free unit is
         kept like that of any free unit.
-    P3  the mappings counted are never fewer than those the operating system has, and never more than the budget.
+    P3  the mappings counted are never fewer than those the operating system has; no `map` takes them beyond the budget
+        (unmapping the middle of a mapping may: it makes two of one).
     P4  what is freed or unmapped with a step goes when `complete` has been called with that step, not before.
 
 Cost: `map` a call to the machine for each run of neighbours and lane; bookkeeping is numpy over the positions given;
@@ -25,37 +26,33 @@ Cost: `map` a call to the machine for each run of neighbours and lane; bookkeepi
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.memory.placement.address_range import AddressRange
 from quire.memory.placement.backend import PlacementBackend
-from quire.memory.placement.calls import HUGE_PAGE_BYTES
+from quire.memory.placement.heap_files import HeapFiles
+from quire.memory.placement.mapping import Change, change, num_edges
 from quire.memory.placement.memfd import MemfdBackend
 
-__all__ = ["DEFAULT_PIECE_BYTES", "Change", "PlacementHeap"]
+__all__ = ["DEFAULT_PIECE_BYTES", "PlacementHeap"]
 
 DEFAULT_PIECE_BYTES = 64 << 10
 MAX_PIECE_BYTES = 2 << 20
 _HEAP_BYTES = 256 << 20  # at least; files are sparse, so a large heap costs nothing
 _MAX_HEAPS = 64  # each is an open file and a mapping
-_ATTEMPTS = 4  # to undo: a call that fails once may be one that succeeds the next time
-
-# A range, positions of it (int, ascending or not, distinct) and the unit for each of them.
-Change: TypeAlias = tuple[AddressRange, Any, Any]
 
 
 class PlacementHeap:
     """Units of one piece in each lane.
 
-    piece_bytes: of each lane, a multiple of the machine's page. max_units: units at most; as many as the machine's memory
-        holds if not given. units_per_heap: by default so many that a heap has at least 256 MiB.
+    piece_bytes: of each lane, a multiple of the machine's page. max_units: units at most; as many as the machine's
+        memory holds if not given. units_per_heap: by default so many that a heap has at least 256 MiB.
     backend: memory of this machine (memfd) if not given.
 
     *raises:* ArgumentError: a size out of range.
@@ -86,18 +83,11 @@ class PlacementHeap:
         self.units_per_heap = min(units_per_heap, max_units)
         self._backend = backend
         self._budget = backend.budget
-        huge = any(size % HUGE_PAGE_BYTES == 0 for size in self.piece_bytes)
-        self._alignment = math.lcm(backend.page_bytes, HUGE_PAGE_BYTES if huge else 1)
-        self._lane_offsets: list[int] = []
-        self._heap_bytes = 0
-        for size in self.piece_bytes:
-            self._lane_offsets.append(self._heap_bytes)
-            self._heap_bytes += -(-size * self.units_per_heap // self._alignment) * self._alignment
-        self._heaps: dict[int, Any] = {}
+        self._files = HeapFiles(self.piece_bytes, max_units, self.units_per_heap, backend)
         # Of every unit there can be: costs memory only where units are used.
         self._holds = np.zeros(max_units, np.int32)
         self._references = np.zeros(max_units, np.int32)
-        self._committed = np.zeros((len(self.piece_bytes), max_units), np.int32)  # bytes of each piece
+        self._promised = np.zeros(max_units, np.int32)  # holds that end with a step
         self._ranges: list[AddressRange] = []
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._completed = 0
@@ -126,7 +116,7 @@ class PlacementHeap:
                 )
         self._budget.check(1)
         try:
-            made = AddressRange(self._backend, num_positions, sizes, self._alignment)
+            made = AddressRange(self._backend, num_positions, sizes, self._files.alignment)
         except (OSError, OverflowError) as error:
             raise CapacityError(
                 f"cannot reserve {num_positions * sum(sizes)} bytes of address space: {error}; ask for fewer or "
@@ -154,8 +144,8 @@ class PlacementHeap:
         found = self._free_units()
         made: list[int] = []
         try:
-            while len(found) < count and (index := self._next_heap()) is not None:
-                self._make_heap(index)
+            while len(found) < count and (index := self._files.next_index()) is not None:
+                self._files.make(index)
                 made.append(index)
                 found = self._free_units()
             if len(found) < count:
@@ -164,7 +154,7 @@ class PlacementHeap:
                     "close sequences or raise the memory"
                 )
         except CapacityError:
-            self._drop_heaps(made)
+            self._files.drop(made)
             raise
         split = int(np.searchsorted(found, after + 1))
         units = np.concatenate([found[split : split + count], found[: max(0, count - (len(found) - split))]])
@@ -185,11 +175,11 @@ class PlacementHeap:
         made: list[int] = []
         try:
             for index in np.unique(units // self.units_per_heap).tolist():
-                if index not in self._heaps:
-                    self._make_heap(index)
+                if index not in self._files.files:
+                    self._files.make(index)
                     made.append(index)
         except CapacityError:
-            self._drop_heaps(made)
+            self._files.drop(made)
             raise
         self._add(units, holds=1)
 
@@ -202,12 +192,16 @@ class PlacementHeap:
         """Give up a hold of each unit: at once, or when `step` has been completed. Mapped positions keep a unit."""
         units = self._unit_array(units)
         counts = np.bincount(units) if len(units) else np.zeros(0, int)
-        over = np.flatnonzero(counts > self._holds[: len(counts)])
+        over = np.flatnonzero(counts > (self._holds - self._promised)[: len(counts)])
         if len(over):
             raise ArgumentError(
                 f"expected units that are held, got {over.tolist()}, which are not (so often)"
             )
-        self._when(step, lambda: self._add(units, holds=-1))
+        if step is None or step <= self._completed:
+            self._add(units, holds=-1)
+        else:
+            self._when(step, lambda: self._free_promised(units))
+            np.add.at(self._promised, units, 1)
 
     def references(self, units: Any) -> np.ndarray:
         """int32, holds and mapped positions of each unit: 1 means that whoever asks is the only one."""
@@ -218,14 +212,15 @@ class PlacementHeap:
     def map(self, changes: Iterable[Change]) -> None:
         """Have units behind positions of ranges, in place of what was there: all of it or nothing.
 
-        A unit may be mapped at any number of positions. Positions that lead to their unit already cost nothing.
+        A unit may be mapped at any number of positions; -1 is none. Positions that lead there already cost nothing.
 
         *raises:* CapacityError: no memory, or more mappings than the budget; nothing has changed then.
         """
         checked: list[Change] = []
         for address_range, positions, units in changes:
             positions, order = self._position_array(address_range, positions)
-            units = self._live(units)
+            units = np.atleast_1d(np.asarray(units, np.int64))
+            self._live(units[units != -1])
             if len(units) != len(positions):
                 raise ArgumentError(
                     f"expected a unit for each of {len(positions)} positions, got {len(units)}"
@@ -236,7 +231,7 @@ class PlacementHeap:
                 )
             checked.append((address_range, positions, units[order]))
         for address_range, _, units in checked:
-            self._commit(units, address_range.piece_bytes)
+            self._files.commit(units[units >= 0], address_range.piece_bytes)
         self._change(checked)
 
     def unmap(self, address_range: AddressRange, positions: Any, *, step: int | None = None) -> None:
@@ -246,8 +241,8 @@ class PlacementHeap:
             self._change([(address_range, positions, np.full(len(positions), -1))])
             address_range.leaving[positions] = False
         else:
-            address_range.leaving[positions] = True
             self._when(step, lambda: self.unmap(address_range, positions) if address_range.open else None)
+            address_range.leaving[positions] = True
 
     def complete(self, step: int) -> None:
         """Every step up to this one has ended: what waited for them is freed and unmapped."""
@@ -268,44 +263,32 @@ class PlacementHeap:
             if not 0 <= size <= full:
                 raise ArgumentError(f"expected to copy up to {full} bytes of a piece, got {size}")
         page = self._backend.page_bytes
-        self._commit(units[1:], [-(-size // page) * page for size in num_bytes])
-        for lane, size in enumerate(num_bytes):
-            if size:
-                self._backend.copy(*self._place(source, lane), *self._place(target, lane), size)
-
-    def place(self, unit: int, lane: int) -> tuple[Any, int]:
-        """The back end's heap of a unit's piece, and the offset in it: for owners that move bytes themselves."""
-        self._live([unit])
-        return self._place(unit, lane)
+        self._files.commit(units[1:], [-(-size // page) * page for size in num_bytes])
+        self._files.copy(source, target, num_bytes)
 
     def trim(self) -> None:
         """Give back the memory of every free unit, and every heap none of whose units is in use."""
-        for index in list(self._heaps):
-            start, stop = self._span(index)
-            if not self._references[start:stop].any():
-                self._drop_heaps([index])
-                continue
+        for index in list(self._files.files):
+            start, stop = self._files.span(index)
             unused = np.flatnonzero(self._references[start:stop] == 0) + start
-            for lane, full in enumerate(self.piece_bytes):
-                with_memory = unused[self._committed[lane, unused] > 0]
-                for first, count in self._runs(with_memory):
-                    heap, offset = self._place(first, lane)
-                    self._call(self._backend.give_back, heap, offset, count * full)
-                    self._committed[lane, first : first + count] = 0
+            if len(unused) == stop - start:
+                self._files.drop([index])
+            else:
+                self._files.give_back(unused)
 
     @property
     def committed_bytes(self) -> int:
         """Memory that the heaps take now, as the machine tells it."""
-        return sum(self._backend.committed_bytes(heap) for heap in self._heaps.values())
+        return self._files.committed_bytes
 
     @property
     def num_heaps(self) -> int:
-        return len(self._heaps)
+        return len(self._files.files)
 
     @property
     def num_mappings(self) -> int:
         """Mappings of the open ranges and the heaps, at most."""
-        return len(self._heaps) + sum(address_range.num_mappings for address_range in self._ranges)
+        return self.num_heaps + sum(address_range.num_mappings for address_range in self._ranges)
 
     @property
     def num_used(self) -> int:
@@ -318,7 +301,7 @@ class PlacementHeap:
         for address_range in self._ranges:
             entries = address_range.entries
             np.add.at(references, entries[entries > 0] - 1, 1)
-            edges = self._num_edges(address_range, np.arange(address_range.num_positions + 1))
+            edges = num_edges(self._files, address_range, np.arange(address_range.num_positions + 1))
             if address_range.num_mappings != 1 + edges:
                 raise InvariantError(
                     f"P3: a range counts {address_range.num_mappings} mappings, its entries make {1 + edges}"
@@ -331,7 +314,7 @@ class PlacementHeap:
                 f"{len(wrong)} units differ"
             )
         for unit in np.flatnonzero(self._references).tolist():
-            if unit // self.units_per_heap not in self._heaps:
+            if unit // self.units_per_heap not in self._files.files:
                 raise InvariantError(f"P1: unit {unit} is in use, its heap is not there")
 
     def close(self) -> None:
@@ -341,185 +324,35 @@ class PlacementHeap:
         self._waiting.clear()
         self._holds[:] = 0
         self._references[:] = 0
-        self._drop_heaps(list(self._heaps))
+        self._promised[:] = 0
+        self._files.drop(list(self._files.files))
 
-    # How a change is made, and undone
+    # How
 
     def _change(self, changes: list[Change]) -> None:
-        """Lead positions (ascending) to units, -1 for nothing; on failure as before (P2)."""
-        old: list[np.ndarray] = []
-        growth: list[int] = []
-        for address_range, positions, units in changes:
-            edges = np.union1d(positions, positions + 1)
-            before = self._num_edges(address_range, edges)
-            old.append(address_range.entries[positions + 1])
-            address_range.entries[positions + 1] = units + 1
-            growth.append(self._num_edges(address_range, edges) - before)
-        done: list[tuple[int, int, int, int]] = []  # change, lane, first and last + 1 of its positions
-        try:
-            self._budget.check(sum(growth))
-            for number, (address_range, positions, units) in enumerate(changes):
-                moved = np.flatnonzero(old[number] != units + 1)
-                for lane, size in enumerate(address_range.piece_bytes):
-                    if size:
-                        for first, last in self._extents(positions[moved], units[moved], lane, size):
-                            done.append((number, lane, moved[first], moved[last - 1] + 1))
-                            self._call(
-                                self._lead,
-                                address_range,
-                                lane,
-                                positions[moved[first]],
-                                units[moved[first:last]],
-                            )
-        except BaseException:
-            for number, lane, first, last in reversed(done):
-                address_range, positions, _ = changes[number]
-                self._restore(address_range, lane, positions[first:last], old[number][first:last] - 1)
-            for number in reversed(range(len(changes))):
-                address_range, positions, _ = changes[number]
-                address_range.entries[positions + 1] = old[number]
-            raise
-        for (address_range, _, units), before, more in zip(changes, old, growth, strict=True):
-            address_range.num_mappings += more
-            self._budget.add(more)
+        for (_, _, units), before in zip(changes, change(self._files, changes), strict=True):
             np.add.at(self._references, units[units >= 0], 1)
-            np.add.at(self._references, before[before > 0] - 1, -1)
-
-    def _restore(
-        self, address_range: AddressRange, lane: int, positions: np.ndarray, units: np.ndarray
-    ) -> None:
-        size = address_range.piece_bytes[lane]
-        for first, last in self._extents(positions, units, lane, size):
-            for attempt in range(_ATTEMPTS):
-                try:
-                    self._lead(address_range, lane, positions[first], units[first:last])
-                    break
-                except OSError:
-                    if attempt == _ATTEMPTS - 1:
-                        raise
-
-    def _lead(self, address_range: AddressRange, lane: int, position: int, units: np.ndarray) -> None:
-        """One extent: consecutive positions to consecutive units, or to none."""
-        size = address_range.piece_bytes[lane]
-        address = address_range.address + address_range.offsets[lane] + int(position) * size
-        if units[0] < 0:
-            self._backend.unmap(address, len(units) * size)
-        else:
-            self._backend.map(address, len(units) * size, *self._place(int(units[0]), lane))
-
-    def _extents(
-        self, positions: np.ndarray, units: np.ndarray, lane: int, size: int
-    ) -> Iterator[tuple[int, int]]:
-        """Cut [0, len) where one call to the machine does not suffice."""
-        if not len(positions):
-            return
-        joined = np.diff(positions) == 1
-        joined &= self._joined(units[:-1] + 1, units[1:] + 1, merging=self._merges(lane, size))
-        if not self._backend.merges:
-            joined[:] = False
-        cuts = np.flatnonzero(~joined) + 1
-        yield from zip([0, *cuts.tolist()], [*cuts.tolist(), len(positions)], strict=True)
-
-    def _joined(self, left: np.ndarray, right: np.ndarray, *, merging: bool) -> np.ndarray:
-        """Whether entries of neighbouring positions are one mapping."""
-        joined = (left == 0) & (right == 0)
-        if merging:
-            per_heap = self.units_per_heap
-            joined |= (left > 0) & (right == left + 1) & ((left - 1) // per_heap == (right - 1) // per_heap)
-        return joined
-
-    def _merges(self, lane: int, size: int) -> bool:
-        return self._backend.merges and size == self.piece_bytes[lane]
-
-    def _num_edges(self, address_range: AddressRange, edges: np.ndarray) -> int:
-        """Boundaries between mappings, over all lanes, at these edges: edge e is before position e."""
-        left, right = address_range.entries[edges], address_range.entries[edges + 1]
-        sizes = list(enumerate(address_range.piece_bytes))
-        merging = sum(self._merges(lane, size) for lane, size in sizes if size)
-        single = sum(1 for _, size in sizes if size) - merging
-        num_edges = 0
-        for lanes, merge in ((merging, True), (single, False)):
-            if lanes:
-                num_edges += lanes * int(np.count_nonzero(~self._joined(left, right, merging=merge)))
-        return num_edges
-
-    # Memory and heaps
-
-    def _commit(self, units: np.ndarray, piece_bytes: Sequence[int]) -> None:
-        """Have memory behind the first bytes of these units' pieces."""
-        wanted = np.asarray(piece_bytes)[:, None]
-        for lane in np.flatnonzero((self._committed[:, units] < wanted).any(axis=1)).tolist():
-            size = piece_bytes[lane]
-            lacking = np.unique(units[self._committed[lane, units] < size])
-            for first, count in self._runs(lacking, whole=size == self.piece_bytes[lane]):
-                heap, offset = self._place(first, lane)
-                self._call(self._backend.commit, heap, offset, count * size)
-                self._committed[lane, first : first + count] = size
-
-    def _runs(self, units: np.ndarray, *, whole: bool = True) -> Iterator[tuple[int, int]]:
-        """First and number of units in a row within one heap, of ascending ones; one by one unless `whole`."""
-        if not len(units):
-            return
-        joined = self._joined(units[:-1] + 1, units[1:] + 1, merging=whole)
-        cuts = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(units)]
-        for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
-            yield int(units[start]), stop - start
-
-    def _place(self, unit: int, lane: int) -> tuple[Any, int]:
-        index, place = divmod(unit, self.units_per_heap)
-        return self._heaps[index], self._lane_offsets[lane] + place * self.piece_bytes[lane]
-
-    def _span(self, index: int) -> tuple[int, int]:
-        return index * self.units_per_heap, min((index + 1) * self.units_per_heap, self.max_units)
+            np.add.at(self._references, before[before >= 0], -1)
 
     def _free_units(self) -> np.ndarray:
         parts = [np.zeros(0, np.int32)]
-        for index in sorted(self._heaps):
-            start, stop = self._span(index)
+        for index in sorted(self._files.files):
+            start, stop = self._files.span(index)
             parts.append((np.flatnonzero(self._references[start:stop] == 0) + start).astype(np.int32))
         return np.concatenate(parts)
 
-    def _next_heap(self) -> int | None:
-        """The lowest heap that is not there, if there may be one more."""
-        index = 0
-        while index in self._heaps:
-            index += 1
-        return index if index * self.units_per_heap < self.max_units else None
-
-    def _make_heap(self, index: int) -> None:
-        self._budget.check(1)
-        self._heaps[index] = self._call(self._backend.make_heap, self._heap_bytes)
-        self._budget.add(1)
-
-    def _drop_heaps(self, indices: list[int]) -> None:
-        for index in indices:
-            start, stop = self._span(index)
-            self._backend.drop_heap(self._heaps.pop(index))
-            self._budget.add(-1)
-            self._committed[:, start:stop] = 0
-
-    def _call(self, call: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return call(*args)
-        except OSError as error:
-            raise CapacityError(
-                f"the operating system gives no memory for the KV cache: {error}; {self.num_used} units of "
-                f"{self.unit_bytes} bytes are in use; close sequences or lower the KV memory"
-            ) from error
-
-    # References, steps and arguments
+    def _free_promised(self, units: np.ndarray) -> None:
+        np.add.at(self._promised, units, -1)
+        self._add(units, holds=-1)
 
     def _add(self, units: np.ndarray, *, holds: int) -> None:
         np.add.at(self._holds, units, holds)
         np.add.at(self._references, units, holds)
 
-    def _when(self, step: int | None, act: Callable[[], None]) -> None:
-        if step is None or step <= self._completed:
-            act()
-        else:
-            if self._waiting and step < self._waiting[-1][0]:
-                raise ArgumentError(f"expected steps in order, got {step} after {self._waiting[-1][0]}")
-            self._waiting.append((step, act))
+    def _when(self, step: int, act: Callable[[], None]) -> None:
+        if self._waiting and step < self._waiting[-1][0]:
+            raise ArgumentError(f"expected steps in order, got {step} after {self._waiting[-1][0]}")
+        self._waiting.append((step, act))
 
     def _unit_array(self, units: Any) -> np.ndarray:
         units = np.atleast_1d(np.asarray(units, np.int64))
@@ -558,7 +391,7 @@ class PlacementHeap:
 
 
 def check_piece_bytes(piece_bytes: Sequence[int], page_bytes: int) -> None:
-    """*raises:* ArgumentError unless every size is whole pages and at most 2 MiB, or one page where pages are larger."""
+    """*raises:* ArgumentError unless every size is whole pages and at most 2 MiB (one page, if that is more)."""
     most = max(MAX_PIECE_BYTES, page_bytes)
     if not piece_bytes:
         raise ArgumentError("expected a piece size for at least one lane, got none")

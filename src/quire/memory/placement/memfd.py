@@ -2,10 +2,11 @@
 
 Not for Windows or macOS: `probe.why_not` tells whether this machine can do it.
 
-A heap is mapped once as a whole too, where copies are made and huge pages collapsed. Memory is taken by fallocate, which
-reports that there is none (MAP_POPULATE stays silent, and the first touch would end the process); pages are then entered by
-MAP_POPULATE, so that no kernel takes the faults. Pieces of whole huge pages get them by MADV_COLLAPSE of an aligned range
-of which one page is in memory: it needs neither root nor the shmem_enabled switch; where it fails, small pages serve.
+A heap is mapped once as a whole too, where copies are made and huge pages collapsed. Memory is taken by fallocate,
+which reports that there is none (MAP_POPULATE stays silent, and the first touch would end the process); pages are then
+entered by MAP_POPULATE, so that no kernel takes the faults. Pieces of whole huge pages get them by MADV_COLLAPSE of an
+aligned range of which one page is in memory: it needs neither root nor the shmem_enabled switch; where it fails, small
+pages serve.
 
 Cost (64 KiB pieces, measured in docs/virtual-memory.md): map about 10 us, unmap about 8 us, commit about 1 us a page.
 """
@@ -25,12 +26,12 @@ from quire.memory.placement.calls import HUGE_PAGE_BYTES, SystemCalls
 __all__ = ["MemfdBackend", "process_budget"]
 
 _DEFAULT_MAX_MAP_COUNT = 65530
-_BUDGET_SHARE = 0.5  # of the process's mappings: malloc, threads and libraries need the others
+_BUDGET_SHARE = 0.75  # of the process's mappings: malloc, threads and libraries need the others
 _process_budget: MappingBudget | None = None
 
 
 def process_budget() -> MappingBudget:
-    """The mappings that all heaps of this process together may have: half of vm.max_map_count.
+    """The mappings that all heaps of this process together may have: three quarters of vm.max_map_count.
 
     At the limit not even unmapping works, and malloc fails in the whole process.
     """
@@ -42,8 +43,8 @@ def process_budget() -> MappingBudget:
             limit = _DEFAULT_MAX_MAP_COUNT
         _process_budget = MappingBudget(
             int(limit * _BUDGET_SHARE),
-            f"memory mappings (half of vm.max_map_count={limit} is for KV caches; choose larger pieces, close "
-            "sequences, or raise the limit with sysctl)",
+            f"memory mappings (three quarters of vm.max_map_count={limit} are for KV caches; choose larger pieces, "
+            "close sequences, or raise the limit with sysctl)",
         )
     return _process_budget
 
@@ -51,8 +52,8 @@ def process_budget() -> MappingBudget:
 class _Memfd:
     """One heap: its file, and where all of it is mapped. Goes with the last reference to it, or by `drop`."""
 
-    def __init__(self, calls: SystemCalls, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self, calls: SystemCalls, num_bytes: int, alignment: int) -> None:
+        self.huge = alignment % HUGE_PAGE_BYTES == 0
         with contextlib.ExitStack() as undo:
             self.fd = calls.memfd_create("quire-kv")
             undo.callback(calls.close, self.fd)
@@ -65,6 +66,7 @@ class _Memfd:
             calls.keep_from_children(self.address, num_bytes)
             undo.pop_all()
         self.drop = weakref.finalize(self, _drop, calls, self.fd, start, reserved)
+        self.drop.atexit = False  # the process's end gives all back, and somebody may still look
 
 
 def _drop(calls: SystemCalls, fd: int, address: int, num_bytes: int) -> None:
@@ -96,14 +98,14 @@ class MemfdBackend:
     def release(self, address: int, num_bytes: int) -> None:
         self._calls.munmap(address, num_bytes)
 
-    def make_heap(self, num_bytes: int) -> _Memfd:
-        return _Memfd(self._calls, num_bytes)
+    def make_heap(self, num_bytes: int, alignment: int) -> _Memfd:
+        return _Memfd(self._calls, num_bytes, alignment)
 
     def drop_heap(self, heap: _Memfd) -> None:
         heap.drop()
 
     def commit(self, heap: _Memfd, offset: int, num_bytes: int) -> None:
-        if offset % HUGE_PAGE_BYTES == 0 and num_bytes % HUGE_PAGE_BYTES == 0:
+        if heap.huge and offset % HUGE_PAGE_BYTES == 0 and num_bytes % HUGE_PAGE_BYTES == 0:
             for position in range(offset, offset + num_bytes, HUGE_PAGE_BYTES):
                 # One page is needed: of an empty range nothing can be collapsed.
                 self._calls.fallocate(heap.fd, position, self.page_bytes)
@@ -119,7 +121,10 @@ class MemfdBackend:
 
     def map(self, address: int, num_bytes: int, heap: _Memfd, offset: int) -> None:
         self._calls.map(address, num_bytes, heap.fd, offset, populate=True)
-        self._calls.keep_from_children(address, num_bytes)
+        try:
+            self._calls.keep_from_children(address, num_bytes)
+        except OSError:  # it may fail for a moment (EAGAIN)
+            self._calls.keep_from_children(address, num_bytes)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self._calls.unmap(address, num_bytes)

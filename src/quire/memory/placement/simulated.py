@@ -1,8 +1,8 @@
 """A machine that only keeps books: the contract of a placement back end with any page size, and a price for each call.
 
-For policies that are meant for devices whose pages are 2 MiB and whose calls are slow. It has no bytes: no tensors, and
-copies are counted only. What a real machine would punish later is refused at once: unaligned addresses, mapping beyond a
-heap or outside a reservation, giving back or dropping what is mapped or never was there.
+For policies that are meant for devices whose pages are 2 MiB and whose calls are slow. It has no bytes: no tensors,
+and copies are counted only. What a real machine would punish later is refused at once: unaligned addresses, mapping
+beyond a heap or outside a reservation, giving back or dropping what is mapped or never was there.
 
 Cost: O(pages) a call.
 """
@@ -32,8 +32,8 @@ class _Memory:
 class SimulatedBackend:
     """Pages of `page_bytes`, `max_bytes` of memory and `max_mappings` at most (None: no limit).
 
-    costs_us: the price of a call by its name (reserve, release, make_heap, drop_heap, commit, give_back, map, unmap, copy);
-        of those not named 0. page_costs_us: the same for each page of a call.
+    costs_us: the price of a call by its name (reserve, release, make_heap, drop_heap, commit, give_back, map, unmap,
+        copy); of those not named 0. page_costs_us: the same for each page of a call.
     merges: whether neighbours are one call and one mapping, as on Linux; a CUDA device maps piece by piece.
 
     calls counts what was called, time_us what it cost.
@@ -86,7 +86,7 @@ class SimulatedBackend:
         for page in self._pages(address, num_bytes):
             self._mapped.pop(page, None)
 
-    def make_heap(self, num_bytes: int) -> _Memory:
+    def make_heap(self, num_bytes: int, alignment: int) -> _Memory:
         self._charge("make_heap", num_bytes)
         heap = _Memory(num_bytes)
         self._heaps.append(heap)

@@ -127,18 +127,15 @@ class FusedAttention:
             and hidden.is_contiguous()
         )
 
-    def __call__(
-        self, hidden: torch.Tensor, cache: PagedCache, position_embeddings: Any
-    ) -> torch.Tensor | None:
-        """The module's answer [1, T, width]; None where its rotary table is not one it was proved for."""
-        table = rotary_table(position_embeddings, hidden.shape[1], hidden.dtype)
-        if table is None:
-            return None
+    def __call__(self, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]) -> torch.Tensor:
+        """The module's answer [1, T, width]. table: of `rotary_table`."""
         if self._alone is None:
             self._alone = self.block(_native.Surroundings(None, None, None), self.rotations[0])
         return self.run(self._alone, hidden, cache, table)
 
-    def prove(self, hidden: torch.Tensor, cache: PagedCache, position_embeddings: Any, original: Any) -> Any:
+    def prove(
+        self, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int] | None, original: Any
+    ) -> Any:
         """The original's answer to this call, or the fused one if it is the same; `original` makes the call.
 
         Every rotation that does not agree is out for good. K and V are left as the one returned wrote them.
@@ -146,7 +143,6 @@ class FusedAttention:
         cache.last_updated = cache.last_attended = None
         count = cache.num_attended
         result = original()
-        table = rotary_table(position_embeddings, hidden.shape[1], hidden.dtype)
         want = result[0] if isinstance(result, tuple) and len(result) == 2 and result[1] is None else None
         if want is None or table is None or not self._learn(cache, table):
             self.rotations = []

@@ -21,6 +21,7 @@ from quire.model.fused.attention import rotary_table
 from quire.model.fused.fuse import Fused
 from quire.model.fused.layer import FusedLayer
 from quire.model.fused.norm import RowNorm
+from quire.model.fused.rotary import RotaryRows
 from quire.model.fused.structure import forward_names, packed_layer
 from quire.model.paged_cache import PagedCache
 from quire.model.step import ForwardStep
@@ -51,7 +52,8 @@ class FusedDecoder:
         norm: RowNorm,
         head: nn.Module,
     ) -> None:
-        self._embedding, self._rotary, self._norm, self._head = embedding, rotary, norm, head
+        self._embedding, self._norm, self._head = embedding, norm, head
+        self._rotary = RotaryRows(rotary)
         self._layers = [layer.attention for layer in layers]
         self._blocks = [layer.blocks for layer in layers]
         self._dtype = norm.dtype
@@ -60,7 +62,7 @@ class FusedDecoder:
         """Logits [R, vocab_size] of `step.logits_rows`; None where the rotary table is not of the usual form."""
         hidden = self._embedding(step.input_ids)
         num_rows = hidden.shape[0]
-        angles = self._rotary(hidden[None], step.position_ids[None])  # whose addresses the table holds
+        angles = self._rotary(hidden, step.position_ids)  # whose addresses the table holds
         table = rotary_table(angles, num_rows, self._dtype)
         if table is None:
             return None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.model.fused.attention import FusedAttention, match_attention
+from quire.model.fused.attention import FusedAttention, match_attention, rotary_table
 from quire.model.fused.layer import FusedLayer, match_layer
 from quire.model.fused.mlp import FusedMlp, match_mlp
 from quire.model.fused.norm import RowNorm, match_norm
@@ -75,16 +75,17 @@ class Fused:
             hidden, cache = kwargs.get("hidden_states"), kwargs.get("past_key_values")
             if not self.active or args or not part.serves(hidden, cache, kwargs.get("attention_mask")):
                 return original(*args, **kwargs)
-            positions = kwargs.get("position_embeddings")
+            # None where the table is not one it was proved for.
+            table = rotary_table(kwargs.get("position_embeddings"), hidden.shape[1], hidden.dtype)  # type: ignore[union-attr]
             if self.proving:
 
                 def again(rows: torch.Tensor = hidden) -> Any:  # type: ignore[assignment]  # served: a tensor
                     return original(**{**kwargs, "hidden_states": rows})
 
-                return part.prove(hidden, cache, positions, again)  # type: ignore[arg-type]
-            rows = part(hidden, cache, positions)  # type: ignore[arg-type]
-            if rows is None:
+                return part.prove(hidden, cache, table, again)  # type: ignore[arg-type]
+            if table is None:
                 return original(**kwargs)
+            rows = part(hidden, cache, table)  # type: ignore[arg-type]
             return (rows, None) if pair else rows
 
         self._install(module, part, forward)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.model.fused.attention import FusedAttention, rotary_table
+from quire.model.fused.attention import FusedAttention
 from quire.model.fused.mlp import FusedMlp
 from quire.model.fused.norm import RowNorm
 from quire.model.fused.structure import agrees, forward_names
@@ -59,13 +59,8 @@ class FusedLayer:
     def serves(self, hidden: Any, cache: Any, mask: Any) -> bool:
         return self.attention.serves(hidden, cache, mask)
 
-    def __call__(
-        self, hidden: torch.Tensor, cache: PagedCache, position_embeddings: Any
-    ) -> torch.Tensor | None:
-        """The layer's answer [1, T, width]; None where its rotary table is not one it was proved for."""
-        table = rotary_table(position_embeddings, hidden.shape[1], hidden.dtype)
-        if table is None:
-            return None
+    def __call__(self, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]) -> torch.Tensor:
+        """The layer's answer [1, T, width]. table: of `rotary_table`."""
         return self._run(self.blocks, hidden, cache, table)
 
     @property
@@ -79,7 +74,7 @@ class FusedLayer:
         self,
         hidden: torch.Tensor,
         cache: PagedCache,
-        position_embeddings: Any,
+        table: tuple[int, int, int] | None,
         original: Callable[[torch.Tensor], Any],
     ) -> Any:
         """The original's answer to this call, or the fused one if it is the same.
@@ -88,7 +83,6 @@ class FusedLayer:
         """
         count = cache.num_attended
         want = original(hidden)
-        table = rotary_table(position_embeddings, hidden.shape[1], hidden.dtype)
         if not (
             self.proved and isinstance(want, torch.Tensor) and table is not None and self.attention.proved
         ):

@@ -1,0 +1,41 @@
+"""How many units of a pool a sequence needs, by arithmetic alone: what admission and capacity are reckoned from."""
+
+from __future__ import annotations
+
+from quire.spec import KVGroup, KVSpec
+
+__all__ = ["UNBOUNDED", "max_tokens_for", "num_units_for"]
+
+UNBOUNDED = 2**40  # tokens of a sequence whose layers all have windows
+
+
+def num_units_for(spec: KVSpec, num_tokens: int, block_size: int) -> int:
+    """Units that one sequence of `num_tokens` holds at most while its tokens are computed one by one."""
+    return sum(_group_units(group, num_tokens, block_size) for group in spec.groups)
+
+
+def max_tokens_for(spec: KVSpec, num_blocks: int, block_size: int) -> int:
+    """The longest sequence that can be computed alone in `num_blocks` units."""
+    low, high = 0, num_blocks * block_size
+    if num_units_for(spec, UNBOUNDED, block_size) <= num_blocks:
+        return UNBOUNDED
+    while low < high:
+        middle = (low + high + 1) // 2
+        if num_units_for(spec, middle, block_size) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _group_units(group: KVGroup, num_tokens: int, block_size: int) -> int:
+    whole = -(-num_tokens // block_size)
+    retention = group.retention
+    if retention.kind == "full":
+        return whole
+    if retention.kind == "window":
+        # `size` tokens in a row, at any offset within the first block.
+        return min(whole, (retention.size + block_size - 2) // block_size + 1)
+    # A chunk begins at a multiple of its size, which is one of the block size only if that divides it.
+    offset = 0 if retention.size % block_size == 0 else block_size - 1
+    return min(whole, -(-(retention.size + offset) // block_size))

@@ -1,0 +1,215 @@
+"""`quire compare`: the storages side by side, on one workload with the same memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli import options
+from quire.errors import ArgumentError
+from quire.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from quire.simulate.compare import Comparison, Run
+    from quire.spec import KVSpec
+
+__all__ = ["compare"]
+
+_FULL_SEQUENCES = 8  # that the memory holds where no size is given
+_DEFAULT_LENGTHS = "lognormal:200,1.0/lognormal:60,0.8"
+# Row title, figure's name, and how its value is written.
+_ROWS = [
+    ("requests at once, mean", "running_mean", "{:.1f}"),
+    ("requests at once, max", "running_max", "{}"),
+    ("reserved, mean", "reserved_bytes_mean", "size"),
+    ("used, mean", "used_bytes_mean", "size"),
+    ("wasted of reserved", "waste_share", "{:.1%}"),
+    ("  internal", "waste_internal_share", "{:.1%}"),
+    ("  external, beside it", "waste_external_share", "{:.1%}"),
+    ("prefixes not computed", "prefix_bytes_saved", "size"),
+    ("allocating, p50 a step", "alloc_us_p50", "{:.0f} us"),
+    ("allocating, p99 a step", "alloc_us_p99", "{:.0f} us"),
+    ("peak", "peak_bytes", "size"),
+    ("preemptions", "preemptions", "{}"),
+    ("requests done", "requests_done", "{}"),
+    ("tokens/s", "tokens_per_second", "{:.1f}"),
+]
+
+
+def compare(
+    model: options.Model = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A config.json: its KV shape, for --simulate.")
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-memory", metavar="SIZE", help="Of each storage; 8 longest sequences if not given."
+        ),
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Requests of a Mooncake jsonl or Azure csv trace.")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="PROMPT/OUTPUT, each uniform:LOW-HIGH, lognormal:MEDIAN,SIGMA or bimodal:SHORT,LONG,SHARE; "
+            f"{_DEFAULT_LENGTHS} if neither this nor --trace is given.",
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(metavar="N", help="Requests at most.")] = 64,
+    storages: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Some of the storages; all of them if not given.")
+    ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="No model: a clock that moves along --cost in its place.")
+    ] = False,
+    cost: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINE", help='Of a simulated step, such as "28ms + 2.4ms/token + 3.5us/context".'
+        ),
+    ] = None,
+    arrivals: Annotated[
+        bool, typer.Option("--arrivals", help="Each request at its time in the trace; else all at once.")
+    ] = False,
+    reservation: options.Reservation = "max",
+    growth: options.Growth = "spread",
+    block_size: options.BlockSize = 16,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(metavar="N", help="Sequences that run at once.")] = 256,
+    dtype: options.DType = "auto",
+    seed: options.Seed = 0,
+    backend: options.Backend = None,
+    as_json_object: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
+    ] = False,
+    plot: Annotated[
+        str | None,
+        typer.Option(metavar="OUT.png", help="Draw memory over time, and of one growing sequence."),
+    ] = None,
+) -> None:
+    """Runs one workload through contiguous, growing, paged and virtual storage and compares what comes of it."""
+    if requests < 1 or max_num_seqs < 1:
+        raise ArgumentError(
+            f"expected at least 1, got {min(requests, max_num_seqs)} - in `requests` or `max_num_seqs`"
+        )
+    if trace is not None and lengths is not None:
+        raise ArgumentError("expected either --trace or --lengths, got both")
+    if config is not None and (model is not None or not simulate):
+        raise ArgumentError("expected --config with --simulate and without --model: a config has no weights")
+    if cost is not None and not simulate:
+        raise ArgumentError("expected --cost with --simulate: a model takes the time it takes")
+    from quire.engine.storages import STORAGES
+    from quire.simulate import CostLine, Lengths, read_trace, synthetic
+    from quire.simulate.compare import Comparison
+
+    names: list[str] = [*STORAGES] if storages is None else storages.split(",")
+    unknown = [name for name in names if name not in STORAGES]
+    if unknown:
+        raise ArgumentError(f"expected some of {', '.join(STORAGES)}, got {unknown[0]!r} - in `storages`")
+    cost_line = CostLine() if cost is None else CostLine.parse(cost)
+    if trace is not None:
+        workload = read_trace(trace)
+    else:
+        workload = synthetic(Lengths.parse(lengths or _DEFAULT_LENGTHS), requests, seed)
+    spec, longest = _shape(model, config, dtype)
+    longest = max_model_len or longest
+    comparison = Comparison(
+        workload=workload.limited(longest, requests),
+        kv_memory=_FULL_SEQUENCES * longest * spec.bytes_per_token
+        if kv_memory is None
+        else parse_size(kv_memory, where="kv_memory"),
+        max_model_len=longest,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        reservation=reservation,
+        growth=growth,
+        at_once=not arrivals,
+    )
+    for name in names:
+        comparison.options(name)  # a wrong option is told before anything runs
+    if plot is not None:
+        from quire.simulate.plot import require_plotting
+
+        require_plotting(plot)
+    runs = _run_all(comparison, names, spec, cost_line if simulate else None, model, dtype, backend)
+    about = {
+        "name": workload.name,
+        "requests": len(comparison.workload.requests),
+        "prompt_tokens": sum(r.num_prompt_tokens for r in comparison.workload.requests),
+        "output_tokens": sum(r.num_output_tokens for r in comparison.workload.requests),
+        "kv_memory_bytes": comparison.kv_memory,
+        "max_model_len": longest,
+        "block_size": block_size,
+        "reservation": reservation,
+        "growth": growth,
+        "arrivals": "trace" if arrivals else "at once",
+        "simulated": str(cost_line) if simulate else None,
+    }
+    if as_json_object:
+        print(json.dumps({"workload": about, "storages": {n: r.figures.as_dict() for n, r in runs.items()}}))
+    else:
+        _print_table(about, runs)
+    if plot is not None:
+        from quire.simulate.plot import draw
+
+        draw(plot, comparison, runs, spec)
+        print(f"quire: drawn in {plot}", file=sys.stderr)
+
+
+def _shape(model: str | None, config: str | None, dtype: str) -> tuple[KVSpec, int]:
+    """The KV shape and the longest sequence, from a config alone."""
+    from quire.model.load import config_of
+    from quire.spec import KVSpec
+
+    source = config_of(model) if config is None else config
+    spec = KVSpec.from_config(source, dtype=None if dtype == "auto" else dtype)
+    if spec.max_model_len is None:
+        raise ArgumentError("expected a config with a longest sequence, got none; give --max-model-len")
+    return spec, spec.max_model_len
+
+
+def _run_all(
+    comparison: Comparison,
+    names: list[str],
+    spec: KVSpec,
+    cost: Any,
+    model: str | None,
+    dtype: str,
+    backend: str | None,
+) -> dict[str, Run]:
+    from quire.simulate.compare import run_model, run_simulated
+
+    runs: dict[str, Run] = {}
+    for name in names:
+        print(f"quire: {name} ...", file=sys.stderr)
+        if cost is not None:
+            runs[name] = run_simulated(comparison, name, spec, cost)
+        else:
+            runs[name] = run_model(comparison, name, model=model, dtype=dtype, backend=backend)
+    return runs
+
+
+def _print_table(about: dict[str, Any], runs: dict[str, Run]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    print(
+        f"{about['requests']} requests of {about['name']}: {about['prompt_tokens']} + {about['output_tokens']} "
+        f"tokens, at most {about['max_model_len']} each, in {format_size(about['kv_memory_bytes'])}"
+    )
+    table = Table("", *runs)
+    for label, name, form in _ROWS:
+        table.add_row(label, *(_written(getattr(run.figures, name), form) for run in runs.values()))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _written(value: Any, form: str) -> str:
+    if value is None:
+        return "-"
+    return format_size(int(value)) if form == "size" else form.format(value)

@@ -1,0 +1,150 @@
+"""How positions of address ranges come to lead to other units: extents, counted mappings, and undoing what failed.
+
+Not an owner: it keeps no references, and takes no memory. `heap` calls it with units that have memory behind them.
+
+An *extent* is a run of positions that lead to a run of neighbours in a file, or to nothing: one call to the machine,
+and one mapping of the operating system's.
+
+Invariants
+    M1  a range's `num_mappings` is 1 and the number of places in its lanes where two extents meet: never fewer than the
+        machine has, because the machine may merge what lies in different lanes too.
+    M2  a change that fails leaves entries, counts and mappings as before.
+
+Cost: one call to the machine for each extent and lane that differ; numpy over the positions given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from quire.memory.placement.address_range import AddressRange
+from quire.memory.placement.heap_files import HeapFiles, taking
+
+__all__ = ["Change", "change", "num_edges"]
+
+_ATTEMPTS = 4  # to undo: a call that fails once may be one that succeeds the next time
+
+# A range, positions of it (distinct integers) and the unit for each of them, -1 for none.
+Change: TypeAlias = tuple[AddressRange, Any, Any]
+
+
+def change(files: HeapFiles, changes: list[Change]) -> list[np.ndarray]:
+    """Lead positions (ascending) to units; which units they led to before, -1 for none.
+
+    *raises:* CapacityError: the machine refuses, or the budget does not allow it (giving up is always allowed).
+    """
+    budget = files.backend.budget
+    old: list[np.ndarray] = []
+    growth: list[int] = []
+    for address_range, positions, units in changes:
+        edges = np.union1d(positions, positions + 1)
+        before = num_edges(files, address_range, edges)
+        old.append(address_range.entries[positions + 1] - 1)
+        address_range.entries[positions + 1] = units + 1
+        growth.append(num_edges(files, address_range, edges) - before)
+    done: list[
+        tuple[int, int, int, int]
+    ] = []  # number of the change, lane, first and last + 1 of its positions
+    try:
+        if any((units >= 0).any() for _, _, units in changes):
+            budget.check(sum(growth))
+        for number, (address_range, positions, units) in enumerate(changes):
+            moved = np.flatnonzero(old[number] != units)
+            extents: dict[
+                bool, list[tuple[int, int, int, int]]
+            ] = {}  # the same in all lanes that merge alike
+            for lane, size in enumerate(address_range.piece_bytes):
+                merging = _merges(files, lane, size)
+                if merging not in extents:
+                    extents[merging] = [
+                        (
+                            int(moved[start]),
+                            int(positions[moved[start]]),
+                            int(units[moved[start]]),
+                            stop - start,
+                        )
+                        for start, stop in _extents(files, positions[moved], units[moved], merging=merging)
+                    ]
+                for first, position, unit, count in extents[merging] if size else []:
+                    done.append((number, lane, first, first + count))
+                    taking(_lead, files, address_range, lane, position, unit, count)
+    except BaseException:
+        for number, lane, first, last in reversed(done):
+            address_range, positions, _ = changes[number]
+            _restore(files, address_range, lane, positions[first:last], old[number][first:last])
+        for (address_range, positions, _), before in zip(reversed(changes), reversed(old), strict=True):
+            address_range.entries[positions + 1] = before + 1
+        raise
+    for (address_range, _, _), more in zip(changes, growth, strict=True):
+        address_range.num_mappings += more
+        budget.add(more)
+    return old
+
+
+def num_edges(files: HeapFiles, address_range: AddressRange, edges: np.ndarray) -> int:
+    """Of these edges (edge e is before position e), those where two extents meet, over all lanes."""
+    left, right = address_range.entries[edges] - 1, address_range.entries[edges + 1] - 1
+    num_lanes = {True: 0, False: 0}  # whose neighbours merge, and whose do not
+    for lane, size in enumerate(address_range.piece_bytes):
+        if size:
+            num_lanes[_merges(files, lane, size)] += 1
+    return sum(
+        lanes * int(np.count_nonzero(~_joined(files, left, right, merging=merging)))
+        for merging, lanes in num_lanes.items()
+        if lanes
+    )
+
+
+def _joined(files: HeapFiles, left: np.ndarray, right: np.ndarray, *, merging: bool) -> np.ndarray:
+    """Whether neighbouring positions that lead to these units are of one extent."""
+    joined = (left < 0) & (right < 0)
+    if merging:
+        joined |= (left >= 0) & files.adjacent(left, right)
+    return joined
+
+
+def _merges(files: HeapFiles, lane: int, size: int) -> bool:
+    """A lane's neighbours lie side by side in the file only where the range maps all of each piece."""
+    return files.backend.merges and size == files.piece_bytes[lane]
+
+
+def _extents(
+    files: HeapFiles, positions: np.ndarray, units: np.ndarray, *, merging: bool
+) -> Iterator[tuple[int, int]]:
+    """Cut [0, len) where one call to the machine does not suffice."""
+    if not len(positions):
+        return
+    joined = np.diff(positions) == 1
+    joined &= _joined(files, units[:-1], units[1:], merging=merging)
+    if not files.backend.merges:
+        joined[:] = False
+    cuts = (np.flatnonzero(~joined) + 1).tolist()
+    yield from zip([0, *cuts], [*cuts, len(positions)], strict=True)
+
+
+def _lead(
+    files: HeapFiles, address_range: AddressRange, lane: int, position: int, unit: int, count: int
+) -> None:
+    """One extent: positions from `position` on to neighbours from `unit` on, or, if that is -1, to none."""
+    size = address_range.piece_bytes[lane]
+    address = address_range.address + address_range.offsets[lane] + position * size
+    if unit < 0:
+        files.backend.unmap(address, count * size)
+    else:
+        files.backend.map(address, count * size, *files.place(unit, lane))
+
+
+def _restore(
+    files: HeapFiles, address_range: AddressRange, lane: int, positions: np.ndarray, units: np.ndarray
+) -> None:
+    """Lead them back; if the machine refuses again and again, its word stands: it has kept what was there (B1)."""
+    merging = _merges(files, lane, address_range.piece_bytes[lane])
+    for first, last in _extents(files, positions, units, merging=merging):
+        for _ in range(_ATTEMPTS):
+            with contextlib.suppress(OSError):
+                _lead(files, address_range, lane, int(positions[first]), int(units[first]), last - first)
+                break

@@ -1,0 +1,433 @@
+"""The virtual storage: every sequence has a row of addresses, and the machine's page tables lead it to its units.
+
+Not a pool, not a scheduler: which unit holds what is the cache's business. Before a step `prepare` compares the units
+of each sequence with what its row leads to, and maps what differs; a kernel then sees one contiguous tensor a
+sequence, and needs no block table.
+
+A unit is `block_size` tokens: in every layer of its group one piece of keys and one of values, whole pages, at a place
+of the placement heap that its number fixes. So consecutive units are one mapping. Rows are token-major, [token,
+kv_head, head_dim], and `row_tokens` long, of which only what is mapped costs memory; a table has one entry, the row;
+slot = row * row_tokens + position. All groups of layers use the same rows, so there is one table.
+
+    used    a row of an open sequence
+    parked  of one that has ended: still mapped, adopted whole by the next sequence that finds most of its units in it
+
+Invariants
+    U1  after `prepare`, the row of each of the step's sequences leads to its units, in every layer of every group, and
+        nothing is mapped where a window has given units back.
+    U2  the heap holds a unit from the first time a step needs it until `give_back` or `resize`: its bytes stay.
+    U3  a `prepare` that fails has changed no row of an open sequence.
+
+Cost: `prepare` compares [sequences, units] in numpy, tens of us; then about 10 us for each piece that is new, two
+pieces a layer (docs/virtual-memory.md). `view` makes two tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.errors import ArgumentError, BackendError, CapacityError
+from quire.memory.heap import physical_bytes
+from quire.memory.placement import DEFAULT_PIECE_BYTES, PlacementBackend, PlacementHeap, why_not
+from quire.memory.placement.memfd import MemfdBackend
+from quire.memory.storage import Capabilities, Placement
+from quire.memory.view import KVView
+from quire.spec import KVGroup, KVSpec
+
+__all__ = ["VirtualStorage", "virtual_block_size"]
+
+
+class VirtualStorage:
+    """Keys and values of all layers of `spec`, in `num_blocks` units that are mapped where sequences need them.
+
+    Args:
+        spec: the model's KV shape.
+        num_blocks: units to begin with.
+        block_size: tokens of a unit, such that its pieces are whole pages: see `virtual_block_size`.
+        dtype: of the stored elements; `spec.dtype` if not given.
+        max_model_len: tokens of a sequence at most: how long a row is. max_num_seqs: rows.
+        max_blocks: units `resize` can reach; as many as the machine's memory holds if not given.
+        backend: of the placement heap; this machine's memory if not given.
+
+    Raises:
+        ArgumentError: an argument out of range.
+        BackendError: this machine cannot map memory where one likes; the text says what to do.
+        CapacityError: the address space cannot be reserved.
+    """
+
+    capabilities = Capabilities(shares_prefix=True, elastic=True)
+    generation = 0  # views cover all rows there can be: they always hold
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype | None = None,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_blocks: int | None = None,
+        backend: PlacementBackend | None = None,
+    ) -> None:
+        for name, value in (
+            ("num_blocks", num_blocks),
+            ("max_model_len", max_model_len),
+            ("max_num_seqs", max_num_seqs),
+        ):
+            if value < 1:
+                raise ArgumentError(f"expected a {name} of at least 1, got {value}")
+        if max_blocks is not None and max_blocks < num_blocks:
+            raise ArgumentError(f"expected max_blocks of at least num_blocks={num_blocks}, got {max_blocks}")
+        if backend is None:
+            if (reason := why_not()) is not None:
+                raise BackendError(
+                    f"storage virtual does not work on this machine: {reason}; use storage paged"
+                )
+            backend = MemfdBackend()
+        self.spec = spec
+        self.block_size = block_size
+        self.dtype: torch.dtype = dtype if dtype is not None else getattr(torch, spec.dtype)
+        self.num_blocks = num_blocks
+        self.max_num_seqs = max_num_seqs
+        self._home = {
+            layer: (group, slot) for group in spec.groups for slot, layer in enumerate(group.layers)
+        }
+        self._check_block_size(backend.page_bytes)
+
+        # Lanes: keys and values of slot j, where the j-th layer of every group lies, as large as the largest group's.
+        num_slots = max(len(group.layers) for group in spec.groups)
+        piece_bytes = [self._piece_bytes(group, num_slots) for group in spec.groups]
+        lanes = [max(sizes) for sizes in zip(*piece_bytes, strict=True)]
+        self._units_per_row = -(-max_model_len // block_size)
+        self.row_tokens = self._units_per_row * block_size
+        self.max_blocks = max_blocks or max(num_blocks, physical_bytes() // sum(lanes))
+        self._heap = PlacementHeap(lanes, max_units=self.max_blocks, backend=backend)
+        try:
+            self._ranges = [
+                self._heap.reserve(max_num_seqs * self._units_per_row, sizes) for sizes in piece_bytes
+            ]
+        except CapacityError as error:
+            raise CapacityError(
+                f"{error} - {max_num_seqs} rows of {self.row_tokens} tokens; lower max_model_len or max_num_seqs"
+            ) from error
+        # [rows, units of a row]: the unit plus one that each place leads to, of each group.
+        self._entries = [r.entries[1:-1].reshape(max_num_seqs, self._units_per_row) for r in self._ranges]
+        self._rows: dict[int, int] = {}  # of open sequences
+        self._parked = list(range(max_num_seqs))  # never used ones first, then in the order they were left
+        self._held = np.zeros(self.max_blocks, bool)
+
+    @classmethod
+    def build(
+        cls,
+        spec: KVSpec,
+        *,
+        kv_memory: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        piece_bytes: int = DEFAULT_PIECE_BYTES,
+        dtype: torch.dtype | None = None,
+    ) -> VirtualStorage:
+        """A storage of at most `kv_memory` bytes whose pieces have about `piece_bytes`; its `block_size` follows."""
+        block_size = virtual_block_size(spec, piece_bytes, dtype=dtype)
+        storage = cls(spec, 1, block_size, dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+        if kv_memory < storage.unit_bytes:
+            needed = storage.unit_bytes
+            storage.close()
+            raise ArgumentError(
+                f"expected a kv_memory of at least one unit of {block_size} tokens, {needed} bytes, got {kv_memory}; "
+                f"raise it or choose pieces smaller than {piece_bytes} bytes"
+            )
+        storage.resize(min(kv_memory // storage.unit_bytes, storage.max_blocks))
+        return storage
+
+    # Figures
+
+    @property
+    def num_tables(self) -> int:
+        return 1
+
+    def table_of(self, layer: int) -> int:
+        return 0
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes one unit takes at most: its pieces in every slot."""
+        return self._heap.unit_bytes
+
+    @property
+    def bytes_committed(self) -> int:
+        """Bytes of memory the heaps take now (the blocks of their files), parked and free units included."""
+        return self._heap.committed_bytes
+
+    @property
+    def num_mappings(self) -> int:
+        """Memory mappings it uses of the process's, at most."""
+        return self._heap.num_mappings
+
+    def row_of(self, sequence_id: int) -> int | None:
+        """The row of an open sequence that has been in a step: `view(layer).k[row]` are its keys."""
+        return self._rows.get(sequence_id)
+
+    def view(self, layer: int) -> KVView:
+        """The keys and values of decoder layer `layer` (of the layer whose KV it shares, where it does).
+
+        [max_num_seqs, kv_heads, row_tokens, head_dim]; only what a step mapped may be touched.
+        """
+        if not 0 <= layer < len(self.spec.layers):
+            raise ArgumentError(f"expected a layer of 0 to {len(self.spec.layers) - 1}, got {layer}")
+        owner = self.spec.layers[layer].shares_kv_with
+        group, slot = self._home[layer if owner is None else owner]
+        heads = group.num_kv_heads
+        k, v = (
+            self._ranges[group.index]
+            .tensor(2 * slot + kind, self.dtype)
+            .as_strided(
+                (self.max_num_seqs, heads, self.row_tokens, dim),
+                (self.row_tokens * heads * dim, dim, heads * dim, 1),
+            )
+            for kind, dim in enumerate((group.k_head_dim, group.v_head_dim))
+        )
+        return KVView(k, v, self.row_tokens)
+
+    # Steps
+
+    def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
+        """Map what the step's sequences need and do the plan's copies; see `Storage.prepare`."""
+        ids = np.asarray(sequence_ids).tolist()
+        tables = [plan.group(index).block_tables for index in range(len(self._ranges))]
+        adopted = self._adopt(ids, tables)
+        rows = np.array([self._rows[sequence] for sequence in ids], np.int64)
+        try:
+            self._lead(rows, tables)
+            for index in range(len(self._ranges)):
+                self._copy(plan.group(index).copies, index)
+        except BaseException:
+            self._park(adopted)
+            raise
+        starts, contexts = plan.query_start.astype(np.int64), plan.context_lengths.astype(np.int64)
+        lengths = np.diff(starts)
+        first = rows * self.row_tokens + contexts - lengths - starts[:-1]
+        slots = np.arange(starts[-1]) + np.repeat(first, lengths)
+        return [Placement(rows.astype(np.int32)[:, None], slots)]
+
+    def forget(self, sequence_ids: Any) -> None:
+        """Park the rows of sequences that have ended: still mapped, for the next ones."""
+        self._park([sequence for sequence in np.asarray(sequence_ids).tolist() if sequence in self._rows])
+
+    # Memory given back
+
+    def give_back(self, units: Any) -> None:
+        """Give the memory of these units back to the operating system, wherever they lie. What they held is lost.
+
+        They may be used again at any time. A row that still leads to one of them is unmapped there.
+
+        Args:
+            units: distinct integers [m], of no open sequence.
+
+        Raises:
+            CapacityError: the system refuses to unmap; nothing has changed then.
+        """
+        ids = np.asarray(units, np.int64).reshape(-1)
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.num_blocks):
+            raise ArgumentError(
+                f"expected units of 0 to {self.num_blocks - 1}, got {ids.min()} to {ids.max()}"
+            )
+        free = np.zeros(self.max_blocks + 1, bool)
+        free[ids + 1] = True  # as entries, which are units plus one
+        stale = [np.flatnonzero(free[r.entries[1:-1]]) for r in self._ranges]
+        self._heap.map([(r, at, np.full(len(at), -1)) for r, at in zip(self._ranges, stale, strict=True)])
+        given = np.flatnonzero(free[1:] & self._held)
+        self._heap.free(given)
+        self._held[given] = False
+        self._heap.trim()
+
+    def resize(self, num_blocks: int) -> None:
+        """Have `num_blocks` units from now on; the memory of those given up goes back at once.
+
+        The caller sees to it that nobody needs a unit at or above `num_blocks`.
+
+        Raises:
+            ArgumentError: fewer than one unit.
+            CapacityError: more than `max_blocks`; nothing was changed.
+        """
+        if num_blocks < 1:
+            raise ArgumentError(f"expected at least 1 block, got {num_blocks}")
+        if num_blocks > self.max_blocks:
+            raise CapacityError(
+                f"cannot grow the KV storage to {num_blocks} blocks of {self.unit_bytes} bytes: it was built for "
+                f"{self.max_blocks}; build it with a larger max_blocks"
+            )
+        if num_blocks < self.num_blocks:
+            self.give_back(np.arange(num_blocks, self.num_blocks))
+        self.num_blocks = num_blocks
+
+    def fill(self, value: float) -> None:
+        """Set every element of every unit, which commits them all. For tests that poison unwritten slots."""
+        units = np.arange(self.num_blocks)
+        self._hold(units)
+        for row_range in self._ranges:
+            every = self._heap.reserve(self.num_blocks, row_range.piece_bytes)
+            self._heap.map([(every, units, units)])
+            for lane, size in enumerate(row_range.piece_bytes):
+                if size:
+                    every.tensor(lane, self.dtype).fill_(value)
+            self._heap.release(every)
+
+    def check(self) -> None:
+        """Prove the heap's invariants. *raises:* InvariantError."""
+        self._heap.check()
+
+    def close(self) -> None:
+        """Give all memory back; views must not be touched any more. Twice is harmless."""
+        self._heap.close()
+        self._rows.clear()
+        self._held[:] = False
+
+    # How
+
+    def _adopt(self, ids: list[int], tables: list[np.ndarray]) -> list[int]:
+        """Give rows to the sequences that have none, each the parked one that leads to most of its units already."""
+        new = [(at, sequence) for at, sequence in enumerate(ids) if sequence not in self._rows]
+        if len(new) > len(self._parked):
+            raise CapacityError(
+                f"expected at most {self.max_num_seqs} sequences at once, got {len(self._rows) + len(new)}; close some "
+                "or raise max_num_seqs"
+            )
+        for at, sequence in new:
+            matches = np.zeros(len(self._parked), np.int64)
+            for entries, table in zip(self._entries, tables, strict=True):
+                wanted = table[at] + 1
+                there = entries[self._parked, : len(wanted)]
+                matches += ((there == wanted) & (wanted > 0)).sum(1)
+            # Of equals the one parked longest, first of all one that was never used.
+            self._rows[sequence] = self._parked.pop(int(matches.argmax()))
+        return [sequence for _, sequence in new]
+
+    def _park(self, sequences: list[int]) -> None:
+        self._parked += [self._rows.pop(sequence) for sequence in sequences]
+
+    def _lead(self, rows: np.ndarray, tables: list[np.ndarray]) -> None:
+        """Map what the rows do not lead to yet, and unmap what a window has given back (U1)."""
+        changes = []
+        for address_range, entries, table in zip(self._ranges, self._entries, tables, strict=True):
+            width = table.shape[1]
+            if width > self._units_per_row:
+                raise ArgumentError(
+                    f"expected sequences of at most {self.row_tokens} tokens, got {width} units of {self.block_size}"
+                )
+            if not table.size:
+                continue
+            there = entries[rows, :width]
+            differ = there != table + 1
+            # Beyond a sequence's end the table is -1 too: what a parked row has there does no harm.
+            ends = width - (table[:, ::-1] >= 0).argmax(1)
+            differ &= (table >= 0) | (np.arange(width) < ends[:, None])
+            which, place = np.nonzero(differ)
+            if len(which):
+                changes.append(
+                    (address_range, rows[which] * self._units_per_row + place, table[which, place])
+                )
+        if not changes:
+            return
+        wanted = np.concatenate([units for _, _, units in changes])
+        new = self._hold(np.unique(wanted[wanted >= 0]))
+        try:
+            try:
+                self._heap.map(changes)
+            except CapacityError:
+                # Rows that nobody uses cost mappings and memory: without them once more.
+                self._unmap_parked()
+                self._heap.map(changes)
+        except BaseException:
+            self._heap.free(new)
+            self._held[new] = False
+            raise
+
+    def _hold(self, units: np.ndarray) -> np.ndarray:
+        """Hold those of the units that the storage does not yet (U2); which they were."""
+        new = units[~self._held[units]]
+        self._heap.claim(new)
+        self._held[new] = True
+        return new
+
+    def _unmap_parked(self) -> None:
+        changes = []
+        for address_range, entries in zip(self._ranges, self._entries, strict=True):
+            which, place = np.nonzero(entries[self._parked])
+            at = np.asarray(self._parked, np.int64)[which] * self._units_per_row + place
+            changes.append((address_range, at, np.full(len(at), -1)))
+        self._heap.map(changes)
+
+    def _copy(self, copies: Any, index: int) -> None:
+        """Rows of source unit, target unit, tokens: in every layer of the group."""
+        if len(copies):
+            token_bytes = [size // self.block_size for size in self._ranges[index].piece_bytes]
+            for source, target, tokens in np.asarray(copies).tolist():
+                self._heap.copy(source, target, [tokens * size for size in token_bytes])
+
+    def _piece_bytes(self, group: KVGroup, num_slots: int) -> list[int]:
+        """Of keys and values in each slot, 0 where the group has no layer."""
+        sizes = [self.block_size * size for size in _token_bytes(group, self.dtype)]
+        return sizes * len(group.layers) + [0, 0] * (num_slots - len(group.layers))
+
+    def _check_block_size(self, page: int) -> None:
+        least = _least_block_size(self.spec, self.dtype, page)
+        if self.block_size < 1 or self.block_size % least:
+            raise ArgumentError(
+                f"expected a block size in multiples of {least}, so that a unit's keys and values of a layer are whole "
+                f"pages of {page} bytes, got {self.block_size}"
+            )
+
+
+def virtual_block_size(
+    spec: KVSpec,
+    piece_bytes: int = DEFAULT_PIECE_BYTES,
+    *,
+    dtype: torch.dtype | None = None,
+    page_bytes: int = 4096,
+    most: int = 4096,
+) -> int:
+    """Tokens of a unit whose keys (or values) of one layer take `piece_bytes`, or the next less that is whole pages.
+
+    Where the shape needs more for whole pages, the least that does. most: tokens of a unit at most, the cache's limit.
+
+    *raises:* ArgumentError: a piece below a page or not a multiple of it, or a shape no unit of `most` tokens fits.
+    """
+    if piece_bytes < page_bytes or piece_bytes % page_bytes or piece_bytes > max(2 << 20, page_bytes):
+        raise ArgumentError(
+            f"expected a piece size of {page_bytes} bytes to 2MiB, a multiple of the page of {page_bytes}, "
+            f"got {piece_bytes}"
+        )
+    element = dtype if dtype is not None else getattr(torch, spec.dtype)
+    least = _least_block_size(spec, element, page_bytes)
+    if least > most:
+        raise ArgumentError(
+            f"expected keys and values that fill whole pages of {page_bytes} bytes within {most} tokens, got "
+            f"a shape that needs {least}; use storage paged"
+        )
+    largest = max(size for group in spec.groups for size in _token_bytes(group, element))
+    return max(least, min(piece_bytes // largest, most) // least * least)
+
+
+def _token_bytes(group: KVGroup, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a token's keys and of its values in one layer."""
+    return (
+        group.num_kv_heads * group.k_head_dim * dtype.itemsize,
+        group.num_kv_heads * group.v_head_dim * dtype.itemsize,
+    )
+
+
+def _least_block_size(spec: KVSpec, dtype: torch.dtype, page_bytes: int) -> int:
+    """The fewest tokens whose keys, and whose values, are whole pages in every layer."""
+    return math.lcm(
+        *(
+            page_bytes // math.gcd(page_bytes, size)
+            for group in spec.groups
+            for size in _token_bytes(group, dtype)
+        )
+    )

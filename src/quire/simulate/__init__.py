@@ -1,0 +1,7 @@
+"""Requests from traces or made up, through the real scheduler, cache and storages; a clock where a model would be."""
+
+from quire.simulate.cost_line import CostLine
+from quire.simulate.lengths import Lengths
+from quire.simulate.workload import TraceRequest, Workload, read_trace, synthetic
+
+__all__ = ["CostLine", "Lengths", "TraceRequest", "Workload", "read_trace", "synthetic"]

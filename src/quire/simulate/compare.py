@@ -1,0 +1,155 @@
+"""The storages side by side: each runs the same workload with the same memory, one after another.
+
+With a model it is the real engine; without one (`simulate`) the real scheduler, cache and storage, and a clock that
+moves along a cost line. A request that a storage can never hold is refused by it, and not among its requests done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.engine import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.storages import StorageOptions
+from quire.errors import CapacityError
+from quire.simulate.cost_line import CostLine
+from quire.simulate.meter import Clock, Figures, Meter, SimulatedClock, SimulatedRunner
+from quire.simulate.workload import Workload
+from quire.spec import KVSpec
+
+__all__ = ["Comparison", "Run", "run_model", "run_simulated"]
+
+_VOCAB_SIZE = 2**31 - 2  # of the made-up ids where there is no model
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What all storages of a comparison have alike. max_batch_tokens, max_num_seqs: as of `quire.LLM`."""
+
+    workload: Workload
+    kv_memory: int
+    max_model_len: int
+    block_size: int = 16
+    max_batch_tokens: int = 2048
+    max_num_seqs: int = 256
+    reservation: str = "max"
+    growth: str = "spread"
+    at_once: bool = True  # or each at its time of arrival
+
+    def options(self, storage: str) -> StorageOptions:
+        return StorageOptions(
+            storage,
+            kv_memory=self.kv_memory,
+            block_size=self.block_size,
+            reservation=self.reservation,
+            growth=self.growth,
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One storage's figures, and its memory over time: seconds and bytes, a pair of (reserved, used) each step."""
+
+    figures: Figures
+    times: list[float]
+    reserved: list[int]
+    used: list[int]
+
+
+def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: CostLine) -> Run:
+    """The scheduler, the cache and `storage` for real, `cost` in place of a model. Tokens a second are not told."""
+    opened = comparison.options(storage).open(
+        spec, max_model_len=comparison.max_model_len, max_num_seqs=comparison.max_num_seqs
+    )
+    try:
+        clock = SimulatedClock()
+        runner = SimulatedRunner(opened.storage, cost, clock)
+        engine = Engine(
+            runner,
+            opened.cache,
+            vocab_size=_VOCAB_SIZE,
+            max_model_len=comparison.max_model_len,
+            max_batch_tokens=comparison.max_batch_tokens,
+            max_num_seqs=comparison.max_num_seqs,
+            clock=clock,
+        )
+        meter = Meter(opened.cache, runner)
+        totals = _drive(engine, comparison, meter, clock, _VOCAB_SIZE)
+        return _run(meter, totals, None)
+    finally:
+        opened.storage.close()
+
+
+def run_model(comparison: Comparison, storage: str, **llm_options: Any) -> Run:
+    """The real engine with a model: `llm_options` as of `quire.LLM` (model, dtype, backend and the like)."""
+    from quire.engine.llm import LLM
+
+    options = comparison.options(storage)
+    with LLM(
+        **llm_options,
+        storage=storage,
+        kv_memory=options.kv_memory,
+        block_size=options.block_size,
+        reservation=options.reservation,
+        growth=options.growth,
+        max_model_len=comparison.max_model_len,
+        max_batch_tokens=comparison.max_batch_tokens,
+        max_num_seqs=comparison.max_num_seqs,
+    ) as llm:
+        meter = Meter(llm.cache, llm.runner)
+        clock = Clock()
+        totals = _drive(llm.engine, comparison, meter, clock, llm.vocab_size)
+        return _run(meter, totals, totals.num_generated / clock())
+
+
+@dataclass
+class _Totals:
+    num_done: int = 0
+    num_generated: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+
+
+def _drive(engine: Engine, comparison: Comparison, meter: Meter, clock: Clock, vocab_size: int) -> _Totals:
+    """Submits the workload's requests as they arrive and steps until all have ended."""
+    workload = comparison.workload
+    waiting = deque(range(len(workload.requests)))
+    totals = _Totals()
+    while waiting or engine.has_work:
+        while waiting and (comparison.at_once or workload.requests[waiting[0]].arrival_s <= clock()):
+            index = waiting.popleft()
+            params = SamplingParams(
+                max_tokens=workload.requests[index].num_output_tokens, temperature=0, ignore_eos=True
+            )
+            try:
+                engine.submit(workload.token_ids(index, vocab_size), params)
+            except CapacityError:
+                continue  # never fits here: not among those done
+        if not engine.has_work:
+            if waiting:
+                clock.wait_until(workload.requests[waiting[0]].arrival_s)
+            continue
+        before = engine.scheduler.num_preemptions
+        outputs = engine.step()
+        totals.num_preemptions += engine.scheduler.num_preemptions - before
+        num_ended = 0
+        for output in outputs:
+            num_ended += 1
+            if output.error is None:
+                totals.num_done += 1
+                totals.num_generated += sum(len(one.token_ids) for one in output.outputs)
+                totals.num_cached += output.num_cached_tokens
+        meter.step(len(engine.scheduler.running) + num_ended, clock())
+    return totals
+
+
+def _run(meter: Meter, totals: _Totals, tokens_per_second: float | None) -> Run:
+    figures = meter.figures(
+        num_cached_tokens=totals.num_cached,
+        preemptions=totals.num_preemptions,
+        requests_done=totals.num_done,
+        tokens_per_second=tokens_per_second,
+    )
+    return Run(figures, meter.times, [use.reserved for use in meter.uses], [use.used for use in meter.uses])

@@ -1,0 +1,53 @@
+"""How long a step takes where no model runs: a line in what the step computes and reads.
+
+    seconds = fixed + token * new tokens + context * tokens of context read
+
+The default is the line through this project's own figures for a 0.6B decoder in bfloat16 on two AVX-512 cores
+(docs/benchmarks.md: decode of 1 and of 32 sequences, and of 8 at a context of 2 048): an example, to be replaced by
+a line through your own machine's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from quire.errors import ArgumentError
+
+__all__ = ["CostLine"]
+
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_TERM = re.compile(r"\s*([0-9.]+)\s*(s|ms|us|ns)\s*(?:/\s*(token|context))?\s*")
+
+
+@dataclass(frozen=True)
+class CostLine:
+    """Seconds of a step: `fixed_s`, and more for each new token and each token of context."""
+
+    fixed_s: float = 28e-3
+    token_s: float = 2.4e-3
+    context_s: float = 3.5e-6
+
+    @classmethod
+    def parse(cls, text: str) -> CostLine:
+        """ "28ms + 2.4ms/token + 3.5us/context"; a term that is missing is 0. *raises:* ArgumentError."""
+        found = {"": 0.0, "token": 0.0, "context": 0.0}
+        for part in text.split("+"):
+            match = _TERM.fullmatch(part)
+            try:
+                assert match is not None
+                found[match[3] or ""] += float(match[1]) * _UNITS[match[2]]
+            except (AssertionError, ValueError):
+                raise ArgumentError(
+                    f'expected a cost line such as "28ms + 2.4ms/token + 3.5us/context", got {text!r} at '
+                    f"{part.strip()!r}"
+                ) from None
+        return cls(found[""], found["token"], found["context"])
+
+    def __str__(self) -> str:
+        return (
+            f"{self.fixed_s * 1e3:g}ms + {self.token_s * 1e3:g}ms/token + {self.context_s * 1e6:g}us/context"
+        )
+
+    def seconds(self, num_new_tokens: int, num_context_tokens: int) -> float:
+        return self.fixed_s + self.token_s * num_new_tokens + self.context_s * num_context_tokens

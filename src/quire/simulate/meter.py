@@ -1,0 +1,147 @@
+"""What one storage does with a workload, step by step: how many run, what memory is used for, what allocating costs.
+
+Everything is read from the real cache and storage; nothing is computed by formula. A step's figures are taken once it
+has been computed and those that ended have gone; of steps after which nothing is open only the time counts.
+
+Cost: `MemoryUse` once a step, O(blocks of open sequences).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from quire.cache.memory_use import MemoryUse
+from quire.engine.scheduled_step import ScheduledStep
+from quire.simulate.cost_line import CostLine
+
+__all__ = ["Clock", "Figures", "Meter", "PreparingRunner", "SimulatedClock", "SimulatedRunner"]
+
+
+class PreparingRunner(Protocol):
+    """A runner that tells how long the storage has taken to prepare its steps."""
+
+    prepare_seconds: float
+
+    def run(self, step: ScheduledStep) -> torch.Tensor: ...
+
+
+class Clock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def __call__(self) -> float:
+        return time.monotonic() - self._began
+
+    def wait_until(self, seconds: float) -> None:
+        time.sleep(max(0.0, seconds - self()))
+
+
+class SimulatedClock(Clock):
+    """Seconds that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait_until(self, seconds: float) -> None:
+        self.now = max(self.now, seconds)
+
+
+class SimulatedRunner:
+    """No model: the storage prepares every step for real, the clock moves along the cost line, every token is 0."""
+
+    def __init__(self, storage: Any, cost: CostLine, clock: SimulatedClock) -> None:
+        self._storage = storage
+        self._cost = cost
+        self._clock = clock
+        self.prepare_seconds = 0.0
+
+    def run(self, step: ScheduledStep) -> torch.Tensor:
+        began = time.perf_counter()
+        self._storage.forget(step.closed_ids)
+        self._storage.prepare(step.plan, step.sequence_ids)
+        self.prepare_seconds += time.perf_counter() - began
+        num_context_tokens = int(step.plan.context_lengths.sum())
+        self._clock.now += self._cost.seconds(len(step.input_ids), num_context_tokens)
+        return torch.zeros((len(step.logit_rows), 2))
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One storage's column of the comparison; bytes, microseconds, shares of what is reserved."""
+
+    running_mean: float
+    running_max: int
+    reserved_bytes_mean: float
+    used_bytes_mean: float
+    waste_share: float
+    waste_internal_share: float
+    waste_external_share: float
+    prefix_bytes_saved: int
+    alloc_us_p50: float
+    alloc_us_p99: float
+    peak_bytes: int
+    preemptions: int
+    requests_done: int
+    tokens_per_second: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Meter:
+    """Takes a run's figures, one `step` after another."""
+
+    cache: Any
+    runner: PreparingRunner
+    running: list[int] = field(default_factory=list)
+    uses: list[MemoryUse] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    alloc_seconds: list[float] = field(default_factory=list)
+    _allocated: float = 0.0
+
+    def step(self, num_running: int, now: float) -> None:
+        """After a step in which `num_running` requests ran."""
+        allocated = self.cache.reserve_seconds + self.runner.prepare_seconds
+        self.alloc_seconds.append(allocated - self._allocated)
+        self._allocated = allocated
+        self.running.append(num_running)
+        use = self.cache.memory_use()
+        if use.reserved:
+            self.uses.append(use)
+            self.times.append(now)
+
+    def figures(
+        self, *, num_cached_tokens: int, preemptions: int, requests_done: int, tokens_per_second: float | None
+    ) -> Figures:
+        reserved, used = self._mean("reserved"), self._mean("used")
+        times = np.array(self.alloc_seconds or [0.0]) * 1e6
+        return Figures(
+            running_mean=float(np.mean(self.running or [0])),
+            running_max=max(self.running, default=0),
+            reserved_bytes_mean=reserved,
+            used_bytes_mean=used,
+            waste_share=1 - used / reserved if reserved else 0.0,
+            waste_internal_share=self._mean("internal") / reserved if reserved else 0.0,
+            waste_external_share=self._mean("external") / reserved if reserved else 0.0,
+            prefix_bytes_saved=num_cached_tokens * self.cache.spec.bytes_per_token,
+            alloc_us_p50=float(np.percentile(times, 50)),
+            alloc_us_p99=float(np.percentile(times, 99)),
+            peak_bytes=max((use.peak for use in self.uses), default=0),
+            preemptions=preemptions,
+            requests_done=requests_done,
+            tokens_per_second=tokens_per_second,
+        )
+
+    def _mean(self, name: str) -> float:
+        return float(np.mean([getattr(use, name) for use in self.uses])) if self.uses else 0.0

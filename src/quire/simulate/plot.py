@@ -1,0 +1,83 @@
+"""Two pictures of a comparison in one file: memory over time, and the memory of one sequence as it grows.
+
+Needs matplotlib (`pip install "quire[plot]"`); nothing else of Quire does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ArgumentError, BackendError
+from quire.simulate.compare import Comparison, Run, run_simulated
+from quire.simulate.cost_line import CostLine
+from quire.simulate.workload import TraceRequest, Workload
+from quire.spec import KVSpec
+
+__all__ = ["draw", "require_plotting"]
+
+_MIB = 2**20
+_MOST_TOKENS = 8192  # of the one sequence
+
+
+def require_plotting(path: str) -> None:
+    """Refuse, before anything runs, a plot that could not be drawn."""
+    if not Path(path).parent.is_dir():
+        raise ArgumentError(f"expected a file in a folder that exists, got {path!r} - in `plot`")
+    try:
+        import matplotlib  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise BackendError('expected matplotlib for --plot, found none; pip install "quire[plot]"') from None
+
+
+def draw(path: str, comparison: Comparison, runs: dict[str, Run], spec: KVSpec) -> None:
+    """Write the picture; the one sequence runs through every storage without a model."""
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+
+    figure, (over_time, of_one) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    colours: dict[str, Any] = {}
+    for name, run in runs.items():
+        (line,) = over_time.plot(run.times, _in_mib(run.reserved), label=f"{name}: reserved", linewidth=1.2)
+        colours[name] = line.get_color()
+        over_time.plot(run.times, _in_mib(run.used), color=colours[name], linestyle=":", linewidth=1)
+    over_time.axhline(comparison.kv_memory / _MIB, color="grey", linewidth=0.8, label="all there is")
+    over_time.set(
+        title="KV memory over time (dotted: used by tokens)", xlabel="seconds", ylabel="MiB", ylim=(0, None)
+    )
+    num_tokens = min(comparison.max_model_len, _MOST_TOKENS)
+    for name in runs:
+        one = _one_sequence(comparison, name, spec, num_tokens)
+        of_one.plot(
+            _tokens(one, spec), _in_mib(one.reserved), color=colours[name], label=name, drawstyle="steps-post"
+        )
+    of_one.set(
+        title="KV memory of one sequence",
+        xlabel="tokens it holds",
+        ylabel="MiB",
+        ylim=(0, None),
+        xlim=(0, None),
+    )
+    for axes in (over_time, of_one):
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _in_mib(num_bytes: list[int]) -> list[float]:
+    return [value / _MIB for value in num_bytes]
+
+
+def _tokens(run: Run, spec: KVSpec) -> list[float]:
+    return [used / spec.bytes_per_token for used in run.used]
+
+
+def _one_sequence(comparison: Comparison, storage: str, spec: KVSpec, num_tokens: int) -> Run:
+    """A prompt of one token that generates all the others, with memory for two such sequences."""
+    alone = replace(
+        comparison,
+        workload=Workload("one sequence", (TraceRequest(0.0, 1, num_tokens - 1),)),
+        kv_memory=max(comparison.kv_memory, 4 * num_tokens * spec.bytes_per_token),
+    )
+    return run_simulated(alone, storage, spec, CostLine())

@@ -1,0 +1,99 @@
+"""`LLM(storage="virtual")`: the same answers, and what a machine that cannot do it is told."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from support import tiny_llm
+from support.faulty_calls import FaultyCalls
+
+from quire import SamplingParams
+from quire.engine import storages
+from quire.errors import ArgumentError, BackendError, CapacityError
+from quire.memory import placement, virtual
+
+PROMPTS = ["A quire is", "a gathering of leaves. " * 4, "a gathering of leaves. " * 4 + "Quire", "x"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_choice() -> None:
+    storages._chosen.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["native", "python"])
+@pytest.mark.parametrize("piece_size", ["4KiB", "64KiB"])
+def test_answers_are_those_of_the_paged_storage(backend: str, piece_size: str) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0.8, n=2, seed=3, ignore_eos=True)
+    with tiny_llm.llm(backend=backend) as llm:
+        want = [[one.token_ids for one in out.outputs] for out in llm.generate(PROMPTS, params)]
+    with tiny_llm.llm(backend=backend, storage="virtual", piece_size=piece_size, kv_memory="8MiB") as llm:
+        got = [[one.token_ids for one in out.outputs] for out in llm.generate(PROMPTS, params)]
+        again = [[one.token_ids for one in out.outputs] for out in llm.generate(PROMPTS, params)]
+        assert llm.block_size == (32 if piece_size == "4KiB" else 512)
+        assert f"virtual, {llm.num_blocks} blocks of {llm.block_size} tokens" in llm.capacity
+        assert llm.stats()["hit_tokens"] > 0
+        assert llm.stats()["kv_committed_bytes"] <= llm.kv_memory_bytes
+        llm._storage.check()
+    assert got == again == want
+
+
+def test_a_machine_that_cannot_is_refused_and_auto_falls_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (virtual, placement):
+        monkeypatch.setattr(module, "why_not", lambda: "no memfd")
+    with pytest.raises(
+        BackendError, match="virtual does not work on this machine: no memfd; use storage paged"
+    ):
+        tiny_llm.llm(storage="virtual")
+    with caplog.at_level(logging.WARNING, "quire"):
+        for _ in range(2):
+            with tiny_llm.llm(storage="auto") as llm:
+                assert llm.storage == "paged"
+    said = [record.message for record in caplog.records if "storage auto" in record.message]
+    assert said == ["storage auto: paged, as virtual does not work on this machine: no memfd"]
+
+
+@pytest.mark.parametrize("every", [1, 2, 7])
+def test_a_call_that_fails_ends_the_requests_of_its_step_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    calls = FaultyCalls()
+    monkeypatch.setattr(virtual, "MemfdBackend", lambda: placement.MemfdBackend(calls))
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    prompts = [list(range(5, 30)), list(range(40, 90))]
+    with tiny_llm.llm(storage="virtual", piece_size="4KiB") as llm:
+        want = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    with tiny_llm.llm(storage="virtual", piece_size="4KiB") as llm:
+        ids = [llm.engine.submit(prompts[0], params)]
+        for _ in range(3):
+            llm.engine.step()
+        ids.append(llm.engine.submit(prompts[1], params))
+        outputs = {}
+        calls.arm(every)
+        while llm.engine.has_work:
+            outputs.update({output.request_id: output.outputs[0] for output in llm.engine.step()})
+        calls.every = 0
+        assert calls.num_failed > 0
+        for request, tokens in zip(ids, want, strict=True):
+            if outputs[request].error is None:
+                assert outputs[request].token_ids == tokens
+            else:
+                assert isinstance(outputs[request].error, CapacityError)
+                assert "gives no memory for the KV cache" in str(outputs[request].error)
+        assert every > 1 or outputs[ids[1]].error is not None
+        assert llm.stats()["held"] == 0
+        llm._storage.check()
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == want
+
+
+def test_auto_is_virtual_where_it_works() -> None:
+    with tiny_llm.llm(storage="auto", kv_memory="8MiB") as llm:
+        assert llm.storage == ("virtual" if placement.why_not() is None else "paged")
+
+
+@pytest.mark.parametrize("piece_size", ["1KiB", "6000", "4MiB", "much"])
+def test_piece_sizes_that_cannot_be_are_refused(piece_size: str) -> None:
+    with pytest.raises(ArgumentError, match=r"piece size of 4096 bytes to 2MiB|for piece_size"):
+        tiny_llm.llm(storage="virtual", piece_size=piece_size)

@@ -1,0 +1,219 @@
+"""Whatever is done to a placement heap, in any order: references, mappings and memory are those of a simple model.
+
+The machine is the simulated one, with little memory and few mappings, so that calls fail in the middle; it refuses by
+itself what a real one would punish. The model is a dictionary of who leads where.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from quire.errors import ArgumentError, CapacityError
+from quire.memory.placement import AddressRange, PlacementHeap, SimulatedBackend
+
+PAGE = 4096
+UNITS, POSITIONS = 24, 10
+some_units = st.lists(st.integers(0, UNITS - 1), min_size=1, max_size=5)
+some_positions = st.lists(st.integers(0, POSITIONS - 1), min_size=1, max_size=5, unique=True)
+
+
+class HeapMachine(RuleBasedStateMachine):
+    @initialize(merges=st.booleans(), max_pages=st.integers(20, 60), max_mappings=st.integers(20, 60))
+    def start(self, merges: bool, max_pages: int, max_mappings: int) -> None:
+        self.machine = SimulatedBackend(
+            PAGE, merges=merges, max_bytes=max_pages * PAGE, max_mappings=max_mappings
+        )
+        self.heap = PlacementHeap([PAGE, 2 * PAGE], max_units=UNITS, units_per_heap=7, backend=self.machine)
+        self.holds: Counter[int] = Counter()
+        self.ranges: list[AddressRange] = []
+        self.mapped: list[dict[int, int]] = []
+        self.waiting: list[tuple[int, object]] = []
+        self.step = self.completed = 0
+
+    # What the model says
+
+    def references(self) -> list[int]:
+        counts = Counter(self.holds)
+        for places in self.mapped:
+            counts.update(places.values())
+        return [counts[unit] for unit in range(UNITS)]
+
+    def leaving(self) -> set[tuple[int, int]]:
+        return {what for _, what in self.waiting if isinstance(what, tuple)}
+
+    # Rules
+
+    @rule(count=st.integers(0, 6), after=st.integers(-1, UNITS - 1))
+    def allocate(self, count: int, after: int) -> None:
+        free = [unit for unit, count in enumerate(self.references()) if not count]
+        try:
+            units = self.heap.allocate(count, after).tolist()
+        except CapacityError:
+            assert len(free) < count or self.machine.budget.used == self.machine.budget.limit
+            return
+        assert len(set(units)) == count
+        assert set(units) <= set(free)
+        self.holds.update(units)
+
+    @rule(units=st.lists(st.integers(0, UNITS - 1), min_size=1, max_size=3, unique=True))
+    def claim(self, units: list[int]) -> None:
+        try:
+            self.heap.claim(units)
+        except ArgumentError:
+            assert any(self.references()[unit] for unit in units)
+        except CapacityError:
+            pass
+        else:
+            self.holds.update(units)
+
+    @rule(units=some_units)
+    def hold(self, units: list[int]) -> None:
+        used = self.references()
+        try:
+            self.heap.hold(units)
+        except ArgumentError:
+            assert not all(used[unit] for unit in units)
+        else:
+            self.holds.update(units)
+
+    @rule(units=some_units, later=st.booleans())
+    def free(self, units: list[int], later: bool) -> None:
+        promised = Counter(unit for _, what in self.waiting if isinstance(what, list) for unit in what)
+        if any(count > self.holds[unit] - promised[unit] for unit, count in Counter(units).items()):
+            with pytest.raises(ArgumentError, match="units that are held"):
+                self.heap.free(units)
+            return
+        if later:
+            self.step += 1
+            self.heap.free(units, step=self.step)
+            self.waiting.append((self.step, units))
+        else:
+            self.heap.free(units)
+            self.holds.subtract(units)
+
+    @precondition(lambda self: len(self.ranges) < 4)
+    @rule()
+    def reserve(self) -> None:
+        try:
+            self.ranges.append(self.heap.reserve(POSITIONS))
+            self.mapped.append({})
+        except CapacityError:
+            assert self.machine.budget.used == self.machine.budget.limit
+
+    @precondition(lambda self: self.ranges)
+    @rule(which=st.integers(0, 3), positions=some_positions, data=st.data())
+    def map(self, which: int, positions: list[int], data: st.DataObject) -> None:
+        which %= len(self.ranges)
+        used = [unit for unit, count in enumerate(self.references()) if count]
+        units = [data.draw(st.sampled_from([-1, *used])) for _ in positions]
+        second = data.draw(st.booleans())
+        changes = [(self.ranges[which], positions, units)]
+        if second:  # two ranges in one call
+            changes.append((self.ranges[0], [POSITIONS - 1], units[:1]))
+        try:
+            self.heap.map(changes)
+        except ArgumentError:
+            asked = {(which, position) for position in positions} | (
+                {(0, POSITIONS - 1)} if second else set()
+            )
+            assert asked & self.leaving()
+        except CapacityError:
+            pass
+        else:
+            for index, places, leads in [(which, positions, units), (0, [POSITIONS - 1], units[:1])][
+                : 1 + second
+            ]:
+                for position, unit in zip(places, leads, strict=True):
+                    self.mapped[index].pop(position, None)
+                    if unit >= 0:
+                        self.mapped[index][position] = unit
+
+    @precondition(lambda self: self.ranges)
+    @rule(which=st.integers(0, 3), positions=some_positions, later=st.booleans())
+    def unmap(self, which: int, positions: list[int], later: bool) -> None:
+        which %= len(self.ranges)
+        if {(which, position) for position in positions} & self.leaving():
+            return
+        if later:
+            self.step += 1
+            self.heap.unmap(self.ranges[which], positions, step=self.step)
+            self.waiting += [(self.step, (which, position)) for position in positions]
+        else:
+            self.heap.unmap(self.ranges[which], positions)
+            for position in positions:
+                self.mapped[which].pop(position, None)
+
+    @rule(ahead=st.integers(0, 2))
+    def complete(self, ahead: int) -> None:
+        self.completed = min(self.step, self.completed + ahead)
+        self.heap.complete(self.completed)
+        for _, what in [entry for entry in self.waiting if entry[0] <= self.completed]:
+            if isinstance(what, list):
+                self.holds.subtract(what)
+            else:
+                index, position = what  # type: ignore[misc]
+                self.mapped[index].pop(position, None)
+        self.waiting = [entry for entry in self.waiting if entry[0] > self.completed]
+
+    @rule()
+    def trim(self) -> None:
+        self.heap.trim()
+        used = sum(1 for count in self.references() if count)
+        assert self.heap.committed_bytes <= used * 3 * PAGE
+        assert self.heap.num_heaps <= used
+
+    # What always holds
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "heap"):
+            return
+        self.heap.check()
+        assert self.heap.references(np.arange(UNITS)).tolist() == self.references()
+        assert self.heap.num_mappings == self.machine.budget.used
+        pages = 0
+        for address_range, places in zip(self.ranges, self.mapped, strict=True):
+            want = [places.get(position, -1) for position in range(POSITIONS)]
+            assert address_range.units().tolist() == want
+            pages += 3 * len(places)
+            for position, unit in places.items():  # the machine leads where the model says
+                for lane in (0, 1):
+                    address = (
+                        address_range.address + address_range.offsets[lane] + position * (lane + 1) * PAGE
+                    )
+                    assert self.machine.mapped_at(address) == self.heap._files.place(unit, lane)
+        assert self.machine.num_mapped_pages == pages
+
+
+def run(num_examples: int, num_steps: int) -> None:
+    run_state_machine_as_test(
+        HeapMachine,
+        settings=settings(
+            max_examples=num_examples,
+            stateful_step_count=num_steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_laws_hold() -> None:
+    run(num_examples=60, num_steps=40)
+
+
+@pytest.mark.ci
+def test_the_laws_hold_at_full_size() -> None:
+    run(num_examples=1500, num_steps=60)

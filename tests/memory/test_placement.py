@@ -1,0 +1,481 @@
+"""Units of a placement heap: what is mapped where, what it costs, and that failing calls leave all as it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import numpy as np
+import pytest
+import torch
+from support.faulty_calls import FaultyCalls
+from support.process_maps import mappings
+
+from quire.errors import ArgumentError, BackendError, CapacityError, InvariantError
+from quire.memory.placement import (
+    AddressRange,
+    MappingBudget,
+    MemfdBackend,
+    PlacementHeap,
+    SimulatedBackend,
+    why_not,
+)
+
+if (_reason := why_not()) is not None:
+    pytest.skip(f"no placement heaps here: {_reason}", allow_module_level=True)
+
+PAGE = 4096
+
+
+def elements(address_range: AddressRange, lane: int) -> torch.Tensor:
+    """[num_positions, float32 elements of a piece]; touch mapped positions only."""
+    return address_range.tensor(lane, torch.float32).view(address_range.num_positions, -1)
+
+
+def test_a_unit_is_one_piece_in_every_lane() -> None:
+    heap = PlacementHeap([PAGE, 2 * PAGE], max_units=8, units_per_heap=4)
+    range_ = heap.reserve(100)
+    units = heap.allocate(6)
+    heap.map([(range_, [7, 0, 1, 2, 3, 4], units)])
+    assert range_.units(0, 8).tolist() == [1, 2, 3, 4, 5, -1, -1, 0]
+    for lane in (0, 1):
+        pieces = elements(range_, lane)
+        for position in (0, 1, 2, 3, 4, 7):
+            assert bool((pieces[position] == 0).all())
+            pieces[position] = lane * 100 + position
+    other = heap.reserve(6)
+    heap.map([(other, np.arange(6), units)])  # every unit a second time, in another order
+    for lane in (0, 1):
+        for position, old in enumerate([7, 0, 1, 2, 3, 4]):
+            assert bool((elements(other, lane)[position] == lane * 100 + old).all())
+    assert heap.references(units).tolist() == [3] * 6
+    heap.check()
+    heap.close()
+
+
+def test_a_tensor_sees_what_is_mapped_later_and_stays_contiguous() -> None:
+    heap = PlacementHeap([PAGE], max_units=8)
+    range_ = heap.reserve(1 << 20)  # 4 GiB of addresses
+    whole = range_.tensor(0, torch.bfloat16)
+    assert whole.numel() == (1 << 20) * PAGE // 2
+    assert heap.committed_bytes == 0
+    heap.map([(range_, [5, 6], heap.allocate(2))])
+    part = whole[5 * 2048 : 7 * 2048]
+    assert part.is_contiguous()
+    part.fill_(3.0)
+    assert float(part.float().sum()) == 3.0 * 4096
+    assert heap.committed_bytes == 2 * PAGE
+    heap.close()
+
+
+def test_neighbours_become_one_mapping_and_are_counted_as_the_system_counts() -> None:
+    heap = PlacementHeap([PAGE, PAGE], max_units=64, units_per_heap=16)
+    range_ = heap.reserve(64)
+    assert range_.num_mappings == 1
+    units = heap.allocate(40)
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        positions = rng.choice(64, 5, replace=False)
+        if rng.random() < 0.6:
+            first = int(rng.integers(0, 36))
+            heap.map([(range_, np.sort(positions), units[first : first + 5])])
+        else:
+            heap.unmap(range_, positions)
+        heap.check()
+        found = mappings(range_.address, range_.address + range_.num_bytes)
+        assert len(found) <= range_.num_mappings
+        for lane in (0, 1):  # what the system has is what the entries say
+            start = range_.address + range_.offsets[lane]
+            for position, unit in enumerate(range_.units().tolist()):
+                (page,) = mappings(start + position * PAGE, start + (position + 1) * PAGE)
+                assert page.permissions == ("rw-s" if unit >= 0 else "---p")
+    heap.map([(range_, np.arange(16), units[:16])])
+    heap.unmap(range_, np.arange(16, 64))
+    assert range_.num_mappings == 1 + 2 * 2
+    heap.close()
+
+
+def test_a_unit_lives_as_long_as_somebody_holds_or_maps_it() -> None:
+    heap = PlacementHeap([PAGE], max_units=4)
+    a, b = heap.reserve(4), heap.reserve(4)
+    unit = heap.allocate(1)
+    heap.map([(a, [0], unit)])
+    heap.map([(b, [3], unit)])
+    elements(a, 0)[0] = 9.0
+    heap.free(unit)
+    heap.unmap(a, [0])
+    heap.trim()
+    assert bool((elements(b, 0)[3] == 9.0).all())
+    assert heap.num_used == 1
+    heap.unmap(b, [3])
+    assert heap.num_used == 0
+    heap.trim()
+    assert (heap.committed_bytes, heap.num_heaps) == (0, 0)
+    with pytest.raises(ArgumentError, match="units that are held"):
+        heap.free(unit)
+    with pytest.raises(ArgumentError, match="units in use"):
+        heap.map([(a, [0], unit)])
+    heap.close()
+
+
+def test_trim_gives_back_the_memory_of_free_units_wherever_they_lie() -> None:
+    heap = PlacementHeap([PAGE, 16 * PAGE], max_units=32, units_per_heap=8)
+    range_ = heap.reserve(32)
+    units = heap.allocate(32)
+    heap.map([(range_, np.arange(32), units)])
+    heap.free(units)
+    for lane in (0, 1):
+        elements(range_, lane).fill_(1.0)
+    assert heap.committed_bytes == 32 * 17 * PAGE
+    heap.unmap(range_, np.setdiff1d(np.arange(32), [3, 9]))
+    heap.trim()
+    assert heap.committed_bytes == 2 * 17 * PAGE
+    assert heap.num_heaps == 2
+    assert bool((elements(range_, 1)[9] == 1.0).all())
+    again = heap.allocate(4)
+    heap.map([(range_, np.arange(20, 24), again)])
+    assert bool((elements(range_, 1)[20:24] == 0).all())
+    heap.close()
+
+
+def test_many_heaps_behind_one_range() -> None:
+    heap = PlacementHeap([PAGE], max_units=20, units_per_heap=4)
+    range_ = heap.reserve(20)
+    heap.map([(range_, np.arange(20), heap.allocate(20))])
+    assert heap.num_heaps == 5
+    assert range_.num_mappings == 1 + 6
+    whole = range_.tensor(0, torch.float32)
+    whole.copy_(torch.arange(whole.numel()))
+    assert bool((whole == torch.arange(whole.numel())).all())
+    with pytest.raises(CapacityError, match="expected 1 free units of 4096 bytes, got 0 of 20"):
+        heap.allocate(1)
+    heap.close()
+
+
+def test_allocate_goes_on_behind_a_unit() -> None:
+    heap = PlacementHeap([PAGE], max_units=16, units_per_heap=8)
+    units = heap.allocate(8)
+    heap.free(units[[1, 4, 5, 6]])
+    assert heap.allocate(2, after=3).tolist() == [4, 5]
+    assert heap.allocate(2, after=5).tolist() == [6, 1]
+    assert heap.allocate(1).tolist() == [8]
+    heap.close()
+
+
+def test_claimed_units_are_the_ones_asked_for() -> None:
+    heap = PlacementHeap([PAGE], max_units=16, units_per_heap=4)
+    heap.claim([13, 2])
+    assert heap.num_heaps == 2
+    assert heap.references([2, 13, 3]).tolist() == [1, 1, 0]
+    for wrong in ([3, 13], [5, 5]):
+        with pytest.raises(ArgumentError, match="distinct free units"):
+            heap.claim(wrong)
+    with pytest.raises(ArgumentError, match="units of 0 to 15, got"):
+        heap.claim([16])
+    assert heap.num_used == 2
+    heap.close()
+
+
+def test_what_a_step_may_see_waits_for_it() -> None:
+    heap = PlacementHeap([PAGE], max_units=4)
+    range_ = heap.reserve(4)
+    units = heap.allocate(2)
+    heap.map([(range_, [0, 1], units)])
+    elements(range_, 0)[:2] = 5.0
+    heap.free(units, step=3)
+    heap.unmap(range_, [0, 1], step=3)
+    heap.complete(2)
+    assert bool((elements(range_, 0)[:2] == 5.0).all())
+    assert heap.references(units).tolist() == [2, 2]
+    assert not set(heap.allocate(2).tolist()) & set(units.tolist())
+    with pytest.raises(ArgumentError, match="do not wait to be unmapped"):
+        heap.map([(range_, [0], [2])])
+    heap.complete(3)
+    assert heap.references(units).tolist() == [0, 0]
+    assert range_.num_mapped == 0
+    heap.map([(range_, [0], [2])])
+    heap.free([2], step=3)  # a step that has ended
+    assert heap.references(2).tolist() == [1]
+    heap.check()
+    heap.close()
+
+
+def test_lanes_a_range_does_not_use_or_uses_in_part() -> None:
+    heap = PlacementHeap([4 * PAGE, PAGE, 2 * PAGE], max_units=8)
+    range_ = heap.reserve(8, [2 * PAGE, 0, 2 * PAGE])
+    heap.map([(range_, np.arange(8), heap.allocate(8))])
+    assert heap.committed_bytes == 8 * 4 * PAGE
+    first, last = elements(range_, 0), elements(range_, 2)
+    assert first.shape == (8, 2 * PAGE // 4)
+    first.copy_(torch.arange(8.0)[:, None].expand_as(first))
+    last.copy_(-torch.arange(8.0)[:, None].expand_as(last))
+    assert first[:, 77].tolist() == list(range(8))
+    # The first lane's pieces do not touch in the heap; the last one's do.
+    assert range_.num_mappings == 1 + 9 + 2
+    with pytest.raises(ArgumentError, match="a lane that the range uses"):
+        range_.tensor(1, torch.float32)
+    heap.close()
+
+
+def test_copies_go_from_unit_to_unit() -> None:
+    heap = PlacementHeap([PAGE, PAGE], max_units=8, units_per_heap=2)
+    range_ = heap.reserve(8)
+    units = heap.allocate(5)
+    heap.map([(range_, [0], units[:1])])
+    for lane in (0, 1):
+        elements(range_, lane)[0] = torch.arange(1024.0) + lane
+    heap.copy(int(units[0]), int(units[4]), [400, 0])
+    heap.map([(range_, [1], units[4:])])
+    assert elements(range_, 0)[1].tolist() == [*range(100), *[0] * 924]
+    assert not elements(range_, 1)[1].any()
+    heap.close()
+
+
+@pytest.mark.parametrize("size", [0, 1024, 5000, 4 << 20])
+def test_piece_sizes_that_cannot_be_are_refused(size: int) -> None:
+    with pytest.raises(ArgumentError, match=r"expected pieces of 4096 to 2097152 bytes, .* got"):
+        PlacementHeap([PAGE, size])
+
+
+def test_wrong_positions_and_ranges_are_refused() -> None:
+    heap, other = PlacementHeap([PAGE], max_units=4), PlacementHeap([PAGE], max_units=4)
+    range_ = heap.reserve(4)
+    units = heap.allocate(2)
+    for positions in ([0, 0], [3, 4], [-1, 0]):
+        with pytest.raises(ArgumentError, match="distinct positions of 0 to 3"):
+            heap.map([(range_, positions, units)])
+    with pytest.raises(ArgumentError, match="a unit for each of 1 positions, got 2"):
+        heap.map([(range_, [0], units)])
+    with pytest.raises(ArgumentError, match="open range of this heap"):
+        other.map([(range_, [0, 1], other.allocate(2))])
+    with pytest.raises(ArgumentError, match="at least 1 position"):
+        heap.reserve(0)
+    with pytest.raises(ArgumentError, match="whole pages of 4096 bytes up to 4096"):
+        heap.reserve(4, [100])
+    with pytest.raises(CapacityError, match="address space"):
+        heap.reserve(1 << 40)
+    heap.release(range_)
+    heap.release(range_)
+    with pytest.raises(ArgumentError, match="open range"):
+        heap.map([(range_, [0, 1], units)])
+    heap.check()
+
+
+def test_the_budget_of_mappings_is_kept() -> None:
+    budget = MappingBudget(12, "memory mappings")
+    heap = PlacementHeap([PAGE], max_units=32, backend=MemfdBackend(budget=budget))
+    range_ = heap.reserve(32)
+    units = heap.allocate(32)
+    heap.map([(range_, [1, 3, 5, 7], units[[1, 3, 5, 7]])])
+    assert budget.used == heap.num_mappings == 10
+    with pytest.raises(CapacityError, match="expected room for 8 more memory mappings: 10 of 12 are in use"):
+        heap.map([(range_, [20, 22, 24, 26], units[[20, 22, 24, 26]])])
+    assert range_.units().tolist() == [-1, 1, -1, 3, -1, 5, -1, 7, *[-1] * 24]
+    heap.check()
+    heap.map([(range_, [2, 4, 6], units[[2, 4, 6]])])  # the gaps: fewer mappings than before
+    assert budget.used == 2 + 2
+    heap.close()
+    del range_
+    gc.collect()
+    assert budget.used == 0
+
+
+def test_two_mebibyte_pieces_lie_on_huge_pages_where_the_kernel_can() -> None:
+    heap = PlacementHeap([2 << 20], max_units=4)
+    range_ = heap.reserve(4)
+    heap.map([(range_, [0, 1], heap.allocate(2))])
+    assert range_.address % (2 << 20) == 0
+    pieces = elements(range_, 0)
+    assert not pieces[:2].any()
+    pieces[1] = 2.0
+    assert heap.committed_bytes == 4 << 20
+    assert float(pieces[1].sum()) == 2.0 * (1 << 19)
+    heap.close()
+
+
+def test_addresses_go_with_the_last_tensor_and_files_with_the_heap() -> None:
+    num_files = len(os.listdir("/proc/self/fd"))
+    heap = PlacementHeap([PAGE], max_units=4)
+    range_ = heap.reserve(4)
+    heap.map([(range_, [0], heap.allocate(1))])
+    tensor = range_.tensor(0, torch.uint8)
+    start, stop = range_.address, range_.address + range_.num_bytes
+    heap.release(range_)
+    del range_
+    gc.collect()
+    assert {mapping.permissions for mapping in mappings(start, stop)} == {"---p"}
+    del tensor
+    gc.collect()
+    assert "rw-s" not in {mapping.permissions for mapping in mappings(start, stop)}
+    del heap  # without close
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == num_files
+
+
+def test_a_mirror_ring_shows_any_window_as_one_contiguous_tensor() -> None:
+    heap = PlacementHeap([PAGE], max_units=4)
+    ring = heap.reserve(8)
+    units = heap.allocate(4)
+    heap.map([(ring, np.arange(8), np.tile(units, 2))])
+    assert ring.num_mappings == 1 + 3
+    size = 4 * PAGE // 4
+    twice = ring.tensor(0, torch.float32)
+    written = 0
+    for stop in (size, size + 1, 2 * size - 1, 2 * size + 77):
+        while written < stop:
+            twice[written % size] = written
+            written += 1
+        start = (stop - size) % size
+        window = twice[start : start + size]
+        assert window.is_contiguous()
+        assert torch.equal(window, torch.arange(stop - size, stop, dtype=torch.float32))
+    heap.close()
+
+
+def test_a_child_process_does_not_have_the_memory() -> None:
+    heap = PlacementHeap([PAGE], max_units=4)
+    range_ = heap.reserve(4)
+    heap.map([(range_, [0], heap.allocate(1))])
+    tensor = range_.tensor(0, torch.uint8)
+    child = os.fork()
+    if child == 0:
+        os._exit(
+            0
+            if not any(m.permissions == "rw-s" for m in mappings(range_.address, range_.address + PAGE))
+            else 1
+        )
+    assert os.waitpid(child, 0)[1] == 0
+    assert not tensor[:PAGE].any()
+    heap.close()
+
+
+# Faults
+
+
+def _state(heap: PlacementHeap, ranges: list[AddressRange]) -> tuple[object, ...]:
+    """Everything a failing call must leave alone, the system's own view and the bytes included."""
+    seen = []
+    for range_ in ranges:
+        found = [
+            (m.start, m.stop, m.permissions, m.offset if m.inode else 0, m.inode)
+            for m in mappings(range_.address, range_.address + range_.num_bytes)
+        ]
+        mapped = np.flatnonzero(range_.units() >= 0)
+        values = [elements(range_, lane)[mapped].sum(1).tolist() for lane in (0, 1)]
+        seen.append((range_.units().tolist(), range_.num_mappings, found, values))
+    return (seen, heap.references(np.arange(heap.max_units)).tolist(), heap.num_heaps, heap.num_mappings)
+
+
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("every", range(1, 24))
+def test_a_failing_call_leaves_everything_as_it_was(every: int, once: bool) -> None:
+    calls = FaultyCalls()
+    heap = PlacementHeap([PAGE, PAGE], max_units=32, units_per_heap=8, backend=MemfdBackend(calls))
+    a, b = heap.reserve(16), heap.reserve(16)
+    units = heap.allocate(12)
+    heap.map([(a, np.arange(8), units[:8]), (b, [2, 3, 5], units[[0, 9, 4]])])
+    for lane in (0, 1):
+        for range_ in (a, b):
+            for position in np.flatnonzero(range_.units() >= 0).tolist():
+                elements(range_, lane)[position] = float(range_.units()[position])
+    attempts = (
+        lambda: heap.map([(b, [0, 2, 3, 9, 10], units[[11, 8, 1, 2, 3]]), (a, [1, 12], units[[6, 10]])]),
+        lambda: heap.unmap(a, [1, 2, 6, 7]),
+        lambda: heap.allocate(9),
+        lambda: heap.claim([22, 28]),
+        lambda: heap.reserve(4),
+        lambda: heap.release(b),
+    )
+    num_failed = 0
+    for attempt in attempts:
+        before = _state(heap, [a, b])
+        calls.arm(every, once=once)
+        try:
+            attempt()
+        except CapacityError as error:
+            num_failed += "was made to fail" in str(error)
+            calls.arm(0)
+            assert _state(heap, [a, b]) == before
+        calls.arm(0)
+        heap.check()
+    if every == 1:
+        assert num_failed == len(attempts)
+    heap.close()
+
+
+def test_memory_that_is_not_there_is_an_error_and_not_a_crash() -> None:
+    calls = FaultyCalls()
+    heap = PlacementHeap([PAGE], max_units=32, backend=MemfdBackend(calls))
+    range_ = heap.reserve(4)
+    units = heap.allocate(4)
+    calls.arm(1)
+    with pytest.raises(
+        CapacityError, match=r"gives no memory for the KV cache: .* was made to fail; close sequences"
+    ):
+        heap.map([(range_, [0], units[:1])])
+    calls.arm(0)
+    assert range_.num_mapped == 0
+    heap.map([(range_, [0], units[:1])])
+    heap.close()
+
+
+@pytest.mark.parametrize("every", range(1, 14))
+def test_a_probe_tells_what_does_not_work(every: int) -> None:
+    calls = FaultyCalls()
+    calls.arm(every, once=True)
+    reason = why_not(calls)
+    assert (reason is None) == (calls.num_failed == 0)
+    if reason is not None:
+        assert "failed: " in reason
+
+
+# The simulated machine
+
+
+def test_policies_run_on_a_machine_of_any_page_size_with_prices() -> None:
+    page = 2 << 20
+    machine = SimulatedBackend(
+        page, max_bytes=6 * page, costs_us={"map": 1.5, "unmap": 26.0}, page_costs_us={"map": 36.0}
+    )
+    heap = PlacementHeap([page, page], max_units=8, units_per_heap=4, backend=machine)
+    range_ = heap.reserve(8)
+    units = heap.allocate(4)
+    heap.map([(range_, [0, 1, 2], units[:3])])
+    assert machine.calls["map"] == 6  # a device maps piece by piece
+    assert machine.time_us == 6 * 37.5
+    assert range_.num_mappings == 1 + 2 * 4
+    assert machine.mapped_at(range_.address + page) == (machine.mapped_at(range_.address)[0], page)  # type: ignore[index]
+    with pytest.raises(CapacityError, match="6 pages of 2097152 bytes are taken, no room for 1 more"):
+        heap.map([(range_, [3], units[3:])])
+    assert machine.num_mapped_pages == 6
+    heap.check()
+    heap.unmap(range_, [1])
+    heap.free(units)
+    heap.trim()
+    assert heap.committed_bytes == 4 * page
+    heap.release(range_)
+    heap.trim()
+    assert (machine.num_mapped_pages, heap.num_heaps) == (0, 0)
+    with pytest.raises(BackendError, match="simulated"):
+        heap.reserve(1).tensor(0, torch.float32)
+
+
+def test_a_simulated_machine_refuses_what_a_real_one_would_punish() -> None:
+    machine = SimulatedBackend(PAGE, merges=True)
+    address = machine.reserve(4 * PAGE, PAGE)
+    memory = machine.make_heap(4 * PAGE, PAGE)
+    machine.commit(memory, 0, 2 * PAGE)
+    for wrong in (
+        lambda: machine.map(address + 1, PAGE, memory, 0),
+        lambda: machine.map(address, PAGE, memory, 2 * PAGE),
+        lambda: machine.map(address + 4 * PAGE, PAGE, memory, 0),
+        lambda: machine.commit(memory, 4 * PAGE, PAGE),
+        lambda: machine.unmap(address - PAGE, PAGE),
+        lambda: machine.release(address + PAGE, PAGE),
+    ):
+        with pytest.raises(InvariantError, match="simulated memory"):
+            wrong()
+    machine.map(address, 2 * PAGE, memory, 0)
+    for wrong in (lambda: machine.give_back(memory, PAGE, PAGE), lambda: machine.drop_heap(memory)):
+        with pytest.raises(InvariantError, match="mapped"):
+            wrong()

@@ -1,0 +1,45 @@
+"""No kernel touches a byte of K or V that its queries may not see: what lies there may be no memory at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.memory.placement import why_not
+
+_native = pytest.importorskip("quire._native")
+if (_reason := why_not()) is not None:
+    pytest.skip(f"no placement heaps here: {_reason}", allow_module_level=True)
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+def guarded(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-m", "support.guarded_attention", *arguments],
+        env={**os.environ, "QUIRE_ISA": isa, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_guard_ends_a_process_that_reads_on() -> None:
+    assert guarded(_native.isa(), "--beyond").returncode == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(isa, marks=[] if isa == _native.isa() else [pytest.mark.ci])
+        for isa in _native.supported_isas()
+    ],
+)
+def test_attention_stays_within_the_tokens_it_may_see(isa: str) -> None:
+    done = guarded(isa)
+    assert done.returncode == 0, f"QUIRE_ISA={isa}: exit status {done.returncode}\n{done.stderr[-2000:]}"

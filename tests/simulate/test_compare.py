@@ -1,0 +1,169 @@
+"""`quire compare`: the storages' figures come from real allocations, agree with each other, and are told plainly."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.app import main
+from quire.engine.storages import STORAGES
+from quire.errors import ArgumentError
+from quire.simulate import CostLine, Lengths, TraceRequest, Workload, synthetic
+from quire.simulate.compare import Comparison, Run, run_simulated
+from quire.spec import KVSpec
+
+SPEC = KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")
+FIGURES = {
+    *("running_mean", "running_max", "reserved_bytes_mean", "used_bytes_mean", "waste_share"),
+    *("waste_internal_share", "waste_external_share", "prefix_bytes_saved", "alloc_us_p50", "alloc_us_p99"),
+    *("peak_bytes", "preemptions", "requests_done", "tokens_per_second"),
+}
+COMPARABLE = [name for name in STORAGES if name != "auto"]
+
+
+def simulated(workload: Workload, storage: str, num_tokens: int, **options: Any) -> Run:
+    comparison = Comparison(workload, num_tokens * SPEC.bytes_per_token, max_model_len=512, **options)
+    return run_simulated(comparison, storage, SPEC, CostLine())
+
+
+@pytest.mark.parametrize("storage", COMPARABLE)
+def test_every_storage_does_all_the_work(storage: str) -> None:
+    workload = synthetic(Lengths.parse("uniform:5-200/uniform:1-60"), 30, seed=3)
+    run = simulated(workload, storage, 4096)
+    figures = run.figures
+    assert figures.requests_done == 30
+    assert 0 < figures.used_bytes_mean <= figures.reserved_bytes_mean <= 4096 * SPEC.bytes_per_token
+    assert figures.waste_share == pytest.approx(1 - figures.used_bytes_mean / figures.reserved_bytes_mean)
+    assert max(run.reserved) <= figures.peak_bytes
+    assert figures.tokens_per_second is None
+    assert run.times == sorted(run.times)
+
+
+def test_one_request_alone_is_counted_to_the_token() -> None:
+    """A prompt of 20 and 5 more: after its steps 20, 21, 22, 23 tokens are computed, and after the last none."""
+    workload = Workload("one", (TraceRequest(0.0, 20, 5),))
+    token = SPEC.bytes_per_token
+    paged = simulated(workload, "paged", 4096)
+    assert paged.used == [n * token for n in (20, 21, 22, 23)]
+    assert paged.reserved == [32 * token] * 4
+    steps = [CostLine().seconds(20, 20), *(CostLine().seconds(1, 20 + i) for i in (1, 2, 3))]
+    assert paged.times == pytest.approx(list(accumulate(steps)))
+    contiguous = simulated(workload, "contiguous", 4096)
+    assert contiguous.reserved == [512 * token] * 4
+    exact = simulated(workload, "contiguous", 4096, reservation="exact")
+    assert exact.reserved == [25 * token] * 4
+    assert exact.figures.waste_internal_share < 0.05
+
+
+def test_paging_wastes_less_and_runs_more_at_once() -> None:
+    workload = synthetic(Lengths.parse("lognormal:60,1.0/lognormal:30,0.8"), 60, seed=1).limited(512)
+    paged, contiguous = (simulated(workload, name, 2048).figures for name in ("paged", "contiguous"))
+    assert paged.waste_share < 0.1 < 0.6 < contiguous.waste_share
+    assert paged.running_mean > 2 * contiguous.running_mean
+
+
+def test_shared_prefixes_are_counted_where_they_are_shared() -> None:
+    requests = tuple(TraceRequest(float(i), 300, 4, (7,)) for i in range(5))
+    workload = Workload("same", requests)
+    saved = simulated(workload, "paged", 8192, at_once=False).figures.prefix_bytes_saved
+    assert saved == 4 * 299 * SPEC.bytes_per_token
+    assert simulated(workload, "contiguous", 8192, at_once=False).figures.prefix_bytes_saved == 0
+
+
+def test_a_request_that_can_never_fit_is_not_done() -> None:
+    workload = Workload("two", (TraceRequest(0.0, 400, 100), TraceRequest(0.0, 10, 10)))
+    assert simulated(workload, "paged", 64).figures.requests_done == 1
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["quire", "compare", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+    out, err = capsys.readouterr()
+    return int(left.value.code or 0), out, err
+
+
+def test_the_command_prints_what_the_issue_of_a_planner_needs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {
+                "model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+                "head_dim": 16, "hidden_size": 64, "max_position_embeddings": 256, "torch_dtype": "bfloat16",
+            }
+        )
+    )  # fmt: skip
+    picture = tmp_path / "out.png"
+    status, out, _ = run_cli(
+        capsys, "--config", str(config), "--simulate", "--json", "--requests", "12", "--lengths", "uniform:5-60",
+        "--plot", str(picture),
+    )  # fmt: skip
+    assert status == 0
+    told = json.loads(out)
+    assert set(told) == {"workload", "storages"}
+    assert set(told["storages"]) == set(COMPARABLE)
+    for figures in told["storages"].values():
+        assert set(figures) == FIGURES
+        assert figures["requests_done"] == 12
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    status, out, _ = run_cli(
+        capsys, "--config", str(config), "--simulate", "--requests", "5", "--storages", "paged"
+    )
+    assert status == 0
+    assert "requests at once, mean" in out
+
+
+def test_the_command_runs_a_real_model(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_cli(
+        capsys,
+        "--requests",
+        "3",
+        "--lengths",
+        "uniform:4-8",
+        "--max-model-len",
+        "64",
+        "--json",
+        "--kv-memory",
+        "8MiB",
+    )
+    assert status == 0
+    for figures in json.loads(out)["storages"].values():
+        assert figures["requests_done"] == 3
+        assert figures["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trace", "a", "--lengths", "b"], "either --trace or --lengths"),
+        (["--lengths", "odd:1"], "uniform:LOW-HIGH"),
+        (["--trace", "/none"], "readable trace file"),
+        (["--storages", "paged,heap"], "'heap'"),
+        (["--config", "x"], "--simulate"),
+        (["--cost", "1ms"], "--simulate"),
+        (["--requests", "0"], "at least 1"),
+        (["--simulate", "--max-model-len", "2", "--lengths", "uniform:9-9"], "raise the maximum length"),
+        (["--simulate", "--kv-memory", "7 bananas"], "7 bananas"),
+        (["--simulate", "--plot", "/none/x.png"], "folder that exists"),
+        (["--simulate", "--reservation", "half"], "reservation"),
+    ],
+)
+def test_bad_options_are_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    status, out, err = run_cli(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_comparison_refuses_what_no_storage_knows() -> None:
+    with pytest.raises(ArgumentError, match="reservation"):
+        simulated(Workload("one", (TraceRequest(0.0, 2, 2),)), "contiguous", 64, reservation="half")

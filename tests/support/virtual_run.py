@@ -1,0 +1,61 @@
+"""`EngineRun` on the virtual storage: pages of 4 KiB, units poisoned and handed out in shuffled order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from support.engine_run import EngineRun, _Recording, _shuffle
+from transformers import PreTrainedModel
+
+from quire import Cache
+from quire.engine.engine import Engine
+from quire.engine.runner import Runner
+from quire.memory import VirtualStorage
+from quire.memory.virtual import virtual_block_size
+from quire.model.load import load
+from quire.model.prepare import PreparedModel
+
+
+class VirtualRun(EngineRun):
+    """As `EngineRun`; the pool has `num_blocks` units."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: list[list[int]],
+        max_tokens: int,
+        *,
+        backend: str,
+        num_blocks: int,
+        max_batch_tokens: int = 11,
+        max_num_seqs: int = 4,
+    ) -> None:
+        self.prompts, self.max_tokens = prompts, max_tokens
+        loaded = load((model, None))
+        self.prepared = PreparedModel(loaded, backend=backend)
+        max_model_len = max(map(len, prompts)) + max_tokens
+        self.storage = VirtualStorage(
+            loaded.spec,
+            num_blocks,
+            virtual_block_size(loaded.spec, 4096),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_blocks=num_blocks,
+        )
+        self.storage.fill(float("nan"))
+        cache = Cache(loaded.spec, num_blocks=num_blocks, block_size=self.storage.block_size, backend=backend)
+        _shuffle(cache, num_blocks)
+        self._recording = _Recording(Runner(self.prepared, self.storage))
+        engine = Engine(
+            self._recording,
+            cache,
+            vocab_size=loaded.vocab_size,
+            max_model_len=max_model_len,
+            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+        self.llm = SimpleNamespace(engine=engine)  # type: ignore[assignment]
+
+    def close(self) -> None:
+        self.prepared.restore()
+        self.storage.close()
