@@ -84,9 +84,9 @@ def test_counts_and_rows_out_of_range() -> None:
 def test_cropping_a_window_that_recorded_nothing() -> None:
     cache = quire_cache(model_of("mistral"))
     k = torch.randn(1, 2, 20, 16)
-    for _ in range(2):
+    for num_tokens in (20, 1, 1, 1, 1, 1):
         for layer in (0, 1):
-            cache.update(k, k, layer)
+            cache.update(k[:, :, :num_tokens], k[:, :, :num_tokens], layer)
     with pytest.raises(ArgumentError, match="activate_past_recording"):
         cache.crop(-15)
 

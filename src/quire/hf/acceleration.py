@@ -32,6 +32,7 @@ from quire.hf.cache import QuireCache
 from quire.hf.layers import RowLayer
 from quire.hf.row_storage import RowStorage
 from quire.model import rope
+from quire.model.fused.structure import forward_names
 from quire.model.linear import pack_linears
 from quire.model.load import load
 from quire.model.prepare import PreparedModel
@@ -151,6 +152,12 @@ class _Steps:
         self._prepared = prepared
         self._storages: weakref.WeakKeyDictionary[QuireCache, RowStorage] = weakref.WeakKeyDictionary()
         self._attached: RowStorage | None = None
+        # Attention that takes its positions from the cache's length (Llama 4's temperature) counts padding with them.
+        self._counts_padding = any(
+            "get_seq_length" in forward_names(module)
+            for module in prepared.loaded.model.modules()
+            if hasattr(module, "layer_idx")
+        )
 
     def answer(self, given: dict[str, Any]) -> CausalLMOutputWithPast | None:
         """The forward's answer to these keywords; None where it is the model's own to give."""
@@ -177,7 +184,7 @@ class _Steps:
         length = cache.get_seq_length()
         pads = _pads(given.get("attention_mask"), ids.shape[0], length + ids.shape[1])
         positions = _positions(given.get("position_ids"), ids.shape, length)
-        if pads is None or positions is None:
+        if pads is None or positions is None or (self._counts_padding and pads.any()):
             return None
         return self._run(cache, ids, positions, pads, min(kept, ids.shape[1]) or ids.shape[1])
 

@@ -50,14 +50,13 @@ class DenseMemory:
         for need in needs:
             rows = need.rows
             assert isinstance(rows, DenseRows)
+            if self.max_length is not None and need.stop > self.max_length:
+                raise CapacityError(
+                    f"expected at most max_length={self.max_length} tokens in a row, got {need.stop}; make the "
+                    "cache with a larger max_length"
+                )
             if need.stop - rows.origin > rows.capacity:
-                tokens = need.stop - need.first
-                if self.max_length is not None and need.stop > self.max_length:
-                    raise CapacityError(
-                        f"expected at most max_length={self.max_length} tokens in a row, got {need.stop}; make the "
-                        "cache with a larger max_length"
-                    )
-                tokens += _MORE_TOKENS + rows.spread % _SPREAD
+                tokens = need.stop - need.first + _MORE_TOKENS + rows.spread % _SPREAD
                 growing.append((need, tokens))
                 more += rows.bytes_of(tokens) - rows.bytes_of(rows.capacity)
         if growing:
