@@ -32,7 +32,6 @@ from quire.hf.cache import QuireCache
 from quire.hf.layers import RowLayer
 from quire.hf.row_storage import RowStorage
 from quire.model import rope
-from quire.model.fused.structure import forward_names
 from quire.model.linear import pack_linears
 from quire.model.load import load
 from quire.model.prepare import PreparedModel
@@ -152,6 +151,8 @@ class _Steps:
         self._prepared = prepared
         self._storages: weakref.WeakKeyDictionary[QuireCache, RowStorage] = weakref.WeakKeyDictionary()
         self._attached: RowStorage | None = None
+        from quire.model.fused.structure import forward_names  # needs the extension, as this class does
+
         # Attention that takes its positions from the cache's length (Llama 4's temperature) counts padding with them.
         self._counts_padding = any(
             "get_seq_length" in forward_names(module)
