@@ -25,6 +25,7 @@ ORDER = [
     "cache",
     "model",
     "engine",
+    "hf",
     "simulate",
     "cli",
 ]

@@ -86,6 +86,10 @@ class PagedCache(Cache):
         """Forget the step."""
         self._step = None
 
+    def close(self) -> None:
+        """Hold no memory of the storage any more, whoever still holds this."""
+        self._views, self._generation = [], -1
+
     def view(self, layer: int) -> KVView:
         return self._views[layer]
 

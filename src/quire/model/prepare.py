@@ -88,6 +88,8 @@ class PreparedModel:
 
     def attach(self, storage: Storage | None) -> None:
         """Run on `storage` from now on; its spec must be this model's. None lets go of it."""
+        if self._cache is not None:
+            self._cache.close()
         if storage is None:
             self._cache = None
             return

@@ -23,7 +23,7 @@ from typing import Any
 from quire.errors import ConfigError, LoadError, UnsupportedModelError
 from quire.spec.kv_spec import DTYPE_BYTES, KVSpec, LayerSpec, Retention
 
-__all__ = ["read_config", "spec_of"]
+__all__ = ["max_length_of", "read_config", "spec_of"]
 
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_kv_heads", "n_head_kv")
 _HEADS = (
@@ -63,6 +63,12 @@ def spec_of(config: Any | str | Path | Mapping[str, Any], *, dtype: str | None =
         vocab_size=_optional(text, ("vocab_size",), model_type),
         name=model_type,
     )
+
+
+def max_length_of(config: Any) -> int | None:
+    """Positions the (text) model of a transformers config has; None where it names no limit."""
+    text = config.get_text_config(decoder=True)
+    return _optional(text, _LENGTH, str(getattr(text, "model_type", "") or "unnamed"))
 
 
 def read_config(config: Any | str | Path | Mapping[str, Any]) -> Any:

@@ -1,0 +1,6 @@
+"""Quire's memory and kernels for Hugging Face's own `generate()`: a drop-in cache, and a faster model around it."""
+
+from quire.hf.acceleration import Acceleration, accelerate, restore
+from quire.hf.cache import QuireCache
+
+__all__ = ["Acceleration", "QuireCache", "accelerate", "restore"]

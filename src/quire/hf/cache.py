@@ -1,0 +1,411 @@
+"""A cache for `model.generate(..., past_key_values=QuireCache(model.config))` whose keys and values grow in place.
+
+It is a `transformers.DynamicCache` to whoever uses it: same calls, same shapes, same tokens. Underneath, every layer
+that keeps keys and values has them in `rows`, all rows of one memory with one limit.
+Not an engine: one batch, whose rows are equally long; padding is `generate`'s own. Not thread-safe.
+
+Invariants
+    Q1  between two steps all layers on rows hold the same number of tokens.
+    Q2  a step that does not fit raises CapacityError and leaves the cache as it was before it. Where the model also
+        keeps states (Mamba and the like) and has advanced them in that step, the cache is empty afterwards if it was
+        empty before, and refuses to go on otherwise.
+    Q3  a fork and what it was forked from never see each other's tokens.
+
+Cost: `update` about 15 us a layer beside writing the new tokens; `fork` of a `virtual` cache some microseconds a layer
+and piece run, of the others a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from quire.errors import ArgumentError, CapacityError, QuireError
+from quire.hf.dense import DenseMemory
+from quire.hf.layers import RowLayer, StateAndRows, StoredShape, row_layer
+from quire.hf.rows import Lane, Need, RowMemory
+from quire.sizes import parse_size
+from quire.spec.config import max_length_of, spec_of
+
+__all__ = ["QuireCache", "RowStorageName"]
+
+RowStorageName = Literal["virtual", "growing", "contiguous"]
+_DEFAULT_MAX_LENGTH = 131_072  # where neither the caller nor the config says
+
+
+class QuireCache(DynamicCache):
+    """Keys and values of one batch of `generate`, in buffers that grow in place.
+
+    Args:
+        config: the model's (or its text model's).
+        storage: `virtual`, memory mapped piece by piece into a range of addresses; `growing`, buffers replaced by
+            larger ones when full; `contiguous`, `max_length` tokens set aside from the start.
+        kv_memory: what this cache and its forks may take together: bytes, or a size such as "4GiB".
+        piece_size: of `virtual`, what memory is mapped in: a power of two from 4 KiB to 2 MiB.
+        max_length: tokens a row may have. Not given: as many as the model has positions; `growing` has no limit then.
+
+    Raises:
+        ArgumentError: an argument out of range, or a config that transformers makes no cache from.
+        BackendError: `virtual` on a machine that cannot map memory so.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        storage: RowStorageName = "virtual",
+        kv_memory: str | int = "4GiB",
+        piece_size: str | int = "64KiB",
+        max_length: int | None = None,
+    ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise ArgumentError(
+                f"expected a model's config for a QuireCache, got {type(config).__name__}; pass model.config"
+            )
+        if storage not in ("virtual", "growing", "contiguous"):
+            raise ArgumentError(f"expected the storage virtual, growing or contiguous, got {storage!r}")
+        if max_length is not None and max_length < 1:
+            raise ArgumentError(f"expected max_length of at least 1 token, got {max_length}")
+        limit = parse_size(kv_memory, where="kv_memory")
+        longest = max_length or max_length_of(config) or _DEFAULT_MAX_LENGTH
+        self.memory: RowMemory
+        if storage == "virtual":
+            from quire.hf.virtual import VirtualMemory
+
+            self.memory = VirtualMemory(limit, longest, parse_size(piece_size, where="piece_size"))
+        elif storage == "growing":
+            self.memory = DenseMemory(limit, max_length, set_aside=False)
+        else:
+            self.memory = DenseMemory(limit, longest, set_aside=True)
+        self.storage: RowStorageName = storage
+        self.config = config
+        super().__init__(config=config)
+        self._adopt([row_layer(layer, self, index) for index, layer in enumerate(self.layers)])
+
+    def _adopt(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self.row_layers: list[RowLayer] = [layer for layer in layers if isinstance(layer, RowLayer)]
+        self.filled_by: weakref.ref[PreTrainedModel] | None = None
+        self._broken = False
+        self.detachers: list[Callable[[], None]] = []  # of those who keep views of the rows from step to step
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that this cache and its forks take now, of `kv_memory`."""
+        return self.memory.used_bytes
+
+    # A step.
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As transformers asks before a step; the step's memory is taken here, before any layer has changed."""
+        self.check_whole()
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if isinstance(layer, RowLayer) and layer.is_initialized and layer.length + query_length > layer.ready:
+            self.prepare(query_length, layer.length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def prepare(self, num_new: int, length: int) -> None:
+        """Have memory for `num_new` tokens in every layer that holds `length` of them. All or nothing."""
+        layers = [layer for layer in self.row_layers if layer.is_initialized and layer.length == length]
+        needs: list[Need] = []
+        for layer in layers:
+            needs += layer.needs(num_new)
+        self.memory.prepare(needs)
+        for layer in layers:
+            layer.prepared(num_new)
+
+    def prepare_for(self, positions: dict[int, tuple[int, int]]) -> None:
+        """Have memory for positions [first, length) of these layers, which are open and empty. All or nothing."""
+        self.memory.prepare(
+            [
+                Need(rows, first, first, length)
+                for index, (first, length) in positions.items()
+                for rows in self.layers[index].rows
+            ]
+        )
+
+    def open_for(self, layer: RowLayer, shape: StoredShape) -> None:
+        """Open the rows of `layer`, and of all others with it where the config tells their shapes.
+
+        Together they share pieces and are mapped in one go; alone each has its own.
+        """
+        shapes = self._foretold(shape.num_rows, shape.dtype)
+        if shapes.get(layer.index) != shape:
+            shapes = {layer.index: shape}
+        self.open_all(
+            {index: found for index, found in shapes.items() if not self.layers[index].is_initialized}
+        )
+
+    def open_all(self, shapes: dict[int, StoredShape]) -> None:
+        """Open the rows of these layers, which have none."""
+        lanes: list[Lane] = []
+        for index, shape in shapes.items():
+            lanes += self.layers[index].lanes(shape)
+        if lanes:
+            rows = self.memory.open(next(iter(shapes.values())).num_rows, lanes)
+            for number, (index, shape) in enumerate(shapes.items()):
+                self.layers[index].open(shape, rows[2 * number : 2 * number + 2])
+
+    def _foretold(self, num_rows: int, dtype: torch.dtype) -> dict[int, StoredShape]:
+        """Shapes of all layers on rows, by number, as the config tells them; empty where it is not understood."""
+        try:
+            layers = spec_of(self.config).layers
+        except QuireError:
+            return {}
+        return {
+            layer.index: StoredShape(
+                num_rows, (spec.num_kv_heads, spec.num_kv_heads), (spec.k_head_dim, spec.v_head_dim), dtype
+            )
+            for layer in self.row_layers
+            if (spec := layers[layer.index]).shares_kv_with is None
+        }
+
+    def store(
+        self, layer: RowLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`RowLayer.update`: checks, takes memory where that is not done, writes."""
+        if torch.compiler.is_compiling():
+            raise ArgumentError(
+                "expected a model that is not compiled; torch.compile cannot trace a QuireCache, whose buffers are "
+                "memory that it maps itself: call the model eagerly, or use a StaticCache"
+            )
+        layer.check(key_states, value_states)
+        self.check_whole()
+        length, num_new = layer.length, key_states.shape[2]
+        try:
+            if not layer.is_initialized:
+                if self.filled_by is None:
+                    self.filled_by = _calling_model()
+                layer.lazy_initialization(key_states, value_states)
+            if length + num_new > layer.ready:
+                self.prepare(num_new, length)
+        except CapacityError:
+            self._undo_step(length)
+            raise
+        return layer.store(key_states, value_states)
+
+    def _undo_step(self, length: int) -> None:
+        """Layers that have stored this step's tokens already hold `length` again."""
+        if length == 0:
+            self.reset()
+            return
+        for layer in self.row_layers:
+            if layer.length > length:
+                layer.roll_back(length)
+        self._broken = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
+
+    def check_whole(self) -> None:
+        """Raises ArgumentError where a step was left half done (Q2)."""
+        if self._broken:
+            raise ArgumentError(
+                "expected a cache whose last step was whole; the states of its layers went on when its memory ran "
+                "out: reset() it and compute the prompt again"
+            )
+
+    # What one does with a cache.
+
+    def reset(self) -> None:
+        """Forget all tokens and give the memory back."""
+        self._detach()
+        super().reset()
+        self.filled_by = None
+        self._broken = False
+
+    def fork(self) -> QuireCache:
+        """A cache that goes on from here by itself, within the same `kv_memory`.
+
+        `virtual` shares all pieces and copies the partial last one of each layer, of keys and of values, when one of
+        the two writes next; `growing` and `contiguous` copy everything now. States are copied.
+
+        Raises:
+            CapacityError: no room for the copy.
+        """
+        self.check_whole()
+        new = object.__new__(type(self))
+        new.__dict__.update(
+            {
+                name: value
+                for name, value in self.__dict__.items()
+                if name not in ("layers", "row_layers", "detachers")
+            }
+        )
+        filled = [layer for layer in self.row_layers if layer.is_initialized]
+        rows = self.memory.select(self._contents(filled), range(self._num_rows()))
+        layers = []
+        for index, layer in enumerate(self.layers):
+            forked = row_layer(layer, new, index) if isinstance(layer, RowLayer) else copy.deepcopy(layer)
+            if isinstance(layer, StateAndRows):
+                forked.copy_states(layer)
+            layers.append(forked)
+        for number, layer in enumerate(filled):
+            layers[layer.index].take_over(layer, rows[2 * number : 2 * number + 2])
+        new._adopt(layers)
+        new.filled_by = self.filled_by
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuireCache:
+        new = self.fork()
+        memo[id(self)] = new
+        return new
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was; fewer or more rows than there were are possible."""
+        order = self._order(beam_idx)
+        for layer in self.layers:
+            if isinstance(layer, StateAndRows):
+                layer.reorder_states(beam_idx)
+            elif not isinstance(layer, RowLayer):
+                layer.reorder_cache(beam_idx)
+        if len(order) != self._num_rows():
+            self._choose(order)
+        elif order != list(range(len(order))):
+            filled = [layer for layer in self.row_layers if layer.is_initialized]
+            self.memory.reorder(self._contents(filled), order)
+            for layer in filled:
+                layer.ready = 0
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other. All layers or none."""
+        if repeats < 1:
+            raise ArgumentError(f"expected each row to be repeated at least once, got {repeats}")
+        self.batch_select_indices(torch.arange(self._num_rows()).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only the rows of `indices`, int [n] or bool [B], in that order. All layers or none."""
+        others = [layer for layer in self.layers if not isinstance(layer, RowLayer)]
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
+            raise ArgumentError(
+                "expected layers without states for a choice of rows; transformers' state layers do not offer it"
+            )
+        order = self._order(torch.arange(self._num_rows())[indices])
+        self._choose(order)
+        for layer in others:
+            layer.batch_select_indices(torch.tensor(order))  # type: ignore[union-attr]
+
+    def _detach(self) -> None:
+        for detach in self.detachers:
+            detach()
+
+    def _choose(self, order: list[int]) -> None:
+        self._detach()
+        filled = [layer for layer in self.row_layers if layer.is_initialized]
+        rows = self.memory.select(self._contents(filled), order)
+        for number, layer in enumerate(filled):
+            layer.replace(rows[2 * number : 2 * number + 2])
+
+    def _num_rows(self) -> int:
+        return next((layer.shape.num_rows for layer in self.row_layers if layer.is_initialized), 0)
+
+    def _order(self, indices: torch.Tensor) -> list[int]:
+        order = [int(row) for row in indices.tolist()]
+        num_rows = self._num_rows()
+        if num_rows and (not order or min(order) < 0 or max(order) >= num_rows):
+            raise ArgumentError(f"expected rows of 0 to {num_rows - 1}, got {order}")
+        return order
+
+    @staticmethod
+    def _contents(layers: list[RowLayer]) -> list[Need]:
+        return [need for layer in layers for need in layer.contents()]
+
+    def save(self, path: str | os.PathLike[str], model: PreTrainedModel | None = None) -> None:
+        """Write everything to `path`, in a file that `load` gives back for the same model only.
+
+        Written beside it and renamed when it is on the disk, so that `path` holds the old file or the new one,
+        whatever happens meanwhile.
+
+        Args:
+            model: whose keys these are; not given: the model whose forward filled the cache.
+
+        Raises:
+            ArgumentError: an empty cache, one whose model is gone, or a layer that cannot be stored.
+            OSError: the file cannot be written.
+        """
+        from quire.hf.file import save
+
+        self.check_whole()
+        owner = model if model is not None else None if self.filled_by is None else self.filled_by()
+        if owner is None:
+            raise ArgumentError(
+                "expected a filled cache whose model is still there; its fingerprint goes into the file: save before "
+                "the model is deleted, or pass save(path, model)"
+            )
+        save(self, Path(path), owner)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: PreTrainedModel,
+        *,
+        storage: RowStorageName = "virtual",
+        kv_memory: str | int = "4GiB",
+        piece_size: str | int = "64KiB",
+        max_length: int | None = None,
+    ) -> QuireCache:
+        """The cache that `save` wrote, in a storage of one's choice.
+
+        Raises:
+            LoadError: not such a file, cut short, damaged, or of another model; nothing of it is used.
+            CapacityError: it does not fit into `kv_memory`.
+        """
+        from quire.hf.file import load
+
+        cache = cls(
+            model.config, storage=storage, kv_memory=kv_memory, piece_size=piece_size, max_length=max_length
+        )
+        load(cache, Path(path), model)
+        cache.filled_by = weakref.ref(model)
+        return cache
+
+    # What cannot be.
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: see `store`."""
+        return False
+
+    def to(self, *args: Any, **kwargs: Any) -> QuireCache:
+        """The cache itself, for the CPU; its memory cannot go anywhere else.
+
+        Raises:
+            ArgumentError: for another device, or a dtype.
+        """
+        target = args[0] if args else kwargs.get("device", kwargs.get("dtype"))
+        if isinstance(target, torch.dtype) or target is None or torch.device(target).type != "cpu":
+            raise ArgumentError(
+                f"expected a QuireCache to stay on the CPU in the dtype it was filled with, got to({target}); make a "
+                "new one for a model that was moved or converted"
+            )
+        return self
+
+    def offload(self, *args: Any, **kwargs: Any) -> None:
+        raise ArgumentError("expected a cache that stays where it is; QuireCache cannot be offloaded")
+
+    prefetch = offload
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ArgumentError("expected no pickling of a QuireCache; use QuireCache.save and QuireCache.load")
+
+
+def _calling_model() -> weakref.ref[PreTrainedModel] | None:
+    """The outermost transformers model whose forward is running now: whose keys are about to be stored.
+
+    `generate` does not tell a cache whose it is, and a saved cache must name its model's weights.
+    """
+    found: PreTrainedModel | None = None
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+        if isinstance(owner, PreTrainedModel):
+            found = owner
+        frame = frame.f_back
+    return None if found is None else weakref.ref(found)

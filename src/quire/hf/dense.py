@@ -1,0 +1,155 @@
+"""Rows in plain tensors: `growing` and `contiguous`.
+
+    growing     room for 128 + layer % 64 tokens more than are needed; when that is full, a larger buffer is taken and
+                the past copied. Layers differ in how much, so that they seldom copy in the same step.
+    contiguous  room for `max_length` tokens from the first one on, and never more.
+
+Neither can share: a fork copies. The limit counts whole buffers, written or not; while a `growing` buffer is replaced
+its old one exists beside it (one of one layer at a time).
+
+Cost: `prepare` about 0.1 us where there is room; a replacement copies the buffer. `select` and `reorder` copy rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.errors import CapacityError
+from quire.hf.rows import Lane, Need, Rows
+from quire.sizes import format_size
+
+__all__ = ["DenseMemory", "DenseRows"]
+
+_MORE_TOKENS = 128
+_SPREAD = 64
+
+
+class DenseMemory:
+    """Memory of `limit_bytes` for rows; of `max_length` tokens each from the start if `set_aside`."""
+
+    def __init__(self, limit_bytes: int, max_length: int | None, *, set_aside: bool) -> None:
+        self.limit_bytes = limit_bytes
+        self.max_length = max_length
+        self.set_aside = set_aside
+        self.used_bytes = 0
+
+    def open(self, num_rows: int, lanes: Sequence[Lane]) -> list[Rows]:
+        opened = [DenseRows(self, num_rows, lane.token_bytes, lane.layer) for lane in lanes]
+        if self.set_aside:
+            assert self.max_length is not None
+            self._check(sum(rows.bytes_of(self.max_length) for rows in opened), self.max_length, num_rows)
+            for rows in opened:
+                rows.replace(0, 0, self.max_length)
+        return list(opened)
+
+    def prepare(self, needs: Sequence[Need]) -> None:
+        growing: list[tuple[Need, int]] = []
+        more = 0
+        for need in needs:
+            rows = need.rows
+            assert isinstance(rows, DenseRows)
+            if self.max_length is not None and need.stop > self.max_length:
+                raise CapacityError(
+                    f"expected at most max_length={self.max_length} tokens in a row, got {need.stop}; make the "
+                    "cache with a larger max_length"
+                )
+            if need.stop - rows.origin > rows.capacity:
+                tokens = need.stop - need.first + _MORE_TOKENS + rows.spread % _SPREAD
+                growing.append((need, tokens))
+                more += rows.bytes_of(tokens) - rows.bytes_of(rows.capacity)
+        if growing:
+            self._check(more, growing[0][0].stop, growing[0][0].rows.num_rows)
+            for need, tokens in growing:
+                assert isinstance(need.rows, DenseRows)
+                need.rows.replace(need.first, need.start, tokens)
+
+    def reorder(self, needs: Sequence[Need], order: Sequence[int]) -> None:
+        moved = [row for row, source in enumerate(order) if row != source]
+        for need in needs:
+            if moved and need.first < need.stop:
+                assert isinstance(need.rows, DenseRows)
+                tokens = need.rows.tokens(need.first, need.stop)
+                tokens[moved] = tokens[[order[row] for row in moved]]  # the right side is a copy
+
+    def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[Rows]:
+        selected: list[tuple[DenseRows, int, int]] = []
+        for need in needs:
+            rows = need.rows
+            assert isinstance(rows, DenseRows)
+            new = DenseRows(self, len(order), rows.token_bytes, rows.spread)
+            if self.set_aside:
+                selected.append((new, rows.origin, rows.capacity))
+            else:
+                selected.append(
+                    (new, need.first, need.stop - need.first + _MORE_TOKENS + rows.spread % _SPREAD)
+                )
+        if selected:
+            more = sum(new.bytes_of(capacity) for new, _, capacity in selected)
+            self._check(more, needs[0].stop, len(order))
+        for (new, origin, capacity), need in zip(selected, needs, strict=True):
+            new.replace(origin, origin, capacity)
+            assert isinstance(need.rows, DenseRows)
+            source, target = need.rows.tokens(need.first, need.stop), new.tokens(need.first, need.stop)
+            for row, chosen in enumerate(order):
+                target[row] = source[chosen]
+        return [new for new, _, _ in selected]
+
+    def _check(self, more_bytes: int, num_tokens: int, num_rows: int) -> None:
+        """Raises CapacityError if `more_bytes` would go beyond the limit."""
+        if self.used_bytes + more_bytes > self.limit_bytes:
+            raise CapacityError(
+                f"expected {num_tokens} tokens in {num_rows} rows to fit into kv_memory of "
+                f"{format_size(self.limit_bytes)}, with {format_size(self.used_bytes)} in use they need "
+                f"{format_size(more_bytes)} more; raise kv_memory"
+                + (", or lower max_length, which is set aside whole" if self.set_aside else "")
+            )
+
+
+class DenseRows:
+    """Rows in one tensor of `num_rows + 1` times `capacity` tokens; the last part is never touched."""
+
+    def __init__(self, memory: DenseMemory, num_rows: int, token_bytes: int, spread: int) -> None:
+        self.num_rows, self.token_bytes, self.spread = num_rows, token_bytes, spread
+        self.capacity = self.origin = 0
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self._memory: DenseMemory | None = memory
+
+    @property
+    def row_tokens(self) -> int:
+        return self.capacity
+
+    def bytes_of(self, num_tokens: int) -> int:
+        return self.num_rows * num_tokens * self.token_bytes
+
+    def replace(self, first: int, stop: int, num_tokens: int) -> None:
+        """A buffer of `num_tokens` a row from position `first` on, with what was in [first, stop)."""
+        memory = self._memory
+        assert memory is not None
+        try:
+            with torch.inference_mode(False):
+                buffer = torch.empty((self.num_rows + 1) * num_tokens * self.token_bytes, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise CapacityError(
+                f"cannot take {format_size(self.bytes_of(num_tokens))} from the operating system for {num_tokens} "
+                f"tokens in {self.num_rows} rows of the KV cache: {str(error).splitlines()[0]}"
+            ) from error
+        if first < stop:
+            target = buffer.view(self.num_rows + 1, num_tokens, self.token_bytes)
+            target[: self.num_rows, : stop - first] = self.tokens(first, stop)
+        memory.used_bytes += self.bytes_of(num_tokens) - self.bytes_of(self.capacity)
+        self.buffer, self.capacity, self.origin = buffer, num_tokens, first
+
+    def close(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.used_bytes -= self.bytes_of(self.capacity)
+            self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    __del__ = close
+
+    def tokens(self, first: int, stop: int) -> torch.Tensor:
+        """Positions [first, stop) of all rows, uint8 [num_rows, stop - first, token_bytes]."""
+        whole = self.buffer.view(self.num_rows + 1, self.capacity, self.token_bytes)
+        return whole[: self.num_rows, first - self.origin : stop - self.origin]

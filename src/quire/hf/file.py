@@ -1,0 +1,283 @@
+"""A QuireCache in a file, for the model that filled it and no other.
+
+    8 bytes    "QUIREKV1"
+    8 bytes    length of the header, little endian
+    32 bytes   SHA-256 of the header
+    header     JSON: fingerprint, dtype, rows, and for each layer what it holds, with the SHA-256 of every tensor
+    payload    the tensors' bytes, in the header's order; nothing before, between or behind them
+
+Keys and values lie token after token, row after row, as in memory; of a layer with a window, those that can still be
+seen. Nothing is executed or unpickled; every byte of the file is covered by a checksum or compared.
+
+Invariants
+    C1  `save` leaves the old file or the whole new one under the path, whenever it is interrupted.
+    C2  `load` fills the cache with verified bytes of this model, or leaves it empty and raises.
+
+Cost: a pass of SHA-256 over the model's weights, and one over the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+
+from quire.errors import ArgumentError, LoadError
+from quire.hf.fingerprint import fingerprint
+from quire.hf.layers import RowLayer, StoredShape
+
+if TYPE_CHECKING:
+    from quire.hf.cache import QuireCache
+
+__all__ = ["load", "save"]
+
+_MAGIC = b"QUIREKV1"
+_FRONT = len(_MAGIC) + 8 + 32
+_MAX_HEADER = 64 << 20
+_STATES = ("conv_states", "recurrent_states")
+
+
+def save(cache: QuireCache, path: Path, model: PreTrainedModel) -> None:
+    """See `QuireCache.save`."""
+    layers = [_describe(layer, index) for index, layer in enumerate(cache.layers)]
+    header: dict[str, Any] = {"fingerprint": fingerprint(model), "layers": [entry for entry, _ in layers]}
+    payload = [part for _, tensors in layers for tensor in tensors for part in tensor]
+    front = json.dumps(header, sort_keys=True).encode()
+    folder = path.parent
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=folder)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(_MAGIC + len(front).to_bytes(8, "little") + hashlib.sha256(front).digest() + front)
+            for part in payload:
+                file.write(memoryview(part.numpy()))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    folder_descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(folder_descriptor)  # the renaming itself
+    finally:
+        os.close(folder_descriptor)
+
+
+def load(cache: QuireCache, path: Path, model: PreTrainedModel) -> None:
+    """See `QuireCache.load`; `cache` is an empty one for `model`."""
+    try:
+        with open(path, "rb") as file:
+            header = _read_header(file, path)
+            try:
+                _check_model(header, path, model)
+                _fill(cache, file, header, path)
+            except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+                if isinstance(error, ArgumentError):
+                    raise
+                raise _refused(
+                    path, f"its header does not describe a cache of this model ({error!r})"
+                ) from error
+    except OSError as error:
+        cache.reset()
+        raise LoadError(f"cannot read the cache file {path}: {error.strerror or error}") from error
+    except BaseException:
+        cache.reset()
+        raise
+
+
+# What is written.
+
+_Parts = list[torch.Tensor]  # uint8, contiguous, one after another
+
+
+def _describe(layer: Any, index: int) -> tuple[dict[str, Any], list[_Parts]]:
+    """A layer's entry in the header, and its tensors in the payload."""
+    entry: dict[str, Any] = {"rows": None, "states": None}
+    tensors: list[_Parts] = []
+    if isinstance(layer, RowLayer) and layer.is_initialized:
+        shape = layer.shape
+        first = layer.first_kept()
+        entry["rows"] = {
+            "num_rows": shape.num_rows,
+            "num_heads": list(shape.num_heads),
+            "widths": list(shape.widths),
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "first": first,
+            "length": layer.length,
+            "sha256": [],
+        }
+        for which in (0, 1):
+            parts = list(_rows_of(layer, which, first, layer.length))
+            entry["rows"]["sha256"].append(_digest(parts))
+            tensors.append(parts)
+    if isinstance(layer, LinearAttentionLayer):
+        states: list[dict[str, Any]] = []
+        for state in range(layer.number_of_states):
+            described: dict[str, Any] = {
+                "has_previous_state": layer.has_previous_state[state],
+                "conv_kernel_size": layer.conv_kernel_size[state],
+            }
+            for name in _STATES:
+                tensor = getattr(layer, name)[state]
+                described[name] = None
+                if tensor is not None:
+                    parts = [_bytes_of(tensor.detach().contiguous())]
+                    described[name] = {
+                        "dtype": str(tensor.dtype).removeprefix("torch."),
+                        "shape": list(tensor.shape),
+                        "sha256": _digest(parts),
+                    }
+                    tensors.append(parts)
+            states.append(described)
+        entry["states"] = states
+    elif not isinstance(layer, (RowLayer, DummyLayer)):
+        raise ArgumentError(
+            f"expected layers that a cache file can hold, got {type(layer).__name__} in layer {index}; such caches "
+            "cannot be saved"
+        )
+    return entry, tensors
+
+
+def _rows_of(layer: RowLayer, which: int, first: int, stop: int) -> Iterator[torch.Tensor]:
+    """The bytes of positions [first, stop), row by row, as they lie."""
+    rows = layer.rows[which]
+    for row in range(rows.num_rows):
+        begin = (row * rows.row_tokens - rows.origin) * rows.token_bytes
+        yield rows.buffer[begin + first * rows.token_bytes : begin + stop * rows.token_bytes]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _digest(parts: _Parts) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(memoryview(part.numpy()))
+    return digest.hexdigest()
+
+
+# What is read.
+
+
+def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
+    size = os.fstat(file.fileno()).st_size
+    front = file.read(_FRONT)
+    if len(front) < _FRONT or front[: len(_MAGIC)] != _MAGIC:
+        raise _refused(path, "it does not begin like a cache file of Quire")
+    length = int.from_bytes(front[len(_MAGIC) : len(_MAGIC) + 8], "little")
+    if length > min(_MAX_HEADER, size - _FRONT):
+        raise _refused(path, "it is cut short or damaged in its header")
+    text = file.read(length)
+    if hashlib.sha256(text).digest() != front[len(_MAGIC) + 8 :]:
+        raise _refused(path, "its header does not have the checksum it was written with")
+    header = json.loads(text)
+    expected = _FRONT + length + sum(_sizes(header))
+    if size != expected:
+        raise _refused(path, f"expected {expected} bytes, got {size}; it is cut short or was added to")
+    return header
+
+
+def _sizes(header: dict[str, Any]) -> Iterator[int]:
+    """Bytes of every tensor in the payload."""
+    for entry in header["layers"]:
+        if (rows := entry["rows"]) is not None:
+            shape = _shape(rows)
+            for which in (0, 1):
+                yield shape.num_rows * (rows["length"] - rows["first"]) * shape.token_bytes(which)
+        for state in entry["states"] or ():
+            for name in _STATES:
+                if (stored := state[name]) is not None:
+                    yield math.prod(stored["shape"]) * _dtype(stored["dtype"]).itemsize
+
+
+def _check_model(header: dict[str, Any], path: Path, model: PreTrainedModel) -> None:
+    own = fingerprint(model)
+    for part, what in (("config", "config"), ("weights", "weights")):
+        if header["fingerprint"][part] != own[part]:
+            raise _refused(
+                path,
+                f"it was saved for a model with another {what} (SHA-256 {header['fingerprint'][part][:12]}..., this "
+                f"one's is {own[part][:12]}...)",
+            )
+
+
+def _fill(cache: QuireCache, file: BinaryIO, header: dict[str, Any], path: Path) -> None:
+    entries = header["layers"]
+    if len(entries) != len(cache.layers):
+        raise _refused(path, f"it holds {len(entries)} layers, this model has {len(cache.layers)}")
+    shapes = {
+        index: _shape(entry["rows"]) for index, entry in enumerate(entries) if entry["rows"] is not None
+    }
+    cache.open_all(shapes)
+    # All memory first, so that what does not fit is found before anything is read.
+    cache.prepare_for(
+        {index: (entries[index]["rows"]["first"], entries[index]["rows"]["length"]) for index in shapes}
+    )
+    for layer, entry in zip(cache.layers, entries, strict=True):
+        if (rows := entry["rows"]) is not None:
+            for which in (0, 1):
+                parts = list(_rows_of(layer, which, rows["first"], rows["length"]))
+                _read_into(file, parts, rows["sha256"][which], path)
+            layer.filled(rows["first"], rows["length"])
+        if entry["states"] is not None:
+            _fill_states(layer, file, entry["states"], path)
+
+
+def _fill_states(layer: Any, file: BinaryIO, states: list[dict[str, Any]], path: Path) -> None:
+    if not isinstance(layer, LinearAttentionLayer) or len(states) != layer.number_of_states:
+        raise _refused(path, "its states are not those of this model's layers")
+    for index, state in enumerate(states):
+        for name in _STATES:
+            if (stored := state[name]) is None:
+                continue
+            tensor = torch.empty(stored["shape"], dtype=_dtype(stored["dtype"]))
+            _read_into(file, [_bytes_of(tensor)], stored["sha256"], path)
+            getattr(layer, name)[index] = tensor
+            getattr(layer, f"is_{name}_initialized")[index] = True
+            layer.dtype, layer.device = tensor.dtype, tensor.device
+        layer.has_previous_state[index] = bool(state["has_previous_state"])
+        layer.conv_kernel_size[index] = state["conv_kernel_size"]
+
+
+def _read_into(file: BinaryIO, parts: _Parts, digest: str, path: Path) -> None:
+    for part in parts:
+        target = memoryview(part.numpy())
+        if file.readinto(target) != len(target):  # type: ignore[attr-defined]  # a buffered reader has it
+            raise _refused(path, "it is cut short")
+    if _digest(parts) != digest:
+        raise _refused(path, "a tensor in it does not have the checksum it was written with")
+
+
+def _shape(rows: dict[str, Any]) -> StoredShape:
+    numbers = [rows["num_rows"], *rows["num_heads"], *rows["widths"]]
+    if len(numbers) != 5 or any(type(number) is not int or number < 1 for number in numbers):
+        raise ValueError(f"expected 5 positive sizes, got {numbers}")
+    if not 0 <= rows["first"] <= rows["length"]:
+        raise ValueError(f"expected positions within the length, got {rows['first']} of {rows['length']}")
+    _, k_heads, v_heads, k_width, v_width = numbers
+    return StoredShape(numbers[0], (k_heads, v_heads), (k_width, v_width), _dtype(rows["dtype"]))
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"expected the name of a dtype, got {name!r}")
+    return dtype
+
+
+def _refused(path: Path, reason: str) -> LoadError:
+    return LoadError(
+        f"cannot load the cache file {path}: {reason}; nothing of it is used, compute the prompt again"
+    )

@@ -1,0 +1,466 @@
+"""Attention layers of a transformers cache over rows that grow in place.
+
+`update` writes the new keys and values behind those that are there and returns views of all that the step attends to:
+nothing is concatenated, nothing padded. Layers that keep a state (Mamba, convolutions, delta-net) stay transformers'
+own; where one layer keeps both, its attention half is ours.
+Not an owner of memory: `rows` says what rows are, and the cache prepares all its layers' rows together.
+
+    full            all tokens
+    sliding         those a window (or a chunk) can still see; more while the past is recorded for `crop`
+
+Invariants
+    L1  `length` tokens have been stored; positions [kept, length) are still in the rows, and 0 <= kept.
+    L2  a view is good until the next call that changes the cache; after that it may show other tokens, but never
+        somebody else's memory.
+    L3  a call that raises leaves `length` and every stored token as they were.
+
+Cost: `update` about 15 us beside writing the new tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from quire.errors import ArgumentError
+from quire.hf.rows import Lane, Need, Rows
+
+if TYPE_CHECKING:
+    from quire.hf.cache import QuireCache
+
+_use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+__all__ = ["RowLayer", "StateAndRows", "StoredShape", "row_layer"]
+
+# What `LinearAttentionLayer` keeps, beside its number of states.
+_STATE_FIELDS = (
+    "conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized",
+    "has_previous_state", "conv_kernel_size", "device", "dtype", "record_past",
+)  # fmt: skip
+
+
+@dataclass
+class StoredShape:
+    """Shape of what a layer stores: rows, and heads and widths of K and of V, which may differ."""
+
+    num_rows: int
+    num_heads: tuple[int, int]
+    widths: tuple[int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> StoredShape:
+        """The shape of keys and values [rows, heads, tokens, width]."""
+        return cls(
+            key_states.shape[0],
+            (key_states.shape[1], value_states.shape[1]),
+            (key_states.shape[3], value_states.shape[3]),
+            key_states.dtype,
+        )
+
+    def token_bytes(self, which: int) -> int:
+        return self.num_heads[which] * self.widths[which] * self.dtype.itemsize
+
+
+class RowLayer:
+    """The attention half of a layer; mixed into each kind of transformers' layers below.
+
+    index: of the layer in the cache. window: tokens a query sees, itself counted; 0 for all.
+    """
+
+    index: int
+    window = 0
+    dtype: torch.dtype
+    device: torch.device
+    record_past: bool
+    is_initialized: bool
+
+    def attach(self, cache: QuireCache, index: int, window: int) -> None:
+        """Makes it layer `index` of `cache`."""
+        self.index, self.window = index, window
+        self._cache = weakref.ref(cache)
+        self._rows: tuple[Rows, Rows] | None = None
+        self._shape: StoredShape | None = None
+        self._seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the buffers that the views are of
+        self._views: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.length = self.kept = self.ready = self._anchor = self._num_own = 0
+        self.record_past = False
+        self.is_initialized = False
+
+    # What is stored.
+
+    @property
+    def rows(self) -> tuple[Rows, Rows]:
+        """The rows of K and of V, once there are any."""
+        assert self._rows is not None
+        return self._rows
+
+    @property
+    def shape(self) -> StoredShape:
+        assert self._shape is not None
+        return self._shape
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[B, heads, tokens, head_dim], a view: the tokens that the next step may see."""
+        return self._kept_view(0)
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._refuse_assignment("keys", value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """As `keys`."""
+        return self._kept_view(1)
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self._refuse_assignment("values", value)
+
+    @property
+    def cumulative_length(self) -> int:
+        """`length`, by transformers' name for it."""
+        return self.length
+
+    @cumulative_length.setter
+    def cumulative_length(self, value: int) -> None:
+        """What transformers' constructors set; `length` counts."""
+
+    def views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [B, heads, row_tokens, width] as they lie, written or not; position `origin` comes first."""
+        rows_k, rows_v = self.rows
+        seen = self._seen
+        if (
+            self._views is None
+            or seen is None
+            or seen[0] is not rows_k.buffer
+            or seen[1] is not rows_v.buffer
+        ):
+            with torch.inference_mode(False):  # a view made in that mode could not be written outside of it
+                self._views = (self._view(0), self._view(1))
+            self._seen = (rows_k.buffer, rows_v.buffer)
+            self.count_references()
+        return self._views
+
+    def count_references(self) -> None:
+        """Take the tensors over the rows that exist now for this cache's own; more of them are somebody's views."""
+        self._num_own = self._num_references()
+
+    def _num_references(self) -> int:
+        return sum(_use_count(rows.buffer.untyped_storage()._cdata) for rows in self.rows)
+
+    def _view(self, which: int) -> torch.Tensor:
+        rows, shape = self.rows[which], self.shape
+        heads, width = shape.num_heads[which], shape.widths[which]
+        token = heads * width
+        return rows.buffer.view(shape.dtype).as_strided(
+            (shape.num_rows, heads, rows.row_tokens, width), (rows.row_tokens * token, width, token, 1)
+        )
+
+    def _kept_view(self, which: int) -> torch.Tensor | None:
+        if not self.is_initialized:
+            return None
+        first = self.first_kept()
+        return self.views()[which].narrow(2, first - self.rows[which].origin, self.length - first)
+
+    def first_kept(self) -> int:
+        """The first position that `keys` shows: the next step, or a `crop`, may need it."""
+        first = self.length - self._visible_past()
+        return min(first, max(self._anchor, self.kept)) if self.record_past else first
+
+    def _visible_past(self) -> int:
+        """Stored tokens that the next one sees."""
+        return min(self.length, self.window - 1) if self.window else self.length
+
+    # Growing.
+
+    def lanes(self, shape: StoredShape) -> list[Lane]:
+        """What rows for keys, and for values, of that shape are opened for."""
+        return [Lane(self.index, shape.token_bytes(which), self.window) for which in (0, 1)]
+
+    def open(self, shape: StoredShape, rows: Sequence[Rows]) -> None:
+        """Take over empty rows, of keys and of values."""
+        k, v = rows
+        self._rows, self._shape, self._views = (k, v), shape, None
+        self.dtype, self.device = shape.dtype, torch.device("cpu")
+        self.is_initialized = True
+
+    def needs(self, num_new: int) -> tuple[Need, Need]:
+        """What storing `num_new` more tokens takes."""
+        first = 0
+        if self.window:
+            first = max(0, self.length - self.window + 1)
+            first = max(self.kept, min(first, self._anchor) if self.record_past else first)
+            if self._views is not None and self._num_references() > self._num_own:
+                first = self.kept  # L2: what somebody looks at stays
+        k, v = self.rows
+        stop = self.length + num_new
+        return Need(k, first, self.length, stop), Need(v, first, self.length, stop)
+
+    def prepared(self, num_new: int) -> None:
+        """The memory for `needs(num_new)` is there."""
+        self.kept = self.needs(num_new)[0].first
+        self.ready = self.length + num_new
+
+    def filled(self, first: int, length: int) -> None:
+        """Positions [first, length) have been written into prepared rows from elsewhere."""
+        self.length, self.kept, self.ready = length, first, 0
+        self._anchor = length - self._visible_past()
+
+    def store(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes into rows that are prepared. K and V [B, heads, tokens, width] of all the step sees."""
+        num_new = key_states.shape[2]
+        past = self._visible_past()
+        k_view, v_view = self.views()
+        k_at, v_at = self.length - self.rows[0].origin, self.length - self.rows[1].origin
+        k_view.narrow(2, k_at, num_new).copy_(key_states)
+        v_view.narrow(2, v_at, num_new).copy_(value_states)
+        self.length += num_new
+        return k_view.narrow(2, k_at - past, past + num_new), v_view.narrow(2, v_at - past, past + num_new)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store [B, heads, T, width] of T new tokens. Returns views of all that these tokens may see.
+
+        Raises:
+            ArgumentError: another batch, head count, width, dtype or device than is stored, or a gradient asked for.
+            CapacityError: the memory does not hold them; the whole cache is as it was before the step.
+        """
+        return self._owner().store(self, key_states, value_states)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Open rows for tokens like these."""
+        self._owner().open_for(self, StoredShape.of(key_states, value_states))
+
+    def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Raises ArgumentError for tokens that cannot be stored here."""
+        where = f"layer {self.index} of a QuireCache"
+        for name, tensor in (("keys", key_states), ("values", value_states)):
+            if tensor.device.type != "cpu":
+                raise ArgumentError(
+                    f"expected {name} on the CPU in {where}, got {tensor.device}; its memory is the CPU's: move the "
+                    "model with model.to('cpu')"
+                )
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise ArgumentError(
+                    f"expected {name} without a gradient in {where}; it writes in place: run the model under "
+                    "torch.no_grad()"
+                )
+        if key_states.dtype is not value_states.dtype or key_states.shape[::2] != value_states.shape[::2]:
+            raise ArgumentError(
+                f"expected keys and values of one batch, length and dtype in {where}, got {key_states.dtype} "
+                f"{tuple(key_states.shape)} and {value_states.dtype} {tuple(value_states.shape)}"
+            )
+        shape = self._shape
+        if shape is None or not self.is_initialized:
+            return
+        if key_states.dtype is not shape.dtype:
+            raise ArgumentError(
+                f"expected {shape.dtype} in {where}, what it was filled with, got {key_states.dtype}; reset() the "
+                "cache, or convert the model back"
+            )
+        for which, (name, tensor) in enumerate((("keys", key_states), ("values", value_states))):
+            expected = (shape.num_rows, shape.num_heads[which], tensor.shape[2], shape.widths[which])
+            if tensor.shape != expected:
+                raise ArgumentError(
+                    f"expected {name} {list(expected)} in {where}, what it was filled with, got "
+                    f"{list(tensor.shape)}; reset() the cache, make one for this model, or fork it for each batch"
+                )
+
+    # What generate asks and does.
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.window or -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = self._visible_past()
+        return past + query_length, self.length - past
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+        self._anchor = self.length - self._visible_past()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; 0 lets go of what was recorded for this."""
+        if tokens_to_remove > 0:
+            raise ArgumentError(
+                f"expected a count of 0 or below for crop, -n forgets the last n tokens, got {tokens_to_remove}"
+            )
+        if not self.is_initialized:
+            return
+        length = self.length + tokens_to_remove
+        if length < 0:
+            raise ArgumentError(f"expected to crop at most {self.length} tokens, got {tokens_to_remove}")
+        if self.window and max(0, length - self.window + 1) < self.kept:
+            raise ArgumentError(
+                f"expected past recording where a window of {self.window} tokens is cropped at {self.length} tokens: "
+                "call activate_past_recording() first"
+            )
+        if tokens_to_remove:
+            self.length, self.ready = length, 0
+        self._anchor = self.length - self._visible_past()
+
+    def roll_back(self, length: int) -> None:
+        """Forget what was stored in a step that has failed."""
+        self.length, self.ready = length, 0
+
+    def reset(self) -> None:
+        """Forget everything and give the memory back."""
+        if self._rows is not None:
+            for rows in self._rows:
+                rows.close()
+        self._rows = self._shape = self._views = self._seen = None
+        self.length = self.kept = self.ready = self._anchor = 0
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._refuse_alone("reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse_alone("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._refuse_alone("batch_select_indices")
+
+    def contents(self) -> list[Need]:
+        """All that is stored, of keys and of values."""
+        return [Need(rows, self.kept, self.kept, self.length) for rows in self.rows]
+
+    def replace(self, rows: Sequence[Rows]) -> None:
+        """Go on with other rows, which hold the same positions."""
+        old, (k, v) = self._rows, rows
+        self._rows, self._views, self.ready = (k, v), None, 0
+        self._shape = copy.copy(self.shape)
+        self._shape.num_rows = k.num_rows
+        for one in old or ():
+            one.close()
+
+    def take_over(self, other: RowLayer, rows: Sequence[Rows]) -> None:
+        """Become a copy of `other`, whose tokens are in `rows`."""
+        self.record_past, self._anchor = other.record_past, other._anchor
+        self.open(copy.copy(other.shape), rows)
+        self.length, self.kept = other.length, other.kept
+        other.ready = 0  # what is shared now must be copied before it is written
+
+    def offload(self) -> None:
+        raise ArgumentError("expected a cache that stays where it is; QuireCache cannot be offloaded")
+
+    prefetch = offload
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ArgumentError(
+            "expected a copy of the whole QuireCache: a layer's memory belongs to its cache; use fork()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ArgumentError("expected no pickling of a QuireCache's layers; use QuireCache.save and load")
+
+    def _owner(self) -> QuireCache:
+        cache = self._cache()
+        if cache is None:
+            raise ArgumentError("expected a layer of a QuireCache that is in use; its cache is gone")
+        return cache
+
+    def _refuse_alone(self, name: str) -> None:
+        raise ArgumentError(
+            f"expected {name} of the whole QuireCache: its layers share one memory; got one layer"
+        )
+
+    def _refuse_assignment(self, name: str, value: Any) -> None:
+        if value is not None:
+            raise ArgumentError(
+                f"expected {name} of a QuireCache layer to be changed by update, crop and reorder_cache only, got an "
+                f"assignment; they are views of memory that the cache owns"
+            )
+
+
+class FullRowLayer(RowLayer, DynamicLayer):
+    """`DynamicLayer` on rows."""
+
+
+class SlidingRowLayer(RowLayer, DynamicSlidingWindowLayer):
+    """`DynamicSlidingWindowLayer` on rows."""
+
+
+class StateAndRows(RowLayer):
+    """A layer that keeps a state beside its keys and values: the state is `LinearAttentionLayer`'s."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        if len(args) == 2:  # keys and values
+            RowLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)  # type: ignore[arg-type]
+
+    def activate_past_recording(self) -> None:
+        RowLayer.activate_past_recording(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)  # type: ignore[arg-type]
+        RowLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)  # type: ignore[arg-type]
+        RowLayer.reset(self)
+
+    def reorder_states(self, beam_idx: torch.LongTensor) -> None:
+        """`reorder_cache` of the states alone."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+
+    def copy_states(self, other: StateAndRows) -> None:
+        """Have copies of the states of `other`."""
+        for name in _STATE_FIELDS:
+            setattr(self, name, copy.deepcopy(getattr(other, name)))
+
+
+class FullRowAndStateLayer(StateAndRows, LinearAttentionAndFullAttentionLayer):
+    """`LinearAttentionAndFullAttentionLayer` on rows."""
+
+
+class SlidingRowAndStateLayer(StateAndRows, LinearAttentionAndSlidingWindowAttentionLayer):
+    """`LinearAttentionAndSlidingWindowAttentionLayer` on rows."""
+
+
+_KINDS: dict[type, Any] = {
+    DynamicLayer: FullRowLayer,
+    DynamicSlidingWindowLayer: SlidingRowLayer,
+    LinearAttentionAndFullAttentionLayer: FullRowAndStateLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: SlidingRowAndStateLayer,
+}
+
+
+def row_layer(layer: Any, cache: QuireCache, index: int) -> Any:
+    """What serves in the place of `layer` of a DynamicCache: on rows where it keeps keys and values, else itself.
+
+    Given a layer on rows, another empty one of its kind.
+    """
+    kind = type(layer) if isinstance(layer, RowLayer) else _KINDS.get(type(layer))
+    if kind is None:
+        return layer
+    options: dict[str, Any] = {}
+    if issubclass(kind, StateAndRows):
+        options["number_of_states"] = layer.number_of_states
+    window = int(getattr(layer, "sliding_window", 0) or 0)
+    if window:
+        options["sliding_window"] = window
+    new = kind(**options)
+    new.attach(cache, index, window)
+    return new

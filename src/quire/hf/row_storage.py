@@ -1,0 +1,218 @@
+"""A QuireCache as the storage of a prepared model: its rows as tables of one entry.
+
+The views overlap: block `i` begins at token `i` of the buffer and is as long as a row, so that a table entry may name
+any token, and a left-padded row simply begins behind its padding. One kernel then reads what `generate` reads through
+views.
+Not an owner: the cache is, and it may be collected while this is attached (`drop` lets go of its memory).
+
+Invariants
+    T1  nothing of the cache changes before the model's forward has succeeded, but for what `QuireCache.prepare` does.
+    T2  the slots of padding hold zeros: another attention multiplies them by nothing, and nothing times NaN is NaN.
+
+Cost: making a step about 60 us; views are made once for each buffer, 10 us a layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from quire.attention import AttentionPlan
+from quire.errors import CapacityError
+from quire.hf.cache import QuireCache
+from quire.hf.layers import RowLayer, StoredShape
+from quire.memory.view import KVView
+from quire.model.step import ForwardStep
+from quire.spec import KVSpec
+
+__all__ = ["RowStorage", "Step"]
+
+
+class Step(NamedTuple):
+    """A forward over a batch [num_rows, num_new]: what is computed, and where its logits go in [num_rows, kept]."""
+
+    forward: ForwardStep
+    logits_at: torch.Tensor
+    num_kept: int
+
+
+class RowStorage:
+    """What `PreparedModel.attach` takes. spec, dtype: of the model that `cache` belongs to."""
+
+    def __init__(self, cache: QuireCache, spec: KVSpec, dtype: torch.dtype) -> None:
+        self.spec, self.dtype = spec, dtype
+        self._cache = weakref.ref(cache)
+        self._layers: list[RowLayer] = []
+        self._table_of: dict[int, int] = {}
+        self._tables: list[RowLayer] = []  # a layer of each table
+        self._seen: list[torch.Tensor] = []
+        self._views: dict[int, KVView] = {}
+        self.generation = 0
+
+    def open(self, num_rows: int) -> None:
+        """Have rows in all layers of the cache, and tables for them."""
+        cache = self._require()
+        cache.open_all(
+            {
+                layer.index: StoredShape(
+                    num_rows,
+                    (stored.num_kv_heads, stored.num_kv_heads),
+                    (stored.k_head_dim, stored.v_head_dim),
+                    self.dtype,
+                )
+                for layer in cache.row_layers
+                if not layer.is_initialized and (stored := self.spec.layers[layer.index])
+            }
+        )
+        if not self._layers:
+            places: dict[int, int] = {}
+            for layer in cache.row_layers:
+                # Growing buffers each have a length of their own, and change it.
+                place = -1 - layer.index if cache.storage == "growing" else layer.rows[0].row_tokens
+                self._table_of[layer.index] = places.setdefault(place, len(places))
+                if len(places) > len(self._tables):
+                    self._tables.append(layer)
+            self._layers = list(cache.row_layers)
+
+    def drop(self) -> None:
+        """Hold no memory of the cache any more; views are made again when they are asked for."""
+        self._layers, self._tables, self._table_of = [], [], {}
+        self._seen, self._views = [], {}
+        self.generation += 1
+
+    @property
+    def num_tables(self) -> int:
+        return len(self._tables)
+
+    def table_of(self, layer: int) -> int:
+        return self._table_of[layer]
+
+    def view(self, layer: int) -> KVView:
+        owner = self.spec.layers[layer].shares_kv_with
+        return self._views[layer if owner is None else owner]
+
+    def renew(self) -> None:
+        """Make the views again where a layer has another buffer than before."""
+        buffers = [rows.buffer for layer in self._layers for rows in layer.rows]
+        if len(buffers) == len(self._seen) and all(a is b for a, b in zip(buffers, self._seen, strict=True)):
+            return
+        self._views = {}
+        for layer in self._layers:
+            layer.views()
+            self._views[layer.index] = _view_of(layer)
+            layer.count_references()
+        self._seen = buffers
+        self.generation += 1
+
+    def step(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, pads: np.ndarray, num_kept: int
+    ) -> Step | None:
+        """The step that computes `input_ids` [B, T] behind what is stored; None if all of it is padding.
+
+        Memory is prepared, and padding zeroed, here.
+
+        Args:
+            positions: int64 [B, T], for the model's embeddings.
+            pads: int [B], leading positions of each row, stored ones included, that are padding.
+            num_kept: last tokens of each row whose logits are wanted.
+
+        Raises:
+            CapacityError: no memory; the cache is as it was.
+        """
+        cache = self._require()
+        num_rows, num_new = input_ids.shape
+        length = self._layers[0].length
+        begins = np.maximum(pads - length, 0)  # first real new token of each row
+        taking = np.flatnonzero(begins < num_new)
+        if not len(taking):
+            return None
+        try:
+            cache.prepare(num_new, length)
+        except CapacityError:
+            if length == 0:
+                cache.reset()
+            raise
+        self.renew()
+        if begins.any():
+            self._zero_padding(length, begins, num_new)
+
+        stop = length + num_new
+        counts = num_new - begins[taking]
+        query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        if len(taking) == num_rows and not begins.any():
+            columns = np.tile(np.arange(num_new), num_rows)
+        else:
+            columns = np.concatenate([np.arange(begins[row], num_new) for row in taking])
+        rows = np.repeat(taking, counts)
+        plans: list[AttentionPlan] = []
+        slot_mappings: list[torch.Tensor] = []
+        for layer in self._tables:
+            stored = layer.rows[0]
+            size = stored.row_tokens
+            bases = self._bases(layer, pads)
+            entries = taking * size + bases[taking] - stored.origin
+            plans.append(
+                AttentionPlan.build(
+                    query_start, stop - bases[taking], entries[:, None].astype(np.int32), size
+                )
+            )
+            slots = np.repeat(entries, counts) * size + (length + columns - bases[rows])
+            slot_mappings.append(torch.from_numpy(slots.astype(np.int64)))
+        flat = torch.from_numpy(rows * num_new + columns)
+        wanted = np.flatnonzero(columns >= num_new - num_kept)
+        forward = ForwardStep(
+            input_ids=input_ids.reshape(-1)[flat],
+            position_ids=positions.reshape(-1)[flat],
+            plans=tuple(plans),
+            slot_mappings=tuple(slot_mappings),
+            logits_rows=torch.from_numpy(wanted),
+        )
+        logits_at = rows[wanted] * num_kept + columns[wanted] - (num_new - num_kept)
+        return Step(forward, torch.from_numpy(logits_at), num_kept)
+
+    def stored(self, num_new: int) -> None:
+        """The step's forward has succeeded: its tokens are there."""
+        for layer in self._layers:
+            layer.length += num_new
+
+    def _bases(self, layer: RowLayer, pads: np.ndarray) -> np.ndarray:
+        """The position that each row's table begins at: behind its padding, and where the buffer begins.
+
+        Distances between tokens stay what they are; a chunk's begin stays one.
+        """
+        origin = layer.rows[0].origin
+        if origin == 0:
+            return pads
+        retention = self.spec.layers[layer.index].retention
+        chunk = retention.size if retention.kind == "chunked" else 1
+        return pads + -(-np.maximum(origin - pads, 0) // chunk) * chunk
+
+    def _zero_padding(self, length: int, begins: np.ndarray, num_new: int) -> None:
+        for layer in self._layers:
+            for view, rows in zip(layer.views(), layer.rows, strict=True):
+                for row, begin in enumerate(np.minimum(begins, num_new).tolist()):
+                    view[row, :, length - rows.origin : length - rows.origin + begin] = 0
+
+    def _require(self) -> QuireCache:
+        cache = self._cache()
+        assert cache is not None  # whoever makes a step holds it
+        return cache
+
+
+def _view_of(layer: RowLayer) -> KVView:
+    shape = layer.shape
+    tensors: list[torch.Tensor] = []
+    with torch.inference_mode(False):
+        for which, rows in enumerate(layer.rows):
+            width = shape.widths[which]
+            token = shape.num_heads[which] * width
+            tensors.append(
+                rows.buffer.view(shape.dtype).as_strided(
+                    (shape.num_rows * rows.row_tokens, shape.num_heads[which], rows.row_tokens, width),
+                    (token, width, token, 1),
+                )
+            )
+    return KVView(tensors[0], tensors[1], layer.rows[0].row_tokens)

@@ -1,0 +1,204 @@
+"""`accelerate`: the same tokens, on Quire's kernels; what it does not serve is the model's own; `restore` undoes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.architectures import CORE
+from support.hf_case import (
+    MODES,
+    STORAGES,
+    WITH_STATES,
+    as_lists,
+    expected,
+    model_of,
+    modes_of,
+    prompts,
+    quire_cache,
+)
+from transformers import DynamicCache, PreTrainedModel
+
+from quire.hf import accelerate, acceleration, restore
+
+pytest.importorskip("quire._native")
+
+
+@contextmanager
+def _accelerated(model: PreTrainedModel) -> Iterator[None]:
+    done = accelerate(model)
+    assert done.level == "whole", done.reason
+    try:
+        yield
+    finally:
+        restore(model)
+
+
+class _Counter:
+    """How many forwards were Quire's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        run = acceleration._Steps._run
+
+        def counted(*args: object) -> object:
+            answer = run(*args)  # type: ignore[arg-type]
+            self.count += answer is not None
+            return answer
+
+        monkeypatch.setattr(acceleration._Steps, "_run", counted)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "gpt_oss", "llama4_text", "mimo_v2_flash"])
+def test_every_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check(name, ["virtual"], monkeypatch)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "name", [name for name in CORE if name != "gemma3n_text"]
+)  # its tokens turn on rounding
+def test_every_architecture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check(name, list(STORAGES), monkeypatch)
+
+
+def _check(name: str, storages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(name)
+    wanted = {mode: expected(name, mode) for mode in modes_of(name)}
+    with _accelerated(model):
+        for storage in storages:
+            for mode, tokens in wanted.items():
+                counter = _Counter(monkeypatch)
+                got = as_lists(MODES[mode](model, lambda storage=storage: quire_cache(model, storage)))
+                assert got == tokens, (mode, storage)
+                padded = mode not in ("lookup", "assisted", "continued")
+                assert counter.count >= (0 if padded and name == "llama4_text" else 4), mode
+
+
+@pytest.mark.parametrize("storage", STORAGES[1:])
+def test_windows_and_chunks_on_plain_memory(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long enough for growing buffers to leave their first tokens behind."""
+    for name in ("gemma3_text", "llama4_text"):
+        model = model_of(name)
+        ids = prompts()[0][1:2]
+        options = {"max_new_tokens": 170, "min_new_tokens": 170, "do_sample": False}
+        want = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+        with _accelerated(model):
+            counter = _Counter(monkeypatch)
+            got = model.generate(ids, past_key_values=quire_cache(model, storage), **options)
+            assert torch.equal(got, want)
+            assert counter.count == 170
+
+
+def test_logits_are_those_of_the_model() -> None:
+    model = model_of("qwen3")
+    ids, mask = prompts()
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config)).logits
+        with _accelerated(model):
+            whole = model(ids, attention_mask=mask, past_key_values=quire_cache(model), use_cache=True).logits
+            last = model(ids, mask, None, quire_cache(model), logits_to_keep=2).logits  # by position
+    real = mask.bool()
+    torch.testing.assert_close(whole[real], want[real], atol=1e-4, rtol=0)
+    assert not whole[~real].any()
+    torch.testing.assert_close(last, want[:, -2:], atol=1e-4, rtol=0)
+    whole[0, 0, 0] = 1.0  # an ordinary tensor, not one of inference mode
+
+
+def test_what_a_step_does_not_give_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    ids, mask = prompts()
+    hole = mask.clone()
+    hole[1, 4] = 0
+    with _accelerated(model), torch.no_grad():
+        counter = _Counter(monkeypatch)
+        for options in (
+            {"output_hidden_states": True},
+            {"attention_mask": hole},
+            {"labels": ids},
+            {"return_dict": False},
+        ):
+            cache = quire_cache(model)
+            got = model(ids, past_key_values=cache, use_cache=True, **options)
+            want = model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True, **options)
+            assert torch.equal(
+                got[1] if "labels" in options else got[0], want[1] if "labels" in options else want[0]
+            )
+            assert cache.get_seq_length() == ids.shape[1]
+            assert type(got) is type(want)
+        assert counter.count == 0
+        # And a cache goes on from either: padding is zeros, not what memory held.
+        cache = quire_cache(model)
+        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        assert counter.count == 1
+        twin = DynamicCache(config=model.config)
+        model(ids, attention_mask=mask, past_key_values=twin, use_cache=True)
+        longer = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], dim=1)
+        position = longer.sum(1, keepdim=True) - 1
+        outputs = [
+            model(
+                torch.full((3, 1), 9), attention_mask=longer, position_ids=position, past_key_values=one,
+                use_cache=True, output_hidden_states=True,
+            ).logits
+            for one in (cache, twin)
+        ]  # fmt: skip
+        assert counter.count == 1
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-3, rtol=0)
+
+
+def test_restore_gives_the_model_back_bit_for_bit() -> None:
+    model = model_of("qwen3_moe")
+    ids, _ = prompts()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        want = model(ids).logits
+        forward = model.forward
+        first = accelerate(model)
+        assert accelerate(model) is first
+        assert model.forward != forward
+        restore(model)
+        restore(model)
+        assert model.forward == forward
+        assert torch.equal(model(ids).logits, want)
+    assert list(before) == list(model.state_dict())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert "forward" not in model.__dict__
+    assert not model.training
+    model.train()
+    accelerate(model)
+    assert model.training
+    restore(model)
+    model.eval()
+
+
+@pytest.mark.parametrize("name", [*WITH_STATES, "deepseek_v3"])
+def test_models_quire_does_not_run_get_packed_layers_and_keep_their_answers(name: str) -> None:
+    model = model_of(name)
+    done = accelerate(model)
+    try:
+        assert done.level == "linears"
+        assert done.reason
+        for mode in ("greedy", "continued"):
+            got = as_lists(MODES[mode](model, lambda: quire_cache(model)))
+            assert got == as_lists(MODES[mode](model, lambda: DynamicCache(config=model.config)))
+    finally:
+        restore(model)
+
+
+def test_memory_is_not_held_by_the_accelerated_model() -> None:
+    import gc
+
+    model = model_of("llama")
+    with _accelerated(model):
+        cache = quire_cache(model)
+        memory = cache.memory
+        model.generate(prompts()[0], past_key_values=cache, max_new_tokens=3, do_sample=False)
+        cache.reset()
+        assert memory.used_bytes == 0
+        model.generate(prompts()[0], past_key_values=cache, max_new_tokens=3, do_sample=False)
+        assert memory.used_bytes > 0
+        del cache
+        gc.collect()
+        assert memory.used_bytes == 0

@@ -1,0 +1,121 @@
+"""What cannot work is refused, clearly, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support.hf_case import model_of, quire_cache
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from quire.errors import ArgumentError
+from quire.hf import QuireCache, accelerate
+
+
+def _filled() -> QuireCache:
+    cache = quire_cache(model_of("llama"))
+    k = torch.randn(2, 2, 5, 16)
+    for layer in (0, 1):
+        cache.update(k, k, layer)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.randn(3, 2, 1, 16), "reset"),
+        (torch.randn(2, 4, 1, 16), "reset"),
+        (torch.randn(2, 2, 1, 8), "reset"),
+        (torch.randn(2, 2, 1, 16, dtype=torch.bfloat16), "float32"),
+        (torch.empty(2, 2, 1, 16, device="meta"), "CPU"),
+        (torch.randn(2, 2, 1, 16, requires_grad=True), "no_grad"),
+    ],
+)
+def test_tokens_of_another_kind(tensor: torch.Tensor, message: str) -> None:
+    cache = _filled()
+    before = cache.layers[0].keys.clone()
+    with pytest.raises(ArgumentError, match=message):
+        cache.update(tensor, tensor, 0)
+    assert torch.equal(cache.layers[0].keys, before)
+    assert cache.get_seq_length() == 5
+
+
+def test_what_would_take_the_cache_elsewhere() -> None:
+    cache = _filled()
+    assert cache.to("cpu") is cache
+    attempts: list[Any] = [
+        lambda: cache.to("cuda"),
+        lambda: cache.to(torch.float16),
+        lambda: cache.offload(0),
+        lambda: cache.prefetch(0),
+        lambda: cache.layers[0].offload(),
+        lambda: pickle.dumps(cache),
+        lambda: copy.deepcopy(cache.layers[0]),
+        lambda: setattr(cache.layers[0], "keys", torch.zeros(1)),
+        lambda: cache.layers[0].reorder_cache(torch.tensor([1, 0])),
+    ]
+    for attempt in attempts:
+        with pytest.raises(ArgumentError, match="expected"):
+            attempt()
+    assert cache.get_seq_length() == 5
+
+
+def test_counts_and_rows_out_of_range() -> None:
+    cache = _filled()
+    for call in (
+        lambda: cache.crop(1),
+        lambda: cache.crop(-6),
+        lambda: cache.reorder_cache(torch.tensor([0, 2])),
+        lambda: cache.batch_select_indices(torch.tensor([], dtype=torch.long)),
+        lambda: cache.batch_repeat_interleave(0),
+    ):
+        with pytest.raises(ArgumentError):
+            call()
+    assert cache.get_seq_length() == 5
+    cache.crop(0)
+    cache.crop(-5)
+    assert cache.get_seq_length() == 0
+
+
+def test_cropping_a_window_that_recorded_nothing() -> None:
+    cache = quire_cache(model_of("mistral"))
+    k = torch.randn(1, 2, 20, 16)
+    for num_tokens in (20, 1, 1, 1, 1, 1):
+        for layer in (0, 1):
+            cache.update(k[:, :, :num_tokens], k[:, :, :num_tokens], layer)
+    with pytest.raises(ArgumentError, match="activate_past_recording"):
+        cache.crop(-15)
+
+
+def test_arguments() -> None:
+    config = model_of("llama").config
+    for options in ({"storage": "paged"}, {"max_length": 0}, {"kv_memory": "some"}, {"kv_memory": 0}):
+        with pytest.raises(ArgumentError):
+            QuireCache(config, **options)
+    with pytest.raises(ArgumentError, match=r"model\.config"):
+        QuireCache(model_of("llama"))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError):
+        accelerate("llama")  # type: ignore[arg-type]
+
+
+def test_compiling_is_refused() -> None:
+    cache = _filled()
+    k = torch.randn(2, 2, 1, 16)
+    compiled = torch.compile(lambda: cache.update(k, k, 0)[0] * 2, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"torch\.compile cannot trace a QuireCache"):
+        compiled()
+    assert cache.layers[0].get_seq_length() == 5
+    assert not cache.is_compileable
+
+
+def test_it_is_a_dynamic_cache() -> None:
+    cache = quire_cache(model_of("llama"))
+    assert isinstance(cache, DynamicCache)
+    assert isinstance(cache, Cache)
+    assert cache.is_croppable
+    assert len(cache) == 2
+    assert cache.get_max_length() == -1

@@ -1,0 +1,165 @@
+"""Random operations on QuireCache and on DynamicCache, its twin: the same keys and values after each.
+
+All memory there is was full of NaN before, so that a read of what was not written shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from support.hf_case import STORAGES, model_of, quire_cache
+from transformers import DynamicCache
+
+from quire.hf import QuireCache
+
+HEADS, WIDTH = 2, 16
+SEEDS = range(6)
+
+
+def _poison(cache: QuireCache) -> None:
+    """Write NaN wherever the memory can reach."""
+    everything = [cache.fork() for _ in range(3)]
+    for one in everything:
+        tokens = torch.full((3, HEADS, 100, WIDTH), float("nan"))
+        for layer in range(len(one)):
+            one.update(tokens, tokens, layer)
+
+
+class _Pair:
+    """A cache and its twin."""
+
+    def __init__(self, ours: QuireCache, twin: DynamicCache) -> None:
+        self.ours, self.twin = ours, twin
+
+    def update(self, num_rows: int, num_tokens: int) -> None:
+        for layer in range(len(self.twin)):
+            k, v = (torch.randn(num_rows, HEADS, num_tokens, WIDTH) for _ in range(2))
+            assert self.ours.get_mask_sizes(num_tokens, layer) == self.twin.get_mask_sizes(num_tokens, layer)
+            got, want = self.ours.update(k, v, layer), self.twin.update(k, v, layer)
+            for mine, theirs in zip(got, want, strict=True):
+                assert torch.equal(mine, theirs)
+
+    def check(self) -> None:
+        assert self.ours.get_seq_length() == self.twin.get_seq_length()
+        for mine, theirs in zip(self.ours.layers, self.twin.layers, strict=True):
+            if mine.is_initialized:
+                assert torch.equal(mine.keys, theirs.keys)
+                assert torch.equal(mine.values, theirs.values)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_same_contents_after_any_operations(seed: int, storage: str, name: str) -> None:
+    _walk(seed, storage, name, num_steps=25)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_same_contents_after_many_operations(seed: int, storage: str, name: str) -> None:
+    _walk(seed, storage, name, num_steps=80)
+
+
+def _walk(seed: int, storage: str, name: str, num_steps: int) -> None:
+    model, random_ = model_of(name), random.Random(seed)
+    torch.manual_seed(seed)
+    ours = quire_cache(model, storage, max_length=2048, kv_memory="512MiB")
+    _poison(ours)
+    ours.reset()
+    pairs = [_Pair(ours, DynamicCache(config=model.config))]
+    num_rows = {id(pairs[0]): random_.randint(1, 3)}
+    recording = random_.random() < 0.5
+    if recording:
+        ours.activate_past_recording()
+        pairs[0].twin.activate_past_recording()
+    for _ in range(num_steps):
+        pair = random_.choice(pairs)
+        rows, length = num_rows[id(pair)], pair.ours.get_seq_length()
+        action = random_.choice(["update", "update", "update", "crop", "reorder", "fork", "select", "repeat"])
+        if action == "update" or length == 0:
+            pair.update(rows, random_.choice([1, 1, 2, 7, 33]))
+            if recording:
+                back = random_.randint(0, 1)
+                pair.ours.crop(-back)
+                pair.twin.crop(-back)
+        elif action == "crop" and name == "llama":
+            back = random_.randint(0, min(length - 1, 20))
+            pair.ours.crop(-back)
+            pair.twin.crop(-back)
+        elif action == "reorder":
+            order = torch.tensor([random_.randrange(rows) for _ in range(rows)])
+            pair.ours.reorder_cache(order)
+            pair.twin.reorder_cache(order)
+        elif action == "fork" and len(pairs) < 4:
+            other = _Pair(copy.deepcopy(pair.ours), copy.deepcopy(pair.twin))
+            num_rows[id(other)] = rows
+            pairs.append(other)
+        elif action == "select":
+            chosen = torch.tensor(random_.sample(range(rows), random_.randint(1, rows)))
+            pair.ours.batch_select_indices(chosen)
+            pair.twin.batch_select_indices(chosen)
+            num_rows[id(pair)] = len(chosen)
+        elif action == "repeat" and rows < 4:
+            pair.ours.batch_repeat_interleave(2)
+            pair.twin.batch_repeat_interleave(2)
+            num_rows[id(pair)] = 2 * rows
+        for one in pairs:
+            one.check()
+    _check_heaps(ours)
+
+
+def _check_heaps(cache: Any) -> None:
+    for heap in getattr(cache.memory, "_heaps", {}).values():
+        heap.check()
+
+
+@pytest.mark.parametrize("storage", ["virtual", "contiguous"])
+def test_addresses_never_change_and_nothing_is_copied(storage: str) -> None:
+    model = model_of("llama")
+    cache = quire_cache(model, storage)
+    k = torch.randn(2, HEADS, 3, WIDTH)
+    first = cache.update(k, k, 0)[0].data_ptr()
+    for _ in range(40):
+        assert cache.update(k, k, 0)[0].data_ptr() == first
+
+
+def test_growing_moves_only_when_full_and_not_all_layers_at_once() -> None:
+    cache = quire_cache(model_of("llama"), "growing", max_length=None)
+    token = torch.randn(1, HEADS, 1, WIDTH)
+    moves: dict[int, list[int]] = {0: [], 1: []}
+    at: dict[int, int] = {}
+    for step in range(300):
+        for layer in (0, 1):
+            address = cache.update(token, token, layer)[0].data_ptr()
+            if at.get(layer) != address:
+                moves[layer].append(step)
+            at[layer] = address
+    assert [len(steps) for steps in moves.values()] == [3, 3]  # 1 + 128 (+ 1) tokens more each time
+    assert not set(moves[0][1:]) & set(moves[1][1:])
+
+
+@pytest.mark.parametrize("storage", ["virtual", "growing"])
+def test_windows_give_memory_back_behind_them_but_not_what_somebody_holds(storage: str) -> None:
+    model = model_of("mistral")  # both layers slide
+    cache = quire_cache(model, storage, max_length=100_000)
+    token = torch.randn(1, HEADS, 64, WIDTH)
+    for _ in range(20):
+        for layer in (0, 1):
+            cache.update(token, token, layer)
+    settled = cache.used_bytes
+    for _ in range(40):
+        for layer in (0, 1):
+            cache.update(token, token, layer)
+    assert cache.used_bytes <= settled + 64 * 1024
+    held = [cache.update(token, token, layer) for layer in (0, 1)][1]
+    before = held[0].clone()
+    for _ in range(10):
+        for layer in (0, 1):
+            cache.update(token, token, layer)
+    assert torch.equal(held[0], before)
