@@ -91,6 +91,7 @@ class AttendItem {
         zeros_ = reinterpret_cast<const Element*>(kZeroRow);
         logit_scale_ = options_.softcap > 0.0f ? options_.scale / options_.softcap : options_.scale * kLog2E;
         logit_cap_ = options_.softcap * kLog2E;
+        token_major_ = view_.block_size > 1 && view_.k.head_stride < view_.k.token_stride;
         find_query_rows();
     }
 
@@ -102,12 +103,13 @@ class AttendItem {
         constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
 
         // A head's tokens of a block lie together: tiles of one span are taken for a head before the next head's turn.
+        // Where a token's heads lie together instead, all heads take a tile before the next one's turn.
         std::int64_t span = 1;
-        while (2 * span * kTileTokens <= view_.block_size && span < kTiles) span *= 2;
+        while (!token_major_ && 2 * span * kTileTokens <= view_.block_size && span < kTiles) span *= 2;
         // The heads of a small block too, where that is faster: the next tile is asked for block by block, all heads of it.
         constexpr std::int64_t kMostAhead = 1 << 18;  // bytes, of a second cache of 512 KiB or more
         const std::int64_t tile_bytes = kTileTokens * (view_.k.width + view_.v.width) * static_cast<std::int64_t>(sizeof(Element));
-        const int together = Products::kHeadsTogether && span == 1 && heads_ * tile_bytes <= kMostAhead ? heads_ : 1;
+        const int together = (Products::kHeadsTogether || token_major_) && span == 1 && heads_ * tile_bytes <= kMostAhead ? heads_ : 1;
 
         ahead_.near = view_.block_size >= 8;
 
@@ -200,9 +202,21 @@ class AttendItem {
         tokens.runs[tokens.num_runs] = tokens.stop;
     }
 
-    // Part `part` of `num_heads` equal parts of a tile's memory: block by block, the heads from `head` on, keys and values.
+    // Part `part` of `num_heads` equal parts of a tile's memory: block by block, the heads from `head` on, keys and values;
+    // or, where a token's heads lie together, token by token.
     void find_ahead(const Tokens& tokens, int head, int num_heads, int part) {
         ahead_.begin();
+        if (token_major_) {
+            const int count = tokens.stop - tokens.start;
+            const int first = tokens.start + count * part / num_heads, last = tokens.start + count * (part + 1) / num_heads;
+            for (int t = first; t < last; ++t) {
+                ahead_.add(k_ + head * view_.k.head_stride + tokens.k[t], (num_heads - 1) * view_.k.head_stride + view_.k.width);
+            }
+            for (int t = first; t < last; ++t) {
+                ahead_.add(v_ + head * view_.v.head_stride + tokens.v[t], (num_heads - 1) * view_.v.head_stride + view_.v.width);
+            }
+            return ahead_.end(kTileShares);
+        }
         const int pieces = 2 * tokens.num_runs;
         for (int piece = part * pieces; piece < (part + 1) * pieces; ++piece) {
             const int run = piece / (2 * num_heads), start = tokens.runs[run];
@@ -381,6 +395,7 @@ class AttendItem {
     const Element* k_;
     const Element* v_;
     const Element* zeros_;
+    bool token_major_;  // the heads of a token lie together, not the tokens of a head
     float logit_scale_;
     float logit_cap_;
 };
