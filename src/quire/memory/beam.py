@@ -1,9 +1,9 @@
 """Beam search without moving keys and values: a table [beam, position] of where each beam's token lies in one buffer.
 
 All beams of a search are one sequence of the cache: its tokens are the prompt's, once, and then, for every position
-after it, one for each beam. `rows[b, p]` is the number, within that sequence, of the token that beam b has at position p.
-The kernel reads it as block tables of block size 1 (`GrowingStorage.token_view`); to go on with other beams rewrites this
-small table and nothing else, where caches that hold a beam in a row of its own gather all of their keys and values.
+after it, one for each beam. `rows[b, p]` is the number, within that sequence, of beam b's token at position p. The
+kernel reads it as block tables of block size 1 (`GrowingStorage.token_view`); to go on with other beams rewrites this
+small table and nothing else, where caches that hold a beam in a row of its own gather all keys and values.
 
 Not a search: which beams go on is the caller's.
 
