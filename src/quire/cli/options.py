@@ -20,6 +20,7 @@ __all__ = [
     "MaxModelLen",
     "MaxTokens",
     "Model",
+    "PackedWeights",
     "Reservation",
     "Revision",
     "Seed",
@@ -72,6 +73,14 @@ Seed = Annotated[int, typer.Option(metavar="N", help="Seed of all sampling.")]
 Backend = Annotated[
     str | None, typer.Option(metavar="B", help="native or python; native where the extension is built.")
 ]
+PackedWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--packed-weights",
+        metavar="DIR",
+        help="Keep the weights there as the kernels read them: quicker starts.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,7 @@ class EngineOptions:
     backend: str | None
     revision: str | None
     trust_remote_code: bool
+    packed_weights: str | None = None
     profile: bool = False
 
     def build(self) -> LLM:
@@ -109,5 +119,6 @@ class EngineOptions:
             backend=self.backend,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
+            packed_weights=self.packed_weights,
             profile=self.profile,
         )
