@@ -89,7 +89,7 @@ class _Region:
     stop: int
     offset: int
     path: str
-    private: bool
+    copies_on_write: bool  # or is read-only: what is written through it does not reach the file
     inode: int
 
 
@@ -109,7 +109,12 @@ def _region(line: str) -> _Region | None:
         return None
     start, _, stop = fields[0].partition("-")
     return _Region(
-        int(start, 16), int(stop, 16), int(fields[2], 16), fields[5], fields[1].endswith("p"), int(fields[4])
+        int(start, 16),
+        int(stop, 16),
+        int(fields[2], 16),
+        fields[5],
+        fields[1].endswith("p") or "w" not in fields[1],
+        int(fields[4]),
     )
 
 
@@ -126,7 +131,7 @@ def _unwritten(suffix: str) -> set[int]:
             if start is not None and value.split()[0] == "0":
                 unwritten.add(start)
         elif line[0] in "0123456789abcdef" and (region := _region(line)) is not None:
-            start = region.start if region.path.endswith(suffix) and region.private else None
+            start = region.start if region.path.endswith(suffix) and region.copies_on_write else None
         elif line[0] in "0123456789abcdef":
             start = None
     return unwritten

@@ -5,19 +5,19 @@ mapped file, whose pages all processes share and the kernel may take back under 
 Not a model format: a file serves this machine's variant and these very source files, and can be deleted any time.
 
     file      header, zeros up to a multiple of _ALIGNMENT, then the packed bytes of each weight, each beginning at one
-    header    _MAGIC, then JSON: panel layouts (variant included), the source files with size, times and inode, and of each
-              weight its place in them, shape, strides, dtype, and its place here
+    header    _MAGIC, then JSON: panel layouts (variant included), the source files with size, times and inode, and
+              of each weight its place in them, shape, strides, dtype, and its place here
     name      SHA-256 of the header, .packed
 
 Invariants
     K1  the header follows from the weights asked for, before anything is read: a file is used only if it begins with
         exactly that header and has exactly its size. So nothing of a foreign file is interpreted, and anything that
         changes (a source file, the variant, the layout) is another file.
-    K2  only weights whose bytes stand unchanged in a safetensors file (`MappedWeights.origins`) are kept; the others are
-        packed in memory.
-    K3  a file appears under its name whole: written under another, synced, renamed. Of two writers the last one stays; both
-        wrote the same. A file is never changed, only replaced or deleted: mappings stay good. (One that somebody
-        else cuts short while it is mapped ends the process, as with any mapped file.)
+    K2  only weights whose bytes stand unchanged in a safetensors file (`MappedWeights.origins`) are kept; the others
+        are packed in memory.
+    K3  a file appears under its name whole: written under another, synced, renamed. Of two writers the last one
+        stays; both wrote the same. A file is never changed, only replaced or deleted: mappings stay good. (One that
+        somebody else cuts short while it is mapped ends the process, as with any mapped file.)
     K4  a failure to write (disk full) is one warning; the weights packed so far stay in memory.
 
 The packed bytes themselves are not checked at a start: that would read them all. A source file changed in place
