@@ -255,7 +255,7 @@ def pack_linears(
     packing: Packing | None = None,
     *,
     release: Callable[[torch.Tensor], None] | None = None,
-    pack: Callable[[torch.Tensor], NativeWeight] = NativeWeight,
+    pack: Callable[[torch.Tensor], NativeWeight] | None = None,
 ) -> Callable[[], None]:
     """Pack the linear layers of `model` in place.
 
@@ -263,7 +263,8 @@ def pack_linears(
         model: any module on the CPU; its Parameters are emptied layer by layer while they are packed.
         packing: forces one; None chooses per dtype by the rule of `choose_packing`.
         release: called with each dense weight once it is packed, before it is let go of.
-        pack: makes the packed form of each weight [num_outputs, num_inputs] that the extension serves.
+        pack: makes the packed form of each weight [num_outputs, num_inputs] that the extension serves; None packs it
+            in memory.
 
     Returns:
         A function that gives every weight back, bit for bit; called again, it does nothing.
@@ -277,7 +278,7 @@ def pack_linears(
 
     try:
         for parameter, modules, kind in groups:
-            undo.append(_pack(parameter, modules, kind, release, pack))
+            undo.append(_pack(parameter, modules, kind, release, pack or NativeWeight))
     except BaseException:
         restore()
         raise

@@ -161,7 +161,7 @@ class KeptWeights:
     def _write(self, packed: NativeWeight, offset: int) -> None:
         view = np.ctypeslib.as_array(_pointer(packed.native.address), shape=(packed.native.num_bytes,))
         try:
-            self._write_all(memoryview(view), offset)
+            self._write_all(view.data, offset)
         except OSError as error:
             self._fail(error)
             return
