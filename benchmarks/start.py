@@ -1,11 +1,13 @@
 """Start to first token, and peak memory, beside `import torch, transformers` in the same run. JSON lines.
 
-    python benchmarks/start.py [--quick] [--repetitions 5] [--prompt-tokens 16] [--model DIR]
+    python benchmarks/start.py [--quick] [--repetitions 5] [--prompt-tokens 16] [--model DIR] [--packed-weights DIR]
 
 Every measurement is a fresh process, timed by itself from its first statement; the kinds take turns: importing torch
 and transformers and nothing else; `LLM(folder)` and one greedy token; the same with the embedded model. Random weights
 in the shape of Qwen3-0.6B with a vocabulary of 32 000 (473 M parameters, bfloat16, 903 MiB), saved to a temporary
-folder (or to --model, and taken from there if it exists). The file is in the kernel's page cache.
+folder (or to --model, and taken from there if it exists). The file is in the kernel's page cache. With
+--packed-weights the first start of the larger model, reported apart, writes its packed weights there, and a further
+kind, which takes its turn beside the one without, maps them.
 Memory is the process's peak (VmHWM) at the end. Phases are timed by wrapping functions; what is not named is in `rest`.
 """
 
@@ -52,14 +54,20 @@ import sys
 timed(sys.modules["quire.model.load"].AutoModelForCausalLM, "from_pretrained", "read the weights")
 timed(prepare, "pack_linears", "pack")
 timed(prepare, "probe", "probe")
-llm = LLM({model!r}, kv_memory="1GiB")
+llm = LLM({model!r}, kv_memory="1GiB", packed_weights={packed_weights!r})
 begin = time.perf_counter()
 llm.generate([list(range(1, {prompt_tokens} + 1))], SamplingParams(max_tokens=1, temperature=0))
 phases["first token"] = time.perf_counter() - begin
 total = time.perf_counter() - start
 phases["rest"] = total - sum(phases.values())
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(json.dumps({"seconds": total, "phases": phases, "peak_mib": int(peak.split()[1]) // 1024}))
+decode = {decode_tokens}
+rate = None
+if decode:
+    params = SamplingParams(max_tokens=decode, temperature=0, ignore_eos=True)
+    timings = llm.generate([list(range(1, {prompt_tokens} + 1))], params)[0].timings
+    rate = (decode - 1) / (timings.total_s - timings.time_to_first_token_s)
+print(json.dumps({"seconds": total, "phases": phases, "peak_mib": int(peak.split()[1]) // 1024, "rate": rate}))
 """
 
 
@@ -74,6 +82,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model and one run")
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--packed-weights", default=None, help="folder of packed weights; measured too")
+    parser.add_argument(
+        "--decode-tokens", type=int, default=0, help="decoded afterwards, at batch 1; the rate"
+    )
     parser.add_argument("--model", default=None, help="folder of the model; made if it does not exist")
     arguments = parser.parse_args()
     repetitions = arguments.repetitions or (1 if arguments.quick else 5)
@@ -84,12 +96,24 @@ def main() -> None:
             from engine import make_model
 
             make_model(quick=arguments.quick, dtype="bfloat16").save_pretrained(folder)
-        engine = {
-            name: _ENGINE.replace("{model!r}", repr(model)).replace(
-                "{prompt_tokens}", str(arguments.prompt_tokens)
-            )
-            for name, model in (("473 M parameters", folder), ("embedded model", None))
+        cases: dict[str, tuple[str | None, str | None]] = {
+            "473 M parameters": (folder, None),
+            "embedded model": (None, None),
         }
+        first = None
+        if arguments.packed_weights is not None:
+            cases["473 M parameters, packed weights kept"] = (folder, arguments.packed_weights)
+        engine = {}
+        for name, (model, packed_weights) in cases.items():
+            given = {"model!r": repr(model), "packed_weights!r": repr(packed_weights),
+                     "prompt_tokens": str(arguments.prompt_tokens),
+                     "decode_tokens": str(arguments.decode_tokens)}  # fmt: skip
+            program = _ENGINE
+            for field, value in given.items():
+                program = program.replace("{" + field + "}", value)
+            engine[name] = program
+            if packed_weights is not None:
+                first = run(program)
         imports: list[float] = []
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engine}
         for _ in range(repetitions):
@@ -100,6 +124,8 @@ def main() -> None:
     emit(
         "start", case="import torch, transformers", seconds=round(base, 2), all=[round(s, 2) for s in imports]
     )
+    if first is not None:
+        emit("start", case="first start with packed weights", **first)
     for name, results in runs.items():
         seconds = statistics.median(result["seconds"] for result in results)
         phases = {
@@ -114,6 +140,7 @@ def main() -> None:
             peak_mib=statistics.median(result["peak_mib"] for result in results),
             phases_s=phases,
             all=[round(result["seconds"], 2) for result in results],
+            decode_tokens_per_s=[round(result["rate"], 2) for result in results if result["rate"]],
         )
 
 

@@ -47,6 +47,17 @@ void bind_linear(nb::module_& m) {
             "Packs the weight whose element (n, k) lies at weight + n * output_stride + k * input_stride (in elements). "
             "dtype: float32, bfloat16 or float16; isa: a variant's name, default the one in use. The weight may be freed "
             "afterwards.")
+        .def_static(
+            "at",
+            [](std::uintptr_t packed, std::int64_t num_outputs, std::int64_t num_inputs, std::string_view dtype,
+               std::optional<std::string> isa, nb::handle) {
+                const Isa chosen = isa ? isa_from_name(*isa) : current_isa();
+                return new PackedWeight(element_named(dtype, "a weight"), at<const void>(packed), num_outputs, num_inputs, chosen);
+            },
+            nb::arg("packed"), nb::arg("num_outputs"), nb::arg("num_inputs"), nb::arg("dtype"), nb::arg("isa").none(),
+            nb::arg("owner"), nb::keep_alive<0, 6>(), nb::rv_policy::take_ownership,
+            "A weight that was packed before with the same panel_layout, read where it lies: num_bytes bytes at a multiple of "
+            "64. `owner` keeps them, and is kept.")
         .def(
             "multiply",
             [](const PackedWeight& self, std::uintptr_t x, std::int64_t rows, std::uintptr_t bias, std::uintptr_t out) {
@@ -68,7 +79,24 @@ void bind_linear(nb::module_& m) {
         .def_prop_ro("num_outputs", &PackedWeight::num_outputs)
         .def_prop_ro("num_inputs", &PackedWeight::num_inputs)
         .def_prop_ro("num_bytes", &PackedWeight::num_bytes, "Bytes of the packed form.")
+        .def_prop_ro("address", [](const PackedWeight& self) { return reinterpret_cast<std::uintptr_t>(self.data()); },
+                     "Where they are.")
         .def_prop_ro("isa", [](const PackedWeight& self) { return std::string(isa_name(self.isa())); }, "The variant it is packed for.");
+    m.def(
+        "panel_layout",
+        [](std::string_view dtype, std::optional<std::string> isa) {
+            return panel_layout(element_named(dtype, "a weight"), isa ? isa_from_name(*isa) : current_isa());
+        },
+        nb::arg("dtype"), nb::arg("isa") = nb::none(),
+        "Names the packed form of a dtype for a variant: under equal names equal weights have equal packed bytes.");
+    m.def(
+        "packed_num_bytes",
+        [](std::int64_t num_outputs, std::int64_t num_inputs, std::string_view dtype, std::optional<std::string> isa) {
+            return packed_num_bytes(element_named(dtype, "a weight"), num_outputs, num_inputs,
+                                    isa ? isa_from_name(*isa) : current_isa());
+        },
+        nb::arg("num_outputs"), nb::arg("num_inputs"), nb::arg("dtype"), nb::arg("isa") = nb::none(),
+        "Bytes of the packed form of a weight.");
 }
 
 }  // namespace quire

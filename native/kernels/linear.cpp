@@ -6,6 +6,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <sys/mman.h>
 
 #include "kernels/profile.hpp"
@@ -118,9 +119,8 @@ unsigned char* allocate(std::size_t num_bytes) {
 
 void PackedWeight::Free::operator()(void* data) const { std::free(data); }
 
-PackedWeight::PackedWeight(Element element, const void* weight, std::int64_t num_outputs, std::int64_t num_inputs,
-                           std::int64_t output_stride, std::int64_t input_stride, Isa isa)
-    : element_(element), isa_(isa), kernel_(&kernel_of(isa, element)), num_outputs_(num_outputs), num_inputs_(num_inputs) {
+PackedWeight::PackedWeight(Element element, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa)
+    : element_(element), isa_(isa), kernel_(&kernel_of(isa, element)), num_outputs_(num_outputs), num_inputs_(num_inputs), data_(nullptr) {
     if (num_outputs < 1 || num_inputs < 1) {
         throw std::invalid_argument("expected a weight of at least 1 x 1, got " + std::to_string(num_outputs) + " x " +
                                     std::to_string(num_inputs));
@@ -128,16 +128,30 @@ PackedWeight::PackedWeight(Element element, const void* weight, std::int64_t num
     if (!isa_supported(isa)) {
         throw std::invalid_argument("this processor cannot run the variant " + std::string(isa_name(isa)));
     }
+    depth_ = round_up(num_inputs, kernel_->depth);
+    panel_bytes_ = depth_ * kernel_->columns * element_bytes(element);
+    num_panels_ = divide_up(num_outputs, kernel_->columns);
+    num_bytes_ = packed_num_bytes(element, num_outputs, num_inputs, isa);
+}
+
+PackedWeight::PackedWeight(Element element, const void* packed, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa)
+    : PackedWeight(element, num_outputs, num_inputs, isa) {
+    if (packed == nullptr || reinterpret_cast<std::uintptr_t>(packed) % 64 != 0) {
+        throw std::invalid_argument("expected packed memory at a multiple of 64 bytes, got another address");
+    }
+    data_ = static_cast<const unsigned char*>(packed);
+}
+
+PackedWeight::PackedWeight(Element element, const void* weight, std::int64_t num_outputs, std::int64_t num_inputs,
+                           std::int64_t output_stride, std::int64_t input_stride, Isa isa)
+    : PackedWeight(element, num_outputs, num_inputs, isa) {
     const LinearKernel& kernel = *kernel_;
-    depth_ = round_up(num_inputs, kernel.depth);
-    panel_bytes_ = depth_ * kernel.columns * element_bytes(element);
-    num_panels_ = divide_up(num_outputs, kernel.columns);
-    num_bytes_ = static_cast<std::size_t>(num_panels_ * panel_bytes_);
-    data_.reset(allocate(num_bytes_));
+    owned_.reset(allocate(num_bytes_));
+    data_ = owned_.get();
     with_word(element, [&](auto zero) {
         using Word = decltype(zero);
         ThreadPool::instance().run(num_panels_, [&](std::int64_t panel) {
-            auto* to = reinterpret_cast<Word*>(data_.get() + panel * panel_bytes_);
+            auto* to = reinterpret_cast<Word*>(owned_.get() + panel * panel_bytes_);
             const std::int64_t first = panel * kernel.columns;
             const std::int64_t num_columns = std::min(kernel.columns, num_outputs - first);
             if (num_columns < kernel.columns || depth_ > num_inputs) std::memset(to, 0, static_cast<std::size_t>(panel_bytes_));
@@ -158,12 +172,28 @@ PackedWeight::PackedWeight(Element element, const void* weight, std::int64_t num
     });
 }
 
+std::size_t packed_num_bytes(Element element, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa) {
+    const LinearKernel& kernel = kernel_of(isa, element);
+    return static_cast<std::size_t>(divide_up(num_outputs, kernel.columns) * kernel.columns * round_up(num_inputs, kernel.depth) *
+                                    element_bytes(element));
+}
+
+std::string panel_layout(Element element, Isa isa) {
+    // Raise it when the bytes of a packed weight change while the names and numbers below stay.
+    constexpr int kVersion = 1;
+    const LinearKernel& kernel = kernel_of(isa, element);
+    constexpr std::string_view kNames[] = {"rows", "split_pairs", "depth_pairs", "tiles"};
+    return std::string(isa_name(isa)) + " version " + std::to_string(kVersion) + " " +
+           std::string(kNames[static_cast<int>(kernel.layout)]) + " of " + std::to_string(kernel.columns) + " columns, depth " +
+           std::to_string(kernel.depth);
+}
+
 void PackedWeight::unpack(void* out) const {
     const LinearKernel& kernel = *kernel_;
     with_word(element_, [&](auto zero) {
         using Word = decltype(zero);
         ThreadPool::instance().run(num_panels_, [&](std::int64_t panel) {
-            const auto* from = reinterpret_cast<const Word*>(data_.get() + panel * panel_bytes_);
+            const auto* from = reinterpret_cast<const Word*>(data_ + panel * panel_bytes_);
             const std::int64_t first = panel * kernel.columns;
             auto* to = static_cast<Word*>(out) + first * num_inputs_;
             visit_panel(kernel.layout, kernel.columns, std::min(kernel.columns, num_outputs_ - first), num_inputs_,
@@ -184,7 +214,7 @@ void PackedWeight::gather_rows(const std::int64_t* ids, std::int64_t num_ids, vo
         using Word = decltype(zero);
         const auto gather = [&](std::int64_t i) {
             const std::int64_t column = ids[i] % kernel.columns;
-            const auto* from = reinterpret_cast<const Word*>(data_.get() + ids[i] / kernel.columns * panel_bytes_);
+            const auto* from = reinterpret_cast<const Word*>(data_ + ids[i] / kernel.columns * panel_bytes_);
             auto* to = static_cast<Word*>(out) + i * num_inputs_;
             // A panel whose first column is the one wanted.
             const std::int64_t offset = panel_index(kernel.layout, kernel.columns, 0, column);

@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "kernels/isa.hpp"
 #include "kernels/linear_kernel.hpp"
@@ -44,6 +45,10 @@ class PackedWeight {
     PackedWeight(Element element, const void* weight, std::int64_t num_outputs, std::int64_t num_inputs, std::int64_t output_stride,
                  std::int64_t input_stride, Isa isa);
 
+    // A weight packed before, by the same `panel_layout`: num_bytes() bytes at `packed`, aligned to 64, which stay the
+    // caller's and must outlive this object. Throws as above, and for another alignment.
+    PackedWeight(Element element, const void* packed, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa);
+
     // x [rows, num_inputs] and out [rows, num_outputs], contiguous, of the weight's element; bias [num_outputs] or null.
     // out may not overlap the others.
     void multiply(const void* x, std::int64_t rows, const void* bias, void* out) const;
@@ -60,9 +65,13 @@ class PackedWeight {
     std::int64_t num_outputs() const { return num_outputs_; }
     std::int64_t num_inputs() const { return num_inputs_; }
     std::size_t num_bytes() const { return num_bytes_; }
+    const unsigned char* data() const { return data_; }
 
   private:
     friend void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows);
+
+    // All but the memory.
+    PackedWeight(Element element, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa);
 
     struct Free {
         void operator()(void* data) const;
@@ -77,7 +86,14 @@ class PackedWeight {
     std::int64_t panel_bytes_;
     std::int64_t num_panels_;
     std::size_t num_bytes_;
-    std::unique_ptr<unsigned char, Free> data_;
+    std::unique_ptr<unsigned char, Free> owned_;  // null where the memory is the caller's
+    const unsigned char* data_;
 };
+
+// Names the packed form of `element` for `isa`: equal names, equal bytes for equal weights, in any build.
+std::string panel_layout(Element element, Isa isa);
+
+// Bytes of the packed form, without making it.
+std::size_t packed_num_bytes(Element element, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa);
 
 }  // namespace quire

@@ -110,7 +110,7 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
             auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(block.rows * block.sums_stride * 4)));
             const auto run = [&](std::int64_t first_panel, std::int64_t count, std::int64_t k, std::int64_t range) {
                 block.activations = activations + row * stride + k * kernel.staged_bytes;
-                block.panels = weight.data_.get() + (panel + first_panel) * panel_bytes + k * columns * bytes;
+                block.panels = weight.data_ + (panel + first_panel) * panel_bytes + k * columns * bytes;
                 block.num_panels = count;
                 block.depth = range;
                 block.sums = sums + first_panel * columns;

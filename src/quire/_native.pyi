@@ -163,6 +163,14 @@ class PackedWeight:
         Packs the weight whose element (n, k) lies at weight + n * output_stride + k * input_stride (in elements). dtype: float32, bfloat16 or float16; isa: a variant's name, default the one in use. The weight may be freed afterwards.
         """
 
+    @staticmethod
+    def at(
+        packed: int, num_outputs: int, num_inputs: int, dtype: str, isa: str | None, owner: object
+    ) -> PackedWeight:
+        """
+        A weight that was packed before with the same panel_layout, read where it lies: num_bytes bytes at a multiple of 64. `owner` keeps them, and is kept.
+        """
+
     def multiply(self, x: int, rows: int, bias: int, out: int) -> None:
         """
         out [rows, num_outputs] = x [rows, num_inputs] times the weight + bias [num_outputs] (0: none); all contiguous, of the weight's dtype.
@@ -185,8 +193,20 @@ class PackedWeight:
         """Bytes of the packed form."""
 
     @property
+    def address(self) -> int:
+        """Where they are."""
+
+    @property
     def isa(self) -> str:
         """The variant it is packed for."""
+
+def panel_layout(dtype: str, isa: str | None = None) -> str:
+    """
+    Names the packed form of a dtype for a variant: under equal names equal weights have equal packed bytes.
+    """
+
+def packed_num_bytes(num_outputs: int, num_inputs: int, dtype: str, isa: str | None = None) -> int:
+    """Bytes of the packed form of a weight."""
 
 class PagedView:
     """

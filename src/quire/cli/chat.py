@@ -26,6 +26,7 @@ def chat(
     backend: options.Backend = None,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    packed_weights: options.PackedWeights = None,
 ) -> None:
     """Talks with a model. An empty line is skipped; /reset starts anew; /exit or Ctrl-D leaves."""
     from quire.engine.sampling_params import SamplingParams
@@ -33,7 +34,7 @@ def chat(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine_options = options.EngineOptions(
         model, kv_memory, storage, reservation, growth, piece_size, block_size, dtype, max_model_len, seed, backend,
-        revision, trust_remote_code,
+        revision, trust_remote_code, packed_weights,
     )  # fmt: skip
     with engine_options.build() as llm:
         print(f"quire: {llm.capacity}. /reset starts anew, /exit leaves.", file=sys.stderr)

@@ -107,6 +107,7 @@ def generate(
     backend: options.Backend = None,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    packed_weights: options.PackedWeights = None,
     as_json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
@@ -139,7 +140,7 @@ def generate(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine_options = options.EngineOptions(
         model, kv_memory, storage, reservation, growth, piece_size, block_size, dtype, max_model_len, seed, backend,
-        revision, trust_remote_code,
+        revision, trust_remote_code, packed_weights,
         profile=show_profile or profile_trace is not None,
     )  # fmt: skip
     with engine_options.build() as llm:

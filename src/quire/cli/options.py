@@ -20,6 +20,7 @@ __all__ = [
     "MaxModelLen",
     "MaxTokens",
     "Model",
+    "PackedWeights",
     "PieceSize",
     "Reservation",
     "Revision",
@@ -81,6 +82,14 @@ Seed = Annotated[int, typer.Option(metavar="N", help="Seed of all sampling.")]
 Backend = Annotated[
     str | None, typer.Option(metavar="B", help="native or python; native where the extension is built.")
 ]
+PackedWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--packed-weights",
+        metavar="DIR",
+        help="Keep the weights there as the kernels read them: quicker starts.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,7 @@ class EngineOptions:
     backend: str | None
     revision: str | None
     trust_remote_code: bool
+    packed_weights: str | None = None
     profile: bool = False
 
     def build(self) -> LLM:
@@ -120,5 +130,6 @@ class EngineOptions:
             backend=self.backend,
             revision=self.revision,
             trust_remote_code=self.trust_remote_code,
+            packed_weights=self.packed_weights,
             profile=self.profile,
         )

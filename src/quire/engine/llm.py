@@ -8,9 +8,11 @@ and share the batch.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.backends import native_module
@@ -52,6 +54,9 @@ class LLM:
         run at once. max_model_len: longest sequence; the model's own if not given.
     seed: of requests that bring none. revision, trust_remote_code: of a Hub id.
     backend: "native", "python" or None for the best there is. num_threads: torch's and the kernels'.
+    packed_weights: a folder in which the form of the weights that the kernels read is kept, made if it is not there:
+        the first start writes it, later ones map it, packing nothing. Used where the weights come from
+        safetensors files and the back end is native; a file there is as large as the weights and may be deleted.
     profile: takes the times of every step; `llm.profile` tells them, and is None without.
 
     *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.
@@ -78,6 +83,7 @@ class LLM:
         trust_remote_code: bool = False,
         backend: str | None = None,
         num_threads: int | None = None,
+        packed_weights: str | os.PathLike[str] | None = None,
         profile: bool = False,
     ) -> None:
         _check_range("block_size", block_size, 1, 512)
@@ -98,6 +104,7 @@ class LLM:
             piece_size=piece_size,
             backend=backend,
         )
+        packed_folder = None if packed_weights is None else _folder("packed_weights", packed_weights)
 
         import torch
 
@@ -110,7 +117,9 @@ class LLM:
             if (native := native_module()) is not None:
                 native.set_num_threads(num_threads)
         loaded = load(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-        prepared = PreparedModel(loaded, backend=backend, max_model_len=max_model_len)
+        prepared = PreparedModel(
+            loaded, backend=backend, max_model_len=max_model_len, packed_weights=packed_folder
+        )
         self._prepared = prepared
         self._storage: Storage | None = None
         try:
@@ -452,6 +461,18 @@ class _Progress:
     def advance(self, count: int) -> None:
         if self._bar is not None:
             self._bar.advance(self._task, count)
+
+
+def _folder(name: str, value: str | os.PathLike[str]) -> Path:
+    """A folder to write in, made if it is not there."""
+    folder = Path(value).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(
+            f"expected a folder that is there or can be made, got {str(value)!r} ({error.strerror}) - in `{name}`"
+        ) from error
+    return folder
 
 
 def _check_range(name: str, value: Any, low: int, high: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from quire.model.packed_weights import packed_weight
+from quire.model.plain_weights import packed_weight
 
 __all__ = ["fingerprint"]
 

@@ -46,6 +46,7 @@ __all__ = [
     "Packing",
     "choose_packing",
     "pack_linears",
+    "weights_to_pack",
 ]
 
 Packing = Literal["native", "onednn"]
@@ -86,6 +87,24 @@ class NativeWeight:
             raise BackendError('expected quire._native for packing "native", and it is not built here')
         self.native = module.PackedWeight(
             weight.data_ptr(), *weight.shape, *weight.stride(), DTYPE_NAMES[weight.dtype], isa
+        )
+        self._multiply = self.native.multiply
+
+    @classmethod
+    def at(cls, weight: torch.Tensor, address: int, owner: object) -> NativeWeight:
+        """`weight`, of which only shape and dtype are read, packed before by the variant in use: its packed bytes lie
+        at `address`, kept by `owner`."""
+        self = cls.__new__(cls)
+        self.dtype = weight.dtype
+        self.num_outputs, self.num_inputs = weight.shape
+        self.move(address, owner)
+        return self
+
+    def move(self, address: int, owner: object) -> None:
+        """Read the packed bytes at `address` from now on. Before anybody has taken `native`."""
+        module = cast(Any, native_module())
+        self.native = module.PackedWeight.at(
+            address, self.num_outputs, self.num_inputs, DTYPE_NAMES[self.dtype], None, owner
         )
         self._multiply = self.native.multiply
 
@@ -236,6 +255,7 @@ def pack_linears(
     packing: Packing | None = None,
     *,
     release: Callable[[torch.Tensor], None] | None = None,
+    pack: Callable[[torch.Tensor], NativeWeight] | None = None,
 ) -> Callable[[], None]:
     """Pack the linear layers of `model` in place.
 
@@ -243,6 +263,8 @@ def pack_linears(
         model: any module on the CPU; its Parameters are emptied layer by layer while they are packed.
         packing: forces one; None chooses per dtype by the rule of `choose_packing`.
         release: called with each dense weight once it is packed, before it is let go of.
+        pack: makes the packed form of each weight [num_outputs, num_inputs] that the extension serves; None packs it
+            in memory.
 
     Returns:
         A function that gives every weight back, bit for bit; called again, it does nothing.
@@ -256,11 +278,18 @@ def pack_linears(
 
     try:
         for parameter, modules, kind in groups:
-            undo.append(_pack(parameter, modules, kind, release))
+            undo.append(_pack(parameter, modules, kind, release, pack or NativeWeight))
     except BaseException:
         restore()
         raise
     return restore
+
+
+def weights_to_pack(model: nn.Module) -> list[torch.Tensor]:
+    """What `pack_linears(model, pack=...)` would call `pack` with, in that order."""
+    groups = _packable(model, None)
+    dense = [(p.detach(), _is_transposed(modules[0])) for p, modules, kind in groups if kind == "native"]
+    return [weight.t() if transposed else weight for weight, transposed in dense]
 
 
 def _packable(
@@ -304,12 +333,13 @@ def _pack(
     modules: list[nn.Module],
     kind: Packing,
     release: Callable[[torch.Tensor], None] | None,
+    pack: Callable[[torch.Tensor], NativeWeight],
 ) -> Callable[[], None]:
     """Pack one weight for all modules that hold it; returns what undoes that."""
     transposed = _is_transposed(modules[0])
     dense = parameter.detach()
     oriented = dense.t() if transposed else dense
-    packed: PackedWeight = NativeWeight(oriented) if kind == "native" else OneDnnWeight(oriented)
+    packed: PackedWeight = pack(oriented) if kind == "native" else OneDnnWeight(oriented)
     classes = [type(module) for module in modules]
     for module in modules:
         module._parameters["weight"] = None  # the entry stays: state_dict() keeps its order

@@ -5,7 +5,9 @@ without this its pages would stay in the process beside the packed copy until th
 (the norms' never are), twice the model. Given back they stay in the kernel's page cache and belong to nobody.
 Only for a model that `load` has read itself: nobody else holds its tensors, and nothing was written to them.
 
-Cost: one look at /proc/self/maps, and a system call per weight.
+The same mappings tell where in which file a weight's bytes stand (`origins`), for `packed_weights`.
+
+Cost: one look at /proc/self/maps, and a system call per weight; `origins` looks at /proc/self/smaps once.
 """
 
 from __future__ import annotations
@@ -13,26 +15,29 @@ from __future__ import annotations
 import bisect
 import ctypes
 import mmap
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-__all__ = ["MappedWeights"]
+__all__ = ["MappedWeights", "Origin"]
+
+_SUFFIX = ".safetensors"
 
 
 class MappedWeights:
     """The safetensors files mapped into this process now; none where the kernel does not tell (not Linux)."""
 
     def __init__(self) -> None:
-        self._regions = _mapped_files(".safetensors")
-        self._starts = [start for start, _ in self._regions]
+        self._regions = _mapped_files(_SUFFIX)
+        self._starts = [region.start for region in self._regions]
 
     def release(self, weight: torch.Tensor) -> None:
         """Gives the pages wholly inside `weight` back if they lie in one of the files; its bytes can still be read."""
         start = weight.data_ptr()
         stop = start + weight.numel() * weight.element_size()
-        region = bisect.bisect_right(self._starts, start) - 1
-        if region < 0 or stop > self._regions[region][1] or not weight.is_contiguous():
+        if self._region_of(weight) is None or not weight.is_contiguous():
             return
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = stop // mmap.PAGESIZE * mmap.PAGESIZE
@@ -40,20 +45,104 @@ class MappedWeights:
             # A failure leaves the pages where they are: more memory, nothing wrong.
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
 
+    def origins(self, weights: list[torch.Tensor]) -> list[Origin | None]:
+        """Where the bytes of each weight (dense in memory, in any order) stand in a file; None where that is not
+        certain: not in a mapping, written to since, or the file is no longer the one that is mapped."""
+        unwritten = _unwritten(_SUFFIX)
+        stamps: dict[_Region, tuple[int, ...] | None] = {}
+        found: list[Origin | None] = []
+        for weight in weights:
+            region = self._region_of(weight)
+            if region is None or region.start not in unwritten:
+                found.append(None)
+                continue
+            if region not in stamps:
+                stamps[region] = _stamp(region.path, region.inode)
+            stamp = stamps[region]
+            offset = region.offset + weight.data_ptr() - region.start
+            found.append(None if stamp is None else Origin(region.path, stamp, offset))
+        return found
+
+    def _region_of(self, weight: torch.Tensor) -> _Region | None:
+        start = weight.data_ptr()
+        index = bisect.bisect_right(self._starts, start) - 1
+        if index < 0 or start + weight.numel() * weight.element_size() > self._regions[index].stop:
+            return None
+        return self._regions[index]
+
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _mapped_files(suffix: str) -> list[tuple[int, int]]:
-    """(start, stop) of every mapping of a file named *suffix, by address."""
+@dataclass(frozen=True)
+class Origin:
+    """Bytes of a file as it is now: `stamp` changes when the file does."""
+
+    path: str
+    stamp: tuple[int, ...]  # size, mtime in ns, ctime in ns, inode
+    offset: int  # of the bytes, from the beginning of the file
+
+
+@dataclass(frozen=True)
+class _Region:
+    start: int
+    stop: int
+    offset: int
+    path: str
+    copies_on_write: bool  # or is read-only: what is written through it does not reach the file
+    inode: int
+
+
+def _mapped_files(suffix: str) -> list[_Region]:
+    """Every mapping of a file named *suffix, by address."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return []
-    regions = []
+    return [region for line in lines if (region := _region(line)) and region.path.endswith(suffix)]
+
+
+def _region(line: str) -> _Region | None:
+    """A line of /proc/self/maps that names a file."""
+    fields = line.split(maxsplit=5)
+    if len(fields) != 6 or "-" not in fields[0]:
+        return None
+    start, _, stop = fields[0].partition("-")
+    return _Region(
+        int(start, 16),
+        int(stop, 16),
+        int(fields[2], 16),
+        fields[5],
+        fields[1].endswith("p") or "w" not in fields[1],
+        int(fields[4]),
+    )
+
+
+def _unwritten(suffix: str) -> set[int]:
+    """Starts of those mappings of which no page has been written to, so that they read as their files do."""
+    unwritten, start = set(), None
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return set()
     for line in lines:
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5].endswith(suffix):
-            start, _, stop = fields[0].partition("-")
-            regions.append((int(start, 16), int(stop, 16)))
-    return regions
+        name, _, value = line.partition(":")
+        if name == "Anonymous":
+            if start is not None and value.split()[0] == "0":
+                unwritten.add(start)
+        elif line[0] in "0123456789abcdef" and (region := _region(line)) is not None:
+            start = region.start if region.path.endswith(suffix) and region.copies_on_write else None
+        elif line[0] in "0123456789abcdef":
+            start = None
+    return unwritten
+
+
+def _stamp(path: str, inode: int) -> tuple[int, ...] | None:
+    """Of the file at `path`; None where another lies there by now."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    if status.st_ino != inode:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino

@@ -1,26 +1,234 @@
-"""Reading the weights that a prepared model holds packed, as they were: for those who look at all of a model's weights.
+"""The packed form of a model's linear weights, kept in a file from one start to the next and mapped.
 
-Cost: unpacking, for each call of what is returned.
+A start that finds its file packs nothing, reads no dense weight and allocates no memory for one: the kernels read the
+mapped file, whose pages all processes share and the kernel may take back under pressure.
+Not a model format: a file serves this machine's variant and these very source files, and can be deleted any time.
+
+    file      header, zeros up to a multiple of _ALIGNMENT, then the packed bytes of each weight, each beginning at one
+    header    _MAGIC, then JSON: panel layouts (variant included), the source files with size, times and inode, and
+              of each weight its place in them, shape, strides, dtype, and its place here
+    name      SHA-256 of the header, .packed
+
+Invariants
+    K1  the header follows from the weights asked for, before anything is read: a file is used only if it begins with
+        exactly that header and has exactly its size. So nothing of a foreign file is interpreted, and anything that
+        changes (a source file, the variant, the layout) is another file.
+    K2  only weights whose bytes stand unchanged in a safetensors file (`MappedWeights.origins`) are kept; the others
+        are packed in memory.
+    K3  a file appears under its name whole: written under another, synced, renamed. Of two writers the last one
+        stays; both wrote the same. A file is never changed, only replaced or deleted: mappings stay good. (One that
+        somebody else cuts short while it is mapped ends the process, as with any mapped file.)
+    K4  a failure to write (disk full) is one warning; the weights packed so far stay in memory.
+
+The packed bytes themselves are not checked at a start: that would read them all. A source file changed in place
+without a change of its size and times is not noticed either.
+
+Cost: the first start writes as many bytes as the weights have, and syncs them; a later one reads the header and maps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
 
+import numpy as np
 import torch
-from torch import nn
 
-from quire.model.experts import _PackedExperts  # pyright: ignore[reportPrivateUsage]
-from quire.model.linear import _PackedModule  # pyright: ignore[reportPrivateUsage]
+from quire.backends import native_module
+from quire.model.linear import DTYPE_NAMES, NativeWeight
+from quire.model.mapped_weights import MappedWeights
 
-__all__ = ["packed_weight"]
+__all__ = ["KeptWeights"]
+
+_MAGIC = b"quire packed weights 1\n"
+_ALIGNMENT = 4096
+_SUFFIX, _PARTIAL = ".packed", ".partial"
+
+_log = logging.getLogger("quire")
+
+# What a weight is found again by: address, shape and strides.
+_Key = tuple[int, torch.Size, tuple[int, ...]]
 
 
-def packed_weight(module: nn.Module, name: str) -> tuple[object, Callable[[], torch.Tensor]] | None:
-    """The owner of the packed weight that stands for parameter `name` of `module` (one for all modules that share
-    it), and what unpacks it, bit for bit; None where it is not packed."""
-    if isinstance(module, _PackedModule) and name == "weight":
-        return module._packed, module._unpacked
-    if isinstance(module, _PackedExperts) and name in module._packed:
-        return module._packed[name], lambda: module._unpacked(name)
-    return None
+class KeptWeights:
+    """The file in `folder` of those of `weights`, each [num_outputs, num_inputs], that can be kept.
+
+    A context: inside, `pack` gives each weight's packed form; a file that was missing is there after it.
+    """
+
+    def __init__(self, folder: Path, mapped: MappedWeights, weights: Sequence[torch.Tensor]) -> None:
+        self._mapped_weights, self._weights = mapped, list(weights)
+        self._offsets: dict[_Key, int] = {}
+        self._header, self._num_bytes = self._plan()
+        self.path = folder / (hashlib.sha256(self._header).hexdigest()[:32] + _SUFFIX)
+        self._pages: np.ndarray | None = None  # the mapped file
+        self._writer: BinaryIO | None = None
+        self._in_memory: list[tuple[NativeWeight, int]] = []
+
+    def __enter__(self) -> KeptWeights:
+        if self._offsets and not self._map():
+            self._begin()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self._writer is None:
+            return
+        if kind is not None:
+            self._abandon()
+        elif self._publish() and self._map():
+            for weight, offset in self._in_memory:
+                weight.move(self._address(offset), self._pages)
+        self._in_memory.clear()
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the weights are read from the file."""
+        return self._pages is not None
+
+    def pack(self, weight: torch.Tensor) -> NativeWeight:
+        """The packed form of `weight`: mapped, or packed now (and written)."""
+        offset = self._offsets.get(_key(weight))
+        if offset is not None and self._pages is not None:
+            return NativeWeight.at(weight, self._address(offset), self._pages)
+        packed = NativeWeight(weight)
+        if offset is not None and self._writer is not None:
+            self._write(packed, offset)
+        return packed
+
+    def _plan(self) -> tuple[bytes, int]:
+        """The header, and the size of the file; fills in the weights' places."""
+        native = cast(Any, native_module())
+        files: dict[tuple[str, tuple[int, ...]], int] = {}
+        entries: list[list[Any]] = []
+        position = 0  # from the end of the header
+        origins = self._origins = self._mapped_weights.origins(self._weights)
+        for weight, origin in zip(self._weights, origins, strict=True):
+            if origin is None:
+                continue
+            file = files.setdefault((origin.path, origin.stamp), len(files))
+            dtype = DTYPE_NAMES[weight.dtype]
+            num_bytes = native.packed_num_bytes(*weight.shape, dtype)
+            self._offsets[_key(weight)] = position
+            entries.append([file, origin.offset, *weight.shape, *weight.stride(), dtype, position, num_bytes])
+            position += _round_up(num_bytes)
+        layouts = {name: native.panel_layout(name) for name in sorted({entry[6] for entry in entries})}
+        text = json.dumps({"layouts": layouts, "files": list(files), "weights": entries}, sort_keys=True)
+        header = _MAGIC + text.encode() + b"\n"
+        start = _round_up(len(header))
+        self._offsets = {key: start + offset for key, offset in self._offsets.items()}
+        return header, start + position
+
+    def _address(self, offset: int) -> int:
+        return cast(np.ndarray, self._pages).ctypes.data + offset
+
+    def _map(self) -> bool:
+        """Map the file if it is the one that was planned."""
+        try:
+            with self.path.open("rb") as file:
+                if (
+                    os.fstat(file.fileno()).st_size != self._num_bytes
+                    or file.read(len(self._header)) != self._header
+                ):
+                    return False
+                pages = mmap.mmap(file.fileno(), self._num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        except OSError:
+            return False
+        pages.madvise(mmap.MADV_WILLNEED)
+        self._pages = np.frombuffer(pages, dtype=np.uint8)  # which keeps the mapping
+        return True
+
+    def _begin(self) -> None:
+        try:
+            _remove_abandoned(self.path.parent)
+            descriptor, name = tempfile.mkstemp(_PARTIAL, "", self.path.parent)
+            self._writer = cast(BinaryIO, os.fdopen(descriptor, "wb", buffering=0, closefd=True))
+            self._partial = Path(name)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._write_all(self._header, 0)
+        except OSError as error:
+            self._fail(error)
+
+    def _write(self, packed: NativeWeight, offset: int) -> None:
+        view = np.ctypeslib.as_array(_pointer(packed.native.address), shape=(packed.native.num_bytes,))
+        try:
+            self._write_all(view.data, offset)
+        except OSError as error:
+            self._fail(error)
+            return
+        self._in_memory.append((packed, offset))
+
+    def _write_all(self, data: bytes | memoryview, offset: int) -> None:
+        descriptor, view = cast(BinaryIO, self._writer).fileno(), memoryview(data)
+        while view:
+            written = os.pwrite(descriptor, view, offset)
+            view, offset = view[written:], offset + written
+
+    def _publish(self) -> bool:
+        """Give the file its name; not if a source file changed meanwhile."""
+        writer = cast(BinaryIO, self._writer)
+        try:
+            os.ftruncate(writer.fileno(), self._num_bytes)  # the last weight's padding
+            os.fsync(writer.fileno())
+            if not self._sources_stand():
+                self._abandon()
+                return False
+            os.replace(self._partial, self.path)
+        except OSError as error:
+            self._fail(error)
+            return False
+        writer.close()
+        self._writer = None
+        return True
+
+    def _sources_stand(self) -> bool:
+        for path, stamp in {(origin.path, origin.stamp) for origin in self._origins if origin is not None}:
+            status = os.stat(path)
+            if (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino) != stamp:
+                return False
+        return True
+
+    def _fail(self, error: OSError) -> None:
+        _log.warning(
+            "packed weights are not kept in %s (%s); they stay in memory, the next start packs again",
+            self.path.parent,
+            error.strerror or error,
+        )
+        self._abandon()
+
+    def _abandon(self) -> None:
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._partial.unlink()
+            self._writer.close()
+            self._writer = None
+
+
+def _key(weight: torch.Tensor) -> _Key:
+    return weight.data_ptr(), weight.shape, weight.stride()
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pointer(address: int) -> Any:
+
+    return ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Partial files of processes that ended while they wrote: nobody holds their lock."""
+    for path in folder.glob("*" + _PARTIAL):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()

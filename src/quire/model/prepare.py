@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +32,9 @@ from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.storage import Storage
 from quire.model import attention_function, rope, row_invariant
 from quire.model.experts import pack_experts
-from quire.model.linear import choose_packing, pack_linears
+from quire.model.linear import choose_packing, pack_linears, weights_to_pack
 from quire.model.load import LoadedModel
+from quire.model.packed_weights import KeptWeights
 from quire.model.paged_cache import PagedCache
 from quire.model.probe import probe, rehearse
 from quire.model.step import ForwardStep
@@ -56,13 +58,19 @@ class PreparedModel:
         max_model_len: longest sequence that will be run. Not given: the model's own, or, for rotary embeddings that
             switch with the length (longrope, dynamic), the length up to which they do not. A longer one holds the long
             frequencies for all sequences.
+        packed_weights: a folder that keeps the packed form of weights (`quire.model.packed_weights`).
 
     Raises:
         UnsupportedModelError: the model cannot be run exactly, with its type and the reason; it is left as it was.
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, backend: str | None = None, max_model_len: int | None = None
+        self,
+        loaded: LoadedModel,
+        *,
+        backend: str | None = None,
+        max_model_len: int | None = None,
+        packed_weights: Path | None = None,
     ) -> None:
         self.loaded = loaded
         self.spec = loaded.spec
@@ -80,7 +88,7 @@ class PreparedModel:
         attention_function.register()
         try:
             with self._threads():
-                self._change(loaded.model)
+                self._change(loaded.model, packed_weights)
                 self._prove(loaded.model)
         except BaseException:
             self.restore()
@@ -170,15 +178,14 @@ class PreparedModel:
         while self._undo:
             self._undo.pop()()
 
-    def _change(self, model: PreTrainedModel) -> None:
+    def _change(self, model: PreTrainedModel, packed_weights: Path | None) -> None:
         training = model.training
         model.eval()
         self._undo.append(lambda: model.train(training) and None)
         self._undo.append(rope.freeze(model, self.max_model_len))
         if self.attention is not reference or choose_packing(self.loaded.dtype) != "native":
             # The python back end leaves the extension's kernels alone where they are built.
-            mapped = self.loaded.mapped
-            self._undo.append(pack_linears(model, release=None if mapped is None else mapped.release))
+            self._undo.append(_pack_linears(self.loaded, packed_weights))
         if self.attention is reference:
             return
         self._undo.append(pack_experts(model))
@@ -227,6 +234,17 @@ class PreparedModel:
         finally:
             for config, value in zip(self._configs, before, strict=True):
                 config.__dict__[_IMPLEMENTATION] = value
+
+
+def _pack_linears(loaded: LoadedModel, folder: Path | None) -> Callable[[], None]:
+    """`pack_linears`, with the packed form taken from `folder` or kept there where that can be done."""
+    mapped = loaded.mapped
+    if mapped is None:
+        return pack_linears(loaded.model)
+    if folder is None or choose_packing(loaded.dtype) != "native":
+        return pack_linears(loaded.model, release=mapped.release)
+    with KeptWeights(folder, mapped, weights_to_pack(loaded.model)) as kept:
+        return pack_linears(loaded.model, release=mapped.release, pack=kept.pack)
 
 
 def _attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
