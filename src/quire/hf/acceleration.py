@@ -19,7 +19,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -199,7 +199,7 @@ class _Steps:
         if step is None:
             return None
         if self._attached is not storage:
-            self._prepared.attach(storage)
+            self._prepared.attach(cast(Any, storage))  # the part of a Storage that a forward uses
             self._attached = storage
         logits = self._prepared.forward(step.forward)
         storage.stored(ids.shape[1])

@@ -42,7 +42,7 @@ class DenseMemory:
             self._check(sum(rows.bytes_of(self.max_length) for rows in opened), self.max_length, num_rows)
             for rows in opened:
                 rows.replace(0, 0, self.max_length)
-        return list(opened)
+        return [*opened]
 
     def prepare(self, needs: Sequence[Need]) -> None:
         growing: list[tuple[Need, int]] = []
@@ -94,7 +94,8 @@ class DenseMemory:
             source, target = need.rows.tokens(need.first, need.stop), new.tokens(need.first, need.stop)
             for row, chosen in enumerate(order):
                 target[row] = source[chosen]
-        return [new for new, _, _ in selected]
+        found: list[Rows] = [new for new, _, _ in selected]
+        return found
 
     def _check(self, more_bytes: int, num_tokens: int, num_rows: int) -> None:
         """Raises CapacityError if `more_bytes` would go beyond the limit."""

@@ -59,7 +59,7 @@ def save(cache: QuireCache, path: Path, model: PreTrainedModel) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(_MAGIC + len(front).to_bytes(8, "little") + hashlib.sha256(front).digest() + front)
             for part in payload:
-                file.write(memoryview(part.numpy()))
+                file.write(part.numpy().data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
@@ -164,7 +164,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _digest(parts: _Parts) -> str:
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(memoryview(part.numpy()))
+        digest.update(part.numpy().data)
     return digest.hexdigest()
 
 
@@ -253,7 +253,7 @@ def _fill_states(layer: Any, file: BinaryIO, states: list[dict[str, Any]], path:
 
 def _read_into(file: BinaryIO, parts: _Parts, digest: str, path: Path) -> None:
     for part in parts:
-        target = memoryview(part.numpy())
+        target = part.numpy().data
         if file.readinto(target) != len(target):  # type: ignore[attr-defined]  # a buffered reader has it
             raise _refused(path, "it is cut short")
     if _digest(parts) != digest:

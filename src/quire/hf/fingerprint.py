@@ -36,7 +36,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     for name, tensor in _tensors(model):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # numpy has no bfloat16; the bits are what counts.
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return {"config": hashlib.sha256(config.encode()).hexdigest(), "weights": digest.hexdigest()}
 
 

@@ -23,7 +23,7 @@ import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.cache_utils import (
@@ -393,11 +393,11 @@ class RowLayer:
             )
 
 
-class FullRowLayer(RowLayer, DynamicLayer):
+class FullRowLayer(RowLayer, DynamicLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """`DynamicLayer` on rows."""
 
 
-class SlidingRowLayer(RowLayer, DynamicSlidingWindowLayer):
+class SlidingRowLayer(RowLayer, DynamicSlidingWindowLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """`DynamicSlidingWindowLayer` on rows."""
 
 
@@ -431,11 +431,11 @@ class StateAndRows(RowLayer):
             setattr(self, name, copy.deepcopy(getattr(other, name)))
 
 
-class FullRowAndStateLayer(StateAndRows, LinearAttentionAndFullAttentionLayer):
+class FullRowAndStateLayer(StateAndRows, LinearAttentionAndFullAttentionLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """`LinearAttentionAndFullAttentionLayer` on rows."""
 
 
-class SlidingRowAndStateLayer(StateAndRows, LinearAttentionAndSlidingWindowAttentionLayer):
+class SlidingRowAndStateLayer(StateAndRows, LinearAttentionAndSlidingWindowAttentionLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """`LinearAttentionAndSlidingWindowAttentionLayer` on rows."""
 
 
@@ -457,7 +457,7 @@ def row_layer(layer: Any, cache: QuireCache, index: int) -> Any:
         return layer
     options: dict[str, Any] = {}
     if issubclass(kind, StateAndRows):
-        options["number_of_states"] = layer.number_of_states
+        options["number_of_states"] = cast(Any, layer).number_of_states
     window = int(getattr(layer, "sliding_window", 0) or 0)
     if window:
         options["sliding_window"] = window

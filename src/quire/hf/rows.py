@@ -48,9 +48,11 @@ class Rows(Protocol):
 
     num_rows: int
     token_bytes: int
-    row_tokens: int
     origin: int
     buffer: torch.Tensor  # uint8, 1-D
+
+    @property
+    def row_tokens(self) -> int: ...
 
     def close(self) -> None:
         """Done with: the memory goes back as W4 says. Twice is harmless."""
