@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import tiny_llm
+from support.cache_case import BACKENDS
 
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, CapacityError
@@ -30,7 +31,7 @@ STORAGES = [{"storage": "paged"}, {"storage": "virtual", "piece_size": "4KiB"}]
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=["paged", "virtual"])
-@pytest.mark.parametrize("backend", ["native", "python"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_stay_while_the_pool_breathes(backend: str, storage: dict[str, str]) -> None:
     with tiny_llm.llm(backend=backend, **storage) as llm:
         expected = tokens_of(llm)

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 from support import tiny_llm
+from support.cache_case import BACKENDS
 from support.faulty_calls import FaultyCalls
 
 from quire import SamplingParams
@@ -21,7 +22,7 @@ def fresh_choice() -> None:
     storages._chosen.cache_clear()
 
 
-@pytest.mark.parametrize("backend", ["native", "python"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("piece_size", ["4KiB", "64KiB"])
 def test_answers_are_those_of_the_paged_storage(backend: str, piece_size: str) -> None:
     params = SamplingParams(max_tokens=30, temperature=0.8, n=2, seed=3, ignore_eos=True)
