@@ -154,9 +154,8 @@ class Cache:
                     f"got {memory!r} ({memory_bytes} bytes); give more memory or a smaller block_size"
                 )
         self.num_blocks = arguments.count(num_blocks, "num_blocks", 1, 2**31 - 1)
-        self.num_block_ids = (
-            self.num_blocks
-        )  # every id is below it: those given up by `resize` come back first
+        # Every id is below it: those given up by `resize` come back first.
+        self.num_block_ids = self.num_blocks
         if not isinstance(watermark, (int, float)) or not 0 <= watermark < 1:
             raise ArgumentError(f"expected a watermark of 0 <= w < 1, got {watermark!r}")
         self.watermark = float(watermark)

@@ -337,8 +337,11 @@ class LLM:
         with self._lock:
             storage = self._require_elastic()
             counts = self.engine.stats()
-            storage.give_back(self.engine.resize(max(1, counts["held"] + counts["leased"])))
-            self.engine.resize(self.num_blocks)
+            given_up = self.engine.resize(max(1, counts["held"] + counts["leased"]))
+            try:
+                storage.give_back(given_up)
+            finally:  # the budget stays, also where the system refuses
+                self.engine.resize(self.num_blocks)
 
     # -- the rest --------------------------------------------------------------------------------------
 
