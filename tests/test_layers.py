@@ -23,6 +23,7 @@ ORDER = [
     "memory",
     "attention",
     "cache",
+    "tiers",
     "model",
     "engine",
     "hf",

@@ -1,0 +1,89 @@
+"""What a tier is to those who use one: values by key, in one place. Three of them implement it.
+
+A tier knows no models and no tokens: a value is bytes that `segment` checks, `info` what an index may say about it. Its
+calls block for as long as its medium takes and come from the worker threads of `stack.TierStack`, never from a step.
+
+Invariants
+    T1  `load` returns the very bytes that `store` was given for this key, or None; a value whose writing was interrupted
+        is not there. (Damage of the medium is found by `segment.decode`.)
+    T2  the values of a tier never take more than its cap, at no moment; what it needs room for, it makes room for by
+        evicting what was used longest ago.
+    T3  a call that fails raises TierError, and leaves the tier as it was or without the value concerned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.errors import QuireError
+
+__all__ = ["SegmentInfo", "Tier", "TierError", "TierStats"]
+
+
+class TierError(QuireError):
+    """A tier that could not do what was asked: a full disk, a lost connection, a time-out; one clear line."""
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """What a tier may index beside a value; enough to rebuild the tree of what is stored without reading values.
+
+    root: `keys.root_key`. parent: the key of the segment before it, or the root. tokens: its own, int32 little
+    endian. extra_keys: (position, key) within it. retention: 0 discard, 1 normal, 2 keep. owner: whose it is, for lists;
+    may be "".
+    """
+
+    root: bytes
+    parent: bytes
+    start: int
+    tokens: bytes
+    extra_keys: tuple[tuple[int, bytes], ...] = ()
+    retention: int = 1
+    owner: str = ""
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """Counts since the start, but for the first two, which are now."""
+
+    num_values: int
+    num_bytes: int
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    evicted: int = 0
+    failures: int = 0
+
+
+class Tier(Protocol):
+    """See the module's text. Calls may come from several threads at once."""
+
+    name: str
+    """"host", "disk" or "remote"."""
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these values are there, in one round trip. Counts as no use of them."""
+        ...
+
+    def load(self, key: bytes) -> memoryview | None:
+        """The value, None where it is not. It stays valid while it is referred to, whatever is evicted."""
+        ...
+
+    def store(self, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
+        """Keeps the parts of `value` one after the other under `key`: for good, as far as the medium can, on return.
+
+        False: it is not kept (larger than the cap, or all else has to stay); a key that is there is only refreshed.
+        """
+        ...
+
+    def evict(self, key: bytes) -> bool:
+        """Removes a value; whether it was there."""
+        ...
+
+    def stats(self) -> TierStats: ...
+
+    def close(self) -> None:
+        """Lets go of files, connections and memory. Twice does nothing."""
+        ...

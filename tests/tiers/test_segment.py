@@ -1,0 +1,83 @@
+"""A segment's bytes: whatever is changed in them, or asked of them, they are right or refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.spec import KVSpec
+from quire.tiers.keys import chained_key, root_key
+from quire.tiers.segment import Segment, SegmentError, SegmentShape, decode, encode, read_header
+
+SHAPE = SegmentShape.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32"))
+TOKENS = np.arange(5, dtype=np.int32)
+ROOT = root_key(b"model", b"")
+
+
+def segment(tokens: np.ndarray = TOKENS, start: int = 16) -> Segment:
+    payload = np.random.default_rng(0).integers(0, 256, len(tokens) * SHAPE.bytes_per_token, np.uint8)
+    return Segment(chained_key(ROOT, start, tokens), ROOT, start, tokens, payload)
+
+
+def value() -> bytes:
+    return b"".join(encode(segment(), SHAPE, made_at=1.0))
+
+
+def test_comes_back() -> None:
+    one = segment()
+    assert np.array_equal(decode(value(), key=one.key, tokens=TOKENS, start=16, shape=SHAPE), one.payload)
+    assert read_header(value())["parent"] == ROOT.hex()
+
+
+@given(st.data())
+def test_one_changed_bit_is_found(data: st.DataObject) -> None:
+    damaged = bytearray(value())
+    bit = data.draw(st.integers(0, 8 * len(damaged) - 1))
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(SegmentError):
+        decode(damaged, key=segment().key, tokens=TOKENS, start=16, shape=SHAPE)
+
+
+@given(st.integers(0, 10_000))
+def test_cut_short_is_found(length: int) -> None:
+    whole = value()
+    with pytest.raises(SegmentError):
+        read_header(whole[: length % len(whole)])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"key": bytes(32)},
+        {"tokens": TOKENS + 1},
+        {"tokens": TOKENS[:4]},
+        {"start": 0},
+        {"shape": SegmentShape.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4))},
+        {"shape": SegmentShape.of(KVSpec.uniform(num_layers=1, num_kv_heads=2, head_dim=4, dtype="float32"))},
+    ],
+)
+def test_another_segment_is_refused(asked: dict) -> None:
+    with pytest.raises(SegmentError):
+        decode(value(), **{"key": segment().key, "tokens": TOKENS, "start": 16, "shape": SHAPE, **asked})
+
+
+def test_keys_tell_apart() -> None:
+    keys = {
+        chained_key(root, start, tokens, extra)
+        for root in (ROOT, root_key(b"model", b"tenant"), root_key(b"other", b""), root_key(b"model\0", b""))
+        for start in (0, 16)
+        for tokens in (TOKENS, TOKENS[:4], TOKENS + 1)
+        for extra in ((), ((0, b"image"),), ((1, b"image"),), ((0, b"ima"), (1, b"ge")))
+    }
+    assert len(keys) == 4 * 2 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "block_size", "tokens"), [(28, 16, 16), (4, 16, 128), (36, 512, 512), (36, 1, 8)]
+)
+def test_segment_size(num_layers: int, block_size: int, tokens: int) -> None:
+    """Half a MiB to two, where a block is not larger already."""
+    shape = SegmentShape.of(KVSpec.uniform(num_layers=num_layers, num_kv_heads=8, head_dim=128))
+    assert shape.segment_tokens(block_size) == tokens
