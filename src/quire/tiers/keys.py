@@ -4,7 +4,7 @@
     key i   = H(key i - 1 (the root for i = 0), first position, number of tokens, tokens, extra keys)
 
 so that equal keys mean: the same model, kernels and namespace, and the same tokens since the start. Nobody who lacks
-the namespace's bytes can compute or find its keys. Whether a value really holds what its key says is checked by `segment`.
+the namespace's bytes can compute or find its keys. Whether a value holds what its key says is checked by `segment`.
 
 Cost: one pass of SHA-256 over the tokens (4 bytes each).
 """

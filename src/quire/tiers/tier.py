@@ -4,8 +4,8 @@ A tier knows no models and no tokens: a value is bytes that `segment` checks, `i
 calls block for as long as its medium takes and come from the worker threads of `stack.TierStack`, never from a step.
 
 Invariants
-    T1  `load` returns the very bytes that `store` was given for this key, or None; a value whose writing was interrupted
-        is not there. (Damage of the medium is found by `segment.decode`.)
+    T1  `load` returns the very bytes that `store` was given for this key, or None; a value whose writing was cut
+        off is not there. (Damage of the medium is found by `segment.decode`.)
     T2  the values of a tier never take more than its cap, at no moment; what it needs room for, it makes room for by
         evicting what was used longest ago.
     T3  a call that fails raises TierError, and leaves the tier as it was or without the value concerned.
@@ -31,8 +31,8 @@ class SegmentInfo:
     """What a tier may index beside a value; enough to rebuild the tree of what is stored without reading values.
 
     root: `keys.root_key`. parent: the key of the segment before it, or the root. tokens: its own, int32 little
-    endian. extra_keys: (position, key) within it. retention: 0 discard, 1 normal, 2 keep. owner: whose it is, for lists;
-    may be "".
+    endian. extra_keys: (position, key) within it. retention: 0 discard, 1 normal, 2 keep. owner: whose it is, for
+    lists; may be "".
     """
 
     root: bytes
