@@ -19,11 +19,22 @@ from typing import Protocol
 
 from quire.errors import QuireError
 
-__all__ = ["SegmentInfo", "Tier", "TierError", "TierStats"]
+__all__ = ["DamagedError", "SegmentInfo", "Tier", "TierError", "TierStats", "UnavailableError"]
 
 
 class TierError(QuireError):
-    """A tier that could not do what was asked: a full disk, a lost connection, a time-out; one clear line."""
+    """A tier that could not do what was asked: a full disk, a lost connection, a time-out; one clear line.
+
+    The stack logs the first of each kind: operation, class, class and errno of the `__cause__`.
+    """
+
+
+class UnavailableError(TierError):
+    """Not tried, as the last attempt failed a short time ago: costs nothing, and is no failure of its own."""
+
+
+class DamagedError(TierError):
+    """The tier found out by itself that a value is not what was stored, and has removed it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,7 @@ class SegmentInfo:
 
 @dataclass(frozen=True)
 class TierStats:
-    """Counts since the start, but for the first two, which are now."""
+    """Counts since the start, but for the first two, which are now; -1: only known by asking a server that others share."""
 
     num_values: int
     num_bytes: int
