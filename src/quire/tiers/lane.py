@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,33 @@ from quire.tiers.speed import Speed
 from quire.tiers.tier import DamagedError, SegmentInfo, Tier, TierStats, UnavailableError
 from quire.tiers.workers import Workers
 
-__all__ = ["Lane", "LaneStats"]
+__all__ = ["Lane", "LaneStats", "Outgoing"]
 
 _log = logging.getLogger("quire")
+_LOADS = ("hits", "misses", "skipped", "loaded_bytes")
+_STORES = ("stored", "stored_bytes", "promoted", "refused", "dropped")
+_COUNTED = (*_LOADS, *_STORES, "damaged", "failures")
+
+
+class Outgoing:
+    """A segment on its way into tiers, its value made once for all of them, when the first of them asks for it."""
+
+    def __init__(
+        self, name: SegmentName, info: SegmentInfo, num_bytes: int, make: Callable[[], list[memoryview]]
+    ) -> None:
+        self.name = name
+        self.info = info
+        self.num_bytes = num_bytes
+        self._make = make
+        self._parts: list[memoryview] | None = None
+        self._lock = threading.Lock()
+
+    def parts(self) -> list[memoryview]:
+        """The value, to be written one part after the other. *raises:* SegmentError: a payload of the wrong size."""
+        with self._lock:
+            if self._parts is None:
+                self._parts = self._make()
+            return self._parts
 
 
 @dataclass(frozen=True)
@@ -66,11 +91,8 @@ class Lane:
         self._clock = clock
         self._lock = threading.Lock()
         self._speed = Speed()
-        self._counts = dict.fromkeys(
-            ("hits", "misses", "skipped", "loaded_bytes", "stored", "stored_bytes", "promoted")
-            + ("refused", "dropped", "damaged", "failures"),
-            0,
-        )
+        self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
+        self._waiting: dict[bytes, int] = {}  # retention of what is queued
         self._logged: set[tuple[str, ...]] = set()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -109,17 +131,39 @@ class Lane:
         with self._lock:
             self._speed.add_load(num_bytes, seconds)
 
-    def store(self, key: bytes, parts: Sequence[memoryview], info: SegmentInfo, *, promoted: bool) -> None:
-        kept = self._guard("store", lambda: bool(self.tier.store(key, parts, info)))
+    def store(self, outgoing: Outgoing, *, promoted: bool = False) -> bool:
+        """Queues it; whether it is queued, now or already. A full queue drops it."""
+        key, retention = outgoing.name.key, outgoing.info.retention
+        with self._lock:
+            if self._waiting.get(key, -1) >= retention:
+                return True
+            self._waiting[key] = retention
+        if self.writer.submit(lambda: self._store_now(outgoing, promoted), outgoing.num_bytes):
+            return True
+        with self._lock:
+            self._waiting.pop(key, None)
+        self.count("dropped")
+        return False
+
+    def _store_now(self, outgoing: Outgoing, promoted: bool) -> None:
+        key = outgoing.name.key
+        try:
+            kept = self._guard("store", lambda: bool(self.tier.store(key, outgoing.parts(), outgoing.info)))
+        finally:
+            with self._lock:
+                self._waiting.pop(key, None)
         if kept:
             self.count("stored")
-            self.count("stored_bytes", sum(part.nbytes for part in parts))
+            self.count("stored_bytes", outgoing.num_bytes)
             self.count("promoted", int(promoted))
         elif kept is not None:
             self.count("refused")
 
-    def evict(self, key: bytes) -> None:
-        self._guard("evict", lambda: self.tier.evict(key))
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """Queues the removal of values, behind the stores that wait."""
+        self.writer.submit(
+            lambda: [self._guard("evict", lambda key=key: self.tier.evict(key)) for key in keys]
+        )
 
     def count(self, what: str, by: int = 1) -> None:
         with self._lock:

@@ -54,8 +54,8 @@ def segment_names(
     """The chain that `tokens` [n] are: segments of `segment_tokens`, the last one of what is left.
 
     A last segment shorter than the others is another key than the whole one that may follow it later: both may be
-    stored. start, parent: where the chain goes on, if not at the beginning: `parent` is the key of what ends at `start`.
-    extra_keys: (position, key), absolute positions, increasing.
+    stored. start, parent: where the chain goes on, if not at the beginning: `parent` is the key of what ends at
+    `start`. extra_keys: (position, key), absolute positions, increasing.
     """
     if segment_tokens < 1:
         raise ArgumentError(f"expected segment_tokens of 1 or more, got {segment_tokens}")

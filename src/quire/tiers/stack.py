@@ -19,23 +19,25 @@ Invariants
         kind; the next tier is asked.
     S3  segments waiting to be stored take at most `max_bytes_in_flight` for each tier; what finds it full is dropped
         and counted, and nobody waits.
-    S4  after `close` no thread, file or connection of the stack is left, a tier's call that outlives the time-out aside.
+    S4  after `close` no thread, file or connection of the stack is left, but for a tier's call that outlives
+        the time-out.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 
 import numpy as np
 
 from quire.errors import ArgumentError
-from quire.tiers.lane import Lane, LaneStats
+from quire.tiers.lane import Lane, LaneStats, Outgoing
 from quire.tiers.names import SegmentName
-from quire.tiers.segment import Segment, SegmentError, SegmentShape, encode
+from quire.tiers.segment import Segment, SegmentShape, encode
 from quire.tiers.tier import Tier
 from quire.tiers.transfer import Load, Lookup
 from quire.tiers.workers import Workers
@@ -79,7 +81,8 @@ class TierStack:
             raise ArgumentError(f"expected tiers of different names, got {names}")
         if workers < 0 or max_bytes_in_flight < 1:
             raise ArgumentError(
-                f"expected workers of 0 or more and max_bytes_in_flight of 1 or more, got {workers}, {max_bytes_in_flight}"
+                "expected workers of 0 or more and max_bytes_in_flight of 1 or more, "
+                f"got {workers} and {max_bytes_in_flight}"
             )
         self.shape = shape
         self.tier_names = tuple(names)
@@ -94,7 +97,6 @@ class TierStack:
         self._num_loads = 0
         self._num_complete = 0
         self._num_cancelled = 0
-        self._closed = False
 
     def store(
         self, segments: Sequence[tuple[SegmentName, np.ndarray]], *, retention: int = 1, owner: str = ""
@@ -103,7 +105,17 @@ class TierStack:
 
         The payloads belong to the stack from now on: nobody writes to them again. Returns at once.
         """
-        ...
+        num_queued = 0
+        for name, payload in segments:
+            outgoing = Outgoing(
+                name,
+                name.info(retention=retention, owner=owner),
+                payload.nbytes,
+                partial(self._encode, name, payload),
+            )
+            queued = [lane.store(outgoing) for lane in self._lanes]
+            num_queued += any(queued)
+        return num_queued
 
     def lookup(
         self,
@@ -116,7 +128,13 @@ class TierStack:
 
         One call of `contains` for each tier asked; goes before the loads that wait.
         """
-        ...
+        lookup = Lookup(keys, self._ended, on_done)
+        with self._lock:
+            self._num_lookups += 1
+            self._running.add(lookup)
+        if not self._readers.submit(lambda: self._look(lookup, every_tier), first=True):
+            lookup._end("closed")
+        return lookup
 
     def load(
         self,
@@ -133,30 +151,116 @@ class TierStack:
         uint8, read-only, and valid while referred to. Without it they are kept in `Load.payloads`. retention, owner: of
         what is promoted. Loads under way take turns by segment.
         """
-        ...
+        load = Load(chain, self.shape.bytes_per_token, into, self._ended, on_done)
+        with self._lock:
+            self._num_loads += 1
+            self._running.add(load)
+        self._go_on(load, retention, owner)
+        return load
 
     def evict(self, keys: Sequence[bytes]) -> None:
         """Removes values from every tier, after what was queued to be stored before."""
-        ...
+        for lane in self._lanes:
+            lane.evict(tuple(keys))
 
     def estimate_seconds(self, num_bytes: int, tier: str | None = None) -> float:
         """How long a load of so many bytes of payload is expected to take from a tier (None: the slowest measured).
 
         Of what was measured lately, the delivery included; 0.0 while nothing was: try it, and it will be.
         """
-        ...
+        expected = [lane.seconds(num_bytes) for lane in self._lanes if tier in (None, lane.name)]
+        return max((seconds for seconds in expected if seconds is not None), default=0.0)
 
     def stats(self) -> StackStats:
         """Counts of every tier; no round trip to a server."""
-        ...
+        tiers = tuple(lane.stats() for lane in self._lanes)
+        with self._lock:
+            return StackStats(
+                tiers,
+                sum(isinstance(handle, Load) for handle in self._running),
+                self._num_lookups,
+                self._num_loads,
+                self._num_complete,
+                self._num_cancelled,
+            )
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until what was queued to be stored is in the tiers, for good; whether that was within `timeout` s."""
-        ...
+        left = _countdown(timeout)
+        done = [lane.writer.wait(left()) for lane in self._lanes]
+        return all(done)
 
     def close(self, timeout: float | None = 10.0) -> bool:
         """Ends loads and lookups as "closed", stores what is queued, joins the threads, closes the tiers.
 
         Whether all that was done within `timeout` seconds; what was not is dropped and counted. Twice does nothing.
         """
-        ...
+        left = _countdown(timeout)
+        with self._lock:
+            running = list(self._running)
+        for handle in running:
+            handle._end("closed")
+        in_time, _ = self._readers.close(left())
+        return all([in_time, *[lane.close(left()) for lane in self._lanes]])
+
+    def _encode(self, name: SegmentName, payload: np.ndarray) -> list[memoryview]:
+        segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
+        return encode(segment, self.shape, made_at=self._wall_clock())
+
+    def _look(self, lookup: Lookup, every_tier: bool) -> None:
+        if lookup.outcome is not None:
+            return
+        where: list[str | None] = [None] * len(lookup.keys)
+        for lane in self._lanes:
+            if not every_tier and None not in where:
+                break
+            found = lane.contains(lookup.keys)
+            lookup.by_tier[lane.name] = len(list(takewhile(bool, found)))
+            where = [name or (lane.name if there else None) for name, there in zip(where, found, strict=True)]
+        lookup.where = tuple(name for name in takewhile(bool, where) if name)
+        lookup._end("complete")
+
+    def _go_on(self, load: Load, retention: int, owner: str) -> None:
+        if load.num_loaded == len(load.chain):
+            load._end("complete")
+        elif not self._readers.submit(lambda: self._take_turn(load, retention, owner)):
+            load._end("closed")
+
+    def _take_turn(self, load: Load, retention: int, owner: str) -> None:
+        """One segment of a load."""
+        if load.outcome is not None:
+            return
+        name = load.chain[load.num_loaded]
+        for depth, lane in enumerate(self._lanes):
+            started = self._clock()
+            fetched = lane.fetch(name, self.shape)
+            if fetched is not None:
+                payload, value = fetched
+                if not load._deliver(payload, lane.name):
+                    return
+                lane.loaded(payload.nbytes, self._clock() - started)
+                if self._promote and depth:
+                    info = name.info(retention=retention, owner=owner)
+                    outgoing = Outgoing(name, info, value.nbytes, partial(list, [value]))
+                    for above in self._lanes[:depth]:
+                        above.store(outgoing, promoted=True)
+                self._go_on(load, retention, owner)
+                return
+            if load.outcome is not None:
+                return
+        load._end("missing")
+
+    def _ended(self, handle: Load | Lookup) -> None:
+        with self._lock:
+            self._running.discard(handle)
+            if isinstance(handle, Load):
+                self._num_complete += handle.outcome == "complete"
+                self._num_cancelled += handle.outcome == "cancelled"
+
+
+def _countdown(timeout: float | None) -> Callable[[], float | None]:
+    """What is left of so many seconds, at each call."""
+    if timeout is None:
+        return lambda: None
+    deadline = time.monotonic() + timeout
+    return lambda: max(0.0, deadline - time.monotonic())

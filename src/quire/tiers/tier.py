@@ -57,7 +57,7 @@ class SegmentInfo:
 
 @dataclass(frozen=True)
 class TierStats:
-    """Counts since the start, but for the first two, which are now; -1: only known by asking a server that others share."""
+    """Counts since the start, but for the first two, which are now (-1: only a server that others share knows)."""
 
     num_values: int
     num_bytes: int

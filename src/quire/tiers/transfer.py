@@ -30,9 +30,10 @@ Outcome = Literal["complete", "missing", "cancelled", "closed", "failed"]
 class _Handle(Generic[_Self]):
     """Ends once; may be waited for from any thread."""
 
-    def __init__(self, on_done: Callable[[_Self], None] | None) -> None:
+    def __init__(self, on_end: Callable[[_Self], None], on_done: Callable[[_Self], None] | None) -> None:
         self.done = threading.Event()
         self.outcome: Outcome | None = None
+        self._on_end = on_end  # the stack's book-keeping, before anybody can see the end
         self._on_done = on_done
         # Held while `into` runs and while the end is decided; reentrant, as `into` itself may cancel.
         self._lock = threading.RLock()
@@ -47,6 +48,7 @@ class _Handle(Generic[_Self]):
             if self.outcome is not None:
                 return False
             self.outcome = outcome
+        self._on_end(self)  # type: ignore[arg-type]
         self.done.set()
         if self._on_done is not None:
             try:
@@ -63,8 +65,13 @@ class Lookup(_Handle["Lookup"]):
         key that none has. by_tier: how many leading keys each tier that was asked has on its own.
     """
 
-    def __init__(self, keys: Sequence[bytes], on_done: Callable[[Lookup], None] | None) -> None:
-        super().__init__(on_done)
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        on_end: Callable[[Lookup], None],
+        on_done: Callable[[Lookup], None] | None,
+    ) -> None:
+        super().__init__(on_end, on_done)
         self.keys = tuple(keys)
         self.where: tuple[str, ...] = ()
         self.by_tier: dict[str, int] = {}
@@ -89,9 +96,10 @@ class Load(_Handle["Load"]):
         chain: Sequence[SegmentName],
         bytes_per_token: int,
         into: Callable[[int, np.ndarray], None] | None,
+        on_end: Callable[[Load], None],
         on_done: Callable[[Load], None] | None,
     ) -> None:
-        super().__init__(on_done)
+        super().__init__(on_end, on_done)
         self.chain = tuple(chain)
         self.bytes_total = bytes_per_token * sum(len(name.tokens) for name in self.chain)
         self.bytes_done = 0

@@ -62,10 +62,7 @@ class Workers:
             if self._threads or self._inline_runs:
                 return True
             self._inline_runs = True
-        try:
-            self._drain()
-        finally:
-            self._inline_runs = False
+        self._drain()
         return True
 
     def wait(self, timeout: float | None) -> bool:
@@ -105,6 +102,7 @@ class Workers:
         while True:
             with self._changed:
                 if not self._jobs:
+                    self._inline_runs = False
                     return
                 job, num_bytes = self._jobs.popleft()
             self._run(job, num_bytes)
