@@ -161,9 +161,11 @@ class Lane:
 
     def evict(self, keys: Sequence[bytes]) -> None:
         """Queues the removal of values, behind the stores that wait."""
-        self.writer.submit(
-            lambda: [self._guard("evict", lambda key=key: self.tier.evict(key)) for key in keys]
-        )
+        self.writer.submit(lambda: self._evict_now(keys))
+
+    def _evict_now(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._guard("evict", partial(self.tier.evict, key))
 
     def count(self, what: str, by: int = 1) -> None:
         with self._lock:
