@@ -1,6 +1,6 @@
 """Values in this process's own memory.
 
-Evicted is a value that no other value here continues (a chain loses its tail first: a tail without its head could not be
+Evicted is a value that no other value here continues (a chain loses its tail first: a tail without its head cannot be
 used), of those the ones of the lowest retention, of those the one used longest ago. A value is never evicted for one of
 lower retention, nor for one that continues it: of a chain larger than the cap, the head is kept.
 
