@@ -2,7 +2,7 @@
 
 Evicted is a value that no other value here continues (a chain loses its tail first: a tail without its head cannot be
 used), of those the ones of the lowest retention, of those the one used longest ago. A value is never evicted for one of
-lower retention, nor for one that continues it: of a chain larger than the cap, the head is kept.
+lower retention, nor for the one that continues it.
 
 Invariants (T1 to T3, and)
     H1  the bytes of all values are at most `max_bytes` at any time; those still referred to by who loaded them live on

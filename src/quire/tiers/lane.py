@@ -93,6 +93,7 @@ class Lane:
         self._speed = Speed()
         self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
         self._waiting: dict[bytes, int] = {}  # retention of what is queued
+        self._refused: bytes | None = None  # the last one the tier said no to
         self._logged: set[tuple[str, ...]] = set()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -148,7 +149,11 @@ class Lane:
     def _store_now(self, outgoing: Outgoing, promoted: bool) -> None:
         key = outgoing.name.key
         try:
-            kept = self._guard("store", lambda: bool(self.tier.store(key, outgoing.parts(), outgoing.info)))
+            if outgoing.name.parent == self._refused:
+                # A tier too small for a chain would give up its head for the tail, segment after segment.
+                kept = False
+            else:
+                kept = self._guard("store", lambda: bool(self.tier.store(key, outgoing.parts(), outgoing.info)))
         finally:
             with self._lock:
                 self._waiting.pop(key, None)
@@ -157,6 +162,7 @@ class Lane:
             self.count("stored_bytes", outgoing.num_bytes)
             self.count("promoted", int(promoted))
         elif kept is not None:
+            self._refused = key
             self.count("refused")
 
     def evict(self, keys: Sequence[bytes]) -> None:
