@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -19,10 +19,8 @@ def toxic_server(habit: Callable[[socket.socket, threading.Event], None]) -> Ite
     def serve(connection: socket.socket) -> None:
         with connection:
             connection.settimeout(5)
-            try:
+            with suppress(OSError):  # the client has had enough
                 habit(connection, stop)
-            except OSError:
-                pass  # the client has had enough
 
     def listen() -> None:
         while not stop.is_set():

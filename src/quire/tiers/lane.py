@@ -153,7 +153,9 @@ class Lane:
                 # A tier too small for a chain would give up its head for the tail, segment after segment.
                 kept = False
             else:
-                kept = self._guard("store", lambda: bool(self.tier.store(key, outgoing.parts(), outgoing.info)))
+                kept = self._guard(
+                    "store", lambda: bool(self.tier.store(key, outgoing.parts(), outgoing.info))
+                )
         finally:
             with self._lock:
                 self._waiting.pop(key, None)

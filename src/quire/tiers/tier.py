@@ -7,7 +7,8 @@ Invariants
     T1  `load` returns the very bytes that `store` was given for this key, or None; a value whose writing was cut
         off is not there. (Damage of the medium is found by `segment.decode`.)
     T2  the values of a tier never take more than its cap, at no moment; what it needs room for, it makes room for by
-        evicting what was used longest ago.
+        evicting: of the values that none of its others continues, those of the lowest retention, of those the one used
+        longest ago; none for a value of lower retention. (A server that others share has its own order.)
     T3  a call that fails raises TierError, and leaves the tier as it was or without the value concerned.
 """
 
