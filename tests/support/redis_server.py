@@ -16,19 +16,29 @@ pytest.importorskip("redis", reason="redis-py is not installed: pip install redi
 
 
 @contextmanager
-def redis_server(folder: Path, *options: str) -> Iterator[str]:
-    """Its URL. options: of its command line, such as "--maxmemory", "1mb"."""
+def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterator[str]:
+    """Its URL. options: of its command line, such as "--maxmemory", "1mb". port: None: a free one."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is not installed: apt-get install redis-server")
     for _ in range(5):  # another process may take the port first
-        port = free_port()
-        command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        own_port = port or free_port()
+        command = [
+            program,
+            "--port",
+            str(own_port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         with open(folder / "redis.log", "w") as log:
             process = subprocess.Popen([*command, *options], cwd=folder, stdout=log, stderr=log)
         try:
-            if _answers(process, port):
-                yield f"redis://127.0.0.1:{port}/0"
+            if _answers(process, own_port):
+                yield f"redis://127.0.0.1:{own_port}/0"
                 return
         finally:
             process.terminate()

@@ -204,8 +204,8 @@ def test_comes_back_when_the_server_does(tmp_path: Path) -> None:
         assert tier.store(b"a", parts(b"value"), INFO)
     with pytest.raises(TierError):
         tier.load(b"a")
-    port = url.split(":")[2].split("/")[0]
-    with redis_server(tmp_path, "--port", port):
+    port = int(url.split(":")[2].split("/")[0])
+    with redis_server(tmp_path, port=port):
         deadline = time.monotonic() + 20
         while True:
             try:
