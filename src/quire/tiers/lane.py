@@ -99,20 +99,30 @@ class Lane:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of them are there; none where the tier fails."""
         started = self._clock()
-        found = self._guard("contains", lambda: [bool(there) for there in self.tier.contains(keys)])
-        if found is None or len(found) != len(keys):
+        found = self._guard("contains", lambda: self._ask(keys))
+        if found is None:
             return [False] * len(keys)
         with self._lock:
             self._speed.add_round_trip(self._clock() - started)
         return found
 
+    def _ask(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [bool(there) for there in self.tier.contains(keys)]
+        if len(found) != len(keys):
+            raise ValueError(f"expected an answer for each of {len(keys)} keys, got {len(found)}")
+        return found
+
     def fetch(self, name: SegmentName, shape: SegmentShape) -> tuple[np.ndarray, memoryview] | None:
         """The payload of a segment, verified, uint8 and read-only, and the value that it is part of; None: a miss."""
-        skipped = self._counts["skipped"]
-        value = self._guard("load", lambda: self.tier.load(name.key))
-        if value is None:
-            if skipped == self._counts["skipped"]:
+        try:
+            value = self.tier.load(name.key)
+        except Exception as error:
+            self.report_failure("load", error)
+            if not isinstance(error, UnavailableError):
                 self.count("misses")
+            return None
+        if value is None:
+            self.count("misses")
             return None
         try:
             view = memoryview(value).cast("B").toreadonly()

@@ -132,7 +132,9 @@ class TierStack:
         with self._lock:
             self._num_lookups += 1
             self._running.add(lookup)
-        if not self._readers.submit(lambda: self._look(lookup, every_tier), first=True):
+        if not self._readers.submit(
+            partial(self._try, lookup, lambda: self._look(lookup, every_tier)), first=True
+        ):
             lookup._end("closed")
         return lookup
 
@@ -207,9 +209,17 @@ class TierStack:
         segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
         return encode(segment, self.shape, made_at=self._wall_clock())
 
-    def _look(self, lookup: Lookup, every_tier: bool) -> None:
-        if lookup.outcome is not None:
+    def _try(self, handle: Load | Lookup, job: Callable[[], None]) -> None:
+        """Whatever happens, nobody waits for ever."""
+        if handle.outcome is not None:
             return
+        try:
+            job()
+        except Exception:
+            handle._end("failed")
+            raise
+
+    def _look(self, lookup: Lookup, every_tier: bool) -> None:
         where: list[str | None] = [None] * len(lookup.keys)
         for lane in self._lanes:
             if not every_tier and None not in where:
@@ -223,13 +233,13 @@ class TierStack:
     def _go_on(self, load: Load, retention: int, owner: str) -> None:
         if load.num_loaded == len(load.chain):
             load._end("complete")
-        elif not self._readers.submit(lambda: self._take_turn(load, retention, owner)):
+        elif not self._readers.submit(
+            partial(self._try, load, lambda: self._take_turn(load, retention, owner))
+        ):
             load._end("closed")
 
     def _take_turn(self, load: Load, retention: int, owner: str) -> None:
         """One segment of a load."""
-        if load.outcome is not None:
-            return
         name = load.chain[load.num_loaded]
         for depth, lane in enumerate(self._lanes):
             started = self._clock()

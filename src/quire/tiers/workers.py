@@ -1,8 +1,8 @@
 """A few threads and one bounded queue of jobs; or none, and every job is done where it is submitted.
 
 Invariants
-    W1  the bytes of the jobs that wait or run never exceed `max_bytes`, but for a single job larger than that, which is
-        refused as well: `submit` says False and nothing is kept.
+    W1  the bytes of the jobs that wait or run never exceed `max_bytes`: a job that would is refused, and nothing of it
+        is kept.
     W2  one thread: jobs end in the order they were submitted, those put first aside.
     W3  a job never raises into the queue: what it raises is logged, and the next one runs.
 """
