@@ -22,7 +22,7 @@ from quire.tiers.speed import Speed
 from quire.tiers.tier import DamagedError, SegmentInfo, Tier, TierStats, UnavailableError
 from quire.tiers.workers import Workers
 
-__all__ = ["Lane", "LaneStats", "Outgoing"]
+__all__ = ["GuardedTier", "Outgoing", "TierCounts"]
 
 _log = logging.getLogger("quire")
 _LOADS = ("hits", "misses", "skipped", "loaded_bytes")
@@ -52,7 +52,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
-class LaneStats:
+class TierCounts:
     """One tier's counts since the start, in segments; values, bytes and waiting_bytes are now.
 
     values, bytes: of the tier as a whole, -1 where it cannot say. hits, misses: of loads. skipped: calls not made, as
@@ -81,7 +81,7 @@ class LaneStats:
     bytes_per_s: float
 
 
-class Lane:
+class GuardedTier:
     """See the module's text. num_threads: 1, or 0 for everything inline."""
 
     def __init__(self, tier: Tier, num_threads: int, max_bytes: int, clock: Callable[[], float]) -> None:
@@ -193,10 +193,10 @@ class Lane:
         with self._lock:
             return self._speed.seconds(num_bytes)
 
-    def stats(self) -> LaneStats:
+    def stats(self) -> TierCounts:
         own = self._guard("stats", self.tier.stats) or TierStats(num_values=-1, num_bytes=-1)
         with self._lock:
-            return LaneStats(
+            return TierCounts(
                 name=self.name,
                 values=own.num_values,
                 bytes=own.num_bytes,
