@@ -236,7 +236,7 @@ class GuardedTier:
             if kind in self._logged:
                 return
             self._logged.add(kind)
-        line = " ".join(text.split())
+        line = " ".join(text.split())[:400]
         _log.warning(
             "%s tier: %s (service goes on; more of this kind is counted, not logged)", self.name, line
         )
