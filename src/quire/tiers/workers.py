@@ -47,7 +47,7 @@ class Workers:
         return self._num_bytes
 
     def submit(self, job: Job, num_bytes: int = 0, *, first: bool = False) -> bool:
-        """Queues a job that keeps `num_bytes` alive, before all that are not where `first`; False: no room, or closed."""
+        """Queues a job that keeps `num_bytes` alive, before the others where `first`; False: no room, or closed."""
         with self._changed:
             if self._closed or (
                 self._max_bytes is not None and self._num_bytes + num_bytes > self._max_bytes
