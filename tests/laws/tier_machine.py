@@ -157,7 +157,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(
         operation=st.sampled_from(["contains", "load", "store", "evict"]),
         period=st.integers(1, 3),
-        kind=st.sampled_from(DICT_FAULTS),
+        kind=st.sampled_from([*DICT_FAULTS, *["cut"] * 3]),
     )
     def break_disk(self, operation: str, period: int, kind: str) -> None:
         self.disk_fault = (operation, period, kind)
@@ -165,7 +165,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(
         call=st.sampled_from(["connect", "send", "receive"]),
         period=st.integers(1, 5),
-        kind=st.sampled_from(FAULTS),
+        kind=st.sampled_from([*FAULTS, *["hang"] * 6]),
     )
     def break_remote(self, call: str, period: int, kind: str) -> None:
         self.remote_fault = (call, period, kind)
