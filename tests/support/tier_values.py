@@ -47,7 +47,9 @@ def value(
     payload = rng.integers(0, 256, num_tokens * SHAPE.bytes_per_token, np.uint8)
     key = chained_key(parent, start, tokens, extra_keys)
     info = SegmentInfo(root, parent, start, tokens.tobytes(), extra_keys, retention, owner)
-    return Value(key, tokens, start, encode(Segment(key, parent, start, tokens, payload), SHAPE, made_at=1.0), info)
+    return Value(
+        key, tokens, start, encode(Segment(key, parent, start, tokens, payload), SHAPE, made_at=1.0), info
+    )
 
 
 def chain(seed: int, length: int, num_tokens: int = 8, *, root: bytes = ROOT, owner: str = "") -> list[Value]:

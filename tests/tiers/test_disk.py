@@ -117,7 +117,9 @@ def test_the_tree_comes_back_from_the_index_alone(tmp_path: Path) -> None:
     again.close()
 
 
-def fill(tier: DiskTier, num_tokens: int = 500, first: int = 100, count: int = 40, retention: int = 1) -> list[Value]:
+def fill(
+    tier: DiskTier, num_tokens: int = 500, first: int = 100, count: int = 40, retention: int = 1
+) -> list[Value]:
     values = [value(first + i, num_tokens, retention=retention) for i in range(count)]
     for one in values:
         put(tier, one)
@@ -330,14 +332,12 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "quire-cache.sqlite") as index:
         index.execute("PRAGMA user_version = 7")
     index.close()
-    with pytest.raises(ArgumentError, match="version 1, got version 7 .* quire cache rm"):
+    with pytest.raises(ArgumentError, match=r"version 1, got version 7 .* quire cache rm"):
         DiskTier(tmp_path, CAP)
 
 
 @pytest.mark.parametrize("damage", ["garbage", "cut", "header"])
-def test_a_damaged_index_is_set_aside(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_index_is_set_aside(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     tier = DiskTier(tmp_path, CAP)
     values = fill(tier, num_tokens=20)
     tier.close()
@@ -372,7 +372,9 @@ def test_damage_found_in_use_is_set_aside_at_the_next_opening(tmp_path: Path) ->
     path = tmp_path / "quire-cache.sqlite"
     whole = bytearray(path.read_bytes())
     with sqlite3.connect(path) as index:
-        root_page = index.execute("SELECT rootpage FROM sqlite_master WHERE name = 'entry_by_key'").fetchone()[0]
+        root_page = index.execute(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'entry_by_key'"
+        ).fetchone()[0]
     index.close()
     whole[(root_page - 1) * 4096 : root_page * 4096] = bytes(4096)
     path.write_bytes(whole)

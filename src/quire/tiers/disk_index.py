@@ -416,7 +416,9 @@ class DiskIndex:
             end, was_free = 0, False
             for start, length, is_free in sorted(taken[slab]):
                 if start != end or (is_free and was_free):
-                    raise InvariantError(f"X1, X2: slab {slab}, a piece at {start} after one that ends at {end}")
+                    raise InvariantError(
+                        f"X1, X2: slab {slab}, a piece at {start} after one that ends at {end}"
+                    )
                 end, was_free = start + length, is_free
             if end != num_bytes:
                 raise InvariantError(f"X1: slab {slab} of {num_bytes} bytes is known up to {end}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,9 +90,7 @@ class DiskWriter:
             f"expected room after {_TRIES} evictions, got none: others took it - in {self._folder}"
         )
 
-    def _write(
-        self, calls: list[StoreCall], uses: dict[bytes, float], now: float
-    ) -> list[StoreCall]:
+    def _write(self, calls: list[StoreCall], uses: dict[bytes, float], now: float) -> list[StoreCall]:
         """One transaction for those that find room; the others."""
         placed: dict[bytes, tuple[StoreCall, int, int]] = {}
         without_room: list[StoreCall] = []
@@ -250,31 +249,53 @@ class DiskWriter:
         return removed
 
     def _cut(self, slab: int, kept: int, boundary: tuple[int, int]) -> int:
-        """The slab ends at `kept`; what lies behind moves before `boundary`, or is removed: how many were."""
+        """The slab ends at `kept`; what lies behind moves before `boundary`, for which others may go: how many."""
         removed = 0
-        with self._index.transaction():
-            written = set[int]()
-            for key, place in self._index.behind(slab, kept):
-                to = self._index.extents.take(pages_of(place.num_bytes), before=boundary)
-                value = None if to is None else self._slabs.read(slab, place.offset, place.num_bytes)
-                if to is not None and value is not None:
-                    self._slabs.write(*to, [value])
-                    written.add(to[0])
-                    self._index.move(place, *to)
-                    self._index.extents.give(slab, place.offset, pages_of(place.num_bytes))
-                else:
-                    if to is not None:
-                        self._index.extents.give(*to, pages_of(place.num_bytes))
-                    self._remove(key)
+        while (length := self._move_out(slab, kept, boundary)) is not None:
+            with self._index.transaction():  # durable: K2
+                while not self._index.extents.fits(length, before=boundary):
+                    victim = self._index.victim(2)
+                    if victim is None:
+                        break
+                    self._remove(victim)
                     removed += 1
-            for other in written:
-                self._slabs.sync(other)  # K1
-            self._index.extents.cut_slab(slab, kept)
         if kept:
-            self._slabs.truncate(slab, kept)
+            with suppress(FileNotFoundError):
+                self._slabs.truncate(slab, kept)
         else:
             self._slabs.remove(slab)
         return removed
+
+    def _read(self, place: Place) -> memoryview | None:
+        with suppress(FileNotFoundError):
+            return self._slabs.read(place.slab, place.offset, place.num_bytes)
+        return None
+
+    def _move_out(self, slab: int, kept: int, boundary: tuple[int, int]) -> int | None:
+        """Moves values from behind `kept` until the slab can end there; the length of one that found no place."""
+        with self._index.transaction():
+            written = set[int]()
+            without_place: int | None = None
+            for key, place in self._index.behind(slab, kept):
+                length = pages_of(place.num_bytes)
+                to = self._index.extents.take(length, before=boundary)
+                if to is None:
+                    without_place = length
+                    break
+                value = self._read(place)
+                if value is None:
+                    self._index.extents.give(*to, length)
+                    self._remove(key)
+                    continue
+                self._slabs.write(*to, [value])
+                written.add(to[0])
+                self._index.move(place, *to)
+                self._index.extents.give(slab, place.offset, length)
+            for other in written:
+                self._slabs.sync(other)  # K1
+            if without_place is None:
+                self._index.extents.cut_slab(slab, kept)
+            return without_place
 
     def _slab_share(self, of_bytes: int) -> int:
         """What the index leaves of so many bytes for the slabs."""

@@ -24,6 +24,8 @@ CREATE TABLE extent (slab INTEGER NOT NULL, start INTEGER NOT NULL, length INTEG
 CREATE INDEX extent_by_length ON extent (length, slab, start);
 """
 
+_ANYWHERE = (2**62, 0)
+
 
 class Extents:
     """The free pages, over a connection within a transaction of its owner's."""
@@ -45,16 +47,12 @@ class Extents:
         ).fetchone()
         return row[0], row[1]
 
-    def fits(self, length: int) -> bool:
-        return self._sql("SELECT 1 FROM extent WHERE length >= ? LIMIT 1", (length,)).fetchone() is not None
+    def fits(self, length: int, *, before: tuple[int, int] = _ANYWHERE) -> bool:
+        return self._find(length, before) is not None
 
-    def take(self, length: int, *, before: tuple[int, int] = (2**62, 0)) -> tuple[int, int] | None:
+    def take(self, length: int, *, before: tuple[int, int] = _ANYWHERE) -> tuple[int, int] | None:
         """(slab, offset) of pages that are free no more, before that place; None where no extent is as long."""
-        found = self._sql(
-            "SELECT slab, start, length FROM extent WHERE length >= :length "
-            "AND (slab < :slab OR slab = :slab AND start + :length <= :offset) ORDER BY length, slab, start LIMIT 1",
-            {"length": length, "slab": before[0], "offset": before[1]},
-        ).fetchone()
+        found = self._find(length, before)
         if found is None:
             return None
         slab, start, whole = found
@@ -85,6 +83,13 @@ class Extents:
             self._sql("UPDATE slab SET num_bytes = ? WHERE id = ?", (num_bytes, slab))
         else:
             self._sql("DELETE FROM slab WHERE id = ?", (slab,))
+
+    def _find(self, length: int, before: tuple[int, int]) -> tuple[int, int, int] | None:
+        return self._sql(
+            "SELECT slab, start, length FROM extent WHERE length >= :length "
+            "AND (slab < :slab OR slab = :slab AND start + :length <= :offset) ORDER BY length, slab, start LIMIT 1",
+            {"length": length, "slab": before[0], "offset": before[1]},
+        ).fetchone()
 
     def _free(self, slab: int, start: int, length: int) -> None:
         before = self._sql(
