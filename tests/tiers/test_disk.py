@@ -332,7 +332,7 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "quire-cache.sqlite") as index:
         index.execute("PRAGMA user_version = 7")
     index.close()
-    with pytest.raises(ArgumentError, match=r"version 1, got version 7 .* quire cache rm"):
+    with pytest.raises(ArgumentError, match=r"version 1, got version 7 .*quire cache rm"):
         DiskTier(tmp_path, CAP)
 
 
