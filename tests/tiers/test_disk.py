@@ -292,6 +292,14 @@ def test_a_closed_tier_says_so(tmp_path: Path) -> None:
             call()
 
 
+def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "made", CAP)
+    put(tier, value(1))
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o077 for path in (tmp_path / "made").iterdir()} == {0}
+    tier.close()
+
+
 # What an opening finds
 
 

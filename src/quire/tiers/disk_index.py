@@ -19,6 +19,7 @@ Cost: opening and every call on one key O(log n); `contains` one query; `roots` 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sqlite3
 import threading
@@ -120,6 +121,10 @@ class DiskIndex:
         self._reading = threading.Lock()
         self._writing = threading.RLock()
         self._timeout_ms = int(timeout_s * 1e3)
+        if (
+            not self.path.exists()
+        ):  # SQLite would let others read the tokens; and never open its file beside it
+            os.close(files.open_lock(self.path))
         self._writer = files.connect(self.path, timeout_s=timeout_s)
         self._reader: sqlite3.Connection | None = None
         try:

@@ -76,6 +76,7 @@ class DiskWriter:
     def store(self, calls: list[StoreCall], uses: dict[bytes, float], now: float) -> None:
         """Keeps these values, durably on return, or as many as find room. uses: see `touch`."""
         rest = calls
+        self._keep_log_short()
         for _ in range(_TRIES):
             try:
                 rest = self._write(rest, uses, now)
@@ -122,9 +123,16 @@ class DiskWriter:
         for call in calls:
             call.kept = call not in without_room
         self.num_stored += len(placed)
+        return without_room
+
+    def _keep_log_short(self) -> None:
+        """Before a store, so that one which fails here has kept nothing."""
         if self._index.log_bytes() > LOG_SHARE // 4:
             self._index.checkpoint()
-        return without_room
+            if self._index.log_bytes() > LOG_SHARE // 2:  # K4
+                raise TierError(
+                    f"expected to empty the index's log in {self._folder}, got a process that has been reading it for long"
+                )
 
     def _write_value(self, place: tuple[int, int], parts: Sequence[memoryview]) -> None:
         try:
