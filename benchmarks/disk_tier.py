@@ -1,6 +1,6 @@
 """The disk tier beside the plain calls it is made of. JSON lines.
 
-    python benchmarks/disk_tier.py [--quick] [--dir DIR] [--repetitions 5]
+    python benchmarks/disk_tier.py [--quick] [--dir DIR] [--only opening] [--repetitions 5]
 
   1. opening a folder with many segments, its files in the page cache and dropped from it, beside an empty one;
   2. `contains` over that many segments;
@@ -76,7 +76,7 @@ def opening(base: Path, count: int, repetitions: int) -> None:
     infos = chained(keys)
     value = [memoryview(b"x" * 1000)]  # opening reads none: their size does not matter
     tier = DiskTier(folder, 4 << 30)
-    seconds = timed(in_threads, 32, range(count), lambda i: tier.store(keys[i], value, infos[i]))
+    seconds = timed(in_threads, 64, range(count), lambda i: tier.store(keys[i], value, infos[i]))
     use = tier.use()
     for asked in (16, 256):
         some = keys[:: max(1, count // asked)][:asked]
@@ -209,14 +209,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and smaller")
     parser.add_argument("--dir", default="/var/tmp", help="where the folders are made")
     parser.add_argument("--repetitions", type=int, default=None)
+    parser.add_argument("--only", choices=["opening", "loading", "storing"], help="one part")
     arguments = parser.parse_args()
     repetitions = arguments.repetitions or (2 if arguments.quick else 5)
     emit_machine()
     with tempfile.TemporaryDirectory(dir=arguments.dir) as base:
         for count in [1_000] if arguments.quick else [10_000, 100_000]:
-            opening(Path(base), count, repetitions)
-        loading(Path(base), 32 if arguments.quick else 256, repetitions)
-        storing(Path(base), 16 if arguments.quick else 128, repetitions)
+            if arguments.only in (None, "opening"):
+                opening(Path(base), count, repetitions)
+        if arguments.only in (None, "loading"):
+            loading(Path(base), 32 if arguments.quick else 256, repetitions)
+        if arguments.only in (None, "storing"):
+            storing(Path(base), 16 if arguments.quick else 128, repetitions)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def test_tails_go_before_their_heads(tier: DiskTier) -> None:
 
 def test_mixed_sizes_find_room_again_and_again(tier: DiskTier, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    for i in range(400):
+    for i in range(200):
         num_tokens = int(rng.choice([3, 17, 100, 500, 1500, 2500]))
         one = value(i, num_tokens)
         assert put(tier, one)
@@ -204,7 +204,7 @@ def test_mixed_sizes_find_room_again_and_again(tier: DiskTier, tmp_path: Path) -
 def test_the_index_of_many_small_values_stays_within_the_cap(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, CAP)
     parts = [memoryview(b"x" * 100)]
-    for i in range(2500):
+    for i in range(1800):
         one = value(i, 1)
         info = one.info.__class__(ROOT, ROOT, 0, bytes(8000))
         assert tier.store(one.key, parts, info)
@@ -274,6 +274,18 @@ def test_threads_share_it(tier: DiskTier) -> None:
         thread.join()
     assert wrong == []
     assert tier.stats().num_values == 60
+
+
+def test_more_threads_than_a_batch_takes(tier: DiskTier) -> None:
+    values = [value(i, 2) for i in range(150)]
+    kept: list[bool] = []
+    threads = [threading.Thread(target=lambda one=one: kept.append(put(tier, one))) for one in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kept == [True] * 150
+    assert tier.stats().stored == 150
 
 
 def test_a_closed_tier_says_so(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ class DiskWriter:
             self._index.checkpoint()
             if self._index.log_bytes() > LOG_SHARE // 2:  # K4
                 raise TierError(
-                    f"expected to empty the index's log in {self._folder}, got a process that has been reading it for long"
+                    f"expected to empty the index's log in {self._folder}, got a process that reads it all the time"
                 )
 
     def _write_value(self, place: tuple[int, int], parts: Sequence[memoryview]) -> None:
