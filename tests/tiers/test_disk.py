@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from support.tier_values import ROOT, SHAPE, Value, chain, value
 
 from quire.errors import ArgumentError
 from quire.tiers.disk import DiskTier
+from quire.tiers.files import Files
 from quire.tiers.keys import root_key
 from quire.tiers.segment import decode
 from quire.tiers.tier import TierError
@@ -310,6 +311,85 @@ def test_nobody_else_may_read_it(tmp_path: Path) -> None:
     assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o077 for path in (tmp_path / "made").iterdir()} == {0}
     tier.close()
+
+
+# Two of them, in the order that hurts
+
+
+class Interrupted(Files):
+    """Something else happens in the middle of each read."""
+
+    def __init__(self) -> None:
+        self.happens: list[Callable[[], object]] = []
+
+    def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        half = super().read(descriptor, buffer[: len(buffer) // 2 + 1], offset)
+        if self.happens:
+            self.happens.pop()()
+        return half
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[DiskTier, DiskTier, Interrupted]]:
+    files = Interrupted()
+    reader, writer = DiskTier(tmp_path, CAP, files=files), DiskTier(tmp_path, CAP)
+    yield reader, writer, files
+    reader.check()
+    reader.close()
+    writer.close()
+
+
+def test_pages_written_anew_under_a_reader_are_a_miss(two: tuple[DiskTier, DiskTier, Interrupted]) -> None:
+    reader, writer, files = two
+    old, new = value(1, 50), value(2, 50)
+    put(writer, old)
+    files.happens = [lambda: (writer.evict(old.key), put(writer, new))]
+    assert reader.load(old.key) is None
+    assert not files.happens
+    assert reader.load(new.key) == new.whole
+
+
+def test_a_value_that_came_back_under_a_reader_is_read_again(
+    two: tuple[DiskTier, DiskTier, Interrupted],
+) -> None:
+    reader, writer, files = two
+    old, new = value(1, 50), value(2, 50)
+    put(writer, old)
+    files.happens = [
+        lambda: (writer.evict(old.key), put(writer, new), writer.evict(new.key), put(writer, old))
+    ]
+    assert reader.load(old.key) == old.whole
+
+
+def test_a_value_that_moved_under_a_reader_is_read_again(
+    two: tuple[DiskTier, DiskTier, Interrupted], tmp_path: Path
+) -> None:
+    reader, writer, files = two
+    values = [value(i, 700) for i in range(12)]
+    for one in values:
+        put(writer, one)
+    for one in values[:8]:
+        writer.evict(one.key)
+    slabs = len(list(tmp_path.glob("slab-*")))
+    files.happens = [lambda: writer.prune(8 << 20)]
+    last = values[-1]
+    assert reader.load(last.key) == last.whole
+    assert len(list(tmp_path.glob("slab-*"))) < slabs
+    assert put(reader, value(100, 700))  # and lets go of the slabs that are no more
+    assert reader.use().total <= 16 << 20
+
+
+def test_they_see_each_other_and_share_the_last_cap(tmp_path: Path) -> None:
+    one, other = DiskTier(tmp_path, 2 * CAP), DiskTier(tmp_path, CAP)
+    first = value(1)
+    put(one, first)
+    assert other.load(first.key) == first.whole
+    assert one.max_bytes() == CAP
+    fill(one)
+    assert folder_bytes(tmp_path) <= CAP
+    one.close()
+    other.check()
+    other.close()
 
 
 # What an opening finds

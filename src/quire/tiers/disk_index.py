@@ -262,7 +262,13 @@ class DiskIndex:
             "SELECT e.root, coalesce(max(description), ''), count(*), sum(num_tokens), sum(num_bytes), min(made_at), "
             "max(used_at) FROM entry e LEFT JOIN root r ON r.root = e.root GROUP BY e.root ORDER BY e.root"
         )
-        return [StoredRoot(*row, tuple(owners.get(row[0], ()))) for row in rows]
+        found = []
+        for root, description, num_values, num_tokens, num_bytes, made_at, used_at in rows:
+            of = tuple(owners.get(root, ()))
+            found.append(
+                StoredRoot(root, description, num_values, num_tokens, num_bytes, made_at, used_at, of)
+            )
+        return found
 
     def max_bytes(self) -> int:
         return self._row("SELECT max_bytes FROM state")[0]
