@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -398,6 +400,9 @@ def test_they_see_each_other_and_share_the_last_cap(tmp_path: Path) -> None:
 def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="at least 16MiB, got 1MiB"):
         DiskTier(tmp_path, 1 << 20)
+    for path in ("", "a\0b"):
+        with pytest.raises(ArgumentError, match="expected a folder for the disk cache, got '"):
+            DiskTier(path, CAP)
     with pytest.raises(ArgumentError, match="expected a folder with a disk cache, got none"):
         DiskTier(tmp_path / "nothing", None)
     assert not (tmp_path / "nothing").exists()
@@ -526,6 +531,24 @@ def test_a_slab_that_is_gone_is_a_miss_and_never_written_to_again(tmp_path: Path
     assert tier.load(value(1, 100).key) is None  # found when read
     assert tier.use().slabs == 0
     tier.check()
+    tier.close()
+
+
+def test_a_folder_that_vanishes_fails_with_one_line_each_or_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    tier = DiskTier(folder, CAP)
+    values = fill(tier, num_tokens=20, count=4)
+    shutil.rmtree(folder)
+    calls = [lambda one=one: tier.load(one.key) in (None, one.whole) for one in values]
+    calls += [lambda one=one: put(tier, one) in (True, False) for one in [value(i, 900) for i in range(20)]]
+    for call in calls:
+        with suppress(TierError):  # and nothing but that
+            assert call()
+    tier.close()
+    assert not folder.exists()
+    tier = DiskTier(folder, CAP)
+    assert present(tier, values) == []
+    assert put(tier, values[0])
     tier.close()
 
 

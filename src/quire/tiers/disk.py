@@ -89,6 +89,8 @@ class DiskTier:
         files: Files | None = None,
         timeout_s: float = 10.0,
     ) -> None:
+        if not str(path) or "\0" in str(path):
+            raise ArgumentError(f"expected a folder for the disk cache, got {str(path)!r}")
         self.path = Path(path).expanduser()
         if max_bytes is not None and max_bytes < MIN_CAP:
             raise ArgumentError(

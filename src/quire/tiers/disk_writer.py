@@ -21,7 +21,7 @@ __all__ = ["LOG_SHARE", "MIN_CAP", "DiskWriter", "StoreCall"]
 MIN_CAP = 16 << 20
 # Of the cap, for SQLite's log and its shared memory.
 LOG_SHARE = 4 << 20
-_MAX_SLAB = 64 << 20
+_SLAB = 64 << 20
 _MAX_REMOVED = 256  # in one transaction, which keeps the log short
 _TRIES = 8
 
@@ -314,7 +314,8 @@ class DiskWriter:
 
     def _set_cap(self, cap: int) -> None:
         self._cap = cap
-        self._max_slab = min(_MAX_SLAB, (cap - LOG_SHARE) // 4 // PAGE * PAGE)
+        # Some hundred slabs at most, so that what is O(slabs) stays small whatever the cap.
+        self._max_slab = min(max(_SLAB, cap // 256), (cap - LOG_SHARE) // 4) // PAGE * PAGE
 
     def _index_has_room(self, info: SegmentInfo) -> bool:
         """Whether a row more can never bring the folder above the cap."""
