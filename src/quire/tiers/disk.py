@@ -108,7 +108,9 @@ class DiskTier:
         self._closed = False
         with self._opening():
             if max_bytes is not None:
-                self._files.make_folder(self.path)
+                if not self.path.is_dir():
+                    self._files.make_folder(self.path)
+                    self._files.sync_folder(self.path.parent)
             elif not (self.path / FILE_NAME).is_file():
                 raise ArgumentError(f"expected a folder with a disk cache, got none - in {self.path}")
             self._lock = FolderLock(self.path, self._files, timeout_s)
