@@ -144,6 +144,15 @@ def take_records() -> bytes:
     Ends the recording. int64 [n, 3] as bytes: operator (0 linear, 1 attention, 2 KV write, 3 a fused one that holds such), start and duration in ns of time.perf_counter_ns().
     """
 
+def copy_rows(
+    payload: int,
+    pieces: Annotated[NDArray[numpy.int64], dict(shape=(None, 5), order="C", device="cpu", writable=False)],
+    to_storage: bool,
+) -> None:
+    """
+    Copies rows between the payload at an address and a storage. pieces: int64 [n, 5], of each its offset in the payload, its address in the storage, its number of rows, bytes of a row (adjacent in the payload) and their distance in the storage.
+    """
+
 class PackedWeight:
     """
     A linear layer's weight packed once for the kernels. All buffers are addresses of CPU memory.
