@@ -7,7 +7,8 @@ Invariants
     T1  `load` returns the very bytes that `store` was given for this key, or None; a value whose writing was cut
         off is not there. (Damage of the medium is found by `segment.decode`.)
     T2  the values of a tier never take more than its cap, at no moment; what it needs room for, it makes room for by
-        evicting what was used longest ago.
+        evicting: of the values that none of its others continues, those of the lowest retention, of those the one used
+        longest ago; none for a value of lower retention. (A server that others share has its own order.)
     T3  a call that fails raises TierError, and leaves the tier as it was or without the value concerned.
 """
 
@@ -19,11 +20,22 @@ from typing import Protocol
 
 from quire.errors import QuireError
 
-__all__ = ["SegmentInfo", "Tier", "TierError", "TierStats"]
+__all__ = ["DamagedError", "SegmentInfo", "Tier", "TierError", "TierStats", "UnavailableError"]
 
 
 class TierError(QuireError):
-    """A tier that could not do what was asked: a full disk, a lost connection, a time-out; one clear line."""
+    """A tier that could not do what was asked: a full disk, a lost connection, a time-out; one clear line.
+
+    The stack logs the first of each kind: operation, class, class and errno of the `__cause__`.
+    """
+
+
+class UnavailableError(TierError):
+    """Not tried, as the last attempt failed a short time ago: costs nothing, and is no failure of its own."""
+
+
+class DamagedError(TierError):
+    """The tier found out by itself that a value is not what was stored, and has removed it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ class SegmentInfo:
 
 @dataclass(frozen=True)
 class TierStats:
-    """Counts since the start, but for the first two, which are now."""
+    """Counts since the start, but for the first two, which are now (-1: only a server that others share knows)."""
 
     num_values: int
     num_bytes: int

@@ -1,0 +1,173 @@
+"""Values in this process's own memory.
+
+Evicted is a value that no other value here continues (a chain loses its tail first: a tail without its head cannot be
+used), of those the ones of the lowest retention, of those the one used longest ago. A value is never evicted for one of
+lower retention, nor for the one that continues it.
+
+Invariants (T1 to T3, and)
+    H1  the bytes of all values are at most `max_bytes` at any time; those still referred to by who loaded them live on
+        outside of it after their eviction.
+
+Cost: `store` one copy of the value; `load` and `contains` none; an eviction O(log number of values).
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quire.errors import ArgumentError
+from quire.tiers.tier import SegmentInfo, TierStats
+
+__all__ = ["HostTier"]
+
+
+@dataclass
+class _Entry:
+    value: memoryview
+    parent: bytes
+    retention: int
+    used: int  # the number of its last use among all uses
+
+
+class HostTier:
+    """See the module's text. max_bytes: of all values together; 0 keeps nothing."""
+
+    name = "host"
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 0:
+            raise ArgumentError(f"expected max_bytes of 0 or more for the host tier, got {max_bytes}")
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, _Entry] = {}
+        self._num_continued: dict[bytes, int] = {}  # by key, there or not: how many values here go on from it
+        # (retention, used, key) of every value that none continues, and stale ones, told apart when popped.
+        self._evictable: list[tuple[int, int, bytes]] = []
+        self._num_uses = 0
+        self._stats = TierStats(0, 0)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [key in self._entries for key in keys]
+
+    def load(self, key: bytes) -> memoryview | None:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                self._add(misses=1)
+                return None
+            self._add(hits=1)
+            self._use(key, entry)
+            return entry.value
+
+    def store(self, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
+        num_bytes = sum(part.nbytes for part in value)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.retention = max(entry.retention, info.retention)
+                self._use(key, entry)
+                return True
+            # Its parent is continued from now on, so that it does not make room for its own child.
+            self._continue(info.parent)
+            if not self._make_room(num_bytes, info.retention):
+                self._release(info.parent)
+                return False
+            entry = _Entry(_joined(value, num_bytes), info.parent, info.retention, 0)
+            self._entries[key] = entry
+            self._use(key, entry)
+            self._add(num_values=1, num_bytes=num_bytes, stored=1)
+            return True
+
+    def evict(self, key: bytes) -> bool:
+        with self._lock:
+            if key not in self._entries:
+                return False
+            self._remove(key)
+            return True
+
+    def stats(self) -> TierStats:
+        return self._stats
+
+    def close(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._num_continued.clear()
+            self._evictable.clear()
+            self._stats = replace(self._stats, num_values=0, num_bytes=0)
+            self.max_bytes = 0
+
+    def _use(self, key: bytes, entry: _Entry) -> None:
+        self._num_uses += 1
+        entry.used = self._num_uses
+        self._offer(key, entry)
+
+    def _offer(self, key: bytes, entry: _Entry) -> None:
+        """Names a value for eviction, if none continues it."""
+        if key in self._num_continued:
+            return
+        heapq.heappush(self._evictable, (entry.retention, entry.used, key))
+        if len(self._evictable) > 2 * len(self._entries) + 64:
+            # Most are stale, of values used again and again.
+            self._evictable = [
+                (other.retention, other.used, name)
+                for name, other in self._entries.items()
+                if name not in self._num_continued
+            ]
+            heapq.heapify(self._evictable)
+
+    def _continue(self, parent: bytes) -> None:
+        self._num_continued[parent] = self._num_continued.get(parent, 0) + 1
+
+    def _release(self, parent: bytes) -> None:
+        self._num_continued[parent] -= 1
+        if not self._num_continued[parent]:
+            del self._num_continued[parent]
+            if parent in self._entries:
+                self._offer(parent, self._entries[parent])
+
+    def _make_room(self, num_bytes: int, retention: int) -> bool:
+        """Evicts for a value of this retention; False: what may go is not enough (what went on the way is gone)."""
+        if num_bytes > self.max_bytes:
+            return False
+        while self._stats.num_bytes + num_bytes > self.max_bytes:
+            key = self._next_to_go(retention)
+            if key is None:
+                return False
+            self._remove(key)
+            self._add(evicted=1)
+        return True
+
+    def _next_to_go(self, retention: int) -> bytes | None:
+        while self._evictable:
+            rank, used, key = self._evictable[0]
+            entry = self._entries.get(key)
+            current = entry is not None and (entry.retention, entry.used) == (rank, used)
+            if current and key not in self._num_continued:
+                return key if rank <= retention else None
+            heapq.heappop(self._evictable)
+        return None
+
+    def _remove(self, key: bytes) -> None:
+        entry = self._entries.pop(key)
+        self._add(num_values=-1, num_bytes=-entry.value.nbytes)
+        self._release(entry.parent)
+
+    def _add(self, **counts: int) -> None:
+        self._stats = replace(
+            self._stats, **{name: getattr(self._stats, name) + by for name, by in counts.items()}
+        )
+
+
+def _joined(parts: Sequence[memoryview], num_bytes: int) -> memoryview:
+    whole = np.empty(num_bytes, np.uint8)
+    end = 0
+    for part in parts:
+        begin, end = end, end + part.nbytes
+        whole[begin:end] = np.frombuffer(part, np.uint8)
+    return whole.data.toreadonly()

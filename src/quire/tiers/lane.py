@@ -1,0 +1,232 @@
+"""One tier as the stack uses it: every call guarded, counted and timed, with a queue of its own for what is stored.
+
+Invariants
+    L1  no call raises, whatever the tier does: a failure is False or None, counted, and logged once per kind.
+    L2  `fetch` returns only what `segment.decode` has verified; a value that fails its check is removed and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from quire.tiers.names import SegmentName
+from quire.tiers.segment import SegmentShape, decode
+from quire.tiers.speed import Speed
+from quire.tiers.tier import DamagedError, SegmentInfo, Tier, TierStats, UnavailableError
+from quire.tiers.workers import Workers
+
+__all__ = ["Lane", "LaneStats", "Outgoing"]
+
+_log = logging.getLogger("quire")
+_LOADS = ("hits", "misses", "skipped", "loaded_bytes")
+_STORES = ("stored", "stored_bytes", "promoted", "refused", "dropped")
+_COUNTED = (*_LOADS, *_STORES, "damaged", "failures")
+
+
+class Outgoing:
+    """A segment on its way into tiers, its value made once for all of them, when the first of them asks for it."""
+
+    def __init__(
+        self, name: SegmentName, info: SegmentInfo, num_bytes: int, make: Callable[[], list[memoryview]]
+    ) -> None:
+        self.name = name
+        self.info = info
+        self.num_bytes = num_bytes
+        self._make = make
+        self._parts: list[memoryview] | None = None
+        self._lock = threading.Lock()
+
+    def parts(self) -> list[memoryview]:
+        """The value, to be written one part after the other. *raises:* SegmentError: a payload of the wrong size."""
+        with self._lock:
+            if self._parts is None:
+                self._parts = self._make()
+            return self._parts
+
+
+@dataclass(frozen=True)
+class LaneStats:
+    """One tier's counts since the start, in segments; values, bytes and waiting_bytes are now.
+
+    values, bytes: of the tier as a whole, -1 where it cannot say. hits, misses: of loads. skipped: calls not made, as
+    the tier is given a rest after a failure. refused: stores the tier said no to. dropped: stores that found the queue
+    full, or were given up by `close`. damaged: values that failed their check. promoted: of those stored, what a lower
+    tier gave. latency_s, bytes_per_s: measured lately, 0 before.
+    """
+
+    name: str
+    values: int
+    bytes: int
+    waiting_bytes: int
+    hits: int
+    misses: int
+    skipped: int
+    loaded_bytes: int
+    stored: int
+    stored_bytes: int
+    promoted: int
+    refused: int
+    dropped: int
+    damaged: int
+    failures: int
+    evicted: int
+    latency_s: float
+    bytes_per_s: float
+
+
+class Lane:
+    """See the module's text. num_threads: 1, or 0 for everything inline."""
+
+    def __init__(self, tier: Tier, num_threads: int, max_bytes: int, clock: Callable[[], float]) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self.writer = Workers(f"quire-{tier.name}", num_threads, max_bytes)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._speed = Speed()
+        self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
+        self._waiting: dict[bytes, int] = {}  # retention of what is queued
+        self._refused: bytes | None = None  # the last one the tier said no to
+        self._logged: set[tuple[str, ...]] = set()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of them are there; none where the tier fails."""
+        started = self._clock()
+        found = self._guard("contains", lambda: [bool(there) for there in self.tier.contains(keys)])
+        if found is None or len(found) != len(keys):
+            return [False] * len(keys)
+        with self._lock:
+            self._speed.add_round_trip(self._clock() - started)
+        return found
+
+    def fetch(self, name: SegmentName, shape: SegmentShape) -> tuple[np.ndarray, memoryview] | None:
+        """The payload of a segment, verified, uint8 and read-only, and the value that it is part of; None: a miss."""
+        skipped = self._counts["skipped"]
+        value = self._guard("load", lambda: self.tier.load(name.key))
+        if value is None:
+            if skipped == self._counts["skipped"]:
+                self.count("misses")
+            return None
+        try:
+            view = memoryview(value).cast("B").toreadonly()
+            payload = decode(view, key=name.key, tokens=name.tokens, start=name.start, shape=shape)
+        except Exception as error:
+            self.count("damaged")
+            self.count("misses")
+            self._log_once(("damaged",), f"a value was refused and removed: {error}")
+            self._guard("evict", lambda: self.tier.evict(name.key))
+            return None
+        self.count("hits")
+        self.count("loaded_bytes", payload.nbytes)
+        return payload, view
+
+    def loaded(self, num_bytes: int, seconds: float) -> None:
+        """A load took so long, delivery included."""
+        with self._lock:
+            self._speed.add_load(num_bytes, seconds)
+
+    def store(self, outgoing: Outgoing, *, promoted: bool = False) -> bool:
+        """Queues it; whether it is queued, now or already. A full queue drops it."""
+        key, retention = outgoing.name.key, outgoing.info.retention
+        with self._lock:
+            if self._waiting.get(key, -1) >= retention:
+                return True
+            self._waiting[key] = retention
+        if self.writer.submit(lambda: self._store_now(outgoing, promoted), outgoing.num_bytes):
+            return True
+        with self._lock:
+            self._waiting.pop(key, None)
+        self.count("dropped")
+        return False
+
+    def _store_now(self, outgoing: Outgoing, promoted: bool) -> None:
+        key = outgoing.name.key
+        try:
+            if outgoing.name.parent == self._refused:
+                # A tier too small for a chain would give up its head for the tail, segment after segment.
+                kept = False
+            else:
+                kept = self._guard(
+                    "store", lambda: bool(self.tier.store(key, outgoing.parts(), outgoing.info))
+                )
+        finally:
+            with self._lock:
+                self._waiting.pop(key, None)
+        if kept:
+            self.count("stored")
+            self.count("stored_bytes", outgoing.num_bytes)
+            self.count("promoted", int(promoted))
+        elif kept is not None:
+            self._refused = key
+            self.count("refused")
+
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """Queues the removal of values, behind the stores that wait."""
+        self.writer.submit(lambda: self._evict_now(keys))
+
+    def _evict_now(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._guard("evict", partial(self.tier.evict, key))
+
+    def count(self, what: str, by: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += by
+
+    def seconds(self, num_bytes: int) -> float | None:
+        with self._lock:
+            return self._speed.seconds(num_bytes)
+
+    def stats(self) -> LaneStats:
+        own = self._guard("stats", self.tier.stats) or TierStats(num_values=-1, num_bytes=-1)
+        with self._lock:
+            return LaneStats(
+                name=self.name,
+                values=own.num_values,
+                bytes=own.num_bytes,
+                evicted=own.evicted,
+                waiting_bytes=self.writer.num_bytes,
+                latency_s=self._speed.latency_s,
+                bytes_per_s=self._speed.bytes_per_s,
+                **self._counts,
+            )
+
+    def close(self, timeout: float | None) -> bool:
+        """Ends what is queued, or gives it up and counts it; closes the tier. Whether nothing was left undone."""
+        in_time, num_given_up = self.writer.close(timeout)
+        self.count("dropped", num_given_up)
+        self._guard("close", self.tier.close)
+        return in_time
+
+    def report_failure(self, operation: str, error: Exception) -> None:
+        """Counts what went wrong, and logs it if it is the first of its kind."""
+        if isinstance(error, UnavailableError):
+            self.count("skipped")
+            return
+        self.count("damaged" if isinstance(error, DamagedError) else "failures")
+        cause = error.__cause__ or error
+        kind = (operation, type(error).__name__, type(cause).__name__, str(getattr(cause, "errno", "")))
+        self._log_once(kind, f"{operation} failed: {error or type(error).__name__}")
+
+    def _guard(self, operation: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            self.report_failure(operation, error)
+            return None
+
+    def _log_once(self, kind: tuple[str, ...], text: str) -> None:
+        with self._lock:
+            if kind in self._logged:
+                return
+            self._logged.add(kind)
+        line = " ".join(text.split())
+        _log.warning(
+            "%s tier: %s (service goes on; more of this kind is counted, not logged)", self.name, line
+        )

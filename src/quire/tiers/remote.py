@@ -1,0 +1,337 @@
+"""Values on a Redis server, or on any that speaks its protocol: shared by all engines that are given its address.
+
+    quire:kv:1:<key, hex>    a hash: v the value, x its XXH3-64 (seeded with the key), i what an index may say, JSON
+
+The server is used as it is: nothing is installed on it, no script runs there, and what it may keep is its own
+`maxmemory` and `maxmemory-policy` (`allkeys-lru` fits); `ttl_s` lets values end by themselves. One value is written by
+one command, so that none is ever seen half written, and is never changed: engines do not get into each other's way.
+
+A server is not believed in. Whatever it does, one exchange with it takes at most `timeout` seconds and
+`max_value_bytes` (`allowance`; resolving a host name is the system's and is not counted); a value is the one that was
+stored under this key, or it is refused and removed. After a failure it is left alone (`breaker`), and a thread of the
+tier finds out whether it is back (PING), so that no request waits for that: a server that is down costs the time-out
+once, not once per request. A server that only refuses to store (full, read-only) is still read.
+
+Invariants (T1 to T3, and)
+    R1  T1 holds against damage by the server and on the way: `load` raises DamagedError then.
+    R2  a call made while the server is given a rest raises UnavailableError at once.
+
+Cost: `contains` one round trip for all keys; `load` one, with three copies of the value in redis-py (one with hiredis);
+`store` two, the second only if the value is not there yet, with one copy.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from quire.errors import ArgumentError, BackendError
+from quire.tiers.allowance import Allowance, LimitedSocket
+from quire.tiers.breaker import CircuitBreaker
+from quire.tiers.tier import DamagedError, SegmentInfo, TierError, TierStats, UnavailableError
+
+if TYPE_CHECKING:
+    import redis
+
+__all__ = ["RemoteTier"]
+
+_PREFIX = b"quire:kv:1:"
+# Of answers beside values: more than a thousand keys' worth of them.
+_SMALL_BYTES = 1 << 20
+
+
+class RemoteTier:
+    """See the module's text. Nothing is asked of the server before the first call.
+
+    url: redis://[[user]:password@]host[:port][/db], rediss:// for TLS, unix:///path. timeout: seconds of one exchange.
+    max_value_bytes: larger ones are not stored, nor believed in. ttl_s: seconds a value is kept after its last store;
+    None: as long as the server likes. probe_in_background: False: the call that comes after a pause tries, and waits.
+    connect: makes a connection, a connected socket, in place of the URL's host; for tests without a network.
+
+    *raises:* BackendError: redis-py is not installed. ArgumentError: no such URL.
+    """
+
+    name = "remote"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 1.0,
+        max_value_bytes: int = 64 << 20,
+        ttl_s: float | None = None,
+        first_pause_s: float = 1.0,
+        max_pause_s: float = 60.0,
+        probe_in_background: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        connect: Callable[[], Any] | None = None,
+    ) -> None:
+        if timeout <= 0 or max_value_bytes <= 0 or (ttl_s is not None and ttl_s <= 0):
+            raise ArgumentError(
+                "expected timeout, max_value_bytes and ttl_s above 0, "
+                f"got {timeout}, {max_value_bytes} and {ttl_s}"
+            )
+        self._timeout = timeout
+        self._max_value_bytes = max_value_bytes
+        self._ttl_ms = None if ttl_s is None else max(1, round(1000 * ttl_s))
+        self._allowance = Allowance(clock)
+        self._pool, self.where = _pool(url, self._allowance, connect)
+        self._client = _redis().Redis(connection_pool=self._pool)
+        self._server = CircuitBreaker(first_pause_s=first_pause_s, max_pause_s=max_pause_s, clock=clock)
+        self._stores = CircuitBreaker(first_pause_s=first_pause_s, max_pause_s=max_pause_s, clock=clock)
+        self._probe_in_background = probe_in_background
+        self._probe: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {"hits": 0, "misses": 0, "stored": 0, "failures": 0}
+        self._closed = False
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._exchange("a look-up"):
+            pipeline = self._client.pipeline(transaction=False)
+            for key in keys:
+                pipeline.exists(_PREFIX + key.hex().encode())
+            answers = pipeline.execute()
+            if len(answers) != len(keys) or not all(type(answer) is int for answer in answers):
+                raise ValueError("an answer that is none to this question")
+            return [answer == 1 for answer in answers]
+
+    def load(self, key: bytes) -> memoryview | None:
+        name = _PREFIX + key.hex().encode()
+        with self._exchange("a load", self._max_value_bytes):
+            answer: Any = self._client.hmget(name, [b"v", b"x"])
+            if not isinstance(answer, list) or len(answer) != 2:
+                raise ValueError("an answer that is none to this question")
+            if answer == [None, None]:
+                self._count("misses")
+                return None
+            value, checksum = answer
+            if type(value) is not bytes or checksum != _checksum(key, [value]):
+                self._client.delete(name)
+                raise DamagedError(f"the server at {self.where} gave other bytes than were stored")
+            self._count("hits")
+            return memoryview(value)
+
+    def store(self, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
+        num_bytes = sum(part.nbytes for part in value)
+        if num_bytes > self._max_value_bytes:
+            return False
+        # A store is nobody's time: the first after a pause is the trial.
+        number = self._stores.begin()
+        trial = number is None
+        if trial:
+            number = self._stores.begin_trial()
+        if number is None:
+            raise UnavailableError(f"the server at {self.where} refused to store a short time ago")
+        done = False
+        try:
+            with self._exchange("a store", refusal=self._stores, number=number):
+                stored = self._store(_PREFIX + key.hex().encode(), key, value, info)
+            done = True
+        finally:
+            if trial:
+                (self._stores.succeeded if done else self._stores.failed)(number)
+        self._count("stored", int(stored))
+        return True
+
+    def evict(self, key: bytes) -> bool:
+        with self._exchange("a removal"):
+            return self._client.delete(_PREFIX + key.hex().encode()) == 1
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            return TierStats(num_values=-1, num_bytes=-1, **self._counts)
+
+    def close(self) -> None:
+        self._closed = True
+        self._pool.disconnect()
+        probe = self._probe
+        if probe is not None and probe is not threading.current_thread():
+            probe.join(self._timeout + 1)
+
+    def _store(self, name: bytes, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
+        """Whether it was not there yet."""
+        if self._touch(name):
+            return False
+        fields: Any = {b"v": b"".join(value), b"x": _checksum(key, value), b"i": _index_entry(info)}
+        if self._ttl_ms is None:
+            self._client.hset(name, mapping=fields)
+        else:
+            pipeline = self._client.pipeline(transaction=True)
+            pipeline.hset(name, mapping=fields)
+            pipeline.pexpire(name, self._ttl_ms)
+            pipeline.execute()
+        return True
+
+    def _touch(self, name: bytes) -> bool:
+        """Whether it is there; it has been used then."""
+        if self._ttl_ms is None:
+            return self._client.touch(name) == 1
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.touch(name)
+        pipeline.pexpire(name, self._ttl_ms)
+        return pipeline.execute()[0] == 1
+
+    @contextmanager
+    def _exchange(
+        self,
+        what: str,
+        num_bytes: int = 0,
+        *,
+        refusal: CircuitBreaker | None = None,
+        number: int = 0,
+    ) -> Iterator[None]:
+        """Guards one exchange. refusal: what a mere refusal by the server gives a rest, in place of all calls."""
+        call = self._begin()
+        try:
+            with self._allowance.exchange(self._timeout, num_bytes + _SMALL_BYTES):
+                yield
+        except Exception as error:
+            refused = isinstance(error, _redis().ResponseError)
+            if refusal is not None and refused:
+                refusal.failed(number)
+            else:
+                self._server.failed(call)
+            if not refused:
+                self._pool.disconnect(inuse_connections=False)  # nothing is known of what they will say next
+            self._count("failures")
+            if isinstance(error, DamagedError):
+                raise
+            raise TierError(f"{what} at {self.where}: {_reason(error, self._timeout)}") from error
+
+    def _begin(self) -> int:
+        if self._closed:
+            raise UnavailableError("this tier was closed")
+        call = self._server.begin()
+        if call is not None:
+            return call
+        trial = self._server.begin_trial()
+        if trial is not None:
+            if not self._probe_in_background:
+                self._try(trial)
+            else:
+                self._start_probe(trial)
+        call = self._server.begin()
+        if call is None:
+            raise UnavailableError(f"the server at {self.where} failed a short time ago")
+        return call
+
+    def _start_probe(self, trial: int) -> None:
+        probe = threading.Thread(target=self._try, args=(trial,), name="quire-tier-remote-probe", daemon=True)
+        try:
+            probe.start()
+        except RuntimeError:  # no more threads to be had
+            self._server.failed(trial)
+        else:
+            self._probe = probe
+
+    def _try(self, trial: int) -> None:
+        well = False
+        try:
+            with self._allowance.exchange(self._timeout, _SMALL_BYTES):
+                well = self._client.ping() is True
+        except Exception:
+            self._pool.disconnect(inuse_connections=False)
+        finally:
+            (self._server.succeeded if well else self._server.failed)(trial)
+
+    def _count(self, what: str, by: int = 1) -> None:
+        with self._lock:
+            self._counts[what] += by
+
+
+def _checksum(key: bytes, parts: Sequence[Any]) -> bytes:
+    digest = xxhash.xxh3_64(seed=int.from_bytes(key[:8], "little"))
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _index_entry(info: SegmentInfo) -> bytes:
+    return json.dumps(
+        {
+            "root": info.root.hex(),
+            "parent": info.parent.hex(),
+            "start": info.start,
+            "tokens": base64.b64encode(info.tokens).decode(),
+            "extra_keys": [[position, key.hex()] for position, key in info.extra_keys],
+            "retention": info.retention,
+            "owner": info.owner,
+        }
+    ).encode()
+
+
+def _reason(error: Exception, timeout: float) -> str:
+    """One line of what to do about it."""
+    text = "".join(c if c.isprintable() else "?" for c in str(error)[:200]) or type(error).__name__
+    if isinstance(error, TimeoutError | _redis().TimeoutError):
+        return f"no answer within {timeout:g} s"
+    if isinstance(error, _redis().AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS")):
+        return f"{text}; give the password in the URL, redis://:PASSWORD@HOST"
+    if isinstance(error, _redis().OutOfMemoryError) or text.startswith("OOM"):
+        return f"{text}; give the server a maxmemory-policy such as allkeys-lru, or more maxmemory"
+    return text
+
+
+def _pool(
+    url: str, allowance: Allowance, connect: Callable[[], Any] | None
+) -> tuple[redis.ConnectionPool, str]:
+    """Connections within the allowance, and where they lead, without the password."""
+    connection = _redis().connection
+    try:
+        options: dict[str, Any] = connection.parse_url(url)
+    except ValueError as error:
+        raise ArgumentError(
+            f"expected redis://HOST[:PORT][/DB], rediss:// or unix://, got a URL that is none: {error}"
+        ) from None
+    base: Any = options.pop("connection_class", connection.Connection)
+
+    class LimitedConnection(base):
+        @property
+        def socket_connect_timeout(self) -> float:
+            return allowance.seconds_left()  # asked for each address of the host
+
+        @socket_connect_timeout.setter
+        def socket_connect_timeout(self, value: float | None) -> None:
+            pass
+
+        @property
+        def socket_timeout(self) -> float:
+            return allowance.seconds_left()
+
+        @socket_timeout.setter
+        def socket_timeout(self, value: float | None) -> None:
+            pass
+
+        def _connect(self) -> LimitedSocket:
+            return LimitedSocket(super()._connect() if connect is None else connect(), allowance)
+
+    # Not retried: the next tier is asked, or the tokens are computed. The parser's reads are as large as values.
+    ours = {
+        "retry": _redis().retry.Retry(_redis().backoff.NoBackoff(), 0),
+        "protocol": 2,
+        "decode_responses": False,
+        "socket_read_size": 1 << 20,
+        "health_check_interval": 0,
+    }
+    pool = _redis().ConnectionPool(connection_class=LimitedConnection, **(options | ours))
+    place = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+    return pool, place
+
+
+def _redis() -> Any:
+    try:
+        import redis.backoff
+        import redis.connection
+        import redis.retry
+    except ImportError:
+        raise BackendError(
+            'expected redis-py for a remote cache, it is not installed: pip install "quire[redis]"'
+        ) from None
+    return redis

@@ -1,0 +1,266 @@
+"""The tiers below the pool as one thing to talk to: asynchronous, bounded, and never the reason that a step fails.
+
+A store goes to **every** tier, not down from one to the next as they evict. What is to survive the process must be on
+disk before the process ends, not when host memory happens to be full; an eviction then costs nothing and waits for
+nothing; and a segment has one path, not one for each pair of tiers. The price: a lower tier holds what an upper one
+holds as well, so that tiers do not add up, and every segment is written to each of them once (a key that is there is
+only refreshed). A load goes top down, segment by segment; what a lower tier gave is promoted to those above it.
+
+What it is not: a policy. When to store (on eviction, through), and whether to load or to recompute, is the engine's
+business; `estimate_seconds` helps.
+
+Threads: `workers` of them load and look up, one for each tier stores; daemons, joined by `close`. workers=0: everything
+is done inside the call, `on_done` included, in an order that depends on nothing else: for the laws and the simulator.
+Calls may come from any thread; `into` and `on_done` run in the stack's.
+
+Invariants
+    S1  a load delivers bytes that were stored for this very key, in order, or ends before (`segment.decode`).
+    S2  nothing a tier does raises out of here: a failure is a miss or a segment not kept, counted, and logged once per
+        kind; the next tier is asked.
+    S3  segments waiting to be stored take at most `max_bytes_in_flight` for each tier; what finds it full is dropped
+        and counted, and nobody waits.
+    S4  after `close` no thread, file or connection of the stack is left, but for a tier's call that outlives
+        the time-out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+
+import numpy as np
+
+from quire.errors import ArgumentError
+from quire.tiers.lane import Lane, LaneStats, Outgoing
+from quire.tiers.names import SegmentName
+from quire.tiers.segment import Segment, SegmentShape, encode
+from quire.tiers.tier import Tier
+from quire.tiers.transfer import Load, Lookup
+from quire.tiers.workers import Workers
+
+__all__ = ["StackStats", "TierStack"]
+
+
+@dataclass(frozen=True)
+class StackStats:
+    """tiers: top down. The rest: counts since the start, and how many loads are under way now."""
+
+    tiers: tuple[LaneStats, ...]
+    num_loads_running: int
+    num_lookups: int
+    num_loads: int
+    num_loads_complete: int
+    num_loads_cancelled: int
+
+
+class TierStack:
+    """See the module's text.
+
+    tiers: top down, fastest first; names all different; the stack closes them. shape: of the segments. promote: whether
+    what a lower tier gave is stored in those above it. clock: seconds that pass, for measurements; wall_clock: seconds
+    since 1970, written into headers.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        shape: SegmentShape,
+        *,
+        workers: int = 2,
+        max_bytes_in_flight: int = 64 << 20,
+        promote: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        names = [tier.name for tier in tiers]
+        if len(set(names)) != len(names):
+            raise ArgumentError(f"expected tiers of different names, got {names}")
+        if workers < 0 or max_bytes_in_flight < 1:
+            raise ArgumentError(
+                "expected workers of 0 or more and max_bytes_in_flight of 1 or more, "
+                f"got {workers} and {max_bytes_in_flight}"
+            )
+        self.shape = shape
+        self.tier_names = tuple(names)
+        self._promote = promote
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._lanes = [Lane(tier, min(workers, 1), max_bytes_in_flight, clock) for tier in tiers]
+        self._readers = Workers("quire-tiers", workers)
+        self._lock = threading.Lock()
+        self._running: set[Load | Lookup] = set()
+        self._num_lookups = 0
+        self._num_loads = 0
+        self._num_complete = 0
+        self._num_cancelled = 0
+
+    def store(
+        self, segments: Sequence[tuple[SegmentName, np.ndarray]], *, retention: int = 1, owner: str = ""
+    ) -> int:
+        """Queues segments and their payloads (uint8, `segment` module) for every tier; how many some tier has queued.
+
+        The payloads belong to the stack from now on: nobody writes to them again. Returns at once.
+        """
+        num_queued = 0
+        for name, payload in segments:
+            outgoing = Outgoing(
+                name,
+                name.info(retention=retention, owner=owner),
+                payload.nbytes,
+                partial(self._encode, name, payload),
+            )
+            queued = [lane.store(outgoing) for lane in self._lanes]
+            num_queued += any(queued)
+        return num_queued
+
+    def lookup(
+        self,
+        keys: Sequence[bytes],
+        *,
+        every_tier: bool = False,
+        on_done: Callable[[Lookup], None] | None = None,
+    ) -> Lookup:
+        """Asks how far a chain of keys is there: top down, until all are found; every_tier: all tiers, for reports.
+
+        One call of `contains` for each tier asked; goes before the loads that wait.
+        """
+        lookup = Lookup(keys, self._ended, on_done)
+        with self._lock:
+            self._num_lookups += 1
+            self._running.add(lookup)
+        if not self._readers.submit(lambda: self._look(lookup, every_tier), first=True):
+            lookup._end("closed")
+        return lookup
+
+    def load(
+        self,
+        chain: Sequence[SegmentName],
+        *,
+        into: Callable[[int, np.ndarray], None] | None = None,
+        on_done: Callable[[Load], None] | None = None,
+        retention: int = 1,
+        owner: str = "",
+    ) -> Load:
+        """Loads a chain, segment after segment, until one is in no tier.
+
+        into(index, payload): takes each one, in order, in a thread of the stack (X2 says until when); the payload is
+        uint8, read-only, and valid while referred to. Without it they are kept in `Load.payloads`. retention, owner: of
+        what is promoted. Loads under way take turns by segment.
+        """
+        load = Load(chain, self.shape.bytes_per_token, into, self._ended, on_done)
+        with self._lock:
+            self._num_loads += 1
+            self._running.add(load)
+        self._go_on(load, retention, owner)
+        return load
+
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """Removes values from every tier, after what was queued to be stored before."""
+        for lane in self._lanes:
+            lane.evict(tuple(keys))
+
+    def estimate_seconds(self, num_bytes: int, tier: str | None = None) -> float:
+        """How long a load of so many bytes of payload is expected to take from a tier (None: the slowest measured).
+
+        Of what was measured lately, the delivery included; 0.0 while nothing was: try it, and it will be.
+        """
+        expected = [lane.seconds(num_bytes) for lane in self._lanes if tier in (None, lane.name)]
+        return max((seconds for seconds in expected if seconds is not None), default=0.0)
+
+    def stats(self) -> StackStats:
+        """Counts of every tier; no round trip to a server."""
+        tiers = tuple(lane.stats() for lane in self._lanes)
+        with self._lock:
+            return StackStats(
+                tiers,
+                sum(isinstance(handle, Load) for handle in self._running),
+                self._num_lookups,
+                self._num_loads,
+                self._num_complete,
+                self._num_cancelled,
+            )
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Waits until what was queued to be stored is in the tiers, for good; whether that was within `timeout` s."""
+        left = _countdown(timeout)
+        done = [lane.writer.wait(left()) for lane in self._lanes]
+        return all(done)
+
+    def close(self, timeout: float | None = 10.0) -> bool:
+        """Ends loads and lookups as "closed", stores what is queued, joins the threads, closes the tiers.
+
+        Whether all that was done within `timeout` seconds; what was not is dropped and counted. Twice does nothing.
+        """
+        left = _countdown(timeout)
+        with self._lock:
+            running = list(self._running)
+        for handle in running:
+            handle._end("closed")
+        in_time, _ = self._readers.close(left())
+        return all([in_time, *[lane.close(left()) for lane in self._lanes]])
+
+    def _encode(self, name: SegmentName, payload: np.ndarray) -> list[memoryview]:
+        segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
+        return encode(segment, self.shape, made_at=self._wall_clock())
+
+    def _look(self, lookup: Lookup, every_tier: bool) -> None:
+        if lookup.outcome is not None:
+            return
+        where: list[str | None] = [None] * len(lookup.keys)
+        for lane in self._lanes:
+            if not every_tier and None not in where:
+                break
+            found = lane.contains(lookup.keys)
+            lookup.by_tier[lane.name] = len(list(takewhile(bool, found)))
+            where = [name or (lane.name if there else None) for name, there in zip(where, found, strict=True)]
+        lookup.where = tuple(name for name in takewhile(bool, where) if name)
+        lookup._end("complete")
+
+    def _go_on(self, load: Load, retention: int, owner: str) -> None:
+        if load.num_loaded == len(load.chain):
+            load._end("complete")
+        elif not self._readers.submit(lambda: self._take_turn(load, retention, owner)):
+            load._end("closed")
+
+    def _take_turn(self, load: Load, retention: int, owner: str) -> None:
+        """One segment of a load."""
+        if load.outcome is not None:
+            return
+        name = load.chain[load.num_loaded]
+        for depth, lane in enumerate(self._lanes):
+            started = self._clock()
+            fetched = lane.fetch(name, self.shape)
+            if fetched is not None:
+                payload, value = fetched
+                if not load._deliver(payload, lane.name):
+                    return
+                lane.loaded(payload.nbytes, self._clock() - started)
+                if self._promote and depth:
+                    info = name.info(retention=retention, owner=owner)
+                    outgoing = Outgoing(name, info, value.nbytes, partial(list, [value]))
+                    for above in self._lanes[:depth]:
+                        above.store(outgoing, promoted=True)
+                self._go_on(load, retention, owner)
+                return
+            if load.outcome is not None:
+                return
+        load._end("missing")
+
+    def _ended(self, handle: Load | Lookup) -> None:
+        with self._lock:
+            self._running.discard(handle)
+            if isinstance(handle, Load):
+                self._num_complete += handle.outcome == "complete"
+                self._num_cancelled += handle.outcome == "cancelled"
+
+
+def _countdown(timeout: float | None) -> Callable[[], float | None]:
+    """What is left of so many seconds, at each call."""
+    if timeout is None:
+        return lambda: None
+    deadline = time.monotonic() + timeout
+    return lambda: max(0.0, deadline - time.monotonic())

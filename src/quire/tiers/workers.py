@@ -1,0 +1,119 @@
+"""A few threads and one bounded queue of jobs; or none, and every job is done where it is submitted.
+
+Invariants
+    W1  the bytes of the jobs that wait or run never exceed `max_bytes`, but for a single job larger than that, which is
+        refused as well: `submit` says False and nothing is kept.
+    W2  one thread: jobs end in the order they were submitted, those put first aside.
+    W3  a job never raises into the queue: what it raises is logged, and the next one runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["Workers"]
+
+_log = logging.getLogger("quire")
+Job = Callable[[], None]
+
+
+class Workers:
+    """See the module's text. num_threads 0: jobs run inline; one submitted by a running job runs after it."""
+
+    def __init__(self, name: str, num_threads: int, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._jobs: deque[tuple[Job, int]] = deque()
+        self._changed = threading.Condition()
+        self._num_bytes = 0
+        self._num_submitted = 0
+        self._num_ended = 0
+        self._closed = False
+        self._inline_runs = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the jobs that wait or run."""
+        return self._num_bytes
+
+    def submit(self, job: Job, num_bytes: int = 0, *, first: bool = False) -> bool:
+        """Queues a job that keeps `num_bytes` alive, before all others where `first`; False: no room, or closed."""
+        with self._changed:
+            if self._closed or (
+                self._max_bytes is not None and self._num_bytes + num_bytes > self._max_bytes
+            ):
+                return False
+            self._num_submitted += 1
+            self._num_bytes += num_bytes
+            if first:
+                self._jobs.appendleft((job, num_bytes))
+            else:
+                self._jobs.append((job, num_bytes))
+            self._changed.notify_all()
+            if self._threads or self._inline_runs:
+                return True
+            self._inline_runs = True
+        self._drain()
+        return True
+
+    def wait(self, timeout: float | None) -> bool:
+        """Whether as many jobs have ended, within `timeout` seconds, as had been submitted when this was called."""
+        with self._changed:
+            target = self._num_submitted
+            return self._changed.wait_for(lambda: self._num_ended >= target, timeout)
+
+    def close(self, timeout: float | None) -> tuple[bool, int]:
+        """Takes no more jobs, ends those there are, joins the threads: (whether all ended in time, jobs given up)."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._jobs, timeout)
+            num_given_up = len(self._jobs)
+            self._num_bytes -= sum(size for _, size in self._jobs)
+            self._num_ended += num_given_up
+            self._jobs.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not num_given_up and not any(thread.is_alive() for thread in self._threads), num_given_up
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    return
+                job, num_bytes = self._jobs.popleft()
+            self._run(job, num_bytes)
+            del job  # it keeps its bytes alive, and the next may be long in coming
+
+    def _drain(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._inline_runs = False
+                    return
+                job, num_bytes = self._jobs.popleft()
+            self._run(job, num_bytes)
+
+    def _run(self, job: Job, num_bytes: int) -> None:
+        try:
+            job()
+        except Exception:
+            _log.exception("a job of a tier failed")
+        finally:
+            with self._changed:
+                self._num_bytes -= num_bytes
+                self._num_ended += 1
+                self._changed.notify_all()

@@ -1,0 +1,194 @@
+"""A stack of three tiers under faults, against a model of what it may give: the machine of `test_tier_laws`."""
+
+from __future__ import annotations
+
+import errno
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.fake_redis import FAULTS, FakeRedis
+from support.tiers_case import SHAPE, Clock, DictTier, chain, payload, with_payloads
+
+from quire.tiers.host import HostTier
+from quire.tiers.remote import RemoteTier
+from quire.tiers.stack import TierStack
+from quire.tiers.tier import TierError
+
+NUM_CHAINS, LENGTH = 4, 5
+CHAINS = [chain(LENGTH, first) for first in range(NUM_CHAINS)]
+EXPECTED = {name.key: payload(name) for names in CHAINS for name in names}
+TIMEOUT = 1.0
+HOST_BYTES = 6000  # some seven segments
+DICT_FAULTS = ("raise", "bug", "nothing", "garbage", "cut", "other", "flip")
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Everything inline (workers=0), on a clock of its own; each fault hits one call, some calls from now."""
+
+    @initialize(names=st.sets(st.sampled_from(["host", "disk", "remote"]), min_size=1), promote=st.booleans())
+    def start(self, names: set[str], promote: bool) -> None:
+        self.clock = Clock()
+        self.disk_fault: tuple[int, str] | None = None
+        self.remote_fault: tuple[int, str] | None = None
+        self.disk = DictTier(fault=self._disk_call)
+        self.server = FakeRedis(self.clock, self._remote_call)
+        remote = RemoteTier(
+            "redis://nowhere",
+            timeout=TIMEOUT,
+            clock=self.clock,
+            connect=self.server.connect,
+            probe_in_background=False,
+        )
+        every = {"host": HostTier(HOST_BYTES), "disk": self.disk, "remote": remote}
+        self.stack = TierStack(
+            [tier for name, tier in every.items() if name in names],
+            SHAPE,
+            workers=0,
+            promote=promote,
+            clock=self.clock,
+            wall_clock=self.clock,
+        )
+        self.names = names
+        self.stored: set[bytes] = set()  # at any time
+        self.sure: set[bytes] = set()  # in the dict tier, whole
+        self.disturbed = False  # a fault has hit the dict tier during this call
+        self.in_remote: set[bytes] = set()
+
+    def _due(self, attribute: str) -> str | None:
+        fault = getattr(self, attribute)
+        if fault is None:
+            return None
+        countdown, kind = fault
+        setattr(self, attribute, (countdown - 1, kind) if countdown else None)
+        return None if countdown else kind
+
+    def _disk_call(self, operation: str) -> str | None:
+        kind = self._due("disk_fault")
+        if kind is not None:
+            self.disturbed = True
+        if kind == "raise":
+            raise TierError("no space left") from OSError(errno.ENOSPC, "No space left on device")
+        if kind == "bug":
+            raise KeyError("a bug of the tier")
+        return kind
+
+    def _remote_call(self, call: str) -> str | None:
+        return self._due("remote_fault")
+
+    def _begin(self) -> None:
+        self.disturbed = False
+        self.began = self.clock.now
+
+    def _end(self) -> None:
+        # A trial that succeeds and the call after it that fails: once more than the time-out of one call.
+        assert self.clock.now - self.began <= 2 * TIMEOUT
+
+    @rule(
+        which=st.integers(0, NUM_CHAINS - 1), first=st.integers(0, LENGTH - 1), count=st.integers(1, LENGTH)
+    )
+    def store(self, which: int, first: int, count: int) -> None:
+        names = CHAINS[which][first : first + count]
+        self._begin()
+        assert self.stack.store(with_payloads(names), retention=which % 3) == len(names)
+        self._end()
+        keys = {name.key for name in names}
+        self.stored |= keys
+        if "disk" in self.names and not self.disturbed:
+            self.sure |= keys
+        assert self.stack.flush(0)
+
+    @rule(which=st.integers(0, NUM_CHAINS - 1), first=st.integers(0, LENGTH - 1), kept=st.booleans())
+    def load(self, which: int, first: int, kept: bool) -> None:
+        names = CHAINS[which][first:]
+        taken: list[np.ndarray] = []
+        ended = []
+
+        def into(index: int, segment: np.ndarray) -> None:
+            assert index == len(taken)
+            taken.append(segment.copy())
+
+        self._begin()
+        load = self.stack.load(names, into=None if kept else into, on_done=ended.append)
+        self._end()
+        assert ended == [load]
+        assert load.done.is_set()
+        segments = load.payloads if kept else taken
+        assert len(segments) == load.num_loaded == len(load.tiers)
+        assert load.bytes_done == sum(segment.nbytes for segment in segments)
+        for name, segment in zip(names, segments, strict=False):
+            assert name.key in self.stored
+            assert np.array_equal(segment, EXPECTED[name.key])
+        assert load.outcome == ("complete" if load.num_loaded == len(names) else "missing")
+        if self.disturbed:
+            self.sure &= self.disk.values.keys()
+        else:
+            surely = next((i for i, name in enumerate(names) if name.key not in self.sure), len(names))
+            assert load.num_loaded >= surely
+
+    @rule(which=st.integers(0, NUM_CHAINS - 1), every=st.booleans())
+    def lookup(self, which: int, every: bool) -> None:
+        names = CHAINS[which]
+        self._begin()
+        faults = (self.disk_fault, self.remote_fault)
+        lookup = self.stack.lookup([name.key for name in names], every_tier=every)
+        self._end()
+        assert lookup.outcome == "complete"
+        assert set(lookup.where) <= self.names
+        if faults == (None, None):
+            assert all(name.key in self.stored for name in names[: lookup.num_found])
+            surely = next((i for i, name in enumerate(names) if name.key not in self.sure), len(names))
+            assert lookup.num_found >= surely
+        if every:
+            assert set(lookup.by_tier) == self.names
+
+    @rule(which=st.integers(0, NUM_CHAINS - 1), first=st.integers(0, LENGTH - 1))
+    def evict(self, which: int, first: int) -> None:
+        keys = [name.key for name in CHAINS[which][first:]]
+        self._begin()
+        self.stack.evict(keys)
+        self._end()
+        self.sure -= set(keys)
+        if not self.disturbed and self.names == {"host", "disk"}:
+            assert self.stack.load(CHAINS[which][first:]).num_loaded == 0
+
+    @rule(countdown=st.integers(0, 5), kind=st.sampled_from(DICT_FAULTS))
+    def break_disk(self, countdown: int, kind: str) -> None:
+        self.disk_fault = (countdown, kind)
+
+    @rule(countdown=st.integers(0, 8), kind=st.sampled_from(FAULTS))
+    def break_remote(self, countdown: int, kind: str) -> None:
+        self.remote_fault = (countdown, kind)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 100.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(which=st.integers(0, NUM_CHAINS - 1))
+    def heal(self, which: int) -> None:
+        """After the longest pause, without faults, a remote tier keeps and gives again."""
+        self.disk_fault = self.remote_fault = None
+        self.clock.now += 100
+        if "remote" not in self.names:
+            return
+        self.stack.evict([name.key for name in CHAINS[which]])  # a fault may have spoilt what is there
+        self.stack.store(with_payloads(CHAINS[which]))
+        keys = {name.key for name in CHAINS[which]}
+        self.stored |= keys
+        if "disk" in self.names:
+            self.sure |= keys
+        assert self.stack.load(CHAINS[which]).outcome == "complete"
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        for tier in self.stack.stats().tiers:
+            if tier.name == "host":
+                assert 0 <= tier.bytes <= HOST_BYTES
+            assert tier.waiting_bytes == 0
+            assert tier.dropped == 0
+        assert self.stack.stats().num_loads_running == 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "stack"):
+            self.disk_fault = self.remote_fault = None
+            assert self.stack.close(0)
