@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import typer
 
+from quire.cli.cache import cache
 from quire.cli.chat import chat
 from quire.cli.compare import compare
 from quire.cli.generate import generate
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(compare)
+app.add_typer(cache)
 
 
 # typer keeps its copy of click private; this is the root of its complaints about a command line.

@@ -1,0 +1,189 @@
+"""`quire cache`: what a disk cache's folder holds; to check it, make it smaller, or remove it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from quire.errors import ArgumentError
+from quire.sizes import format_size, parse_size
+
+__all__ = ["cache"]
+
+cache = typer.Typer(
+    name="cache",
+    help="A disk cache's folder: list it, verify it, make it smaller, remove it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Folder = Annotated[str, typer.Argument(metavar="DIR", help="The folder given as disk cache.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@cache.command("ls")
+def list_folder(folder: Folder, as_json: AsJson = False) -> None:
+    """Lists what is stored, by model and namespace."""
+    from quire.tiers.disk import DiskTier
+
+    tier = DiskTier(folder, None)
+    try:
+        roots, use, cap = tier.roots(), tier.use(), tier.max_bytes()
+    finally:
+        tier.close()
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "path": str(tier.path),
+                    "max_bytes": cap,
+                    "bytes_on_disk": use.total,
+                    "bytes": {
+                        "slabs": use.slabs,
+                        "values": use.values,
+                        "index": use.index,
+                        "set_aside": use.set_aside,
+                    },
+                    "roots": [
+                        {
+                            "root": root.root.hex(),
+                            "description": root.description,
+                            "segments": root.num_values,
+                            "tokens": root.num_tokens,
+                            "bytes": root.num_bytes,
+                            "made_at": root.made_at,
+                            "used_at": root.used_at,
+                            "owners": list(root.owners),
+                        }
+                        for root in roots
+                    ],
+                }
+            )
+        )
+        return
+    if roots:
+        _print_roots(roots)
+    print(
+        f"{sum(root.num_values for root in roots)} segments of {len(roots)} models and namespaces, "
+        f"{format_size(use.total)} on disk of {format_size(cap)}"
+    )
+
+
+def _print_roots(roots: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("root", "model", "segments", "tokens", "bytes", "first made", "last used", "owner")
+    now = time.time()
+    for root in roots:
+        table.add_row(
+            root.root.hex()[:12],
+            root.description or "-",
+            str(root.num_values),
+            str(root.num_tokens),
+            format_size(root.num_bytes),
+            _age(now - root.made_at),
+            _age(now - root.used_at),
+            ", ".join(owner for owner in root.owners if owner) or "-",
+        )
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _age(seconds: float) -> str:
+    """Before now; a clock that went back makes it now."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit} ago"
+    return f"{max(0, int(seconds))} s ago"
+
+
+@cache.command()
+def verify(
+    folder: Folder,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove what is damaged.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Reads every value and compares its checksum; status 1 where one is damaged."""
+    from quire.tiers.disk import DiskTier
+    from quire.tiers.disk_folder import find_damage
+
+    tier = DiskTier(folder, None)
+    num_values = num_bytes = num_removed = 0
+    damaged = []
+    try:
+        tier.check()
+        for damage in find_damage(tier):
+            num_values += 1
+            if damage is None:
+                continue
+            damaged.append(damage)
+            num_bytes += damage.entry.num_bytes
+            if repair:
+                tier.evict(damage.entry.key)
+                num_removed += 1
+    finally:
+        tier.close()
+    if as_json:
+        entries = [
+            {
+                "key": damage.entry.key.hex(),
+                "root": damage.entry.info.root.hex(),
+                "start": damage.entry.info.start,
+                "bytes": damage.entry.num_bytes,
+                "reason": damage.reason,
+            }
+            for damage in damaged
+        ]
+        print(json.dumps({"segments": num_values, "damaged": entries, "removed": num_removed}))
+    else:
+        for damage in damaged:
+            entry = damage.entry
+            print(
+                f"{entry.key.hex()[:12]} of root {entry.info.root.hex()[:12]}, tokens {entry.info.start} to "
+                f"{entry.info.start + entry.num_tokens - 1}: {damage.reason}"
+            )
+        print(
+            f"{num_values} segments, {len(damaged)} damaged ({format_size(num_bytes)})"
+            + (f", {num_removed} removed" if repair else "")
+        )
+    return 1 if damaged else 0
+
+
+@cache.command()
+def prune(
+    folder: Folder,
+    to: Annotated[str, typer.Option("--to", metavar="SIZE", help='What it may take: "2GiB".')],
+) -> None:
+    """Removes what was used longest ago until the folder takes at most SIZE, 4 MiB of it for the index's log."""
+    from quire.tiers.disk import DiskTier
+
+    to_bytes = parse_size(to, where="--to")
+    tier = DiskTier(folder, None)
+    try:
+        before = tier.use().total
+        removed = tier.prune(to_bytes)
+        after, left = tier.use().total, tier.stats().num_values
+    finally:
+        tier.close()
+    print(
+        f"{removed} segments removed, {left} left; {format_size(before)} on disk before, {format_size(after)} now"
+    )
+
+
+@cache.command()
+def rm(
+    folder: Folder,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Removes the disk cache in DIR: its index and slab files, and nothing else that is there."""
+    from quire.tiers.disk_folder import remove_folder
+
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ArgumentError("expected --yes, or a terminal to ask on: nothing was removed")
+        typer.confirm(f"Remove the disk cache in {folder}?", abort=True, err=True)
+    print(f"{format_size(remove_folder(folder))} removed")

@@ -1,0 +1,418 @@
+"""The tier that survives: values in slab files of one folder, an SQLite index beside them, a cap on all of it.
+
+A store writes the bytes into free pages, makes them durable, and only then commits the row that names them, in one
+transaction: a process killed at any moment leaves the pages free or the value whole. Threads that store at the same
+time share a transaction and its two syncs. Several processes may use a folder: SQLite's lock serialises those who
+write, nobody waits to read. A folder has one cap, that of whoever opened it last. Local file systems only.
+
+Invariants, beside those of `tier`
+    K1  a committed row names bytes that were wholly written and synced before it.
+    K2  pages are written again only when the removal of the row that named them is on the medium.
+    K3  a load that ends with the row it began with read that row's bytes: K2, and ids are never used twice (D2).
+    K4  slabs, index, log and what was set aside together never exceed the cap.
+    K5  what goes first: leaves of the lowest retention, used longest ago; a value never displaces one of a
+        higher retention, and one with stored children stays until they are gone.
+
+Cost: opening O(slabs): no value and no table is read through. `contains` one query; `load` two lookups and a pread;
+`store` one write, two syncs and O(log n), shared by those who wait together; making room one sync more.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire.errors import ArgumentError
+from quire.sizes import format_size
+from quire.tiers.disk_index import FILE_NAME, DiskIndex, Place, StoredEntry, StoredRoot, is_damage
+from quire.tiers.disk_writer import LOG_SHARE, MIN_CAP, DiskWriter, StoreCall
+from quire.tiers.files import Files
+from quire.tiers.folder_lock import FolderLock
+from quire.tiers.slabs import Slabs
+from quire.tiers.tier import SegmentInfo, TierError, TierStats
+
+__all__ = ["DiskTier", "DiskUse"]
+
+_DAMAGED, _SET_ASIDE = "quire-cache.damaged", "quire-cache.set-aside"
+_MAX_BATCH, _MAX_BATCH_BYTES = 64, 64 << 20
+_MAX_USES = 64  # remembered before they are written
+_TRIES = 8
+
+_log = logging.getLogger("quire")
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Bytes on disk. values: pages that values take, within slabs; index: with its log."""
+
+    values: int
+    slabs: int
+    index: int
+    set_aside: int
+
+    @property
+    def total(self) -> int:
+        return self.slabs + self.index + self.set_aside
+
+
+@dataclass(eq=False)
+class _Waiting:
+    call: StoreCall
+    done: bool = False
+    error: TierError | None = None
+
+
+class DiskTier:
+    """Values by key in a folder, `max_bytes` of disk at most. May be used by many threads; see the module's text.
+
+    max_bytes: 16 MiB at least; None opens what is there, with its own cap. clock: seconds, Unix, for lists only.
+
+    *raises:* ArgumentError: no folder, no permission, a cap too small, an index of another program or version.
+    TierError: the disk is full, or fails. A damaged index is set aside, and a new one begun.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        path: str | Path,
+        max_bytes: int | None,
+        *,
+        clock: Callable[[], float] = time.time,
+        files: Files | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self.path = Path(path).expanduser()
+        if max_bytes is not None and max_bytes < MIN_CAP:
+            raise ArgumentError(
+                f"expected a disk cache of at least {format_size(MIN_CAP)}, got {format_size(max_bytes)}"
+            )
+        self._files = files or Files()
+        self._clock = clock
+        self._stats = TierStats(0, 0)
+        self._counting = threading.Lock()  # of the two around it
+        self._uses: dict[bytes, float] = {}
+        self._waiting: deque[_Waiting] = deque()
+        self._turn = threading.Lock()  # of whoever uses the writer
+        self._closed = False
+        with self._opening():
+            if max_bytes is not None:
+                self._files.make_folder(self.path)
+            elif not (self.path / FILE_NAME).is_file():
+                raise ArgumentError(f"expected a folder with a disk cache, got none - in {self.path}")
+            self._lock = FolderLock(self.path, self._files, timeout_s)
+            try:
+                with self._lock.opening():
+                    self._open(max_bytes, timeout_s)
+            except BaseException:
+                self._lock.close()
+                raise
+
+    # The contract of a tier
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._clear_errors("look up values"):
+            return self._index.contains(keys)
+
+    def load(self, key: bytes) -> memoryview | None:
+        value = self.peek(key)
+        self._count(hits=value is not None, misses=value is None)
+        if value is not None:
+            self._note_use(key)
+        return value
+
+    def store(self, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
+        parts = [memoryview(part).cast("B") for part in value]
+        call = StoreCall(key, parts, sum(map(len, parts)), info)
+        self._check_open()
+        if not self._writer.fits_at_all(call.num_bytes):
+            return False
+        waiting = _Waiting(call)
+        self._waiting.append(waiting)
+        with self._turn:
+            while not waiting.done:
+                self._store(self._next_batch())
+        if waiting.error is not None:
+            raise waiting.error
+        return call.kept
+
+    def evict(self, key: bytes) -> bool:
+        with self._turn, self._clear_errors("remove a value"):
+            removed = self._writer.remove(key)
+        self._count(evicted=removed)
+        return removed
+
+    def stats(self) -> TierStats:
+        with self._clear_errors("count values"):
+            num_values, num_bytes, _ = self._index.sizes()
+        with self._counting:
+            evicted = self._stats.evicted + self._writer.num_evicted
+            return replace(
+                self._stats,
+                num_values=num_values,
+                num_bytes=num_bytes,
+                stored=self._writer.num_stored,
+                evicted=evicted,
+            )
+
+    def close(self) -> None:
+        with self._turn:
+            if self._closed:
+                return
+            with suppress(TierError):  # the order of use, no more
+                self._write_uses()
+            self._closed = True
+            self._index.close()
+            self._slabs.close()
+            self._lock.close()
+
+    # Beyond the contract: what is here
+
+    def peek(self, key: bytes) -> memoryview | None:
+        """`load` that counts as no use and no hit."""
+        with self._clear_errors("load a value"):
+            for _ in range(_TRIES):
+                place = self._index.find(key)
+                if place is None:
+                    return None
+                value, lost = self._read(place)
+                if self._index.find(key) == place:  # K3
+                    if value is None:
+                        self._drop_damaged(key, place, lost=lost)
+                    return value
+        return None  # it was replaced under our hands each time: as good as evicted
+
+    def entries(self, root: bytes | None = None) -> Iterator[StoredEntry]:
+        """What is stored, of one root or all, from the index alone; a parent before its children."""
+        with self._clear_errors("list values"):
+            yield from self._index.entries(root)
+
+    def entry(self, key: bytes) -> StoredEntry | None:
+        with self._clear_errors("look up a value"):
+            return self._index.entry(key)
+
+    def chain(self, key: bytes) -> list[StoredEntry] | None:
+        """The entries from the first of its root to this one; None where one of them is not there."""
+        found: list[StoredEntry] = []
+        while not found or key != found[-1].info.root:
+            entry = self.entry(key)
+            if entry is None:
+                return None
+            found.append(entry)
+            key = entry.info.parent
+        return found[::-1]
+
+    def roots(self) -> list[StoredRoot]:
+        """What is stored, by model and namespace. Reads every row of the index."""
+        with self._clear_errors("list roots"):
+            return self._index.roots()
+
+    def describe(self, root: bytes, description: str) -> None:
+        """What lists are to call a root: the model's name, say."""
+        with self._turn, self._clear_errors("name a root"), self._index.transaction():
+            self._index.describe(root, description)
+
+    def use(self) -> DiskUse:
+        with self._clear_errors("measure the folder"):
+            _, values, slabs = self._index.sizes()
+            return DiskUse(values, slabs, self._index.file_bytes(), self._set_aside_bytes)
+
+    def max_bytes(self) -> int:
+        """The folder's cap."""
+        with self._clear_errors("read the cap"):
+            return self._index.max_bytes()
+
+    def prune(self, to_bytes: int) -> int:
+        """Removes what goes first until the folder takes at most `to_bytes`; how many values went. The cap stays.
+
+        4 MiB of it are for the log, as they are of the cap.
+        """
+        with self._turn, self._clear_errors("prune the folder"):
+            with suppress(TierError):
+                self._write_uses()
+            return self._writer.shrink(to_bytes)
+
+    def check(self) -> None:
+        """Proves the index's invariants by reading all of it. *raises:* InvariantError."""
+        with self._turn, self._clear_errors("check the index"), self._index.transaction(durable=False):
+            self._index.check()
+
+    # Opening
+
+    def _open(self, max_bytes: int | None, timeout_s: float) -> None:
+        def open_index() -> DiskIndex:
+            return DiskIndex(self.path, self._files, max_bytes=max_bytes, timeout_s=timeout_s)
+
+        if (self.path / _DAMAGED).exists():
+            self._begin_anew("it was found damaged when it was last used", max_bytes)
+        try:
+            self._index = open_index()
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            self._begin_anew(str(error), max_bytes)
+            self._index = open_index()
+        try:
+            self._slabs = Slabs(self.path, self._index.identity, self._files)
+            self._set_aside_bytes = self._files.size(self.path / _SET_ASIDE)
+            self._writer = DiskWriter(self.path, self._index, self._slabs, self._set_aside_bytes)
+            self._writer.recover()
+        except BaseException:
+            self._index.close()
+            raise
+
+    def _begin_anew(self, reason: str, max_bytes: int | None) -> None:
+        """Renames the index, and lets go of the values that nobody can name any more."""
+        if max_bytes is None:
+            raise TierError(
+                f"expected an index that can be read, got a damaged one ({reason}) - in {self.path}"
+            )
+        if not self._lock.is_alone():
+            raise TierError(
+                f"expected an index that can be read, got a damaged one ({reason}) that another process uses - "
+                f"in {self.path}; end that process first"
+            )
+        if self._files.size(self.path / FILE_NAME) <= (max_bytes - LOG_SHARE) // 8:
+            self._files.rename(self.path / FILE_NAME, self.path / _SET_ASIDE)
+        for name in (FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm", _DAMAGED):
+            self._files.remove(self.path / name)
+        _log.warning(
+            "%s: the index is damaged (%s); set aside as %s, the cache begins anew",
+            self.path,
+            reason,
+            _SET_ASIDE,
+        )
+
+    # Storing: whoever has the turn stores for all who wait
+
+    def _next_batch(self) -> list[_Waiting]:
+        batch, num_bytes = [], 0
+        while self._waiting and len(batch) < _MAX_BATCH and num_bytes < _MAX_BATCH_BYTES:
+            batch.append(self._waiting.popleft())
+            num_bytes += batch[-1].call.num_bytes
+        return batch
+
+    def _store(self, batch: list[_Waiting]) -> None:
+        """Sees all of them done; an error belongs to the one that has it alone."""
+        try:
+            with self._clear_errors("store a value"):
+                uses = self._take_uses()
+                try:
+                    self._writer.store([one.call for one in batch], uses, self._clock())
+                except BaseException:
+                    self._give_uses_back(uses)
+                    raise
+        except TierError as error:
+            if len(batch) > 1:
+                for one in batch:
+                    self._store([one])
+                return
+            self._count(failures=1)
+            batch[0].error = error
+        finally:
+            for one in batch:
+                one.done = True
+
+    # Loading
+
+    def _read(self, place: Place) -> tuple[memoryview | None, bool]:
+        """The bytes, None where they are not there, and whether the whole file is gone."""
+        try:
+            return self._slabs.read(place.slab, place.offset, place.num_bytes), False
+        except FileNotFoundError:
+            return None, True
+
+    def _drop_damaged(self, key: bytes, place: Place, *, lost: bool) -> None:
+        """The slab's file is gone or ends before the value: a miss, counted and removed."""
+        self._count(failures=1)
+        with self._turn:
+            if lost:
+                self._writer.drop_slab(place.slab)
+            elif self._writer.remove(key, only=place):
+                _log.warning("%s: a slab file was cut short; a value in it is removed", self.path)
+
+    def _note_use(self, key: bytes) -> None:
+        with self._counting:
+            self._uses[key] = self._clock()
+            many = len(self._uses) >= _MAX_USES
+        if many and self._turn.acquire(blocking=False):
+            try:
+                with suppress(TierError):  # they are written with the next store
+                    self._write_uses()
+            finally:
+                self._turn.release()
+
+    def _write_uses(self) -> None:
+        uses = self._take_uses()
+        try:
+            with self._clear_errors("note uses"):
+                self._writer.touch(uses)
+        except BaseException:
+            self._give_uses_back(uses)
+            raise
+
+    def _take_uses(self) -> dict[bytes, float]:
+        with self._counting:
+            uses, self._uses = self._uses, {}
+        return uses
+
+    def _give_uses_back(self, uses: dict[bytes, float]) -> None:
+        with self._counting:
+            self._uses = {**uses, **self._uses} if len(self._uses) < 64 * _MAX_USES else self._uses
+
+    # Errors
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError(f"the disk cache in {self.path} is closed")
+
+    @contextmanager
+    def _opening(self) -> Iterator[None]:
+        try:
+            yield
+        except (PermissionError, FileExistsError, NotADirectoryError) as error:
+            raise ArgumentError(
+                f"expected a folder for the disk cache that can be written, got {self.path}: {error.strerror}"
+            ) from error
+        except OSError as error:
+            raise TierError(
+                f"the disk cache in {self.path} cannot be opened: {error.strerror or error}"
+            ) from error
+        except sqlite3.Error as error:
+            raise TierError(
+                f"the index of the disk cache in {self.path} cannot be opened: {error}"
+            ) from error
+
+    @contextmanager
+    def _clear_errors(self, doing: str) -> Iterator[None]:
+        self._check_open()
+        try:
+            yield
+        except OSError as error:
+            raise TierError(
+                f"the disk cache in {self.path} could not {doing}: {error.strerror or error}"
+            ) from error
+        except sqlite3.Error as error:
+            if is_damage(error):
+                self._mark_damaged(error)
+            raise TierError(
+                f"the index of the disk cache in {self.path} could not {doing}: {error}"
+            ) from error
+
+    def _mark_damaged(self, error: sqlite3.Error) -> None:
+        """So that the next opening sets the index aside; this tier goes on failing, which its owner counts."""
+        _log.warning("%s: the index is damaged (%s); it is set aside when next opened", self.path, error)
+        with suppress(OSError):
+            (self.path / _DAMAGED).touch()
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            counts = {name: getattr(self._stats, name) + count for name, count in more.items()}
+            self._stats = replace(self._stats, **counts)

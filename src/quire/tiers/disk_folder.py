@@ -1,0 +1,73 @@
+"""A disk cache's folder as a whole: its values checked one by one, or all of it removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import ArgumentError
+from quire.tiers.disk import DiskTier
+from quire.tiers.disk_index import FILE_NAME, StoredEntry
+from quire.tiers.files import Files
+from quire.tiers.folder_lock import FolderLock
+from quire.tiers.segment import SegmentError, read_header
+from quire.tiers.tier import TierError
+
+__all__ = ["Damage", "find_damage", "remove_folder"]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A value that may not be used, and why."""
+
+    entry: StoredEntry
+    reason: str
+
+
+def find_damage(tier: DiskTier) -> Iterator[Damage | None]:
+    """For each value its damage, or None: every byte is read and every checksum compared."""
+    for entry in tier.entries():
+        value = tier.peek(entry.key)
+        if value is None:
+            if tier.entry(entry.key) is None and tier.stats().failures == 0:
+                continue  # evicted by another process meanwhile
+            yield Damage(entry, "its slab file is gone or was cut short")
+            continue
+        try:
+            header = read_header(value)
+        except SegmentError as error:
+            yield Damage(entry, str(error))
+            continue
+        if (header.get("key"), header.get("num_tokens")) != (entry.key.hex(), entry.num_tokens):
+            yield Damage(entry, f"expected the value of key {entry.key.hex()[:12]}, got another one's")
+        else:
+            yield None
+
+
+def remove_folder(path: str | Path) -> int:
+    """Removes a disk cache, damaged or of another version as it may be, and nothing else; how many bytes it took.
+
+    *raises:* ArgumentError: there is none. TierError: somebody has it open. OSError.
+    """
+    folder = Path(path).expanduser()
+    if not (folder / FILE_NAME).is_file():
+        raise ArgumentError(f"expected a folder with a disk cache, got none - in {folder}")
+    lock = FolderLock(folder, Files(), timeout_s=10.0)
+    try:
+        with lock.opening():
+            if not lock.is_alone():
+                raise TierError(f"expected a disk cache that nobody uses, got one that is open - in {folder}")
+            num_bytes = 0
+            for file in sorted(
+                folder.iterdir(), reverse=True
+            ):  # slabs first: what is left can be removed again
+                if file.is_file() and file.name.startswith(("slab-", "quire-cache.")):
+                    num_bytes += file.stat().st_size
+                    file.unlink()
+    finally:
+        lock.close()
+    with suppress(OSError):
+        folder.rmdir()  # if it was ours alone
+    return num_bytes

@@ -1,0 +1,424 @@
+"""The index of a disk tier: an SQLite file in WAL mode that says what is stored, where, and who goes first.
+
+    state     one row: the index's own name, the byte cap, a counter that only grows
+    entry     a value: key, parent, root, position, tokens' number, place, retention, stored children, when used
+    content   its tokens and extra keys, apart, so that a use rewrites small rows
+    root      what its owner calls it
+    slab, extent   see `extents`
+
+It knows no bytes of values. Every change is one transaction; `durable` ones are on the medium when they have ended.
+
+Invariants
+    D1  `entry.children` is the number of entries that name it as parent.
+    D2  an id is never used twice, so that a reader can tell a value from its successor in the same place.
+    D3  order of use is the order of the counter, never of a clock: a clock may go back.
+
+Cost: opening and every call on one key O(log n); `contains` one query; `roots` and `entries` read every row.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import ArgumentError, InvariantError
+from quire.tiers import extents
+from quire.tiers.extents import Extents
+from quire.tiers.files import Files
+from quire.tiers.slabs import pages_of
+from quire.tiers.tier import SegmentInfo
+
+__all__ = ["DiskIndex", "Place", "StoredEntry", "StoredRoot", "is_damage"]
+
+FILE_NAME = "quire-cache.sqlite"
+PAGE_SIZE = 4096
+VERSION = 1
+_APPLICATION = 0x51756972  # "Quir"
+_MAX_VARIABLES = 30_000
+_CHECKPOINT_PAGES = 256
+_SCHEMA = (
+    """
+CREATE TABLE state (one INTEGER PRIMARY KEY CHECK (one = 1), identity TEXT NOT NULL, max_bytes INTEGER NOT NULL,
+                    counter INTEGER NOT NULL);
+CREATE TABLE entry (id INTEGER PRIMARY KEY, key BLOB NOT NULL, parent BLOB NOT NULL, root BLOB NOT NULL,
+                    start INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
+                    slab INTEGER NOT NULL, offset INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
+                    retention INTEGER NOT NULL, children INTEGER NOT NULL, used INTEGER NOT NULL,
+                    made_at REAL NOT NULL, used_at REAL NOT NULL, owner TEXT NOT NULL);
+CREATE UNIQUE INDEX entry_by_key ON entry (key);
+CREATE INDEX entry_by_parent ON entry (parent);
+CREATE INDEX entry_by_place ON entry (slab, offset);
+CREATE INDEX leaf_by_use ON entry (retention, used) WHERE children = 0;
+CREATE TABLE content (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL, extra_keys TEXT NOT NULL);
+CREATE TABLE root (root BLOB PRIMARY KEY, description TEXT NOT NULL);
+"""
+    + extents.SCHEMA
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value lies."""
+
+    id: int
+    slab: int
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredEntry:
+    """What the index says of a value. made_at, used_at: seconds, Unix."""
+
+    key: bytes
+    info: SegmentInfo
+    num_bytes: int
+    made_at: float
+    used_at: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.info.tokens) // 4
+
+
+@dataclass(frozen=True)
+class StoredRoot:
+    """All that is stored of one model and namespace. num_bytes: of values; owners: those there are, sorted."""
+
+    root: bytes
+    description: str
+    num_values: int
+    num_tokens: int
+    num_bytes: int
+    made_at: float
+    used_at: float
+    owners: tuple[str, ...]
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether SQLite says that the file is damaged or no database at all."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+class DiskIndex:
+    """See the module's text. One connection writes and one reads, each used by one thread at a time.
+
+    max_bytes: becomes the folder's cap, whoever set it before; None: it stays, and the index must be there.
+    *raises:* ArgumentError: no index is there, or it is not one of ours; sqlite3.Error.
+    """
+
+    def __init__(self, folder: Path, files: Files, *, max_bytes: int | None, timeout_s: float) -> None:
+        self.path = folder / FILE_NAME
+        self._files = files
+        self._reading = threading.Lock()
+        self._writing = threading.RLock()
+        self._timeout_ms = int(timeout_s * 1e3)
+        self._writer = files.connect(self.path, timeout_s=timeout_s)
+        self._reader: sqlite3.Connection | None = None
+        try:
+            self._prepare(max_bytes)
+            self._reader = files.connect(self.path, timeout_s=timeout_s)
+            self._reader.execute("PRAGMA query_only = 1")
+        except BaseException:
+            self.close()
+            raise
+        self.extents = Extents(self._writer)
+        self.identity: str = self._row("SELECT identity FROM state")[0]
+
+    def _prepare(self, max_bytes: int | None) -> None:
+        sql = self._writer.execute
+        application, version = (
+            sql("PRAGMA application_id").fetchone()[0],
+            sql("PRAGMA user_version").fetchone()[0],
+        )
+        tables = sql("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if tables == 0 and application == 0:
+            if max_bytes is None:
+                raise ArgumentError(
+                    f"expected a disk cache, got a folder without an index - in {self.path.parent}"
+                )
+            self._create(max_bytes)
+        elif application != _APPLICATION:
+            raise ArgumentError(
+                f"expected an index of Quire's, got an SQLite file of another program - in {self.path}"
+            )
+        elif version != VERSION:
+            raise ArgumentError(
+                f"expected a disk cache of version {VERSION}, got version {version} - in {self.path}; "
+                "take another folder, or remove this one with `quire cache rm`"
+            )
+        mode = sql("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise sqlite3.OperationalError(
+                f"expected a file system with shared memory for WAL, got mode {mode}"
+            )
+        sql(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+        sql(f"PRAGMA journal_size_limit = {_CHECKPOINT_PAGES * PAGE_SIZE}")
+        # Both ends of the trees: damage there is found now and not by a request. Nothing is scanned.
+        sql("SELECT * FROM entry ORDER BY id LIMIT 1").fetchone()
+        sql("SELECT * FROM entry ORDER BY id DESC LIMIT 1").fetchone()
+        sql("SELECT retention FROM entry WHERE children = 0 ORDER BY retention, used LIMIT 1").fetchone()
+        if sql("SELECT count(*) FROM state").fetchone()[0] != 1:
+            error = sqlite3.DatabaseError("the index has lost its state")
+            error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+            raise error
+        if max_bytes is not None:
+            sql("UPDATE state SET max_bytes = ? WHERE max_bytes <> ?", (max_bytes, max_bytes))
+
+    def _create(self, max_bytes: int) -> None:
+        self._writer.execute(f"PRAGMA page_size = {PAGE_SIZE}")
+        self._writer.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        with self._transaction_of(self._writer):
+            for statement in _SCHEMA.split(";"):
+                self._writer.execute(statement)
+            self._writer.execute("INSERT INTO state VALUES (1, ?, ?, 0)", (secrets.token_hex(4), max_bytes))
+            self._writer.execute(f"PRAGMA application_id = {_APPLICATION}")
+            self._writer.execute(f"PRAGMA user_version = {VERSION}")
+
+    def close(self) -> None:
+        with self._reading, self._writing:
+            for connection in (self._reader, self._writer):
+                if connection is not None:
+                    connection.close()
+
+    # Transactions
+
+    @contextmanager
+    def transaction(self, *, durable: bool = True, wait: bool = True) -> Iterator[None]:
+        """All that is changed within, or nothing. wait: for another process that is writing, else sqlite3.Error."""
+        with self._writing:
+            self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._writer.execute(f"PRAGMA busy_timeout = {self._timeout_ms if wait else 0}")
+            with self._transaction_of(self._writer):
+                yield
+
+    @contextmanager
+    def _transaction_of(self, connection: sqlite3.Connection) -> Iterator[None]:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.rollback()
+            raise
+
+    def checkpoint(self) -> None:
+        """Moves the log into the index and gives its space back, unless a reader needs it."""
+        with self._writing:
+            self._writer.execute("PRAGMA busy_timeout = 50")
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+
+    def vacuum(self) -> None:
+        """Gives the index's own unused pages back."""
+        with self._writing:
+            self._writer.execute("PRAGMA incremental_vacuum").fetchall()
+        self.checkpoint()
+
+    # Reading: from any thread, sees what was committed last
+
+    def find(self, key: bytes) -> Place | None:
+        row = self._row("SELECT id, slab, offset, num_bytes FROM entry WHERE key = ?", key)
+        return None if row is None else Place(*row)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        found: set[bytes] = set()
+        for first in range(0, len(keys), _MAX_VARIABLES):
+            some = keys[first : first + _MAX_VARIABLES]
+            marks = ",".join("?" * len(some))
+            found.update(row[0] for row in self._rows(f"SELECT key FROM entry WHERE key IN ({marks})", *some))
+        return [bytes(key) in found for key in keys]
+
+    def entry(self, key: bytes) -> StoredEntry | None:
+        return next(self._entries("WHERE e.key = ?", key), None)
+
+    def entries(self, root: bytes | None) -> Iterator[StoredEntry]:
+        """Each value's, a parent before its children; what is removed meanwhile is left out."""
+        where, given = ("", ()) if root is None else ("WHERE root = ?", (root,))
+        ids = [row[0] for row in self._rows(f"SELECT id FROM entry {where} ORDER BY root, start, id", *given)]
+        for first in range(0, len(ids), 500):
+            some = ids[first : first + 500]
+            marks = ",".join("?" * len(some))
+            # Not one long query: it would keep the log from being checkpointed.
+            yield from self._entries(f"WHERE e.id IN ({marks}) ORDER BY root, start, e.id", *some)
+
+    def roots(self) -> list[StoredRoot]:
+        owners: dict[bytes, list[str]] = {}
+        for root, owner in self._rows("SELECT DISTINCT root, owner FROM entry ORDER BY owner"):
+            owners.setdefault(root, []).append(owner)
+        rows = self._rows(
+            "SELECT e.root, coalesce(max(description), ''), count(*), sum(num_tokens), sum(num_bytes), min(made_at), "
+            "max(used_at) FROM entry e LEFT JOIN root r ON r.root = e.root GROUP BY e.root ORDER BY e.root"
+        )
+        return [StoredRoot(*row, tuple(owners.get(row[0], ()))) for row in rows]
+
+    def max_bytes(self) -> int:
+        return self._row("SELECT max_bytes FROM state")[0]
+
+    def sizes(self) -> tuple[int, int, int]:
+        """Values, bytes of the pages they take, bytes of all slabs."""
+        with self._reading:
+            assert self._reader is not None
+            extents = Extents(self._reader)
+            num_values, used_bytes = extents.used()
+            return num_values, used_bytes, extents.total_bytes()
+
+    def log_bytes(self) -> int:
+        return self._files.size(self.path.with_name(FILE_NAME + "-wal"))
+
+    def file_bytes(self) -> int:
+        """Of the index, its log and its shared memory, as they are on disk."""
+        return sum(
+            self._files.size(self.path.with_name(FILE_NAME + suffix)) for suffix in ("", "-wal", "-shm")
+        )
+
+    def _entries(self, where: str, *given: object) -> Iterator[StoredEntry]:
+        for row in self._rows(
+            "SELECT key, root, parent, start, tokens, extra_keys, retention, owner, num_bytes, made_at, used_at "
+            f"FROM entry e JOIN content c ON c.id = e.id {where}",
+            *given,
+        ):
+            key, root, parent, start, tokens, extra, retention, owner, num_bytes, made_at, used_at = row
+            extra_keys = tuple((position, bytes.fromhex(value)) for position, value in json.loads(extra))
+            info = SegmentInfo(root, parent, start, tokens, extra_keys, retention, owner)
+            yield StoredEntry(key, info, num_bytes, made_at, used_at)
+
+    def _rows(self, query: str, *given: object) -> list[tuple]:
+        with self._reading:
+            assert self._reader is not None
+            return self._reader.execute(query, given).fetchall()
+
+    def _row(self, query: str, *given: object) -> tuple:
+        with self._reading:
+            assert self._reader is not None
+            return self._reader.execute(query, given).fetchone()
+
+    # Changing: within a transaction
+
+    def place_of(self, key: bytes) -> Place | None:
+        """`find` as this transaction sees it."""
+        row = self._writer.execute(
+            "SELECT id, slab, offset, num_bytes FROM entry WHERE key = ?", (key,)
+        ).fetchone()
+        return None if row is None else Place(*row)
+
+    def next_number(self) -> int:
+        """One more than was ever given before (D2, D3)."""
+        sql = "UPDATE state SET counter = counter + 1 RETURNING counter"
+        return self._writer.execute(sql).fetchone()[0]
+
+    def insert(
+        self, key: bytes, info: SegmentInfo, slab: int, offset: int, num_bytes: int, now: float
+    ) -> None:
+        number = self.next_number()
+        sql = self._writer.execute
+        children = sql("SELECT count(*) FROM entry WHERE parent = ?", (key,)).fetchone()[0]
+        sql(
+            "INSERT INTO entry VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                number,
+                key,
+                info.parent,
+                info.root,
+                info.start,
+                len(info.tokens) // 4,
+                slab,
+                offset,
+                num_bytes,
+                info.retention,
+                children,
+                number,
+                now,
+                now,
+                info.owner,
+            ),
+        )
+        extra = json.dumps([[position, value.hex()] for position, value in info.extra_keys])
+        sql("INSERT INTO content VALUES (?, ?, ?)", (number, info.tokens, extra))
+        sql("UPDATE entry SET children = children + 1 WHERE key = ?", (info.parent,))
+
+    def touch(self, key: bytes, now: float, retention: int = 0) -> None:
+        """It was used; it is kept as well as the best of its users wants. Nothing where it is not."""
+        self._writer.execute(
+            "UPDATE entry SET used = ?, used_at = ?, retention = max(retention, ?) WHERE key = ?",
+            (self.next_number(), now, retention, key),
+        )
+
+    def remove(self, key: bytes) -> Place | None:
+        """Its row is gone; where it was, so that the owner gives the pages back."""
+        row = self._writer.execute(
+            "DELETE FROM entry WHERE key = ? RETURNING id, slab, offset, num_bytes, parent", (key,)
+        ).fetchone()
+        if row is None:
+            return None
+        self._writer.execute("DELETE FROM content WHERE id = ?", (row[0],))
+        self._writer.execute("UPDATE entry SET children = children - 1 WHERE key = ?", (row[4],))
+        return Place(*row[:4])
+
+    def victim(self, retention: int) -> bytes | None:
+        """The key to go next: a leaf, of the lowest retention, used longest ago; none above `retention`."""
+        row = self._writer.execute(
+            "SELECT key FROM entry WHERE children = 0 AND retention <= ? ORDER BY retention, used LIMIT 1",
+            (retention,),
+        ).fetchone()
+        return None if row is None else row[0]
+
+    def behind(self, slab: int, offset: int) -> list[tuple[bytes, Place]]:
+        """The values of a slab that end behind `offset`, first one first."""
+        rows = self._writer.execute(
+            "SELECT key, id, slab, offset, num_bytes FROM entry WHERE slab = ? AND offset + num_bytes > ? "
+            "ORDER BY offset",
+            (slab, offset),
+        )
+        return [(row[0], Place(*row[1:])) for row in rows]
+
+    def move(self, place: Place, slab: int, offset: int) -> None:
+        """Its bytes lie there now. It gets a new id (D2): a reader that began before reads once more."""
+        number, sql = self.next_number(), self._writer.execute
+        sql("UPDATE entry SET id = ?, slab = ?, offset = ? WHERE id = ?", (number, slab, offset, place.id))
+        sql("UPDATE content SET id = ? WHERE id = ?", (number, place.id))
+
+    def describe(self, root: bytes, description: str) -> None:
+        self._writer.execute("INSERT OR REPLACE INTO root VALUES (?, ?)", (root, description))
+
+    def page_counts(self) -> tuple[int, int]:
+        """Pages of the index, and how many of them are unused, as this transaction sees it."""
+        sql = self._writer.execute
+        return sql("PRAGMA page_count").fetchone()[0], sql("PRAGMA freelist_count").fetchone()[0]
+
+    def check(self) -> None:
+        """X1, X2, D1 over every row. *raises:* InvariantError."""
+        sql = self._writer.execute
+        wrong = sql(
+            "SELECT count(*) FROM entry e WHERE children <> (SELECT count(*) FROM entry c WHERE c.parent = e.key)"
+        ).fetchone()[0]
+        if wrong:
+            raise InvariantError(f"D1: {wrong} entries with a wrong number of children")
+        if sql("SELECT count(*) FROM entry").fetchone() != sql("SELECT count(*) FROM content").fetchone():
+            raise InvariantError("entry and content differ in length")
+        taken: dict[int, list[tuple[int, int, bool]]] = {slab: [] for slab in self.extents.slabs()}
+        for slab, offset, num_bytes in sql("SELECT slab, offset, num_bytes FROM entry"):
+            taken[slab].append((offset, pages_of(num_bytes), False))
+        values = {slab: (len(rows), sum(row[1] for row in rows)) for slab, rows in taken.items()}
+        for slab, num_values, used in sql("SELECT id, num_values, used_bytes FROM slab").fetchall():
+            if values[slab] != (num_values, used):
+                raise InvariantError(f"slab {slab} counts {(num_values, used)}, its entries {values[slab]}")
+        for slab, start, length in sql("SELECT slab, start, length FROM extent"):
+            taken[slab].append((start, length, True))
+        for slab, num_bytes in self.extents.slabs().items():
+            end, was_free = 0, False
+            for start, length, is_free in sorted(taken[slab]):
+                if start != end or (is_free and was_free):
+                    raise InvariantError(
+                        f"X1, X2: slab {slab}, a piece at {start} after one that ends at {end}"
+                    )
+                end, was_free = start + length, is_free
+            if end != num_bytes:
+                raise InvariantError(f"X1: slab {slab} of {num_bytes} bytes is known up to {end}")

@@ -1,0 +1,143 @@
+"""The files that hold a disk tier's values: few, large, taken from the disk whole when they are made.
+
+A value is one extent of pages within one slab. Which extents are free is the index's to know (`extents`); here is
+where they lie. Extents rather than slots of one size: a folder holds the segments of several models and their shorter
+tails, and with values of one size an extent is a slot, because the best fit of a freed one is itself.
+
+Invariants
+    L1  a slab's name is never used again by another one: it has the index's own name and a number that only grows.
+    L2  a slab that is read or written stays open until that has ended, whoever removes it meanwhile.
+
+Cost: a load is one open file and one pread; a store one pwrite; `sync` what the disk takes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from quire.tiers.files import Files
+
+__all__ = ["PAGE", "Slabs", "pages_of"]
+
+PAGE = 4096
+_MAX_PARTS = 512  # of one write; the system takes 1024
+
+
+def pages_of(num_bytes: int) -> int:
+    """Bytes that a value of this many takes: whole pages, one at least."""
+    return max(PAGE, -(-num_bytes // PAGE) * PAGE)
+
+
+class _OpenSlab:
+    """A descriptor that is closed when nobody refers to it any more (L2)."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class Slabs:
+    """The slab files of one folder. May be used by several threads.
+
+    identity: the index's own name, in hexadecimal.
+    """
+
+    def __init__(self, folder: Path, identity: str, files: Files) -> None:
+        self._folder = folder
+        self._identity = identity
+        self._files = files
+        self._open: dict[int, _OpenSlab] = {}
+        self._lock = threading.Lock()
+
+    def path(self, slab: int) -> Path:
+        return self._folder / f"slab-{self._identity}-{slab:06d}"
+
+    def create(self, slab: int, num_bytes: int) -> None:
+        """Makes the file with all its blocks. *raises:* OSError: there is nothing of it then."""
+        self.forget([slab])
+        descriptor = self._files.open(self.path(slab), create=True)
+        opened = _OpenSlab(descriptor)
+        try:
+            self._files.allocate(descriptor, num_bytes)
+            self._files.sync_folder(self._folder)
+        except OSError:
+            self._files.remove(self.path(slab))
+            raise
+        with self._lock:
+            self._open[slab] = opened
+
+    def read(self, slab: int, offset: int, num_bytes: int) -> memoryview | None:
+        """The bytes, in memory of their own; None where the file ends before them."""
+        opened = self._opened(slab)
+        buffer = np.empty(num_bytes, np.uint8).data
+        done = 0
+        while done < num_bytes:
+            count = self._files.read(opened.descriptor, buffer[done:], offset + done)
+            if count == 0:
+                return None
+            done += count
+        return buffer
+
+    def write(self, slab: int, offset: int, parts: Sequence[memoryview]) -> None:
+        """Writes the parts one after the other; they are durable after `sync`."""
+        opened = self._opened(slab)
+        rest = [part.cast("B") for part in parts if part.nbytes]
+        while rest:
+            count = self._files.write(opened.descriptor, rest[:_MAX_PARTS], offset)
+            offset += count
+            while rest and count >= len(rest[0]):
+                count -= len(rest.pop(0))
+            if count:
+                rest[0] = rest[0][count:]
+
+    def sync(self, slab: int) -> None:
+        self._files.sync(self._opened(slab).descriptor)
+
+    def truncate(self, slab: int, num_bytes: int) -> None:
+        self._files.truncate(self._opened(slab).descriptor, num_bytes)
+
+    def remove(self, slab: int) -> None:
+        self.forget([slab])
+        self._files.remove(self.path(slab))
+
+    def size(self, slab: int) -> int:
+        return self._files.size(self.path(slab))
+
+    def remove_all_but(self, slabs: Iterable[int]) -> int:
+        """Removes what no index names any more: a writer was killed, or the index set aside. How many files."""
+        known = {self.path(slab).name for slab in slabs}
+        strays = [
+            name for name in self._files.names(self._folder) if name.startswith("slab-") and name not in known
+        ]
+        for name in strays:
+            self._files.remove(self._folder / name)
+        return len(strays)
+
+    def forget(self, slabs: Iterable[int]) -> None:
+        """Closes these as soon as nobody reads them, so that the space of a removed one is given back."""
+        with self._lock:
+            for slab in slabs:
+                self._open.pop(slab, None)
+
+    def keep_only(self, slabs: Iterable[int]) -> None:
+        """Forgets all others: another process may have removed them."""
+        known = set(slabs)
+        self.forget([slab for slab in list(self._open) if slab not in known])
+
+    def close(self) -> None:
+        with self._lock:
+            self._open.clear()
+
+    def _opened(self, slab: int) -> _OpenSlab:
+        with self._lock:
+            opened = self._open.get(slab)
+            if opened is None:
+                opened = self._open[slab] = _OpenSlab(self._files.open(self.path(slab)))
+            return opened

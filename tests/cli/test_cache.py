@@ -1,0 +1,129 @@
+"""`quire cache` over a folder: results on stdout, one clear line and an exit status for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.tier_values import ROOT, chain, value
+
+from quire.cli.app import main
+from quire.tiers.disk import DiskTier
+from quire.tiers.keys import root_key
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run_main(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["quire", "cache", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        out, err = capsys.readouterr()
+        assert isinstance(left.value.code, int)
+        return left.value.code, out, err
+
+    return run_main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Five segments of Ann's and one of somebody else's."""
+    path = tmp_path / "cache"
+    tier = DiskTier(path, 16 << 20)
+    other = value(9, 40, root=root_key(b"other", b""))
+    for one in [*chain(1, 5, 100, owner="ann"), other]:
+        tier.store(one.key, one.parts, one.info)
+    tier.describe(ROOT, "tiny, float32")
+    tier.close()
+    return path
+
+
+def test_ls(run: Run, folder: Path) -> None:
+    code, out, _ = run("ls", str(folder), "--json")
+    assert code == 0
+    listed = json.loads(out)
+    roots = {root["root"]: root for root in listed["roots"]}
+    mine = roots[ROOT.hex()]
+    assert (mine["segments"], mine["tokens"], mine["owners"]) == (5, 500, ["ann"])
+    assert mine["bytes"] > 5 * 100 * 1024
+    assert mine["description"] == "tiny, float32"
+    assert listed["max_bytes"] == 16 << 20
+    assert listed["bytes_on_disk"] <= 16 << 20
+    code, out, _ = run("ls", str(folder))
+    assert code == 0
+    assert ROOT.hex()[:12] in out
+    assert "ann" in out
+    assert "6 segments of 2 models and namespaces" in out
+
+
+def test_verify_finds_and_repairs(run: Run, folder: Path) -> None:
+    assert run("verify", str(folder))[:2] == (0, "6 segments, 0 damaged (0B)\n")
+    (slab,) = folder.glob("slab-*")
+    content = bytearray(slab.read_bytes())
+    content[150_000] ^= 1
+    slab.write_bytes(content)
+    code, out, _ = run("verify", str(folder), "--json")
+    assert code == 1
+    report = json.loads(out)
+    assert report["segments"] == 6
+    assert [damaged["start"] for damaged in report["damaged"]] == [100]
+    assert "XXH3" in report["damaged"][0]["reason"]
+    code, out, _ = run("verify", str(folder), "--repair")
+    assert code == 1
+    assert "tokens 100 to 199" in out
+    assert "1 removed" in out
+    assert run("verify", str(folder))[:2] == (0, "5 segments, 0 damaged (0B)\n")
+
+
+def test_verify_of_a_slab_that_is_gone(run: Run, folder: Path) -> None:
+    for slab in folder.glob("slab-*"):
+        slab.unlink()
+    code, out, _ = run("verify", str(folder))
+    assert code == 1
+    assert "gone or was cut short" in out
+
+
+def test_prune(run: Run, folder: Path) -> None:
+    code, out, _ = run("prune", str(folder), "--to", "4.4MiB")
+    assert code == 0
+    assert "segments removed" in out
+    left = json.loads(run("ls", str(folder), "--json")[1])
+    assert left["bytes_on_disk"] <= 4.4 * (1 << 20)
+    assert 0 < sum(root["segments"] for root in left["roots"]) < 6
+
+
+def test_rm(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
+    code, out, err = run("rm", str(folder))
+    assert (code, out) == (2, "")
+    assert "expected --yes" in err
+    tier = DiskTier(folder, None)
+    code, _, err = run("rm", str(folder), "--yes")
+    assert code == 1
+    assert "one that is open" in err
+    tier.close()
+    (folder / "mine.txt").write_text("not of the cache")
+    assert run("rm", str(folder), "--yes")[0] == 0
+    assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("verb", [["ls"], ["verify"], ["prune", "--to", "1GiB"], ["rm", "--yes"]])
+def test_a_wrong_folder_is_one_line_and_status_2(run: Run, tmp_path: Path, verb: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for path in ("nothing", "file", "."):
+        code, out, err = run(*verb, str(tmp_path / path))
+        assert (code, out) == (2, "")
+        assert len(err.splitlines()) == 1
+        assert "expected a folder with a disk cache, got none" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_wrong_size_is_one_line_and_status_2(run: Run, folder: Path) -> None:
+    code, _, err = run("prune", str(folder), "--to", "much")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "'much' for --to" in err

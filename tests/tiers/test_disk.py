@@ -1,0 +1,438 @@
+"""The disk tier: what it keeps, what goes first, what it takes of the disk, and what an opening finds."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tier_values import ROOT, SHAPE, Value, chain, value
+
+from quire.errors import ArgumentError
+from quire.tiers.disk import DiskTier
+from quire.tiers.keys import root_key
+from quire.tiers.segment import decode
+from quire.tiers.tier import TierError
+
+CAP = 16 << 20
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    tier = DiskTier(tmp_path, CAP)
+    yield tier
+    tier.check()
+    tier.close()
+
+
+def put(tier: DiskTier, one: Value) -> bool:
+    return tier.store(one.key, one.parts, one.info)
+
+
+def folder_bytes(path: Path) -> int:
+    """What the folder takes: the larger of length and blocks of each file."""
+    return sum(max(file.stat().st_size, file.stat().st_blocks * 512) for file in path.iterdir())
+
+
+def test_a_value_comes_back_and_can_be_decoded(tier: DiskTier) -> None:
+    one = value(1)
+    assert tier.load(one.key) is None
+    assert put(tier, one)
+    loaded = tier.load(one.key)
+    assert loaded is not None
+    payload = decode(loaded, key=one.key, tokens=one.tokens, start=0, shape=SHAPE)
+    assert np.array_equal(payload, np.frombuffer(one.parts[1], np.uint8))
+    stats = tier.stats()
+    assert (stats.num_values, stats.stored, stats.hits, stats.misses) == (1, 1, 1, 1)
+
+
+def test_a_value_outlives_its_eviction_where_it_is_referred_to(tier: DiskTier) -> None:
+    one = value(1)
+    put(tier, one)
+    loaded = tier.load(one.key)
+    assert tier.evict(one.key)
+    put(tier, value(2))  # in the same pages
+    assert loaded == one.whole
+    assert not tier.evict(one.key)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 2900])
+def test_all_sizes_and_an_empty_value(tier: DiskTier, num_tokens: int) -> None:
+    one = value(1, num_tokens)
+    assert put(tier, one)
+    assert tier.load(one.key) == one.whole
+    empty = value(2)
+    assert tier.store(empty.key, [], empty.info)
+    assert tier.load(empty.key) == b""
+
+
+def test_what_is_larger_than_a_slab_is_not_kept(tier: DiskTier) -> None:
+    one = value(1, 4000)
+    assert not put(tier, one)
+    assert tier.contains([one.key]) == [False]
+
+
+def test_contains_takes_any_number_of_keys(tier: DiskTier) -> None:
+    values = chain(1, 5)
+    for one in values:
+        put(tier, one)
+    strangers = [bytes([i % 256, i // 256 % 256, i >> 16]) + bytes(29) for i in range(70_000)]
+    keys = [one.key for one in values]
+    assert tier.contains(keys[:2] + strangers + keys[2:]) == [True] * 2 + [False] * 70_000 + [True] * 3
+    assert tier.contains([]) == []
+
+
+def test_the_tree_comes_back_from_the_index_alone(tmp_path: Path) -> None:
+    now = 1000.0
+    tier = DiskTier(tmp_path, CAP, clock=lambda: now)
+    values = chain(1, 4, owner="ann")
+    other = value(9, root=root_key(b"model", b"other"), extra_keys=((2, b"image"),), retention=2)
+    for one in [values[2], values[0], other, values[1], values[3]]:  # a child may be there first
+        assert put(tier, one)
+    tier.describe(ROOT, "a model, float32")
+    tier.check()
+    now = 2000.0
+    tier.load(values[1].key)
+    tier.close()
+    for slab in tmp_path.glob("slab-*"):
+        slab.write_bytes(b"")  # nothing of this needs a value
+    again = DiskTier(tmp_path, None)
+    found = list(again.entries(ROOT))
+    assert [entry.key for entry in found] == [one.key for one in values]
+    assert [entry.info for entry in found] == [one.info for one in values]
+    assert [entry.num_bytes for entry in found] == [len(one.whole) for one in values]
+    assert [entry.used_at for entry in found] == [1000.0, 2000.0, 1000.0, 1000.0]
+    assert {entry.made_at for entry in again.entries()} == {1000.0}
+    assert [entry.info for entry in again.entries(other.info.root)] == [other.info]
+    assert again.chain(values[2].key) == found[:3]
+    assert again.chain(bytes(32)) is None
+    roots = {root.root: root for root in again.roots()}
+    assert roots[ROOT].description == "a model, float32"
+    assert (roots[ROOT].num_values, roots[ROOT].num_tokens, roots[ROOT].owners) == (4, 32, ("ann",))
+    assert again.max_bytes() == CAP
+    again.close()
+
+
+def fill(
+    tier: DiskTier, num_tokens: int = 500, first: int = 100, count: int = 40, retention: int = 1
+) -> list[Value]:
+    values = [value(first + i, num_tokens, retention=retention) for i in range(count)]
+    for one in values:
+        put(tier, one)
+    return values
+
+
+def present(tier: DiskTier, values: list[Value]) -> list[int]:
+    return [i for i, there in enumerate(tier.contains([one.key for one in values])) if there]
+
+
+def test_what_was_used_longest_ago_goes_first_and_the_cap_holds(tier: DiskTier, tmp_path: Path) -> None:
+    first = fill(tier, count=5)
+    tier.load(first[0].key)
+    values = fill(tier, first=200, count=40)
+    left = present(tier, values)
+    assert left == list(range(40 - len(left), 40))
+    assert 10 <= len(left) < 40
+    assert folder_bytes(tmp_path) <= CAP
+    assert tier.use().total <= CAP
+    kept = values[left[0]]
+    tier.load(kept.key)
+    fill(tier, first=300, count=len(left) - 2)
+    assert tier.contains([kept.key]) == [True]
+    stats = tier.stats()
+    assert stats.stored == 5 + 40 + len(left) - 2
+    assert stats.evicted == stats.stored - stats.num_values
+
+
+def test_a_refused_refresh_and_a_kept_one(tier: DiskTier) -> None:
+    one = value(1, 500)
+    put(tier, one)
+    assert tier.store(one.key, one.parts, one.info)  # a refresh
+    assert tier.stats().stored == 1
+    fill(tier, count=10)
+    assert tier.store(one.key, one.parts, one.info)
+    fill(tier, first=200, count=15)
+    assert tier.contains([one.key]) == [True]
+
+
+def test_keep_stays_and_discard_goes_first(tier: DiskTier) -> None:
+    kept = fill(tier, count=4, retention=2)
+    discarded = fill(tier, first=200, count=4, retention=0)
+    fill(tier, first=300, count=10)
+    fill(tier, first=400, count=10)
+    assert present(tier, kept) == [0, 1, 2, 3]
+    assert present(tier, discarded) == []
+    full_of_kept = fill(tier, first=500, count=40, retention=2)
+    assert not put(tier, value(1, 500))  # all else has to stay
+    last = value(2, 500, retention=2)
+    assert put(tier, last)
+    assert len(present(tier, full_of_kept)) > 10
+
+
+def test_tails_go_before_their_heads(tier: DiskTier) -> None:
+    values = chain(1, 6, 500)
+    for one in values:
+        put(tier, one)
+    lengths = []
+    for turn in range(12):
+        fill(tier, first=1000 * (turn + 1), count=3)
+        left = present(tier, values)
+        assert left == list(range(len(left)))  # always a prefix
+        lengths.append(len(left))
+    assert lengths[0] == 6
+    assert lengths[-1] < 3
+
+
+def test_mixed_sizes_find_room_again_and_again(tier: DiskTier, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for i in range(400):
+        num_tokens = int(rng.choice([3, 17, 100, 500, 1500, 2500]))
+        one = value(i, num_tokens)
+        assert put(tier, one)
+        assert tier.load(one.key) == one.whole
+        if i % 40 == 0:
+            tier.check()
+            assert folder_bytes(tmp_path) <= CAP
+    use = tier.use()
+    assert use.values > use.slabs * 0.6
+
+
+def test_the_index_of_many_small_values_stays_within_the_cap(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, CAP)
+    parts = [memoryview(b"x" * 100)]
+    for i in range(2500):
+        one = value(i, 1)
+        info = one.info.__class__(ROOT, ROOT, 0, bytes(8000))
+        assert tier.store(one.key, parts, info)
+        if i % 100 == 0:
+            assert folder_bytes(tmp_path) <= CAP
+    assert tier.stats().evicted > 0
+    tier.check()
+    tier.close()
+
+
+def test_a_smaller_cap_shrinks_and_keeps_what_was_used_last(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 2 * CAP)
+    values = fill(tier, count=45)
+    tier.close()
+    assert folder_bytes(tmp_path) > CAP
+    tier = DiskTier(tmp_path, CAP)
+    assert folder_bytes(tmp_path) <= CAP
+    left = present(tier, values)
+    assert len(left) >= 20
+    for i in left:
+        assert tier.load(values[i].key) == values[i].whole
+    assert max(left) == 44
+    tier.check()
+    fill(tier, first=500)
+    assert folder_bytes(tmp_path) <= CAP
+    tier.close()
+
+
+@pytest.mark.parametrize("mebibytes", [14, 9, 5, 4])
+def test_prune_gives_the_disk_back(tier: DiskTier, tmp_path: Path, mebibytes: int) -> None:
+    values = fill(tier, num_tokens=90, count=120)
+    before = present(tier, values)
+    removed = tier.prune(mebibytes << 20)
+    assert folder_bytes(tmp_path) <= mebibytes << 20
+    left = present(tier, values)
+    assert removed == len(before) - len(left)
+    assert left == before[len(before) - len(left) :]
+    assert (len(left) > 0) == (mebibytes > 4)
+    for i in left:
+        assert tier.load(values[i].key) == values[i].whole
+
+
+def test_a_clock_that_goes_back_changes_no_order(tmp_path: Path) -> None:
+    time = iter(range(10_000, 0, -1))
+    tier = DiskTier(tmp_path, CAP, clock=lambda: float(next(time)))
+    values = fill(tier)
+    left = present(tier, values)
+    assert left == list(range(40 - len(left), 40))
+    tier.close()
+
+
+def test_threads_share_it(tier: DiskTier) -> None:
+    values = [value(i, 40) for i in range(60)]
+    wrong: list[str] = []
+
+    def work(mine: list[Value]) -> None:
+        for one in mine:
+            if not put(tier, one):
+                wrong.append("not kept")
+            if tier.load(one.key) != one.whole:
+                wrong.append("another value")
+
+    threads = [threading.Thread(target=work, args=(values[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert tier.stats().num_values == 60
+
+
+def test_a_closed_tier_says_so(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, CAP)
+    tier.close()
+    tier.close()
+    one = value(1)
+    for call in (
+        lambda: tier.load(one.key),
+        lambda: put(tier, one),
+        lambda: tier.contains([one.key]),
+        lambda: tier.evict(one.key),
+        tier.stats,
+    ):
+        with pytest.raises(TierError, match="is closed"):
+            call()
+
+
+# What an opening finds
+
+
+def test_wrong_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="at least 16MiB, got 1MiB"):
+        DiskTier(tmp_path, 1 << 20)
+    with pytest.raises(ArgumentError, match="expected a folder with a disk cache, got none"):
+        DiskTier(tmp_path / "nothing", None)
+    assert not (tmp_path / "nothing").exists()
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ArgumentError, match="expected a folder for the disk cache that can be written"):
+            DiskTier(path, CAP)
+    assert not list(tmp_path.glob("quire*"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o500)
+    with pytest.raises(ArgumentError, match="Permission denied"):
+        DiskTier(folder, CAP)
+
+
+def test_a_foreign_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "quire-cache.sqlite"
+    with sqlite3.connect(path) as foreign:
+        foreign.execute("CREATE TABLE mine (x)")
+    foreign.close()
+    before = path.read_bytes()
+    with pytest.raises(ArgumentError, match="an SQLite file of another program"):
+        DiskTier(tmp_path, CAP)
+    assert path.read_bytes() == before
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    DiskTier(tmp_path, CAP).close()
+    with sqlite3.connect(tmp_path / "quire-cache.sqlite") as index:
+        index.execute("PRAGMA user_version = 7")
+    index.close()
+    with pytest.raises(ArgumentError, match=r"version 1, got version 7 .* quire cache rm"):
+        DiskTier(tmp_path, CAP)
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "header"])
+def test_a_damaged_index_is_set_aside(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    tier = DiskTier(tmp_path, CAP)
+    values = fill(tier, num_tokens=20)
+    tier.close()
+    path = tmp_path / "quire-cache.sqlite"
+    whole = path.read_bytes()
+    damaged = {
+        "garbage": os.urandom(len(whole)),
+        "cut": whole[:4096],
+        "header": whole[:100] + bytes(8000) + whole[8100:],
+    }[damage]
+    path.write_bytes(damaged)
+    with pytest.raises(TierError, match="damaged"):
+        DiskTier(tmp_path, None)  # who only looks removes nothing
+    assert path.read_bytes() == damaged
+    tier = DiskTier(tmp_path, CAP)
+    assert "set aside" in caplog.text
+    assert (tmp_path / "quire-cache.set-aside").read_bytes() == damaged
+    assert tier.stats().num_values == 0
+    assert not list(tmp_path.glob("slab-*"))
+    assert put(tier, values[0])
+    assert tier.load(values[0].key) == values[0].whole
+    assert folder_bytes(tmp_path) <= CAP
+    tier.close()
+
+
+def test_damage_found_in_use_is_set_aside_at_the_next_opening(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, CAP)
+    values = [value(i, 1) for i in range(600)]
+    for one in values:
+        put(tier, one)
+    tier.close()
+    path = tmp_path / "quire-cache.sqlite"
+    whole = bytearray(path.read_bytes())
+    with sqlite3.connect(path) as index:
+        root_page = index.execute(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'entry_by_key'"
+        ).fetchone()[0]
+    index.close()
+    whole[(root_page - 1) * 4096 : root_page * 4096] = bytes(4096)
+    path.write_bytes(whole)
+    tier = DiskTier(tmp_path, CAP)
+    with pytest.raises(TierError, match="malformed"):
+        tier.load(values[0].key)
+    second = DiskTier.__new__(DiskTier)
+    with pytest.raises(TierError, match="another process uses"):
+        second.__init__(tmp_path, CAP)  # type: ignore[misc]
+    tier.close()
+    tier = DiskTier(tmp_path, CAP)
+    assert tier.stats().num_values == 0
+    assert put(tier, values[0])
+    tier.close()
+
+
+def test_a_slab_cut_short_is_a_miss_counted_and_removed(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, CAP)
+    values = fill(tier, num_tokens=100, count=10)
+    tier.close()
+    (slab,) = tmp_path.glob("slab-*")
+    os.truncate(slab, 450 << 10)
+    tier = DiskTier(tmp_path, CAP)
+    found = [tier.load(one.key) for one in values]
+    assert found[:4] == [one.whole for one in values[:4]]
+    assert found[4:] == [None] * 6
+    assert present(tier, values) == [0, 1, 2, 3]
+    assert tier.stats().failures == 6
+    for one in values:
+        assert put(tier, one)
+        assert tier.load(one.key) == one.whole
+    tier.check()
+    tier.close()
+
+
+def test_a_slab_that_is_gone_is_a_miss_and_never_written_to_again(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, CAP)
+    values = fill(tier, num_tokens=100, count=10)
+    tier.close()
+    (slab,) = tmp_path.glob("slab-*")
+    slab.unlink()
+    tier = DiskTier(tmp_path, CAP)
+    assert put(tier, value(1, 100))  # found when written to
+    assert present(tier, values) == []
+    (slab,) = tmp_path.glob("slab-*")
+    tier.close()
+    slab.unlink()
+    tier = DiskTier(tmp_path, CAP)
+    assert tier.load(value(1, 100).key) is None  # found when read
+    assert tier.use().slabs == 0
+    tier.check()
+    tier.close()
+
+
+def test_stray_slabs_are_removed(tmp_path: Path) -> None:
+    DiskTier(tmp_path, CAP).close()
+    (tmp_path / "slab-deadbeef-000001").write_bytes(bytes(100))
+    (tmp_path / "mine.txt").write_text("not of the cache")
+    DiskTier(tmp_path, CAP).close()
+    assert not list(tmp_path.glob("slab-*"))
+    assert (tmp_path / "mine.txt").exists()
