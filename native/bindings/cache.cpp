@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
+#include "bindings/block_manager.hpp"
 #include "core/block_manager.hpp"
 #include "core/invariant.hpp"
 
@@ -27,55 +28,6 @@ using namespace nb::literals;
 namespace quire {
 
 namespace {
-
-template <class T>
-using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Vector = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-using Matrix = nb::ndarray<nb::numpy, std::int32_t, nb::ndim<2>>;
-
-// Below this many tokens a call is over sooner than another thread has taken the GIL.
-constexpr std::size_t kTokensToReleaseFor = 16384;
-
-template <class T>
-std::span<const T> span_of(const Input<T>& array) {
-    return {array.data(), array.shape(0)};
-}
-
-// A numpy array that owns a copy of `values`.
-template <class T>
-Vector<T> copy_of(std::span<const T> values) {
-    auto memory = std::make_unique<T[]>(values.size());
-    std::copy(values.begin(), values.end(), memory.get());
-    nb::capsule owner(memory.get(), [](void* pointer) noexcept { delete[] static_cast<T*>(pointer); });
-    return Vector<T>(memory.release(), {values.size()}, owner);
-}
-
-class PythonBlockManager : public BlockManager {
-public:
-    using BlockManager::BlockManager;
-
-    // Runs `call` as the only one; without the GIL if there is much to do.
-    template <class Call>
-    auto use(std::size_t num_tokens, Call&& call) {
-        if (in_use_)
-            throw std::runtime_error("expected one owner at a time, got a call while another thread's is running");
-        const Use used(in_use_);
-        std::optional<nb::gil_scoped_release> released;
-        if (num_tokens >= kTokensToReleaseFor) released.emplace();
-        return call();
-    }
-
-private:
-    // Read and written with the GIL only.
-    struct Use {
-        explicit Use(bool& flag) : in_use(flag) { in_use = true; }
-        ~Use() { in_use = false; }
-        bool& in_use;
-    };
-
-    bool in_use_ = false;
-};
 
 // A group of a plan as Python sees it. Its arrays are views of the plan; the object is what they keep alive.
 struct GroupView {
@@ -136,23 +88,6 @@ std::vector<Retention> retentions_of(const std::vector<std::pair<std::string, st
         }
     }
     return retentions;
-}
-
-std::vector<ExtraKey> keys_of(const Input<std::int64_t>& positions, const std::vector<nb::bytes>& keys) {
-    std::vector<ExtraKey> extra_keys;
-    extra_keys.reserve(keys.size());
-    for (std::size_t at = 0; at < keys.size(); ++at)
-        extra_keys.push_back({positions(at), std::string(keys[at].c_str(), keys[at].size())});
-    return extra_keys;
-}
-
-// `find` is match or open.
-template <class Find>
-std::int64_t with_prompt(PythonBlockManager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
-                         const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys, Find&& find) {
-    const std::vector<ExtraKey> extra_keys = keys_of(key_positions, keys);
-    const Prompt prompt{span_of(tokens), extra_keys, {name.c_str(), name.size()}};
-    return self.use(prompt.tokens.size(), [&] { return find(prompt); });
 }
 
 nb::object reserve(PythonBlockManager& self, const Input<std::int64_t>& sequences,
@@ -222,7 +157,8 @@ void bind_cache(nb::module_& module) {
     using Manager = PythonBlockManager;
     nb::register_exception_translator(translate);
     bind_plans(module);
-    nb::class_<Manager>(module, "BlockManager", "The native back end of quire.cache.backend.BlockManager.")
+    nb::class_<Manager> manager(module, "BlockManager", "The native back end of quire.cache.backend.BlockManager.");
+    manager
         .def("__init__",
              [](Manager* self, const std::vector<std::pair<std::string, std::int64_t>>& retentions,
                 std::int64_t num_blocks, std::int64_t block_size, bool prefix_caching, std::int64_t watermark_blocks,
@@ -241,11 +177,12 @@ void bind_cache(nb::module_& module) {
              "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
         .def("open",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
-                const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys) {
+                const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys, std::int32_t account,
+                std::int32_t retention) {
                  return with_prompt(self, tokens, name, key_positions, keys,
-                                    [&](const Prompt& prompt) { return self.open(prompt); });
+                                    [&](const Prompt& prompt) { return self.open(prompt, account, retention); });
              },
-             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
+             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a, "account"_a = 0, "retention"_a = kNormal)
         .def("append",
              [](Manager& self, SequenceId sequence, const Input<std::int32_t>& tokens) {
                  self.use(0, [&] { self.append(sequence, span_of(tokens)); });
@@ -328,6 +265,7 @@ void bind_cache(nb::module_& module) {
         .def_prop_ro("num_visited", &Manager::num_visited, "Tree nodes compared so far: what look-ups have cost.")
         .def_prop_ro("capacity_bytes", &Manager::capacity_bytes,
                      "Address space of pool and tree; memory is taken by what has been in use.");
+    bind_cache_report(manager);
 }
 
 }  // namespace quire

@@ -19,7 +19,9 @@ BlockManager::BlockManager(std::vector<Retention> retentions, std::int64_t num_b
       pool_(num_blocks),
       // As many nodes as there are units, and a root. More (windows leave nodes without units) make the slabs grow.
       tree_(static_cast<std::int32_t>(block_size), num_groups(), static_cast<std::size_t>(num_blocks) + 1),
-      missing_(retentions_.size()) {
+      events_(static_cast<std::int32_t>(block_size), num_groups()),
+      missing_(retentions_.size()),
+      stored_(retentions_.size()) {
     if (overlapped_) {
         busy_until_ = Slab<std::int64_t>(static_cast<std::size_t>(num_blocks));
         std::fill_n(busy_until_.data(), num_blocks, 0);
@@ -34,9 +36,12 @@ Sequence& BlockManager::find(SequenceId id) const {
 
 std::int64_t BlockManager::match(const Prompt& prompt) { return find_hit(prompt); }
 
-SequenceId BlockManager::open(const Prompt& prompt) {
+SequenceId BlockManager::open(const Prompt& prompt, std::int32_t account, std::int32_t retention) {
+    if (account != 0 || retention != kNormal) pool_.start_marking();
     auto sequence = std::make_unique<Sequence>();
     sequence->id = next_id_;
+    sequence->account = pool_.slot_of(account);
+    sequence->retention = retention;
     sequence->tokens.assign(prompt.tokens.begin(), prompt.tokens.end());
     sequence->keys.assign(prompt.keys.begin(), prompt.keys.end());
     sequence->name = prompt.name;
@@ -84,6 +89,8 @@ SequenceId BlockManager::fork(SequenceId id) {
     child->tokens = parent.tokens;
     child->keys = parent.keys;
     child->name = parent.name;
+    child->account = parent.account;
+    child->retention = parent.retention;
     child->first_kept = parent.first_kept;
     prepare_tables(child->tables, num_shared);
     sequences_.ensure_room();
@@ -96,7 +103,7 @@ SequenceId BlockManager::fork(SequenceId id) {
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         const BlockTable& theirs = table(parent, group);
         for (std::int64_t block = 0; block < num_shared; ++block) {
-            if (theirs[block] != kNone) pool_.hold(theirs[block]);
+            if (theirs[block] != kNone) pool_.hold(theirs[block], child->retention);
             table(*child, group).push(theirs[block]);
         }
     }
@@ -120,8 +127,10 @@ void BlockManager::reset() {
     if (sequences_.size() != 0)
         throw BadArgument("expected no open sequence in reset, got " + std::to_string(sequences_.size()) +
                           "; close them first");
+    if (events_.is_on()) events_.ensure_room(1, 0, 0);
     tree_.clear();
     pool_.clear();
+    if (events_.is_on()) events_.add({Event::Kind::cleared});
 }
 
 std::vector<UnitId> BlockManager::resize(std::int64_t num_blocks, std::int64_t watermark_blocks) {
@@ -139,9 +148,17 @@ std::vector<UnitId> BlockManager::resize(std::int64_t num_blocks, std::int64_t w
         busy_until_.ensure(static_cast<std::size_t>(num_ids), had);
         std::fill_n(busy_until_.data() + had, static_cast<std::size_t>(num_ids) - had, 0);
     }
+    if (events_.is_on()) events_.ensure_room(given_up.capacity(), 0, 0);
     watermark_blocks_ = watermark_blocks;
+    pool_.order().clear_needs();
+    pool_.begin_call();
     while (pool_.num_units() > num_blocks) {
-        ensure_free();
+        if (pool_.num_free() == 0) {
+            // Floors are kept while anything else can go, and then yield: it is not another account that takes the room.
+            UnitId victim = pool_.order().first(false);
+            if (victim == kNone) victim = pool_.order().first(true);
+            evict(victim, 0, Event::Reason::forgotten);
+        }
         given_up.push_back(pool_.give_up());
     }
     pool_.grow(num_blocks);

@@ -1,5 +1,5 @@
 // The block manager: which token lives in which unit. The native twin of quire.cache.block_manager.PythonBlockManager; the
-// rules, every order on which a unit id depends, and the invariants C1 to C8 stand in docs/architecture.md, "The cache".
+// rules, every order on which a unit id depends, and the invariants C1 to C9 stand in docs/architecture.md, "The cache".
 //
 // What it is not: thread-safe (one owner at a time), or an owner of bytes. It knows no Python and no tensors.
 //
@@ -7,7 +7,8 @@
 // changes anything. UnknownSequence and BadArgument are thrown before any change, and so is std::bad_alloc.
 //
 // Files: block_manager.cpp (life of a sequence), block_manager_units.cpp (release, remove, allocate),
-// block_manager_hit.cpp, block_manager_reserve.cpp, block_manager_commit.cpp (commit, rewind), block_manager_check.cpp.
+// block_manager_hit.cpp, block_manager_reserve.cpp, block_manager_commit.cpp (commit, rewind), block_manager_report.cpp
+// (accounts, events, explain, drop, the whole tree), block_manager_check.cpp.
 //
 // Cost: match and open O(blocks of the hit x log siblings); reserve O(sequences + new tokens + evicted units), no cost
 // per cached prompt; commit O(new full blocks x log siblings); close O(blocks).
@@ -21,6 +22,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/event_log.hpp"
 #include "core/pool.hpp"
 #include "core/prefix_tree.hpp"
 #include "core/retention.hpp"
@@ -67,13 +69,44 @@ struct Stats {
     std::int64_t deduplicated_blocks = 0;
 };
 
+// How far a prompt's walk through the tree comes.
+struct Explanation {
+    std::int64_t num_hit;
+    std::int64_t num_common;     // tokens shared with nodes, whatever units they have left
+    std::vector<Token> nearest;  // of the nearest block where they end
+};
+
+// One node as `tree` tells of it, and one of its units.
+struct NodeReport {
+    std::int64_t id;
+    std::int64_t parent;  // -1 below a root
+    std::int32_t name;    // index of its root, in the order of their names
+    std::int32_t depth;
+    std::int32_t num_tokens;
+};
+
+struct UnitReport {
+    UnitId unit = kNone;
+    std::int32_t num_references = -1;
+    std::int32_t account = -1;
+    std::int32_t retention = -1;
+    std::int32_t state = 0;  // gone, cached, held, leased
+};
+
+struct TreeReport {
+    std::vector<NodeReport> nodes;
+    std::vector<UnitReport> units;  // [nodes, groups]
+    std::vector<std::string> names;
+};
+
 class BlockManager {
 public:
     BlockManager(std::vector<Retention> retentions, std::int64_t num_blocks, std::int64_t block_size,
                  bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps);
 
     std::int64_t match(const Prompt& prompt);
-    SequenceId open(const Prompt& prompt);
+    Explanation explain(const Prompt& prompt);
+    SequenceId open(const Prompt& prompt, std::int32_t account = 0, std::int32_t retention = kNormal);
     void append(SequenceId id, std::span<const Token> tokens);
     std::span<const Token> tokens(SequenceId id) const { return find(id).tokens; }
     std::int64_t num_cached_tokens(SequenceId id);
@@ -96,10 +129,24 @@ public:
     // Has `num_blocks` units from now on; the ids given up, which were free or cached.
     std::vector<UnitId> resize(std::int64_t num_blocks, std::int64_t watermark_blocks);
 
+    // Accounts (1 ..) and their limits; see quire.cache.accounts.
+    void set_limits(std::int32_t account, std::int64_t floor, std::int64_t quota);
+    Counts account_counts(std::int32_t account) const noexcept;  // num_free is 0
+    std::int64_t num_available(std::int32_t account) const noexcept;
+    std::int64_t max_units(std::int32_t account) const noexcept;
+
+    // Forgets what begins with the prompt and is not held; the number of units made free.
+    std::int64_t drop(const Prompt& prompt);
+    void record_events(bool is_on);
+    EventBatch take_events() noexcept { return events_.take(); }
+    TreeReport tree();
+    std::vector<std::string_view> namespaces() const { return tree_.names(); }
+
     Counts counts() const noexcept;
     const Stats& stats() const noexcept { return stats_; }
     std::int64_t num_blocks() const noexcept { return pool_.num_units(); }
     std::int64_t block_size() const noexcept { return block_size_; }
+    std::int32_t num_groups() const noexcept { return static_cast<std::int32_t>(retentions_.size()); }
     std::int64_t num_sequences() const noexcept { return static_cast<std::int64_t>(sequences_.size()); }
     std::int64_t num_nodes() const noexcept { return tree_.num_nodes(); }
     std::span<const UnitId> block_table(SequenceId id, std::int64_t group) const;
@@ -109,7 +156,7 @@ public:
     std::size_t capacity_bytes() const noexcept {
         return pool_.capacity_bytes() + tree_.capacity_bytes() + busy_until_.capacity_bytes();
     }
-    // Proves C1 to C8; throws InvariantBroken.
+    // Proves C1 to C9; throws InvariantBroken.
     void check() const;
 
 private:
@@ -122,7 +169,6 @@ private:
         bool copies_for_node;     // ... only because its node holds more tokens
     };
 
-    std::int32_t num_groups() const noexcept { return static_cast<std::int32_t>(retentions_.size()); }
     std::int64_t num_blocks_for(std::int64_t num_tokens) const noexcept {
         return (num_tokens + block_size_ - 1) / block_size_;
     }
@@ -146,8 +192,9 @@ private:
     void remove_node(NodeId node) noexcept;
     void leave_node(UnitId unit) noexcept;
     void drop_bare(NodeId node) noexcept;
-    void ensure_free() noexcept;
-    UnitId allocate() noexcept;
+    void evict(UnitId victim, std::int32_t account, Event::Reason reason) noexcept;
+    UnitId allocate(const Sequence& sequence) noexcept;
+    UnitId* note_removed(NodeId node, std::int32_t account, Event::Reason reason) noexcept;
     void move_end(Sequence& sequence, NodeId node) noexcept;
     void ensure_lease_room(std::int64_t num_released);
 
@@ -162,17 +209,26 @@ private:
     std::int64_t plan_works(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
                             std::int64_t num_lookahead);
     void plan_copy(Work& work) noexcept;
+    std::int64_t units_of(const Work& work) const noexcept;
+    void count_needs() noexcept;
+    bool fits(std::int64_t num_needed, std::int64_t num_left) noexcept;
+    void keep_quotas() noexcept;
     void allocate_blocks(const Work& work, StepPlan& plan) noexcept;
     void write_row(const Work& work, std::int64_t row, StepPlan& plan) const noexcept;
 
     // block_manager_commit.cpp
     void commit_full_block(Sequence& sequence, std::int64_t block, NodeId equal, PrefixTree::StagedKeys&& keys) noexcept;
+    void stage_events(const Sequence& sequence, std::int64_t first, std::int64_t num_full);
+    void note_stored(const Sequence& sequence, std::int64_t block, NodeId node, std::span<const UnitId> units) noexcept;
     void commit_tail(Sequence& sequence, std::int64_t num_computed, PrefixTree::StagedKeys&& keys) noexcept;
     NodeId own_partial_node(const Sequence& sequence, std::int64_t block) const noexcept;
     NodeId make_node(Sequence& sequence, std::int64_t block, const BlockView& view, PrefixTree::StagedKeys&& keys) noexcept;
     void remove_covered_sibling(NodeId node) noexcept;
     void release_behind_windows(Sequence& sequence) noexcept;
     bool is_kept(const Sequence& sequence, std::int64_t num_tokens) const noexcept;
+
+    // block_manager_report.cpp
+    void forget(NodeId node) noexcept;
 
     void check_units() const;
     void check_nodes() const;
@@ -193,11 +249,16 @@ private:
     std::int64_t completed_step_ = 0;
     std::int64_t version_ = 0;  // nodes inserted or extended, and holes filled, so far
     Stats stats_;
+    EventLog events_;
 
     // Scratch of one call, kept to spare allocations.
     std::vector<NodeId> path_;           // find_hit: the nodes of the hit; commit: equal nodes found
     std::vector<std::int64_t> missing_;  // find_hit: by group, the deepest block without a unit
     std::vector<Work> works_;
+    std::vector<UnitId> stored_;  // commit: units of a block that are found from now on, by group
+    std::vector<std::vector<ExtraKey>> event_keys_;  // commit: for the events of full blocks, from event_block_ on
+    std::int64_t event_block_ = 0;
+    std::int32_t event_name_ = -1;
     std::int64_t num_calls_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// The proof of C1 to C8 (docs/architecture.md, "The cache") on the block manager's state. It reads everything.
+// The proof of C1 to C9 (docs/architecture.md, "The cache") on the block manager's state. It reads everything.
 //
 // Cost: O(units + nodes x block size + blocks of all sequences). It allocates, so it may fail, changing nothing.
 #include <string>
@@ -77,18 +77,19 @@ void BlockManager::check_nodes() const {
         prove(next == kNone || tree_.num_common(next, tree_.view(node)) < tree_.num_tokens(node), "C6",
               name + ", partial and held by nobody, is a prefix of node " + text(next));
     }
-    // C5: in the order of the LRU list, every full-attention unit has its node's cached descendants before it. So no unit
-    // may come after one of its ancestors': mark what has passed, and look whether a parent's has.
-    std::vector<bool> has_passed(static_cast<std::size_t>(pool_.num_ids()), false);
-    for (UnitId unit = pool_.least_recently_used(); unit != kNone; unit = pool_.next_in_lru(unit)) {
-        has_passed[static_cast<std::size_t>(unit)] = true;
+    // C5: every full-attention unit was let go after its node's cached descendants, and so stands behind them.
+    const std::vector<std::int64_t> times = pool_.times();
+    for (UnitId unit = 0; unit < pool_.num_ids(); ++unit) {
+        const std::int64_t time = times[static_cast<std::size_t>(unit)];
+        if (time < 0) continue;
         const NodeId node = pool_.node(unit);
         for (std::int32_t group = 0; group < num_groups(); ++group) {
             if (tree_.unit(node, group) != unit || !retentions_[static_cast<std::size_t>(group)].is_full()) continue;
             for (NodeId up = tree_.parent(node); !tree_.is_root(up); up = tree_.parent(up)) {
                 const UnitId above = tree_.unit(up, group);
-                prove(above == kNone || !has_passed[static_cast<std::size_t>(above)], "C5",
-                      "unit " + text(above) + " would be evicted before unit " + text(unit) + " below it");
+                const std::int64_t of_above = above == kNone ? -1 : times[static_cast<std::size_t>(above)];
+                prove(of_above < 0 || of_above > time, "C5",
+                      "unit " + text(above) + " was let go before unit " + text(unit) + " below it");
                 if (above != kNone) break;  // the rest follows from this one's own turn
             }
         }

@@ -39,6 +39,7 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
             if (node == kNone) break;
             path_.push_back(node);
         }
+        if (events_.is_on()) stage_events(sequence, first, num_full);
         num_deduplicated = path_.size();
         num_released = static_cast<std::int64_t>(num_deduplicated) * num_groups();
     }
@@ -82,13 +83,21 @@ NodeId BlockManager::own_partial_node(const Sequence& sequence, std::int64_t blo
 void BlockManager::commit_full_block(Sequence& sequence, std::int64_t block, NodeId equal,
                                      PrefixTree::StagedKeys&& keys) noexcept {
     if (equal == kNone) {
-        move_end(sequence, make_node(sequence, block, prompt_of(sequence).block(block * block_size_, block_size_),
-                                     std::move(keys)));
+        const NodeId made =
+            make_node(sequence, block, prompt_of(sequence).block(block * block_size_, block_size_), std::move(keys));
+        if (events_.is_on()) {
+            for (std::int32_t group = 0; group < num_groups(); ++group)
+                stored_[static_cast<std::size_t>(group)] = tree_.unit(made, group);
+            note_stored(sequence, block, made, stored_);
+        }
+        move_end(sequence, made);
         return;
     }
     // The full node says all that our partial one did; whoever holds its units keeps them.
     const NodeId own = own_partial_node(sequence, block);
     if (own != kNone) remove_node(own);
+    std::fill(stored_.begin(), stored_.end(), kNone);
+    bool has_filled = false;
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         BlockTable& entries = table(sequence, group);
         const UnitId ours = entries[block];
@@ -96,15 +105,48 @@ void BlockManager::commit_full_block(Sequence& sequence, std::int64_t block, Nod
         if (theirs == kNone) {
             tree_.set_unit(equal, group, ours);
             pool_.set_node(ours, equal);
+            stored_[static_cast<std::size_t>(group)] = ours;
+            has_filled = true;
             ++version_;
             continue;
         }
-        pool_.hold(theirs);
+        pool_.hold(theirs, sequence.retention);
         entries.set(block, theirs);
         release(ours);
         ++stats_.deduplicated_blocks;
     }
+    if (has_filled && events_.is_on()) note_stored(sequence, block, equal, stored_);
     move_end(sequence, equal);
+}
+
+// Makes room for the events of the blocks `first` .. `num_full` - 1, one each at most.
+void BlockManager::stage_events(const Sequence& sequence, std::int64_t first, std::int64_t num_full) {
+    const auto num_blocks = static_cast<std::size_t>(num_full - first);
+    std::size_t num_keys = 0;
+    event_keys_.clear();
+    event_block_ = first;
+    if (num_blocks == 0) return;
+    event_keys_.resize(num_blocks);
+    for (std::size_t at = 0; at < num_blocks && !sequence.keys.empty(); ++at) {
+        const std::int64_t start = (first + static_cast<std::int64_t>(at)) * block_size_;
+        const BlockView view = prompt_of(sequence).block(start, block_size_);
+        event_keys_[at].assign(view.keys.begin(), view.keys.end());
+        for (ExtraKey& key : event_keys_[at]) key.position -= start;
+        num_keys += view.keys.size();
+    }
+    events_.ensure_room(num_blocks, num_blocks, num_keys);
+    event_name_ = events_.name_index(sequence.name);
+}
+
+// These units of a block's full node are found from now on; the sequence still ends in the node above.
+void BlockManager::note_stored(const Sequence& sequence, std::int64_t block, NodeId node,
+                               std::span<const UnitId> units) noexcept {
+    const auto first = std::find_if(units.begin(), units.end(), [](UnitId unit) { return unit != kNone; });
+    const std::int64_t parent = tree_.is_root(sequence.node) ? -1 : tree_.id(sequence.node);
+    UnitId* const noted = events_.add({Event::Kind::stored, Event::Reason::none, tree_.id(node), parent,
+                                       pool_.order().number_of(*first), event_name_});
+    std::copy(units.begin(), units.end(), noted);
+    events_.add_block(tree_.tokens(node), std::move(event_keys_[static_cast<std::size_t>(block - event_block_)]));
 }
 
 // The last, partial block becomes findable unless a sibling says the same already.

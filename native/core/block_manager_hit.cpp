@@ -66,7 +66,7 @@ void BlockManager::take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId 
         for (std::int64_t block = 0; block < first; ++block) entries.push(kNone);
         for (std::int64_t block = first; block < num_blocks; ++block) {
             const UnitId unit = tree_.unit(path_[static_cast<std::size_t>(block)], group);
-            pool_.hold(unit);
+            pool_.hold(unit, sequence.retention);
             entries.push(unit);
         }
     }

@@ -33,15 +33,45 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
     for (Work& work : works_) {
         const Sequence& sequence = *work.sequence;
         if (!sequence.is_writer && sequence.num_computed % block_size_ != 0) plan_copy(work);
-        const std::int64_t num_more = work.num_blocks - sequence.num_blocks();
-        num_needed += (work.copies ? 1 : 0) + (num_more > 0 ? num_more : 0);
+        num_needed += units_of(work);
     }
     // plan_copy counts the references that copies give up as gone already; here they are back.
     for (const Work& work : works_)
         if (work.copies)
             for (const BlockTable& entries : work.sequence->tables)
                 pool_.recount(entries[work.sequence->num_computed / block_size_]);
-    return num_needed * num_groups();
+    return num_needed;
+}
+
+// Units one sequence takes, over all groups.
+std::int64_t BlockManager::units_of(const Work& work) const noexcept {
+    const std::int64_t num_more = work.num_blocks - work.sequence->num_blocks();
+    return ((work.copies ? 1 : 0) + std::max<std::int64_t>(num_more, 0)) * num_groups();
+}
+
+// Says on each account what works_ need.
+void BlockManager::count_needs() noexcept {
+    if (!pool_.is_marked()) return;
+    pool_.order().clear_needs();
+    for (const Work& work : works_) pool_.order().account(work.sequence->account).need += units_of(work);
+}
+
+// Whether works_ can have the `num_needed` units and leave `num_left` available. Begins the call in the pool.
+bool BlockManager::fits(std::int64_t num_needed, std::int64_t num_left) noexcept {
+    if (pool_.is_marked())
+        for (const Account& account : pool_.order().accounts())
+            if (account.need > 0 && account.room(pool_.num_ids()) < account.need) return false;
+    return num_needed + num_left <= pool_.begin_call();
+}
+
+// Evicts of each account that needs units what its quota leaves no room for.
+void BlockManager::keep_quotas() noexcept {
+    if (!pool_.is_marked()) return;
+    for (const Work& work : works_) {
+        const Account& account = pool_.order().account(work.sequence->account);
+        while (account.need > 0 && account.quota != kNoQuota && account.num_owned + account.need > account.quota)
+            evict(pool_.order().first_of(account), account.number, Event::Reason::evicted);
+    }
 }
 
 // Decides whether the block that holds position num_computed must be copied before it is written.
@@ -74,7 +104,7 @@ std::shared_ptr<const StepPlan> BlockManager::reserve(std::span<const SequenceId
                                                       std::span<const std::int64_t> num_new_tokens,
                                                       std::int64_t num_lookahead) {
     std::int64_t num_needed = plan_works(ids, num_new_tokens, num_lookahead);
-    const std::int64_t num_available = pool_.num_free() + pool_.num_cached();
+    count_needs();
     std::int64_t num_new = 0;
     std::int64_t num_copies = 0;
     std::int64_t num_tokens = 0;
@@ -86,12 +116,13 @@ std::shared_ptr<const StepPlan> BlockManager::reserve(std::span<const SequenceId
     const auto num_works = static_cast<std::int64_t>(works_.size());
     const bool is_alone = num_works == 1 && num_admitted_ == num_works - num_new;
     // A lone sequence that lacks the room to copy its block takes the block from the tree instead.
-    const bool takes_over = is_alone && num_needed > num_available && works_[0].copies_for_node;
+    const bool takes_over = is_alone && works_[0].copies_for_node && !fits(num_needed, 0);
     if (takes_over) {
         num_needed -= num_groups();
+        pool_.order().account(works_[0].sequence->account).need -= num_groups();
         num_copies = 0;
     }
-    if (num_needed + (num_new != 0 && !is_alone ? watermark_blocks_ : 0) > num_available) return nullptr;
+    if (!fits(num_needed, num_new != 0 && !is_alone ? watermark_blocks_ : 0)) return nullptr;
 
     // All memory first.
     const auto rows = static_cast<std::size_t>(num_works);
@@ -117,6 +148,14 @@ std::shared_ptr<const StepPlan> BlockManager::reserve(std::span<const SequenceId
                 entries.prepare(first, std::max<std::int64_t>(work.num_blocks, entries.size()));
     }
     if (overlapped_) pool_.ensure_lease_room(static_cast<std::size_t>(num_copies * num_groups()));
+    if (events_.is_on()) {
+        // An event for each unit evicted at most, for room or for a quota, and one for each that is taken over.
+        std::int64_t num_events = num_needed + num_groups();
+        if (pool_.is_marked())
+            for (const Account& account : pool_.order().accounts())
+                if (account.need > 0 && account.quota != kNoQuota) num_events += account.num_cached;
+        events_.ensure_room(static_cast<std::size_t>(num_events), 0, 0);
+    }
 
     // From here on nothing fails.
     if (takes_over) {
@@ -125,11 +164,15 @@ std::shared_ptr<const StepPlan> BlockManager::reserve(std::span<const SequenceId
             const UnitId unit = entries[sequence.num_computed / block_size_];
             const NodeId node = pool_.node(unit);
             if (node == kNone) continue;
+            const std::int32_t account = pool_.order().account(sequence.account).number;
+            UnitId* const noted = note_removed(node, account, Event::Reason::evicted);
+            if (noted != nullptr) noted[&entries - sequence.tables.data()] = unit;
             leave_node(unit);
             drop_bare(node);
         }
         works_[0].copies = false;
     }
+    keep_quotas();
     plan->step = ++newest_step_;
     plan->query_start[0] = 0;
     for (std::int64_t row = 0; row < num_works; ++row) {
@@ -151,11 +194,11 @@ void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
         if (work.copies) {
             const std::int64_t block = sequence.num_computed / block_size_;
             const UnitId source = entries[block];
-            entries.set(block, allocate());
+            entries.set(block, allocate(sequence));
             plan.groups[group].copies.push_back(
                 {source, entries[block], static_cast<std::int32_t>(sequence.num_computed % block_size_)});
         }
-        while (entries.size() < work.num_blocks) entries.push(allocate());
+        while (entries.size() < work.num_blocks) entries.push(allocate(sequence));
     }
     sequence.reserved = sequence.num_computed + work.num_new + plan.num_lookahead;
     sequence.is_writer = true;

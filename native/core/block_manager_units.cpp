@@ -83,29 +83,45 @@ void BlockManager::drop_bare(NodeId node) noexcept {
     while (node != kNone && tree_.is_bare(node)) node = tree_.remove(node);
 }
 
-// Where no unit is free, evicts the least recently used content.
-void BlockManager::ensure_free() noexcept {
-    if (pool_.num_free() == 0) {
-        const UnitId unit = pool_.least_recently_used();
-        const NodeId node = pool_.node(unit);
-        const std::int64_t had = pool_.num_cached();
-        std::int32_t group = 0;
-        while (tree_.unit(node, group) != unit) ++group;
-        if (retentions_[static_cast<std::size_t>(group)].is_full()) {
-            remove_node(node);
-        } else {
-            leave_node(unit);
-            pool_.take_out(unit);
-            pool_.make_free(unit);
-            drop_bare(node);
+// Gives up cached content: a full-attention unit takes its node along, a window's leaves a hole. What another account may
+// not lose in this call stays in the node, and so do the nodes below.
+void BlockManager::evict(UnitId victim, std::int32_t account, Event::Reason reason) noexcept {
+    const NodeId node = pool_.node(victim);
+    const std::int64_t had = pool_.num_cached();
+    std::int32_t of_victim = 0;
+    while (tree_.unit(node, of_victim) != victim) ++of_victim;
+    const bool takes_all = retentions_[static_cast<std::size_t>(of_victim)].is_full();
+    UnitId* const noted = note_removed(node, account, reason);
+    pool_.charge(victim);
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const UnitId unit = tree_.unit(node, group);
+        if (unit == kNone || (unit != victim && !takes_all)) continue;
+        const bool is_cached = pool_.state(unit) == UnitState::cached;
+        if (unit != victim && is_cached) {
+            if (!pool_.may_lose(unit)) continue;
+            pool_.charge(unit);
         }
-        stats_.evicted_blocks += had - pool_.num_cached();
+        tree_.set_unit(node, group, kNone);
+        pool_.set_node(unit, kNone);
+        if (noted != nullptr) noted[group] = unit;
+        if (!is_cached) continue;
+        pool_.take_out(unit);
+        pool_.make_free(unit);
     }
+    drop_bare(node);
+    stats_.evicted_blocks += had - pool_.num_cached();
 }
 
-UnitId BlockManager::allocate() noexcept {
-    ensure_free();
-    return pool_.take();
+UnitId BlockManager::allocate(const Sequence& sequence) noexcept {
+    if (pool_.num_free() == 0)
+        evict(pool_.order().first(false), pool_.order().account(sequence.account).number, Event::Reason::evicted);
+    return pool_.take(sequence.account, sequence.retention);
+}
+
+// The units of an event of units that leave the node, to be written; null where there is none to tell.
+UnitId* BlockManager::note_removed(NodeId node, std::int32_t account, Event::Reason reason) noexcept {
+    if (!events_.is_on() || !tree_.is_full(node)) return nullptr;
+    return events_.add({Event::Kind::removed, reason, tree_.id(node), -1, account});
 }
 
 // Makes `node` the one in which the sequence's full committed blocks end.

@@ -10,14 +10,20 @@ Pool::Pool(std::int64_t num_units)
 
 UnitState Pool::state(UnitId unit) const noexcept {
     if (is_fresh(unit)) return UnitState::free;
-    const Unit& record = units_[index(unit)];
+    const UnitRecord& record = units_[index(unit)];
     if (record.refs > 0) return UnitState::held;
     if (record.previous == kInFreeStack) return UnitState::free;
     if (record.previous == kGivenUp) return UnitState::given_up;
     return record.previous == kLeased ? UnitState::leased : UnitState::cached;
 }
 
-UnitId Pool::take() noexcept {
+UnitId Pool::take(std::int32_t slot, std::int32_t retention) noexcept {
+    const UnitId unit = pop_free();
+    if (order_.is_marked()) order_.own(unit, slot, retention);
+    return unit;
+}
+
+UnitId Pool::pop_free() noexcept {
     --num_free_;
     UnitId unit = free_top_;
     if (unit != kNone) {
@@ -29,24 +35,32 @@ UnitId Pool::take() noexcept {
     return unit;
 }
 
-void Pool::hold(UnitId unit) noexcept {
-    Unit& record = units_[index(unit)];
-    if (record.refs++ > 0) return;
-    if (record.previous == kLeased) {
-        --num_leased_;  // its entry in the queue is recognised as stale by the stamp
-    } else {
-        take_out(unit);
+void Pool::hold(UnitId unit, std::int32_t retention) noexcept {
+    UnitRecord& record = units_[index(unit)];
+    if (record.refs++ == 0) {
+        if (record.previous == kLeased) {
+            --num_leased_;  // its entry in the queue is recognised as stale by the stamp
+            if (order_.is_marked()) --order_.account_of(unit).num_leased;
+        } else {
+            take_out(unit);
+        }
     }
+    if (order_.is_marked()) order_.raise(unit, retention);
 }
 
 void Pool::make_free(UnitId unit) noexcept {
+    if (order_.is_marked()) order_.disown(unit);
+    push_free(unit);
+}
+
+void Pool::push_free(UnitId unit) noexcept {
     units_[index(unit)] = {0, kInFreeStack, free_top_, kNone};
     free_top_ = unit;
     ++num_free_;
 }
 
 UnitId Pool::give_up() noexcept {
-    const UnitId unit = take();
+    const UnitId unit = pop_free();
     units_[index(unit)] = {0, kGivenUp, given_up_top_, kNone};
     given_up_top_ = unit;
     ++num_given_up_;
@@ -58,7 +72,7 @@ void Pool::grow(std::int64_t num_units) noexcept {
         const UnitId unit = given_up_top_;
         given_up_top_ = units_[index(unit)].next;
         --num_given_up_;
-        make_free(unit);
+        push_free(unit);
     }
     const std::int64_t num_new = num_units - this->num_units();
     if (num_new <= 0) return;
@@ -67,28 +81,23 @@ void Pool::grow(std::int64_t num_units) noexcept {
 }
 
 void Pool::make_cached(UnitId unit) noexcept {
-    Unit& record = units_[index(unit)];
-    record.previous = lru_back_;
-    record.next = kNone;
-    (lru_back_ == kNone ? lru_front_ : units_[index(lru_back_)].next) = unit;
-    lru_back_ = unit;
+    order_.append(units_, unit);
     ++num_cached_;
 }
 
 void Pool::take_out(UnitId unit) noexcept {
-    const Unit& record = units_[index(unit)];
-    (record.previous == kNone ? lru_front_ : units_[index(record.previous)].next) = record.next;
-    (record.next == kNone ? lru_back_ : units_[index(record.next)].previous) = record.previous;
+    order_.remove(units_, unit);
     --num_cached_;
 }
 
 void Pool::lease(UnitId unit, std::int64_t step) noexcept {
-    Unit& record = units_[index(unit)];
+    UnitRecord& record = units_[index(unit)];
     record.previous = kLeased;
     record.next = next_stamp_;
     leases_.push({step, unit, next_stamp_});
     next_stamp_ = (next_stamp_ + 1) & 0x7FFFFFFF;
     ++num_leased_;
+    if (order_.is_marked()) ++order_.account_of(unit).num_leased;
 }
 
 UnitId Pool::end_lease(std::int64_t step) noexcept {
@@ -97,13 +106,15 @@ UnitId Pool::end_lease(std::int64_t step) noexcept {
         leases_.pop();
         if (state(lease.unit) != UnitState::leased || units_[index(lease.unit)].next != lease.stamp) continue;
         --num_leased_;
+        if (order_.is_marked()) --order_.account_of(lease.unit).num_leased;
         return lease.unit;
     }
     return kNone;
 }
 
 void Pool::clear() noexcept {
-    lru_front_ = lru_back_ = free_top_ = kNone;
+    order_.clear();
+    free_top_ = kNone;
     num_cached_ = 0;
     num_free_ = num_units() - num_leased_;
     if (num_leased_ == 0 && num_given_up_ == 0) {
@@ -117,7 +128,7 @@ void Pool::clear() noexcept {
         if (state(unit) == UnitState::leased) {
             units_[index(unit)].node = kNone;
         } else {
-            make_free(unit);
+            push_free(unit);
         }
     }
 }
@@ -134,15 +145,28 @@ void Pool::check() const {
           "free " + text(counts[0]) + ", cached " + text(counts[1]) + ", held " + text(counts[2]) + ", leased " +
               text(counts[3]) + " found; free " + text(num_free_) + ", cached " + text(num_cached_) + ", held " +
               text(num_held()) + ", leased " + text(num_leased_) + " counted");
-    std::int64_t num_listed = 0;
-    UnitId previous = kNone;
-    for (UnitId unit = lru_front_; unit != kNone; previous = unit, unit = units_[index(unit)].next, ++num_listed) {
-        prove(state(unit) == UnitState::cached, "C5", "unit " + text(unit) + " is in the LRU list and not cached");
-        prove(units_[index(unit)].previous == previous, "C5", "unit " + text(unit) + " is linked back wrongly");
-        prove(num_listed < num_cached_, "C5", "the LRU list is longer than " + text(num_cached_) + " cached units");
+    const std::vector<std::int64_t> listed = times();
+    for (UnitId unit = 0; unit < num_ids_; ++unit)
+        prove(listed[index(unit)] < 0 || state(unit) == UnitState::cached, "C5",
+              "unit " + text(unit) + " is in a list of cached units and not cached");
+    if (order_.is_marked()) {
+        std::vector<std::int64_t> owned(order_.accounts().size(), 0);
+        std::vector<std::int64_t> leased(order_.accounts().size(), 0);
+        std::unordered_map<std::int32_t, std::size_t> slots;
+        for (std::size_t slot = 0; slot < owned.size(); ++slot) slots[order_.accounts()[slot].number] = slot;
+        for (UnitId unit = 0; unit < num_touched_; ++unit) {
+            const UnitState now = state(unit);
+            if (now == UnitState::free || now == UnitState::given_up) continue;
+            ++owned[slots.at(order_.number_of(unit))];
+            if (now == UnitState::leased) ++leased[slots.at(order_.number_of(unit))];
+        }
+        for (std::size_t slot = 0; slot < owned.size(); ++slot) {
+            const Account& account = order_.accounts()[slot];
+            prove(owned[slot] == account.num_owned && leased[slot] == account.num_leased, "C9",
+                  "account " + text(account.number) + " counts " + text(account.num_owned) + " units, " +
+                      text(account.num_leased) + " leased; " + text(owned[slot]) + " and " + text(leased[slot]) + " found");
+        }
     }
-    prove(num_listed == num_cached_ && lru_back_ == previous, "C5",
-          text(num_listed) + " units in the LRU list, " + text(num_cached_) + " cached");
     std::int64_t num_stacked = num_ids_ - num_touched_;
     for (UnitId unit = free_top_; unit != kNone; unit = units_[index(unit)].next, ++num_stacked) {
         prove(state(unit) == UnitState::free, "C1", "unit " + text(unit) + " is in the free stack and not free");

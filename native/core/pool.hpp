@@ -2,23 +2,29 @@
 //
 // A unit is in exactly one state: free (no known content), cached (content known, nobody refers to it), held (referred to)
 // or leased (nobody refers to it, but a running step may still see it); an id given up by a resize is no unit of the pool
-// until it grows again. 16 bytes a unit; the free stack, the LRU list and the stack of those given up are linked through the
-// units themselves. Units never handed out are not even written: a pool costs nothing to create.
+// until it grows again. 16 bytes a unit; the free stack, the lists of cached units (eviction_order.hpp) and the stack of those
+// given up are linked through the units themselves. Units never handed out are not even written: a pool costs nothing to
+// create. Every unit that is not free counts in one account; this is kept once accounts or retentions are used.
 //
-// What it is not: a judge. Which unit to evict, and what a lease's end makes of a unit, the block manager decides.
+// What it is not: a judge. What goes along with an evicted unit, and what a lease's end makes of a unit, the block manager
+// decides.
 //
 //   P1  the counts of the four states add up to the number of units
 //   P2  refs > 0 exactly for held units
+//   P3  an account's counts are those of its units
 //
-// Cost: O(1) a call. Only `ensure_lease_room` and `ensure_ids` can fail.
+// Cost: O(1) a call but for what eviction_order.hpp says. Only `ensure_lease_room`, `ensure_ids`, `start_marking` and
+// `slot_of` can fail.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "core/eviction_order.hpp"
 #include "core/prefix_tree.hpp"
 #include "core/slab.hpp"
+#include "core/unit_record.hpp"
 
 namespace quire {
 
@@ -41,9 +47,11 @@ public:
     NodeId node(UnitId unit) const noexcept { return is_fresh(unit) ? kNone : units_[index(unit)].node; }
     void set_node(UnitId unit, NodeId node) noexcept { units_[index(unit)].node = node; }
 
-    // Hands out the unit freed last (or the next fresh one) with one reference and no node. Needs num_free() > 0.
-    UnitId take() noexcept;
-    void hold(UnitId unit) noexcept;
+    // Hands out the unit freed last (or the next fresh one) with one reference and no node, to count in the account. Needs
+    // num_free() > 0.
+    UnitId take(std::int32_t slot, std::int32_t retention) noexcept;
+    // One reference more; the unit's retention is raised to this one.
+    void hold(UnitId unit, std::int32_t retention) noexcept;
     // Counts a reference less, and again more, while a step is being planned; the states do not follow.
     void discount(UnitId unit) noexcept { --units_[index(unit)].refs; }
     void recount(UnitId unit) noexcept { ++units_[index(unit)].refs; }
@@ -55,14 +63,31 @@ public:
 
     // A cached unit out of the list; it is in no state until the next call.
     void take_out(UnitId unit) noexcept;
-    UnitId least_recently_used() const noexcept { return lru_front_; }
-    UnitId next_in_lru(UnitId unit) const noexcept { return units_[index(unit)].next; }
+
+    // Accounts and the order of eviction.
+    bool is_marked() const noexcept { return order_.is_marked(); }
+    void start_marking() {
+        order_.start_marking(units_, num_ids_, num_touched_, num_units() - num_free_, num_cached_, num_leased_);
+    }
+    std::int32_t slot_of(std::int32_t number) { return order_.slot_of(number); }
+    EvictionOrder& order() noexcept { return order_; }
+    const EvictionOrder& order() const noexcept { return order_; }
+    // Begins a call whose needs are set: the units it could be given.
+    std::int64_t begin_call() noexcept {
+        return num_free_ + (order_.is_marked() ? order_.begin_call() : num_cached_);
+    }
+    // Counts a cached unit that leaves in this call.
+    void charge(UnitId unit) noexcept {
+        if (order_.is_marked()) --order_.account_of(unit).budget;
+    }
+    bool may_lose(UnitId unit) noexcept { return !order_.is_marked() || order_.account_of(unit).budget > 0; }
 
     // The unit that `take` would hand out leaves the pool. Needs num_free() > 0.
     UnitId give_up() noexcept;
     // Room for `num_ids` ids.
     void ensure_ids(std::int64_t num_ids) {
         units_.ensure(static_cast<std::size_t>(num_ids), static_cast<std::size_t>(num_touched_));
+        order_.ensure_units(num_ids, num_touched_);
     }
     // Has `num_units` units: those given up last come back first and are handed out first, new ones last. Needs room.
     void grow(std::int64_t num_units) noexcept;
@@ -73,18 +98,13 @@ public:
 
     // Every unit that is not leased is free again (what was given up stays so), the lowest id first out; no unit has a node. No unit may be held.
     void clear() noexcept;
-    std::size_t capacity_bytes() const noexcept { return units_.capacity_bytes(); }
-    // Proves P1, P2 and the two lists; throws InvariantBroken.
+    std::size_t capacity_bytes() const noexcept { return units_.capacity_bytes() + order_.capacity_bytes(); }
+    // Proves P1 to P3 and the lists; throws InvariantBroken.
     void check() const;
+    std::vector<std::int64_t> times() const { return order_.times(units_, num_ids_, num_cached_); }
 
 private:
-    struct Unit {
-        std::int32_t refs;
-        UnitId previous;  // in the LRU list; else kInFreeStack, kLeased or kGivenUp
-        UnitId next;      // in the LRU list or a stack; of a leased unit, the stamp of its lease
-        NodeId node;
-    };
-    static_assert(sizeof(Unit) == 16);
+    // What a record's `previous` says where it is not the link of a list.
     static constexpr UnitId kInFreeStack = -2;
     static constexpr UnitId kLeased = -3;
     static constexpr UnitId kGivenUp = -4;
@@ -97,18 +117,19 @@ private:
 
     static std::size_t index(UnitId unit) noexcept { return static_cast<std::size_t>(unit); }
     bool is_fresh(UnitId unit) const noexcept { return unit >= num_touched_; }
+    UnitId pop_free() noexcept;
+    void push_free(UnitId unit) noexcept;
 
     std::int64_t num_ids_;
     std::int64_t num_given_up_ = 0;
     std::int64_t num_free_;
     std::int64_t num_cached_ = 0;
     std::int64_t num_leased_ = 0;
-    Slab<Unit> units_;
+    Slab<UnitRecord> units_;
+    EvictionOrder order_;
     UnitId num_touched_ = 0;  // units from here on have never been handed out
     UnitId free_top_ = kNone;
     UnitId given_up_top_ = kNone;
-    UnitId lru_front_ = kNone;
-    UnitId lru_back_ = kNone;
     std::int32_t next_stamp_ = 0;
     Ring<Lease> leases_;
 };

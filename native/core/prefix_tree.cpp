@@ -59,7 +59,16 @@ void PrefixTree::ensure_room(std::size_t more, std::size_t more_with_keys) {
     nodes_.ensure(used + more, used);
     tokens_.ensure((used + more) * static_cast<std::size_t>(block_size_), used * static_cast<std::size_t>(block_size_));
     units_.ensure((used + more) * static_cast<std::size_t>(num_groups_), used * static_cast<std::size_t>(num_groups_));
+    if (next_id_ >= 0) ids_.ensure(used + more, used);
     if (more_with_keys != 0) keys_.reserve(keys_.size() + more_with_keys);
+}
+
+void PrefixTree::start_numbering() {
+    if (next_id_ >= 0) return;
+    const std::vector<NodeId> nodes = all_nodes();
+    ids_ = Slab<std::int64_t>(nodes_.capacity());
+    next_id_ = 0;
+    for (const NodeId node : nodes) ids_[index(node)] = next_id_++;
 }
 
 PrefixTree::StagedKeys PrefixTree::stage_keys(const BlockView& block) {
@@ -162,6 +171,7 @@ NodeId PrefixTree::insert(NodeId parent, const BlockView& block, StagedKeys&& ke
     nodes_[index(node)] = {kNone, kNone, kNone, kNone, 0, 0, 0, 0};
     write_tokens(node, block);
     std::fill_n(&units_[slot(node, 0)], num_groups_, kNone);
+    if (next_id_ >= 0) ids_[index(node)] = next_id_++;
     put_keys(node, std::move(keys));
     attach(parent, node, block);
     ++num_nodes_;
@@ -262,7 +272,7 @@ std::span<const ExtraKey> PrefixTree::keys(NodeId node) const noexcept {
 }
 
 std::size_t PrefixTree::capacity_bytes() const noexcept {
-    return nodes_.capacity_bytes() + tokens_.capacity_bytes() + units_.capacity_bytes();
+    return nodes_.capacity_bytes() + tokens_.capacity_bytes() + units_.capacity_bytes() + ids_.capacity_bytes();
 }
 
 // A priority that is a fixed function of the record costs no memory; siblings come in any order of records.

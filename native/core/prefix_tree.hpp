@@ -116,9 +116,15 @@ public:
     std::int64_t num_visited() const noexcept { return num_visited_; }
     std::size_t capacity_bytes() const noexcept;
 
+    // Ids of nodes, given to no other node ever: from `start_numbering` on (nodes there are get theirs in the order of
+    // `all_nodes`), 8 bytes a node. -1 before.
+    void start_numbering();
+    std::int64_t id(NodeId node) const noexcept { return next_id_ < 0 ? -1 : ids_[index(node)]; }
+
     // All children of a node in order; all roots; all other nodes, parents first. For `check` and the tests.
     std::vector<NodeId> children(NodeId node) const;
-    std::vector<NodeId> roots() const;
+    std::vector<NodeId> roots() const;  // in the order of their names
+    std::vector<std::string_view> names() const;  // of the roots, likewise
     std::vector<NodeId> all_nodes() const;
     // Proves T1 to T3; throws InvariantBroken.
     void check() const;
@@ -157,6 +163,8 @@ private:
     Slab<Node> nodes_;
     Slab<Token> tokens_;
     Slab<UnitId> units_;
+    Slab<std::int64_t> ids_;
+    std::int64_t next_id_ = -1;    // below 0: nodes are not numbered
     NodeId free_ = kNone;          // stack through `left`
     NodeId num_used_records_ = 0;  // records ever handed out
     std::int64_t num_nodes_ = 0;   // without roots

@@ -27,6 +27,12 @@ std::vector<NodeId> PrefixTree::roots() const {
     return found;
 }
 
+std::vector<std::string_view> PrefixTree::names() const {
+    std::vector<std::string_view> found;
+    for (const auto& [name, root] : roots_) found.push_back(name);
+    return found;
+}
+
 std::vector<NodeId> PrefixTree::all_nodes() const {
     std::vector<NodeId> found;
     for (const NodeId root : roots())

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/block_table.hpp"
+#include "core/eviction_order.hpp"
 #include "core/prefix_tree.hpp"
 #include "core/slab.hpp"
 
@@ -17,6 +18,8 @@ using SequenceId = std::int64_t;
 
 struct Sequence {
     SequenceId id = 0;
+    std::int32_t account = 0;            // slot of the account its units count in
+    std::int32_t retention = kNormal;    // what units it uses are raised to
     std::int64_t num_computed = 0;
     std::int64_t num_cached = 0;  // taken from the tree
     std::int64_t reserved = 0;    // end of the positions that have slots, lookahead included

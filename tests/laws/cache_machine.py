@@ -35,6 +35,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.committed: list[Content] = []
         self.pending: list[Step] = []
         self.newest_step = 0
+        self.has_dropped = False
 
     @initialize(
         groups=st.sampled_from(GROUPS),
@@ -142,14 +143,21 @@ class CacheMachine(RuleBasedStateMachine):
 
     def open_content(self, content: Content) -> None:
         expected = self.expect_match(content)
+        options = self.open_options()
         handles = self.call(
-            lambda _, cache: cache.open(content.tokens, namespace=content.namespace, extra_keys=content.keys)
+            lambda _, cache: cache.open(
+                content.tokens, namespace=content.namespace, extra_keys=content.keys, **options
+            )
         )
         same([handle.id for handle in handles])
         computed = same([handle.num_cached_tokens for handle in handles])
         assert computed == expected
-        self.open_sequences.append(Open(handles, content, computed))
+        self.open_sequences.append(Open(handles, content, computed, account=options.get("account", 0)))
         self.history.append(content)
+
+    def open_options(self) -> dict[str, int]:
+        """Whose a new sequence is."""
+        return {}
 
     def expect_match(self, content: Content) -> int:
         """What `match` says, checked against all that was ever committed."""
@@ -165,7 +173,8 @@ class CacheMachine(RuleBasedStateMachine):
         usable = content.cut(max(0, len(content.tokens) - 1))
         best = max((num_common(usable, other) for other in self.committed), default=0)
         assert found <= best
-        if self.num_blocks == 400 and self.cache.prefix_caching and not self.cache.stats()["evicted_blocks"]:
+        keeps_all = not self.has_dropped and not self.cache.stats()["evicted_blocks"]
+        if self.num_blocks == 400 and self.cache.prefix_caching and keeps_all:
             assert found == best, "with room for everything the longest prefix is found to the token"
         return found
 
@@ -234,18 +243,20 @@ class CacheMachine(RuleBasedStateMachine):
         alone = len(chosen) == 1 and not any(
             other.admitted for other in self.open_sequences if other is not chosen[0][0]
         )
-        fits = needed + (watermark if is_new and not alone else 0) <= available
+        fits = self.fits(chosen, needed, watermark if is_new and not alone else 0, available)
         if plans[0] is None:
             assert all(plan is None for plan in plans)
-            assert not fits
+            assert fits is not True
             assert self.cache.stats() == before
             sequence, num_new = chosen[0]
             num_blocks = -(-(sequence.computed + num_new + num_lookahead) // self.size)
             if len(self.open_sequences) == 1 and not self.pending:
-                assert num_blocks * self.num_groups > self.num_blocks, "what fits runs alone"
+                most = self.cache.max_units(sequence.account)
+                assert num_blocks * self.num_groups > most, "what fits runs alone"
             return False
-        assert fits or alone
+        assert fits is not False or alone
         self.newest_step += 1
+        self.last_plan = plans[0]
         check_plans(plans, self.newest_step, chosen, self.num_groups)
         if fits:
             assert self.cache.num_free_blocks >= available - needed
@@ -270,6 +281,12 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.overlapped:
             self.run_steps(self.newest_step)
         return True
+
+    def fits(
+        self, chosen: list[tuple[Open, int]], needed: int, num_left: int, available: int
+    ) -> bool | None:
+        """Whether a reserve has to succeed; None where this model does not say."""
+        return needed + num_left <= available
 
     def run_steps(self, step: int) -> None:
         while self.pending and self.pending[0].plan.step <= step:
@@ -330,7 +347,8 @@ class CacheMachine(RuleBasedStateMachine):
         handles = self.call(lambda i, cache: cache.fork(parent.handles[i]))
         same([handle.id for handle in handles])
         content = parent.content.cut(parent.num_known)
-        self.open_sequences.append(Open(handles, content, parent.computed, admitted=parent.admitted))
+        child = Open(handles, content, parent.computed, admitted=parent.admitted, account=parent.account)
+        self.open_sequences.append(child)
 
     def rewind(self, sequence: Open, back: int) -> None:
         self.look(sequence)

@@ -47,6 +47,7 @@ class Open:
     # Tokens written to slots from `computed` on since the last reserve, lookahead included.
     written: list[int] = field(default_factory=list)
     admitted: bool = False
+    account: int = 0
 
     @property
     def num_known(self) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from laws.resize_rules import ResizingMachine
+from laws.account_rules import AccountMachine
 from support.cache_case import BACKENDS
 
 
-class Machine(ResizingMachine):
+class Machine(AccountMachine):
     """Both back ends side by side where the native one was built."""
 
     backends = tuple(BACKENDS)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from quire.cache.backend import Int32Array, Int64Array
+from quire.cache.backend import DISCARD, KEEP, MAX_ACCOUNT, Int32Array, Int64Array
 from quire.errors import ArgumentError
 
-__all__ = ["count", "count_array", "extra_key_arrays", "namespace_bytes", "token_array"]
+__all__ = ["account_and_retention", "account_number", "count", "count_array", "extra_key_arrays", "namespace_bytes", "token_array"]
 
 _MAX_TOKEN = 2**31 - 1
 
@@ -57,6 +57,15 @@ def count(value: Any, what: str, least: int, most: int | None = None) -> int:
         wanted = f"at least {least}" if most is None else f"{least} .. {most}"
         raise ArgumentError(f"expected {wanted} for {what}, got {value}")
     return int(value)
+
+
+def account_number(value: Any, least: int = 0) -> int:
+    return count(value, "an account", least, MAX_ACCOUNT)
+
+
+def account_and_retention(account: Any, retention: Any) -> tuple[int, int]:
+    levels = f"a retention ({DISCARD} discard, 1 normal, {KEEP} keep)"
+    return account_number(account), count(retention, levels, DISCARD, KEEP)
 
 
 def namespace_bytes(namespace: Any) -> bytes:

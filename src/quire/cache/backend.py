@@ -18,15 +18,35 @@ never written again by the back end and may be kept.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BlockManager", "GroupPlan", "Int32Array", "Int64Array", "StepPlan"]
+__all__ = [
+    "DISCARD",
+    "KEEP",
+    "MAX_ACCOUNT",
+    "NORMAL",
+    "BlockManager",
+    "EventArrays",
+    "GroupPlan",
+    "Int32Array",
+    "Int64Array",
+    "StepPlan",
+    "TreeArrays",
+]
 
 Int32Array: TypeAlias = NDArray[np.int32]
 Int64Array: TypeAlias = NDArray[np.int64]
+
+# How content is kept once nobody holds it (`retention` of `open`).
+DISCARD, NORMAL, KEEP = 0, 1, 2
+MAX_ACCOUNT = 2**16 - 1
+
+# See `events.CacheEvents.from_arrays` and `tree_view.TreeView.from_arrays` for what each entry is.
+EventArrays: TypeAlias = "dict[str, Any]"
+TreeArrays: TypeAlias = "dict[str, Any]"
 
 
 class GroupPlan(Protocol):
@@ -104,8 +124,29 @@ class BlockManager(Protocol):
         """
         ...
 
-    def open(self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]) -> int:
-        """Take the hit; the id of the new sequence: 0, 1, 2, ..., never used twice."""
+    def explain(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> tuple[int, int, Int32Array]:
+        """(`match`, tokens that the tree's nodes share with the prompt, tokens of the nearest block where they end).
+
+        The walk goes over all tokens, the last one too, and over nodes whose units are gone. The nearest block is
+        that child of the last full node reached which has most in common with what follows; no tokens where
+        nothing follows or there is no child. Changes nothing."""
+        ...
+
+    def open(
+        self,
+        tokens: Int32Array,
+        namespace: bytes,
+        key_positions: Int64Array,
+        keys: list[bytes],
+        account: int = 0,
+        retention: int = NORMAL,
+    ) -> int:
+        """Take the hit; the id of the new sequence: 0, 1, 2, ..., never used twice.
+
+        account: 0 .. MAX_ACCOUNT, whose units the sequence allocates; 0 is nobody's. retention: DISCARD, NORMAL or
+        KEEP, what units it uses are raised to."""
         ...
 
     def append(self, sequence: int, tokens: Int32Array) -> None: ...
@@ -164,6 +205,49 @@ class BlockManager(Protocol):
         """Have `num_blocks` (>= 1) units from now on. The ids given up, in order; none where it grows.
 
         ValueError if fewer than those to give up are free or cached; nothing has changed then."""
+        ...
+
+    def set_limits(self, account: int, floor_units: int, quota_units: int) -> None:
+        """Limits of account 1 .. MAX_ACCOUNT from now on: a floor >= 0 and a quota >= 1 and >= the floor, or -1 for none.
+
+        ValueError if all floors add up to more than num_blocks. Evicts nothing: a quota below what the account
+        owns takes effect when it next reserves."""
+        ...
+
+    def account_counts(self, account: int) -> tuple[int, int, int]:
+        """(held, cached, leased) units that count in the account; over all accounts they add up to `counts`."""
+        ...
+
+    def num_available(self, account: int) -> int:
+        """Units that a `reserve` for this account alone could take now: O(accounts)."""
+        ...
+
+    def max_units(self, account: int) -> int:
+        """Units the account can always have when nothing else is held: all but the others' floors, or its quota."""
+        ...
+
+    def drop(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> int:
+        """Forget all content that begins with these tokens, of no tokens the namespace's. Units made free.
+
+        Held units stay, and so does what the tokens themselves go through."""
+        ...
+
+    def record_events(self, is_on: bool) -> None:
+        """Turned on, the log begins with `cleared` and every full node there is; turned off, it forgets all."""
+        ...
+
+    def take_events(self) -> EventArrays:
+        """What happened to the full nodes since the last call; nothing while off."""
+        ...
+
+    def tree(self) -> TreeArrays:
+        """Every node, parents before children. O(nodes)."""
+        ...
+
+    def namespaces(self) -> list[bytes]:
+        """Those with a root, sorted."""
         ...
 
     def counts(self) -> tuple[int, int, int, int]:

@@ -21,16 +21,19 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from quire.cache.backend import Int32Array, Int64Array
+from quire.cache.accounts import NO_QUOTA, NOBODY
+from quire.cache.backend import NORMAL, EventArrays, Int32Array, Int64Array, TreeArrays
 from quire.cache.blocks import Blocks
 from quire.cache.commit import make_findable, move_to
 from quire.cache.content import ExtraKeys
-from quire.cache.groups import find_hit, longest_valid_hit
+from quire.cache.forget import drop
+from quire.cache.groups import explain_hit, find_hit, longest_valid_hit
 from quire.cache.invariants import check_invariants
 from quire.cache.plan import PythonStepPlan
 from quire.cache.pool import NO_WRITER
-from quire.cache.reserve import Copy, Request, decide, make_plan, num_units_needed
+from quire.cache.reserve import Copy, Request, decide, make_plan, units_by_account
 from quire.cache.sequence import GIVEN_UP, SequenceState
+from quire.cache.tree_view import tree_arrays
 from quire.spec import Retention
 
 __all__ = ["PythonBlockManager"]
@@ -69,9 +72,25 @@ class PythonBlockManager:
         extra_keys = ExtraKeys(key_positions.tolist(), keys)
         return find_hit(self.blocks.tree, self.retentions, root, tokens, extra_keys).num_tokens
 
-    def open(self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]) -> int:
+    def explain(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> tuple[int, int, Int32Array]:
+        root = self.blocks.tree.roots.get(namespace)
+        extra_keys = ExtraKeys(key_positions.tolist(), keys)
+        num_hit = find_hit(self.blocks.tree, self.retentions, root, tokens, extra_keys).num_tokens
+        return num_hit, *explain_hit(self.blocks.tree, root, tokens, extra_keys)
+
+    def open(
+        self,
+        tokens: Int32Array,
+        namespace: bytes,
+        key_positions: Int64Array,
+        keys: list[bytes],
+        account: int = NOBODY,
+        retention: int = NORMAL,
+    ) -> int:
         extra_keys = ExtraKeys(key_positions.tolist(), list(keys))
-        sequence = SequenceState(self.num_opened, tokens, extra_keys, self.num_groups)
+        sequence = SequenceState(self.num_opened, tokens, extra_keys, self.num_groups, account, retention)
         self.num_opened += 1
         self.sequences[sequence.id] = sequence
         if self.prefix_caching:
@@ -88,10 +107,7 @@ class PythonBlockManager:
             return
         sequence.looked_at = seen
         assert sequence.node is not None
-        root = sequence.node
-        while root.parent is not None:
-            root = root.parent
-        hit = find_hit(tree, self.retentions, root, sequence.tokens, sequence.extra_keys)
+        hit = find_hit(tree, self.retentions, sequence.node.root, sequence.tokens, sequence.extra_keys)
         if hit.num_tokens <= sequence.num_computed:
             return
         old = self._kept_units(sequence, 0)
@@ -100,7 +116,7 @@ class PythonBlockManager:
             table.truncate(0)
             for block, unit in enumerate(hit.units[group].tolist()):
                 if block >= first:
-                    self.blocks.take(unit)
+                    self.blocks.take(unit, sequence.retention)
                 table.append(unit if block >= first else GIVEN_UP)
             sequence.first_kept[group] = min(first, hit.units.shape[1])
         for unit in old:
@@ -136,26 +152,28 @@ class PythonBlockManager:
     # Reserving
 
     def num_blocks_needed(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> int:
-        return num_units_needed(self._decide(sequences, num_new_tokens, num_lookahead), self.block_size)
+        requests = self._decide(sequences, num_new_tokens, num_lookahead)
+        return sum(units_by_account(requests, self.block_size).values())
 
     def reserve(
         self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int
     ) -> PythonStepPlan | None:
         requests = self._decide(sequences, num_new_tokens, num_lookahead)
-        needed = num_units_needed(requests, self.block_size)
-        available = self.blocks.pool.num_available
+        needs = units_by_account(requests, self.block_size)
         new = [request.sequence for request in requests if not request.sequence.admitted]
         num_others = self.num_admitted - (len(requests) - len(new))
         alone = len(requests) == 1 and num_others == 0
-        takes_over = False
-        if alone and needed > available and requests[0].can_take_over:
-            takes_over = True
-            needed -= self.num_groups
-        if needed + (self.watermark_blocks if new and not alone else 0) > available:
+        takes_over = alone and requests[0].can_take_over and not self._fits(needs, 0)
+        if takes_over:
+            needs[requests[0].sequence.account] -= self.num_groups
+        if not self._fits(needs, self.watermark_blocks if new and not alone else 0):
             return None
 
         if takes_over:
             self._take_over(requests[0])
+        for number in needs:
+            if needs[number]:
+                self.blocks.keep_quota(number)
         self.blocks.newest_step += 1
         copies: list[list[Copy]] = [[] for _ in range(self.num_groups)]
         sources: list[tuple[int, int]] = []
@@ -171,6 +189,13 @@ class PythonBlockManager:
             self.num_query_tokens += sequence.num_tokens
         return make_plan(requests, copies, self.blocks.newest_step, self.block_size)
 
+    def _fits(self, needs: dict[int, int], num_left: int) -> bool:
+        """Whether the accounts can be given what they need and `num_left` units would still be available."""
+        pool = self.blocks.pool
+        return (
+            not pool.exceeds_a_quota(needs) and sum(needs.values()) + num_left <= pool.available(needs)
+        )
+
     def _decide(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> list[Request]:
         states = [self.sequences[sequence] for sequence in sequences.tolist()]
         return decide(self.blocks, states, num_new_tokens.tolist(), num_lookahead)
@@ -178,10 +203,9 @@ class PythonBlockManager:
     def _take_over(self, request: Request) -> None:
         """No room for a copy and nobody else to wait for: the tree forgets the block, which is then ours."""
         for group, table in enumerate(request.sequence.tables):
-            node = self.blocks.node_of[table[request.start // self.block_size]]
-            if node is not None:
-                self.blocks.make_hole(node, group)
-                self.blocks.tree.prune(node)
+            unit = table[request.start // self.block_size]
+            if self.blocks.node_of[unit] is not None:
+                self.blocks.take_over(unit, group, request.sequence.account)
         request.copies = False
 
     def _allocate(
@@ -196,13 +220,13 @@ class PythonBlockManager:
         for group, table in enumerate(sequence.tables):
             if request.copies:
                 source = table[block]
-                table[block] = self.blocks.allocate(sequence.id)
+                table[block] = self.blocks.allocate(sequence)
                 copies[group].append((source, table[block], offset))
                 sources.append((source, sequence.id))
             elif offset:
                 self.blocks.pool.writer[table[block]] = sequence.id
             for _ in range(len(table), -(-request.end // self.block_size)):
-                table.append(self.blocks.allocate(sequence.id))
+                table.append(self.blocks.allocate(sequence))
         sequence.reserved = request.end
 
     # Committing
@@ -247,13 +271,20 @@ class PythonBlockManager:
 
     def fork(self, sequence: int) -> int:
         parent = self.sequences[sequence]
-        child = SequenceState(self.num_opened, parent.tokens, parent.extra_keys, self.num_groups)
+        child = SequenceState(
+            self.num_opened,
+            parent.tokens,
+            parent.extra_keys,
+            self.num_groups,
+            parent.account,
+            parent.retention,
+        )
         self.num_opened += 1
         self.sequences[child.id] = child
         for source, table in zip(parent.tables, child.tables, strict=True):
             for unit in source.units[: -(-parent.num_computed // self.block_size)].tolist():
                 if unit != GIVEN_UP:
-                    self.blocks.take(unit)
+                    self.blocks.take(unit, child.retention)
                 table.append(unit)
         child.first_kept = list(parent.first_kept)
         child.num_computed = child.reserved = parent.num_computed
@@ -310,7 +341,52 @@ class PythonBlockManager:
         columns = np.stack([table.units[first_block:] for table in sequence.tables], axis=1)[::-1]
         return columns[columns != GIVEN_UP].tolist()
 
+    # Accounts
+
+    def set_limits(self, account: int, floor_units: int, quota_units: int) -> None:
+        accounts = self.blocks.pool.accounts
+        others = accounts.sum_of_other_floors(account)
+        if others + floor_units > self.blocks.pool.num_blocks:
+            raise ValueError(
+                f"expected floors of at most {self.blocks.pool.num_blocks} units together, got {floor_units} for "
+                f"account {account} beside {others} of the others in set_limits"
+            )
+        accounts.set_limits(account, floor_units, quota_units)
+
+    def account_counts(self, account: int) -> tuple[int, int, int]:
+        return self.blocks.pool.account_counts(account)
+
+    def num_available(self, account: int) -> int:
+        pool = self.blocks.pool
+        # It needs as many as it can get, so all of its own cached units may go.
+        available = pool.available({account: pool.num_blocks})
+        return max(0, min(available, pool.room_in_quota(account)))
+
+    def max_units(self, account: int) -> int:
+        pool = self.blocks.pool
+        limits = pool.accounts.by_number.get(account)
+        most = pool.num_blocks - pool.accounts.sum_of_other_floors(account)
+        return max(0, most if limits is None or limits.quota == NO_QUOTA else min(most, limits.quota))
+
     # The whole
+
+    def drop(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> int:
+        root = self.blocks.tree.roots.get(namespace)
+        return drop(self.blocks, root, tokens, ExtraKeys(key_positions.tolist(), keys))
+
+    def record_events(self, is_on: bool) -> None:
+        self.blocks.record_events(is_on)
+
+    def take_events(self) -> EventArrays:
+        return self.blocks.events.take()
+
+    def tree(self) -> TreeArrays:
+        return tree_arrays(self)
+
+    def namespaces(self) -> list[bytes]:
+        return sorted(self.blocks.tree.roots)
 
     def reset(self) -> None:
         if self.sequences:

@@ -13,8 +13,11 @@ Invariant: `node_of[unit]` is the node that has `unit` as the unit of some group
 
 from __future__ import annotations
 
+from quire.cache.accounts import NO_QUOTA, NOBODY
+from quire.cache.event_log import EventLog
 from quire.cache.pool import NO_WRITER, Pool
 from quire.cache.prefix import HOLE, Node, PrefixTree
+from quire.cache.sequence import SequenceState
 from quire.spec import Retention
 
 __all__ = ["Blocks"]
@@ -34,6 +37,7 @@ class Blocks:
         self.newest_step = 0
         self.completed_step = 0
         self.num_evicted = 0
+        self.events = EventLog(len(retentions), block_size)
 
     # Steps
 
@@ -53,22 +57,40 @@ class Blocks:
 
     # The four moves
 
-    def take(self, unit: int) -> None:
+    def take(self, unit: int, retention: int) -> None:
         """One more table names the unit of a node."""
-        self.pool.take(unit)
+        self.pool.take(unit, retention)
 
-    def allocate(self, writer: int) -> int:
-        """A unit without content for the sequence `writer`. At least one must be available."""
-        self._ensure_free()
-        unit = self.pool.pop_free()
-        self.pool.writer[unit] = writer
+    def allocate(self, sequence: SequenceState) -> int:
+        """A unit without content for the sequence to write. At least one must be available to its account."""
+        if not self.pool.free:
+            unit = self._next_victim()
+            assert unit is not None
+            self._evict(unit, sequence.account, "evicted")
+        unit = self.pool.pop_free(sequence.account, sequence.retention)
+        self.pool.writer[unit] = sequence.id
         return unit
 
+    def keep_quota(self, number: int) -> None:
+        """Evict the account's own content until what it needs fits into its quota."""
+        account = self.pool.accounts[number]
+        while account.quota != NO_QUOTA and account.num_owned + account.need > account.quota:
+            unit = self.pool.cached.first([number])
+            assert unit is not None
+            self._evict(unit, number, "evicted")
+
     def resize(self, num_blocks: int) -> list[int]:
-        """Have `num_blocks` units from now on; the units given up, which must have been available."""
+        """Have `num_blocks` units from now on; the units given up, which must have been available.
+
+        Floors are kept while anything else can go, and then yield: it is not another account that takes the room."""
         given_up: list[int] = []
+        self.pool.accounts.need({})
         while self.pool.num_blocks > num_blocks:
-            self._ensure_free()
+            if not self.pool.free:
+                unit = self._next_victim()
+                if unit is None:
+                    unit = next(iter(self.pool.cached))
+                self._evict(unit, NOBODY, "forgotten")
             given_up.append(self.pool.give_up())
         self.pool.grow(num_blocks)
         self.node_of += [None] * (self.pool.num_ids - len(self.node_of))
@@ -100,24 +122,64 @@ class Blocks:
 
     # Parts of them
 
-    def _ensure_free(self) -> None:
-        """Where no unit is free, evict the least recently used content."""
-        if not self.pool.free:
-            self._evict(next(iter(self.pool.cached)))
+    def _next_victim(self) -> int | None:
+        """The unit that is evicted next, of those accounts that may still lose one in this call."""
+        accounts = self.pool.accounts.by_number
+        return self.pool.cached.first(number for number, account in accounts.items() if account.budget > 0)
 
-    def _evict(self, unit: int) -> None:
-        """Give up cached content. A full-attention unit takes its node along, a window's leaves a hole."""
-        node = self.node_of[unit]
+    def _evict(self, victim: int, account: int, reason: str) -> None:
+        """Give up cached content. A full-attention unit takes its node along, a window's leaves a hole.
+
+        What another account may not lose stays in the node, and so do the nodes below."""
+        node = self.node_of[victim]
         assert node is not None
         num_free = len(self.pool.free)
-        group = node.units.index(unit)
-        if self.retentions[group].kind == "full":
-            self.remove(node)
-        else:
+        takes_all = self.retentions[node.units.index(victim)].kind == "full"
+        left = [HOLE] * len(node.units)
+        self._charge(victim)
+        for group, unit in enumerate(node.units):
+            if unit == HOLE or (unit != victim and not (takes_all and self._may_leave(unit))):
+                continue
+            left[group] = unit
             self.make_hole(node, group)
             self.pool.uncache(unit)
-            self.tree.prune(node)
         self.num_evicted += len(self.pool.free) - num_free
+        self.events.removed(node, left, account, reason)
+        self.tree.prune(node)
+
+    def _may_leave(self, unit: int) -> bool:
+        """Whether a unit may go along with another of its node; if its account loses it by that, it is charged."""
+        if unit not in self.pool.cached:
+            return True
+        if self.pool.accounts[self.pool.cached.account[unit]].budget <= 0:
+            return False
+        self._charge(unit)
+        return True
+
+    def _charge(self, unit: int) -> None:
+        self.pool.accounts[self.pool.cached.account[unit]].budget -= 1
+
+    def forget(self, node: Node) -> None:
+        """What no table names of the node is found no more."""
+        left = [HOLE] * len(node.units)
+        for group, unit in enumerate(node.units):
+            if unit != HOLE and not self.pool.num_references[unit]:
+                left[group] = unit
+                self.make_hole(node, group)
+                self.pool.uncache(unit)
+        if any(unit != HOLE for unit in left):
+            self.events.removed(node, left, NOBODY, "forgotten")
+            self.tree.prune(node)
+
+    def take_over(self, unit: int, group: int, account: int) -> None:
+        """The tree forgets a unit that somebody holds and will write."""
+        node = self.node_of[unit]
+        assert node is not None
+        self.make_hole(node, group)
+        self.events.removed(
+            node, [unit if at == group else HOLE for at in range(len(node.units))], account, "evicted"
+        )
+        self.tree.prune(node)
 
     def make_hole(self, node: Node, group: int) -> None:
         self.node_of[node.units[group]] = None
@@ -140,13 +202,32 @@ class Blocks:
         node = self.tree.insert(parent, content, num_tokens, units)
         for unit in units:
             self.node_of[unit] = node
+        self.note_stored(node, units)
         self._remove_redundant_neighbour(node)
         return node
 
     def extend(self, node: Node, content: bytes, num_tokens: int) -> None:
         """More tokens for a partial node; the partial node it makes redundant goes."""
         self.tree.extend(node, content, num_tokens)
+        self.note_stored(node, node.units)
         self._remove_redundant_neighbour(node)
+
+    def note_stored(self, node: Node, units: list[int]) -> None:
+        """For the events: these units of the node, of which there is one at least, are found from now on."""
+        if self.events.is_on:
+            first = next(unit for unit in units if unit != HOLE)
+            self.events.stored(node, units, self.pool.cached.account[first])
+
+    def record_events(self, is_on: bool) -> None:
+        """Turned on, the log begins with what is there."""
+        if is_on and not self.events.is_on:
+            self.tree.start_numbering()
+            self.events.turn_on()
+            for node in self.tree.all_nodes():
+                if any(unit != HOLE for unit in node.units):
+                    self.note_stored(node, node.units)
+        elif not is_on:
+            self.events.turn_off()
 
     def _remove_redundant_neighbour(self, node: Node) -> None:
         # An unheld partial node has no sibling that starts with it, so if it is a prefix of the new content
@@ -159,7 +240,8 @@ class Blocks:
         """Forget all content. No unit may be held."""
         for unit in range(self.pool.num_ids):
             self.node_of[unit] = None
-        version = self.tree.version
-        self.tree = PrefixTree(self.tree.block_size)
-        self.tree.version = version
+        before = self.tree
+        self.tree = PrefixTree(before.block_size)
+        self.tree.version, self.tree.next_id = before.version, before.next_id
         self.pool.reset()
+        self.events.cleared()

@@ -13,20 +13,22 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from quire.backends import choose_backend, native_module
 from quire.cache import arguments
-from quire.cache.backend import BlockManager, Int32Array, Int64Array, StepPlan
+from quire.cache.backend import NORMAL, BlockManager, Int32Array, Int64Array, StepPlan
+from quire.cache.events import CacheEvents
 from quire.cache.memory_use import MemoryUse
+from quire.cache.tree_view import TreeView
 from quire.cache.units import max_tokens_for, num_units_for
 from quire.errors import ArgumentError, SequenceClosedError
 from quire.sizes import format_size, parse_size
 from quire.spec import KVSpec
 
-__all__ = ["Cache", "Match", "Sequence"]
+__all__ = ["AccountCounts", "Cache", "Explanation", "Match", "Sequence"]
 
 MAX_BLOCK_SIZE = 4096  # a piece of 2 MiB is a thousand tokens and more; the native tree counts to 8191
 DEFAULT_MEMORY = "256MiB"
@@ -37,6 +39,29 @@ class Match:
     """What `Cache.match` found: `num_tokens` of the prompt are in the cache."""
 
     num_tokens: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How far `Cache.explain` came with a prompt.
+
+    num_hit_tokens: what `match` says. num_common_tokens: what the tree's nodes share with the prompt, its last token
+    counted too; where it is more, blocks were given up. nearest_block: int32, tokens of the stored block that has most
+    in common with the prompt's next one (the block that begins at `num_common_tokens // block_size * block_size`);
+    empty where the prompt ends there, or nothing was stored behind what is common.
+    """
+
+    num_hit_tokens: int
+    num_common_tokens: int
+    nearest_block: Int32Array
+
+
+class AccountCounts(NamedTuple):
+    """Units that count in one account."""
+
+    held: int
+    cached: int
+    leased: int
 
 
 class Sequence:
@@ -197,10 +222,32 @@ class Cache:
         `namespace` sets tenants or adapters apart; `extra_keys` {position: bytes} sets apart what the token ids
         alone do not say (an image's digest at its placeholder): it counts from that position on.
         """
+        return Match(self._manager.match(*self._prompt(token_ids, namespace, extra_keys)))
+
+    def explain(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> Explanation:
+        """Why `match` finds no more: how far the stored content goes, and what stands where it differs. Changes nothing.
+
+        Cost: as `match`."""
+        return Explanation(*self._manager.explain(*self._prompt(token_ids, namespace, extra_keys)))
+
+    def drop(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> int:
+        """Forget all content that begins with these tokens (of no tokens: the whole namespace). Units made free.
+
+        What open sequences hold stays, and what a running step may read is free only when that has ended. Blocks before
+        the one in which the tokens end stay too: others may share them. Cost: O(blocks forgotten).
+        """
+        return self._manager.drop(*self._prompt(token_ids, namespace, extra_keys))
+
+    def _prompt(
+        self, token_ids: Any, namespace: bytes, extra_keys: Mapping[int, bytes] | None
+    ) -> tuple[Int32Array, bytes, Int64Array, list[bytes]]:
         tokens = arguments.token_array(token_ids)
         positions, keys = arguments.extra_key_arrays(extra_keys, len(tokens))
-        namespace = arguments.namespace_bytes(namespace)
-        return Match(self._manager.match(tokens, namespace, positions, keys))
+        return tokens, arguments.namespace_bytes(namespace), positions, keys
 
     def open(
         self,
@@ -209,18 +256,23 @@ class Cache:
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
         max_num_tokens: int | None = None,
+        account: int = 0,
+        retention: int = NORMAL,
     ) -> Sequence:
         """A sequence of these tokens that has taken what `match` finds: `seq.num_cached_tokens`.
 
         `max_num_tokens`: it will not become longer. A storage whose sequences keep one place for good needs to know;
         here it is only checked.
+        `account`: 0 .. 65535, in which the units count that it allocates; 0 is nobody's (`set_limits`).
+        `retention`: how what it uses is kept once nobody holds it: 0 discard, 1 normal, 2 keep. Lower ones are given up
+        first; a unit keeps the highest of those who used it.
         """
         if max_num_tokens is not None:
             arguments.count(max_num_tokens, "max_num_tokens", 1)
-        tokens = arguments.token_array(token_ids)
-        positions, keys = arguments.extra_key_arrays(extra_keys, len(tokens))
-        namespace = arguments.namespace_bytes(namespace)
-        return self._opened(self._manager.open(tokens, namespace, positions, keys))
+        prompt = self._prompt(token_ids, namespace, extra_keys)
+        return self._opened(
+            self._manager.open(*prompt, *arguments.account_and_retention(account, retention))
+        )
 
     def _opened(self, sequence_id: int) -> Sequence:
         self._open_ids.add(sequence_id)
@@ -317,6 +369,66 @@ class Cache:
         self.num_blocks = count
         self.num_block_ids = max(self.num_block_ids, count)
         return given_up
+
+    # Accounts
+
+    def set_limits(self, account: int, floor_units: int = 0, quota_units: int = -1) -> None:
+        """From now on no eviction for others brings the account (1 .. 65535) below `floor_units`, nor may it own more than
+        `quota_units` (-1: no quota), cached and leased units included.
+
+        A `reserve` that would bring it above its quota gives up the account's own cached units first, and is refused if
+        the others are too many. Nothing is evicted now. Floors yield to `resize` alone. Raises ArgumentError for a
+        quota of 0 or below the floor, and where all floors add up to more than `num_blocks`.
+        """
+        account = arguments.account_number(account, 1)
+        floor = arguments.count(floor_units, "floor_units", 0)
+        quota = arguments.count(quota_units, "quota_units", -1)
+        if quota == 0:
+            raise ArgumentError(
+                f"expected quota_units of at least 1, or -1 for no quota, got 0 for account {account}: it could "
+                "never compute anything"
+            )
+        if 0 < quota < floor:
+            raise ArgumentError(
+                f"expected quota_units of at least floor_units={floor}, got {quota} for account {account}"
+            )
+        self._call("set_limits", account, floor, quota)
+
+    def account_counts(self, account: int) -> AccountCounts:
+        """Units that count in the account now; zeros for one never used. Over all accounts they are those of `stats`."""
+        return AccountCounts(*self._manager.account_counts(arguments.account_number(account)))
+
+    def num_available(self, account: int = 0) -> int:
+        """Units that `reserve` could give to this account alone now: its quota and the others' floors heeded, the
+        watermark not. Cost: O(accounts)."""
+        return self._manager.num_available(arguments.account_number(account))
+
+    def max_units(self, account: int = 0) -> int:
+        """Units the account is sure to get once nobody else holds any: all but the others' floors, at most its quota."""
+        return self._manager.max_units(arguments.account_number(account))
+
+    # What happened, and what there is
+
+    def record_events(self, is_on: bool) -> None:
+        """Whether to note what happens to full blocks from now on; at first it is off, which costs nothing.
+
+        Turned on, the events begin with `cleared` and every full block there is; turned off, those not taken are lost.
+        They take memory (4 bytes a token and some 50 an event) until they are taken.
+        """
+        self._manager.record_events(bool(is_on))
+
+    def take_events(self) -> CacheEvents:
+        """What has happened since the last call, in order (`events.py`). Take them after each `reserve`, before its
+        copies are done: the bytes of what was evicted are still there."""
+        return CacheEvents.from_arrays(self._manager.take_events())
+
+    def tree(self) -> TreeView:
+        """Every node of the prefix tree as arrays, for reports. O(nodes)."""
+        return TreeView.from_arrays(self._manager.tree())
+
+    def namespaces(self) -> list[bytes]:
+        """Those in which content is known or a sequence is open, sorted."""
+        return self._manager.namespaces()
 
     # What fits
 

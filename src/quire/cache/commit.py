@@ -44,15 +44,19 @@ def _insert_full_block(blocks: Blocks, sequence: SequenceState, block: int) -> i
         if own is not None:
             # The full node says all that our partial one did; whoever names its units keeps them.
             blocks.remove(own)
+        supplied = [HOLE] * len(sequence.tables)
         for group, table in enumerate(sequence.tables):
             ours, theirs = table[block], node.units[group]
             if theirs == HOLE:
                 blocks.supply(node, group, ours)
+                supplied[group] = ours
             else:
-                blocks.take(theirs)
+                blocks.take(theirs, sequence.retention)
                 table[block] = theirs
                 blocks.release(ours, sequence.id)
                 num_deduplicated += 1
+        if any(unit != HOLE for unit in supplied):
+            blocks.note_stored(node, supplied)
     move_to(blocks.tree, sequence, node)
     return num_deduplicated
 

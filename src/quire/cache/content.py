@@ -21,7 +21,7 @@ import numpy as np
 
 from quire.cache.backend import Int32Array
 
-__all__ = ["ExtraKeys", "encode", "num_common_elements"]
+__all__ = ["ExtraKeys", "decode", "encode", "num_common_elements"]
 
 
 @dataclass
@@ -54,6 +54,23 @@ def encode(tokens: Int32Array, extra_keys: ExtraKeys, start: int, stop: int) -> 
         done = offset + 1
     parts.append(doubled[done:].tobytes())
     return b"".join(parts)
+
+
+def decode(content: bytes) -> tuple[list[int], list[tuple[int, bytes]]]:
+    """The tokens, and (offset, key) of those with an extra key: what `encode` made the content of."""
+    tokens: list[int] = []
+    keys: list[tuple[int, bytes]] = []
+    position = 0
+    while position < len(content):
+        doubled = int.from_bytes(content[position : position + 4], "big")
+        position += 4
+        if doubled & 1:
+            # A key's own zeros are followed by 255, so the first pair of zeros ends it.
+            end = content.index(b"\0\0", position)
+            keys.append((len(tokens), content[position:end].replace(b"\0\xff", b"\0")))
+            position = end + 2
+        tokens.append(doubled >> 1)
+    return tokens, keys
 
 
 def num_common_elements(a: bytes, b: bytes) -> int:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.backend import Int32Array
-from quire.cache.content import ExtraKeys, encode
+from quire.cache.content import ExtraKeys, decode, encode
 from quire.cache.prefix import Node, PrefixTree
 from quire.spec import Retention
 
-__all__ = ["Hit", "find_hit", "longest_valid_hit"]
+__all__ = ["Hit", "explain_hit", "find_hit", "longest_valid_hit"]
 
 
 @dataclass
@@ -61,6 +61,24 @@ def find_hit(
     num_tokens = longest_valid_hit(retentions, units, num_matched, size)
     num_full, num_blocks = num_tokens // size, -(-num_tokens // size)
     return Hit(num_tokens, path[num_full - 1] if num_full else root, units[:, :num_blocks])
+
+
+def explain_hit(
+    tree: PrefixTree, root: Node | None, tokens: Int32Array, extra_keys: ExtraKeys
+) -> tuple[int, Int32Array]:
+    """How many of all the tokens the nodes below `root` share, whatever units they have left, and the tokens of the
+    nearest block where they stop; none where the tokens end there or there is no block."""
+    size, num_common = tree.block_size, 0
+    nearest: list[int] = []
+    node = root
+    while node is not None and num_common < len(tokens):
+        rest = encode(tokens, extra_keys, num_common, min(num_common + size, len(tokens)))
+        node, num_more = tree.nearest_child(node, rest)
+        num_common += num_more
+        if node is not None and num_more < size:
+            nearest, _ = decode(node.content)
+            break
+    return num_common, np.array(nearest, np.int32)
 
 
 def longest_valid_hit(

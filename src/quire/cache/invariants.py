@@ -1,4 +1,4 @@
-"""The invariants C1 to C8 of docs/architecture.md, "The cache", proved on the Python back end's state.
+"""The invariants C1 to C9 of docs/architecture.md, "The cache", proved on the Python back end's state.
 
 Reads everything and changes nothing; cost O(units + nodes x block size + tokens). The first invariant that does
 not hold raises `InvariantError` with its number and the figures.
@@ -27,7 +27,7 @@ def _require(holds: bool, number: str, message: str) -> None:
 
 
 def check_invariants(manager: PythonBlockManager) -> None:
-    """Raise `InvariantError` unless C1 to C8 hold."""
+    """Raise `InvariantError` unless C1 to C9 hold."""
     nodes = _check_tree(manager)
     _check_pool(manager, nodes)
     for sequence in manager.sequences.values():
@@ -65,7 +65,8 @@ def _check_pool(manager: PythonBlockManager, nodes: list[Node]) -> None:
     for unit in pool.cached:
         _require(unit in known, "C5", f"cached unit {unit} belongs to no node")
 
-    place = {unit: index for index, unit in enumerate(pool.cached)}
+    _check_accounts(manager, known)
+    place = {unit: pool.cached.time_of(unit) for unit in pool.cached}
     for group, retention in enumerate(manager.retentions):
         for node in nodes if retention.kind == "full" else []:
             unit, parent = node.units[group], node.parent
@@ -75,9 +76,33 @@ def _check_pool(manager: PythonBlockManager, nodes: list[Node]) -> None:
                     _require(
                         unit in place and place[unit] < place[above],
                         "C5",
-                        f"unit {above} would be evicted before unit {unit} below it",
+                        f"unit {above} was let go before unit {unit} below it",
                     )
                 parent = parent.parent
+
+
+def _check_accounts(manager: PythonBlockManager, known: dict[int, Node]) -> None:
+    pool = manager.blocks.pool
+    not_free = [*pool.leased, *pool.cached, *(u for u, count in enumerate(pool.num_references) if count)]
+    owned = Counter(pool.cached.account[unit] for unit in not_free)
+    for number, account in pool.accounts.by_number.items():
+        _require(
+            account.num_owned == owned[number],
+            "C9",
+            f"account {number} counts {account.num_owned} units, {owned[number]} are its own",
+        )
+        held, cached, leased = pool.account_counts(number)
+        _require(
+            min(held, cached, leased) >= 0,
+            "C9",
+            f"account {number} has {held} held, {cached} cached, {leased} leased units",
+        )
+    _require(set(owned) <= set(pool.accounts.by_number), "C9", f"units count in accounts {sorted(owned)}")
+    _require(
+        len(list(pool.cached)) == len(pool.cached) == sum(unit in pool.cached for unit in known),
+        "C9",
+        f"{len(pool.cached)} cached units counted, {len(list(pool.cached))} in the lists of all accounts",
+    )
 
 
 def _check_tree(manager: PythonBlockManager) -> list[Node]:

@@ -1,7 +1,7 @@
 """The pool: `num_blocks` units, each in exactly one state, and how many block tables name it.
 
     free     no known content, nobody names it            on the free stack
-    cached   content known to the tree, nobody names it   on the LRU list, least recently used first
+    cached   content known to the tree, nobody names it   in the eviction order (`eviction.py`)
     held     some block table names it                    on no list
     leased   nobody names it, but a step under way may    on the lease list, oldest first
              still read or write it
@@ -9,16 +9,21 @@
 and beside them the ids given up by a resize, which are no units of the pool until it grows again.
 
 The pool knows no tokens and no tree; who moves a unit says whether its content is known. Every move is O(1).
+Every unit that is not free counts in one account (`accounts.py`).
 
 Invariants
     P1  free + cached + held + leased = num_blocks, each unit in one list only; with those given up they are all
         ids from 0 to `num_ids` - 1.
     P2  `num_references[unit]` is the number of table entries that name it; it is 0 unless the unit is held.
+    P3  an account's `num_owned` is the number of units that are not free and count in it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+
+from quire.cache.accounts import NO_QUOTA, Accounts
+from quire.cache.eviction import EvictionOrder
 
 __all__ = ["NO_WRITER", "Pool"]
 
@@ -32,7 +37,8 @@ class Pool:
         self.num_ids = num_blocks
         self.given_up: list[int] = []
         self.free = list(range(num_blocks - 1, -1, -1))
-        self.cached: OrderedDict[int, None] = OrderedDict()
+        self.cached = EvictionOrder(num_blocks)
+        self.accounts = Accounts()
         # Unit -> the step that has to complete first.
         self.leased: OrderedDict[int, int] = OrderedDict()
         self.num_references = [0] * num_blocks
@@ -54,19 +60,57 @@ class Pool:
     def num_held(self) -> int:
         return self.num_blocks - len(self.free) - len(self.cached) - len(self.leased)
 
-    def take(self, unit: int) -> None:
+    # Accounts
+
+    def available(self, needs: dict[int, int]) -> int:
+        """Units that a call could be given in which the accounts need so many; begins that call."""
+        self.accounts.need(needs)
+        return len(self.free) + sum(
+            min(self.cached.num_cached(number), account.budget)
+            for number, account in self.accounts.by_number.items()
+        )
+
+    def exceeds_a_quota(self, needs: dict[int, int]) -> bool:
+        """Whether what cannot be evicted and what is needed are more than a quota."""
+        return any(
+            need and self.room_in_quota(number) < need for number, need in needs.items()
+        )
+
+    def room_in_quota(self, number: int) -> int:
+        """Units that the account may still take before its quota, its cached ones given up."""
+        account = self.accounts[number]
+        if account.quota == NO_QUOTA:
+            return self.num_ids
+        return account.quota - account.num_owned + self.cached.num_cached(number)
+
+    def account_counts(self, number: int) -> tuple[int, int, int]:
+        """(held, cached, leased) units that count in it."""
+        cached = self.cached.num_cached(number)
+        leased = sum(self.cached.account[unit] == number for unit in self.leased)
+        owned = self.accounts.by_number[number].num_owned if number in self.accounts.by_number else 0
+        return owned - cached - leased, cached, leased
+
+    def _disown(self, unit: int) -> None:
+        self.accounts[self.cached.account[unit]].num_owned -= 1
+
+    # Moves
+
+    def take(self, unit: int, retention: int) -> None:
         """One more table names the unit, whose content is known (it is cached, leased or held)."""
         if not self.num_references[unit]:
             if unit in self.cached:
-                del self.cached[unit]
+                self.cached.remove(unit)
             else:
                 del self.leased[unit]
         self.num_references[unit] += 1
+        self.cached.retention[unit] = max(self.cached.retention[unit], retention)
 
-    def pop_free(self) -> int:
-        """A free unit, now held by one table."""
+    def pop_free(self, account: int, retention: int) -> int:
+        """A free unit, now held by one table and counting in the account."""
         unit = self.free.pop()
         self.num_references[unit] = 1
+        self.cached.account[unit], self.cached.retention[unit] = account, retention
+        self.accounts[account].num_owned += 1
         return unit
 
     def park(self, unit: int, *, is_known: bool, lease: int) -> None:
@@ -74,14 +118,16 @@ class Pool:
         if lease:
             self.leased[unit] = lease
         elif is_known:
-            self.cached[unit] = None
+            self.cached.append(unit)
         else:
+            self._disown(unit)
             self.free.append(unit)
 
     def uncache(self, unit: int) -> None:
         """Its content is not known any more: a cached unit becomes free, another one stays what it is."""
         if unit in self.cached:
-            del self.cached[unit]
+            self.cached.remove(unit)
+            self._disown(unit)
             self.free.append(unit)
 
     def give_up(self) -> int:
@@ -100,6 +146,7 @@ class Pool:
         self.num_references += [0] * num_new
         self.writer += [NO_WRITER] * num_new
         self.busy_until += [0] * num_new
+        self.cached.grow(num_new)
 
     def oldest_lease(self) -> tuple[int, int] | None:
         """(unit, step) of the lease that ends first."""
@@ -107,6 +154,8 @@ class Pool:
 
     def reset(self) -> None:
         """Everything that is not leased is free, in the order of a new pool. Nothing may be held."""
+        for unit in self.cached:
+            self._disown(unit)
         self.cached.clear()
         absent = {*self.leased, *self.given_up}
         self.free = [unit for unit in range(self.num_ids - 1, -1, -1) if unit not in absent]

@@ -25,7 +25,7 @@ HOLE = -1
 class Node:
     """One block of content; a root has none. Compared by identity."""
 
-    __slots__ = ("children", "content", "depth", "num_sequences", "num_tokens", "parent", "units")
+    __slots__ = ("children", "content", "depth", "id", "num_sequences", "num_tokens", "parent", "units")
 
     def __init__(self, parent: Node | None, content: bytes, num_tokens: int, units: list[int]) -> None:
         self.parent = parent
@@ -37,6 +37,15 @@ class Node:
         self.num_sequences = 0
         # Blocks from the root to here, this one included; 0 for a root, whose content is its namespace.
         self.depth: int = 0 if parent is None else parent.depth + 1
+        # Given to no other node; -1 while nodes are not numbered.
+        self.id = -1
+
+    @property
+    def root(self) -> Node:
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
 
     @property
     def is_bare(self) -> bool:
@@ -53,6 +62,8 @@ class PrefixTree:
         self.num_visited = 0
         # Counts what can make a hit longer: nodes inserted or extended, units supplied to holes.
         self.version = 0
+        # The next node's id; None until somebody asks for ids.
+        self.next_id: int | None = None
 
     def root(self, namespace: bytes) -> Node:
         """The root of a namespace, made if there is none."""
@@ -101,6 +112,27 @@ class PrefixTree:
                 best, num_common = child, common
         return best, num_common
 
+    def nearest_child(self, parent: Node, content: bytes) -> tuple[Node | None, int]:
+        """As `closest_child`, but a neighbour even where nothing is common; None if there are no children."""
+        node, num_common = self.closest_child(parent, content)
+        if node is None and parent.children:
+            node = parent.children[min(self.insertion_point(parent, content), len(parent.children) - 1)]
+        return node, num_common
+
+    def children_starting_with(self, parent: Node, content: bytes) -> list[Node]:
+        """All of them: they stand together."""
+        first = last = self.insertion_point(parent, content)
+        while last < len(parent.children) and parent.children[last].content.startswith(content):
+            last += 1
+        return parent.children[first:last]
+
+    def all_nodes(self) -> list[Node]:
+        """Without roots; the children of all roots first, then those of the first node, and so on."""
+        nodes = [node for name in sorted(self.roots) for node in self.roots[name].children]
+        for node in nodes:
+            nodes.extend(node.children)
+        return nodes
+
     def is_prefix_of_sibling(self, node: Node) -> bool:
         """Whether a sibling begins with this node's content (it then stands right behind it)."""
         assert node.parent is not None
@@ -115,10 +147,23 @@ class PrefixTree:
 
     # Changing
 
+    def start_numbering(self) -> None:
+        """Nodes have ids from now on; those there are get theirs in the order of `all_nodes`."""
+        if self.next_id is None:
+            self.next_id = 0
+            for node in self.all_nodes():
+                self._number(node)
+
+    def _number(self, node: Node) -> None:
+        if self.next_id is not None:
+            node.id = self.next_id
+            self.next_id += 1
+
     def insert(self, parent: Node, content: bytes, num_tokens: int, units: list[int]) -> Node:
         """A new child. No equal one may exist."""
         node = Node(parent, content, num_tokens, units)
         parent.children.insert(self.insertion_point(parent, content), node)
+        self._number(node)
         self.num_nodes += 1
         self.version += 1
         return node

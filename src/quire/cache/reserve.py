@@ -20,7 +20,7 @@ from quire.cache.blocks import Blocks
 from quire.cache.plan import PythonGroupPlan, PythonStepPlan
 from quire.cache.sequence import SequenceState
 
-__all__ = ["Copy", "Request", "decide", "make_plan", "num_units_needed"]
+__all__ = ["Copy", "Request", "decide", "make_plan", "units_by_account"]
 
 Copy: TypeAlias = tuple[int, int, int]  # source unit, destination unit, tokens
 
@@ -85,13 +85,14 @@ def _must_copy(blocks: Blocks, sequence: SequenceState, num_left: dict[int, int]
     return copies, is_findable_beyond and not is_in_use
 
 
-def num_units_needed(requests: list[Request], block_size: int) -> int:
-    """Units the requests take, over all groups."""
-    num_units = 0
+def units_by_account(requests: list[Request], block_size: int) -> dict[int, int]:
+    """Units the requests take, over all groups, for each account of theirs."""
+    needs: dict[int, int] = {}
     for request in requests:
         num_new_blocks = -(-request.end // block_size) - request.sequence.num_blocks
-        num_units += len(request.sequence.tables) * (request.copies + max(0, num_new_blocks))
-    return num_units
+        num_units = len(request.sequence.tables) * (request.copies + max(0, num_new_blocks))
+        needs[request.sequence.account] = needs.get(request.sequence.account, 0) + num_units
+    return needs
 
 
 def make_plan(

@@ -73,8 +73,19 @@ class BlockTable:
 class SequenceState:
     """See the module docstring."""
 
-    def __init__(self, sequence_id: int, tokens: Int32Array, keys: ExtraKeys, num_groups: int) -> None:
+    def __init__(
+        self,
+        sequence_id: int,
+        tokens: Int32Array,
+        keys: ExtraKeys,
+        num_groups: int,
+        account: int,
+        retention: int,
+    ) -> None:
         self.id = sequence_id
+        # Whose memory its units count in, and how what it uses is kept.
+        self.account = account
+        self.retention = retention
         self._tokens = tokens.copy()
         self.num_tokens = len(tokens)
         self.extra_keys = keys

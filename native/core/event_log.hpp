@@ -1,0 +1,102 @@
+// What happened to the full nodes of the prefix tree, in order, until it is taken: quire.cache.events says what the kinds
+// mean.
+//
+// Off at first. While on, an event costs its units, and a stored one a copy of its block's tokens and keys. Room is made
+// before anything changes (`ensure_room`, `name_index`, `reserve_keys`); then noting an event cannot fail.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/prefix_tree.hpp"
+
+namespace quire {
+
+struct Event {
+    enum class Kind : std::int32_t { stored, removed, cleared };
+    enum class Reason : std::int32_t { none, evicted, forgotten };
+
+    Kind kind;
+    Reason reason = Reason::none;
+    std::int64_t node = -1;
+    std::int64_t parent = -1;
+    std::int32_t account = 0;
+    std::int32_t name = -1;  // index of the namespace
+};
+
+// The key of a position in the block of an event.
+struct EventKey {
+    std::int64_t event;
+    ExtraKey key;
+};
+
+struct EventBatch {
+    std::vector<Event> events;
+    std::vector<UnitId> units;   // [events, groups]
+    std::vector<Token> tokens;   // [stored events, block size]
+    std::vector<EventKey> keys;
+    std::vector<std::string> names;
+};
+
+class EventLog {
+public:
+    EventLog(std::int32_t block_size, std::int32_t num_groups)
+        : block_size_(static_cast<std::size_t>(block_size)), num_groups_(static_cast<std::size_t>(num_groups)) {}
+
+    bool is_on() const noexcept { return is_on_; }
+    void turn_on() noexcept { is_on_ = true; }
+    void turn_off() noexcept {
+        is_on_ = false;
+        batch_ = {};
+    }
+
+    void ensure_room(std::size_t num_events, std::size_t num_stored, std::size_t num_keys) {
+        grow(batch_.events, num_events);
+        grow(batch_.units, num_events * num_groups_);
+        grow(batch_.tokens, num_stored * block_size_);
+        grow(batch_.keys, num_keys);
+    }
+
+    std::int32_t name_index(std::string_view name) {
+        // The namespace asked for last is nearly always the next one too.
+        const auto found = std::find(batch_.names.rbegin(), batch_.names.rend(), name);
+        if (found != batch_.names.rend()) return static_cast<std::int32_t>(batch_.names.rend() - found) - 1;
+        batch_.names.emplace_back(name);
+        return static_cast<std::int32_t>(batch_.names.size()) - 1;
+    }
+
+    // The event's units, all kNone, to be written by the caller.
+    UnitId* add(const Event& event) noexcept {
+        batch_.events.push_back(event);
+        batch_.units.resize(batch_.units.size() + num_groups_, kNone);
+        return batch_.units.data() + batch_.units.size() - num_groups_;
+    }
+
+    // The block of the event just added; the keys' positions count from its start.
+    void add_block(std::span<const Token> tokens, std::vector<ExtraKey>&& keys) noexcept {
+        batch_.tokens.insert(batch_.tokens.end(), tokens.begin(), tokens.end());
+        for (ExtraKey& key : keys)
+            batch_.keys.push_back({static_cast<std::int64_t>(batch_.events.size()) - 1, std::move(key)});
+    }
+
+    EventBatch take() noexcept { return std::exchange(batch_, {}); }
+
+private:
+    template <class T>
+    static void grow(std::vector<T>& values, std::size_t more) {
+        const std::size_t wanted = values.size() + more;
+        if (wanted > values.capacity()) values.reserve(std::max(wanted, 2 * values.capacity()));
+    }
+
+    bool is_on_ = false;
+    std::size_t block_size_;
+    std::size_t num_groups_;
+    EventBatch batch_;
+};
+
+}  // namespace quire

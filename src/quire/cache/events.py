@@ -1,0 +1,91 @@
+"""What happened to the full blocks of the prefix tree, in order: for those who keep content elsewhere or tell of it.
+
+    stored    units of a node became findable. Of a node not stored before: it is new. Its units in other groups, if
+              it has any, are as earlier events said
+    removed   units of a node are findable no more; the node is gone when it has none left
+    cleared   all nodes are gone
+
+Replayed from the beginning (which is `cleared` and what was there), they give exactly the full nodes that have units.
+Nodes of fewer tokens than a block are not told of. A node's id is never given to another one.
+
+After `reserve`, and before its step runs, the bytes of removed units are still what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from quire.cache.backend import EventArrays, Int32Array, Int64Array
+
+__all__ = ["KINDS", "REASONS", "CacheEvent", "CacheEvents"]
+
+KINDS = ("stored", "removed", "cleared")
+REASONS = ("", "evicted", "forgotten")
+
+
+@dataclass(frozen=True)
+class CacheEvent:
+    """One of them. Without a node (cleared) its id is -1.
+
+    units: of each group, -1 for those the event is not about. parent_id: -1 below a root.
+    account: stored: whose the units are; removed: for whose need, 0 for nobody's.
+    reason: of removed: "evicted" (room was needed by `reserve`) or "forgotten" (`drop`, `resize`); else "".
+    namespace, tokens (int32 [block_size]), extra_keys (by offset in the block): of stored.
+    """
+
+    kind: Literal["stored", "removed", "cleared"]
+    node_id: int
+    parent_id: int
+    account: int
+    units: tuple[int, ...]
+    reason: str
+    namespace: bytes | None = None
+    tokens: Int32Array | None = None
+    extra_keys: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CacheEvents:
+    """Several, as arrays: what `Cache.take_events` returns. Iterating gives `CacheEvent`s."""
+
+    kinds: Int32Array  # [n], index into KINDS
+    reasons: Int32Array  # [n], index into REASONS
+    node_ids: Int64Array  # [n]
+    parent_ids: Int64Array  # [n]; -1 where not stored
+    accounts: Int32Array  # [n]
+    namespace_index: Int32Array  # [n], into `namespaces`; -1 where not stored
+    units: Int32Array  # [n, groups]
+    tokens: Int32Array  # [stored events, block_size]
+    namespaces: list[bytes]
+    extra_keys: list[tuple[int, int, bytes]]  # (event, offset in its block, key)
+
+    @classmethod
+    def from_arrays(cls, arrays: EventArrays) -> CacheEvents:
+        return cls(**arrays)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def __iter__(self) -> Iterator[CacheEvent]:
+        keys: dict[int, dict[int, bytes]] = {}
+        for event, offset, key in self.extra_keys:
+            keys.setdefault(event, {})[offset] = key
+        rows = np.cumsum(self.kinds == KINDS.index("stored")) - 1
+        for i in range(len(self)):
+            named = int(self.namespace_index[i])
+            is_stored = named >= 0
+            yield CacheEvent(
+                kind=KINDS[self.kinds[i]],  # type: ignore[arg-type]
+                node_id=int(self.node_ids[i]),
+                parent_id=int(self.parent_ids[i]),
+                account=int(self.accounts[i]),
+                units=tuple(self.units[i].tolist()),
+                reason=REASONS[self.reasons[i]],
+                namespace=self.namespaces[named] if is_stored else None,
+                tokens=self.tokens[rows[i]] if is_stored else None,
+                extra_keys=keys.get(i, {}),
+            )
