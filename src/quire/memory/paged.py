@@ -30,7 +30,7 @@ import torch
 from quire.errors import ArgumentError, CapacityError
 from quire.memory.heap import HUGE_PAGE_BYTES, Heap, physical_bytes
 from quire.memory.storage import Capabilities, Placement
-from quire.memory.unit_bytes import UnitPlaces
+from quire.memory.unit_bytes import UnitPlaces, read_units, write_units
 from quire.memory.view import KVView
 from quire.spec import KVGroup, KVSpec
 
@@ -172,6 +172,14 @@ class PagedStorage:
             (k.stride(2) * itemsize, v.stride(2) * itemsize),
             (k.stride(3) * itemsize, v.stride(3) * itemsize),
         )
+
+    def read_units(self, units: Any, num_tokens: int, *, first: int = 0) -> np.ndarray:
+        """The bytes of tokens in units, see `quire.memory.unit_bytes`."""
+        return read_units(self, units, num_tokens, first=first)
+
+    def write_units(self, units: Any, payload: np.ndarray, num_tokens: int, *, first: int = 0) -> None:
+        """Their bytes, put there."""
+        write_units(self, units, payload, num_tokens, first=first)
 
     def copy(self, copies: Any, group: int = 0) -> None:
         """Copy the first tokens of blocks, in every layer of `group`, row after row.

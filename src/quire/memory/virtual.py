@@ -35,7 +35,7 @@ from quire.memory.heap import physical_bytes
 from quire.memory.placement import DEFAULT_PIECE_BYTES, PlacementBackend, PlacementHeap, why_not
 from quire.memory.placement.memfd import MemfdBackend
 from quire.memory.storage import Capabilities, Placement
-from quire.memory.unit_bytes import UnitPlaces
+from quire.memory.unit_bytes import UnitPlaces, read_units, write_units
 from quire.memory.view import KVView
 from quire.spec import KVGroup, KVSpec
 
@@ -233,6 +233,14 @@ class VirtualStorage:
         )
         k, v = (dim * self.dtype.itemsize for dim in (group.k_head_dim, group.v_head_dim))
         return UnitPlaces(addresses, (k, v), (group.num_kv_heads * k, group.num_kv_heads * v))
+
+    def read_units(self, units: Any, num_tokens: int, *, first: int = 0) -> np.ndarray:
+        """The bytes of tokens in units, see `quire.memory.unit_bytes`."""
+        return read_units(self, units, num_tokens, first=first)
+
+    def write_units(self, units: Any, payload: np.ndarray, num_tokens: int, *, first: int = 0) -> None:
+        """Their bytes, put there."""
+        write_units(self, units, payload, num_tokens, first=first)
 
     def forget(self, sequence_ids: Any) -> None:
         """Park the rows of sequences that have ended: still mapped, for the next ones."""
