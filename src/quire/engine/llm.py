@@ -25,8 +25,8 @@ from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.speeds import Speeds
 from quire.engine.storages import StorageOptions
-from quire.engine.tiering import OpenTiers, TierOptions
 from quire.engine.tier_stores import Policy
+from quire.engine.tiering import OpenTiers, TierOptions
 from quire.errors import ArgumentError, QuireError
 from quire.sizes import format_size
 from quire.startup import short_start
@@ -62,8 +62,8 @@ class LLM:
         the first start writes it, later ones map it, packing nothing. Used where the weights come from
         safetensors files and the back end is native; a file there is as large as the weights and may be deleted.
     host_cache: a size: that much host memory, beside kv_memory, keeps blocks that were evicted. disk_cache: a folder
-        in which they survive the process, of at most disk_cache_size; several engines may share it. remote_cache: URL of
-        a Redis server that engines share, "redis://host:port". Any of the three together; off if not given.
+        in which they survive the process, of at most disk_cache_size; several engines may share it. remote_cache: URL
+        of a Redis server that engines share, "redis://host:port". Any of the three together; off if not given.
     cache_write: what goes there: "eviction" (what memory gives up, and at the end what is left) or "through" (segments
         as soon as they are computed; models with sliding windows always).
     preemption: of a request for which memory has run out: "park" (its bytes wait in host memory), "recompute" (its

@@ -2,8 +2,8 @@
 
 Parked: the bytes of everything it has computed, the partial block included, are copied out before its sequence is
 closed, and those that the prefix tree has lost meanwhile are copied back when it is opened again: the same bits.
-Recomputed: prompt and output are one prompt, of which the tree may still know a part. Which of the two is `mode`: "park",
-"recompute", or "auto": what is expected to take less time, by measured speeds of copying and computing.
+Recomputed: prompt and output are one prompt, of which the tree may still know a part. Which of the two is `mode`:
+"park", "recompute", or "auto": what is expected to take less time, by measured speeds of copying and computing.
 
 Only whole sequences can be parked: one whose windows have given blocks up is computed again, and so is whatever finds
 the memory for parked sequences taken.

@@ -1,11 +1,11 @@
 """Whose keys and values a saved cache holds: a model's config, a digest of its weights, and what decides the bits.
 
-`fingerprint` digests every parameter's and buffer's name, dtype, shape and bits, so that keys of one fine-tune are never
-read into another. Packed weights (`accelerate`) count as the weights they were packed from. Not kept: a weight may be
+`fingerprint` digests every parameter's and buffer's name, dtype, shape and bits, so that keys of one fine-tune are
+never read into another. Packed weights (`accelerate`) count as the weights they were packed from. Not kept: a weight may be
 changed in place without a trace, so it is computed each time it is asked for.
 
-`world` is for the tiers of an engine: equal worlds give equal bits for equal tokens. It adds the dtype, the back end and
-what it runs on: instruction set, the very build of the kernels, torch and transformers. Where `load` has read the
+`world` is for the tiers of an engine: equal worlds give equal bits for equal tokens. It adds the dtype, the back end
+and what it runs on: instruction set, the very build of the kernels, torch and transformers. Where `load` has read the
 weights itself their files are digested instead, and the digests of large ones are kept beside them, by path, size,
 times and inode, so that a later start reads nothing.
 
