@@ -7,6 +7,7 @@ namespace quire {
 
 void bind_cache(nanobind::module_& module);
 void bind_runtime(nanobind::module_& module);
+void bind_bytes(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);
 void bind_decoder_layer(nanobind::module_& module);

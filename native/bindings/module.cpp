@@ -5,6 +5,7 @@ NB_MODULE(_native, m) {
     m.doc() = "Quire's native back end: block manager, attention, linear.";
     quire::bind_cache(m);
     quire::bind_runtime(m);
+    quire::bind_bytes(m);
     quire::bind_linear(m);
     quire::bind_attention(m);
     quire::bind_decoder_layer(m);

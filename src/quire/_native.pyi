@@ -60,6 +60,8 @@ class BlockManager:
             NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
         ],
         keys: Sequence[bytes],
+        account: int = 0,
+        retention: int = 1,
     ) -> int: ...
     def append(
         self,
@@ -118,6 +120,33 @@ class BlockManager:
         Address space of pool and tree; memory is taken by what has been in use.
         """
 
+    def explain(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        namespace: bytes,
+        key_positions: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        keys: Sequence[bytes],
+    ) -> tuple[int, int, Annotated[NDArray[numpy.int32], dict(shape=(None,))]]: ...
+    def drop(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        namespace: bytes,
+        key_positions: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        keys: Sequence[bytes],
+    ) -> int: ...
+    def set_limits(self, account: int, floor_units: int, quota_units: int) -> None: ...
+    def account_counts(self, account: int) -> tuple[int, int, int]: ...
+    def num_available(self, account: int) -> int: ...
+    def max_units(self, account: int) -> int: ...
+    def record_events(self, is_on: bool) -> None: ...
+    def take_events(self) -> dict: ...
+    def tree(self) -> dict: ...
+    def namespaces(self) -> list[bytes]: ...
+
 def isa() -> str:
     """
     Name of the instruction set the kernels use. Raises ValueError where QUIRE_ISA names one that cannot run.
@@ -142,6 +171,15 @@ def start_recording() -> None:
 def take_records() -> bytes:
     """
     Ends the recording. int64 [n, 3] as bytes: operator (0 linear, 1 attention, 2 KV write, 3 a fused one that holds such), start and duration in ns of time.perf_counter_ns().
+    """
+
+def copy_rows(
+    payload: int,
+    pieces: Annotated[NDArray[numpy.int64], dict(shape=(None, 5), order="C", device="cpu", writable=False)],
+    to_storage: bool,
+) -> None:
+    """
+    Copies rows between the payload at an address and a storage. pieces: int64 [n, 5], of each its offset in the payload, its address in the storage, its number of rows, bytes of a row (adjacent in the payload) and their distance in the storage.
     """
 
 class PackedWeight:

@@ -9,9 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens, full_spec, window_spec
+from support.faulty_tier import FaultyTier
 
 from quire.cache.units import num_units_for
+from quire.engine.preemption import MODES, Mode
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.tier_stores import POLICIES, Policy
+from quire.tiers.host import HostTier
 
 SHARED = [(11 * i + i * i) % 90 for i in range(24)]
 
@@ -48,6 +52,10 @@ def run(
     budget: int,
     max_seqs: int,
     caching: bool,
+    preemption: Mode = "recompute",
+    tier_bytes: int | None = None,
+    policy: Policy = "eviction",
+    faults: int = 0,
 ) -> tuple[FakeEngine, dict[int, list[list[int]]], list[tuple[int, ...]]]:
     spec = window_spec(window) if window else full_spec()
     longest = max(len(r.prompt) + r.max_tokens - 1 for r in requests)
@@ -59,6 +67,9 @@ def run(
         prefix_caching=caching,
         max_batch_tokens=budget,
         max_num_seqs=max_seqs,
+        preemption=preemption,
+        tiers=() if tier_bytes is None or not caching else [FaultyTier(HostTier(tier_bytes), faults)],
+        policy=policy,
     )
     ids: dict[str, int] = {}
     to_abort: list[tuple[int, str]] = []
@@ -92,6 +103,10 @@ CASES = {
     "budget": st.integers(1, 40),
     "max_seqs": st.integers(1, 6),
     "caching": st.booleans(),
+    "preemption": st.sampled_from(MODES),
+    "tier_bytes": st.sampled_from([None, None, 2000, 1 << 20]),
+    "policy": st.sampled_from(POLICIES),
+    "faults": st.sampled_from([0, 0, 2, 3, 7]),
 }
 
 
@@ -103,8 +118,14 @@ def check_case(
     budget: int,
     max_seqs: int,
     caching: bool,
+    preemption: Mode,
+    tier_bytes: int | None,
+    policy: Policy,
+    faults: int,
 ) -> None:
-    case = (requests, num_blocks, block_size, window, budget, max_seqs, caching)
+    case = (
+        requests, num_blocks, block_size, window, budget, max_seqs, caching, preemption, tier_bytes, policy, faults
+    )  # fmt: skip
     engine, tokens, history = run(*case)
     for index, request in enumerate(requests):
         for ids in tokens[index]:

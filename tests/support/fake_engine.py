@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from support.fake_model import VOCAB, FakeRunner, FakeTokenizer, full_spec
 
 from quire.cache.cache import Cache
 from quire.engine.engine import Engine
+from quire.engine.preemption import Mode, Parking
 from quire.engine.request import RequestOutput
+from quire.engine.speeds import Speeds
+from quire.engine.tier_loads import TierLoads
+from quire.engine.tier_stores import Policy, TierStores
 from quire.spec import KVSpec
+from quire.tiers.segment import SegmentShape
+from quire.tiers.stack import TierStack
+from quire.tiers.tier import Tier
 
 
 class FakeEngine:
@@ -21,8 +29,14 @@ class FakeEngine:
         *,
         prefix_caching: bool = True,
         max_model_len: int = 512,
+        preemption: Mode = "recompute",
+        park_bytes: int = 1 << 20,
+        tiers: Sequence[Tier] = (),
+        policy: Policy = "eviction",
+        segment_blocks: int = 2,
         **options: Any,
     ) -> None:
+        """tiers: used within the calls, no thread; segments of `segment_blocks` blocks."""
         self.spec = spec or full_spec()
         self.cache = Cache(
             self.spec,
@@ -33,6 +47,13 @@ class FakeEngine:
         )
         self.runner = FakeRunner(self.spec, num_blocks, block_size)
         self.now = 0.0
+        speeds = Speeds()
+        self.stack: TierStack | None = None
+        if tiers:
+            self.stack = TierStack(tiers, SegmentShape.of(self.spec), workers=0, clock=self._tick)
+            shared = (self.cache, self.runner, self.stack, b"a model", segment_blocks * block_size)
+            options["loads"] = TierLoads(*shared, speeds)
+            self.stores = options["stores"] = TierStores(*shared, policy=policy)
         self.engine = Engine(
             self.runner,
             self.cache,
@@ -41,6 +62,15 @@ class FakeEngine:
             tokenizer=FakeTokenizer(),
             sampling_defaults={"temperature": 0.0},
             clock=self._tick,
+            speeds=speeds,
+            parking=Parking(
+                self.cache,
+                self.runner,
+                mode=preemption,
+                max_bytes=park_bytes,
+                speeds=speeds,
+                clock=self._tick,
+            ),
             **options,
         )
         self.outputs: dict[str, RequestOutput] = {}
@@ -62,12 +92,17 @@ class FakeEngine:
     def check(self) -> None:
         """R1 and R2 of the scheduler."""
         scheduler = self.scheduler
-        for queue in (scheduler.running, scheduler.waiting):
+        for queue in (scheduler.running, scheduler.loading, scheduler.waiting):
             assert [s.key for s in queue] == sorted(s.key for s in queue)
         assert all(s.sequence is not None and s.state.value == "running" for s in scheduler.running)
         assert all(s.sequence is None and s.state.value == "waiting" for s in scheduler.waiting)
         assert len(scheduler.running) <= scheduler.max_num_seqs
-        assert self.cache.stats()["num_sequences"] == len(scheduler.running)
+        assert all(s.sequence is not None and s.state.value == "loading" for s in scheduler.loading)
+        assert all(s.parked is None for s in scheduler.running + scheduler.loading)
+        assert self.cache.stats()["num_sequences"] == len(scheduler.running) + len(scheduler.loading)
+        parked = [s.parked.payload.nbytes for s in scheduler.waiting if s.parked is not None]
+        assert self.engine.parking.num_bytes == sum(parked)
+        assert sum(parked) <= self.engine.parking.max_bytes
 
     def run(self, max_steps: int = 5000) -> dict[str, RequestOutput]:
         for _ in range(max_steps):
@@ -87,4 +122,6 @@ class FakeEngine:
         assert not self.scheduler.requests
         assert not self.scheduler.running
         assert not self.scheduler.waiting
+        assert not self.scheduler.loading
+        assert self.engine.parking.num_bytes == 0
         self.cache.check()

@@ -89,6 +89,35 @@ class FakeRunner:
         rows = [self._row(step, int(row)) for row in step.logit_rows]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, VOCAB)
 
+    # A payload has the spec's bytes for each token; the number of group g is in bytes 8 g .. 8 g + 8 of them.
+
+    def read_units(self, units: np.ndarray, num_tokens: int, *, first: int = 0) -> np.ndarray:
+        payload = np.zeros((num_tokens, self.spec.bytes_per_token), np.uint8)
+        places = np.arange(first, num_tokens)
+        for group, table in enumerate(units):
+            values = self.slots[group][self._slots(table, places)]
+            assert (values != _POISON).all(), "a slot that nobody wrote is copied out"
+            payload[first:, 8 * group : 8 * group + 8] = values[:, None].view(np.uint8)
+        return payload.reshape(-1)
+
+    def write_units(self, units: np.ndarray, payload: np.ndarray, num_tokens: int, *, first: int = 0) -> None:
+        rows = payload.reshape(-1, self.spec.bytes_per_token)
+        places = np.arange(first, num_tokens)
+        for group, table in enumerate(units):
+            values = np.ascontiguousarray(rows[first:num_tokens, 8 * group : 8 * group + 8]).view(np.int64)
+            self.slots[group][self._slots(table, places)] = values[:, 0]
+
+    def settle(self, plan: Any) -> None:
+        for index in range(len(self.spec.groups)):
+            blocks = self.slots[index].reshape(-1, self.block_size)
+            for source, destination, num_tokens in plan.group(index).copies.tolist():
+                blocks[destination, :num_tokens] = blocks[source, :num_tokens]
+
+    def _slots(self, table: np.ndarray, places: np.ndarray) -> np.ndarray:
+        blocks = np.asarray(table)[places // self.block_size].astype(np.int64)
+        assert (blocks >= 0).all()
+        return blocks * self.block_size + places % self.block_size
+
     def _row(self, step: ScheduledStep, row: int) -> np.ndarray:
         position = int(step.positions[row])
         histories: list[tuple[np.ndarray, int]] = []

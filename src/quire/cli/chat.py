@@ -27,6 +27,13 @@ def chat(
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     packed_weights: options.PackedWeights = None,
+    host_cache: options.HostCache = None,
+    disk_cache: options.DiskCache = None,
+    disk_cache_size: options.DiskCacheSize = "8GiB",
+    remote_cache: options.RemoteCache = None,
+    cache_write: options.CacheWrite = "eviction",
+    preemption: options.Preemption = "auto",
+    park_memory: options.ParkMemory = "auto",
 ) -> None:
     """Talks with a model. An empty line is skipped; /reset starts anew; /exit or Ctrl-D leaves."""
     from quire.engine.sampling_params import SamplingParams
@@ -35,6 +42,8 @@ def chat(
     engine_options = options.EngineOptions(
         model, kv_memory, storage, reservation, growth, piece_size, block_size, dtype, max_model_len, seed, backend,
         revision, trust_remote_code, packed_weights,
+        host_cache=host_cache, disk_cache=disk_cache, disk_cache_size=disk_cache_size, remote_cache=remote_cache,
+        cache_write=cache_write, preemption=preemption, park_memory=park_memory,
     )  # fmt: skip
     with engine_options.build() as llm:
         print(f"quire: {llm.capacity}. /reset starts anew, /exit leaves.", file=sys.stderr)

@@ -108,6 +108,13 @@ def generate(
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     packed_weights: options.PackedWeights = None,
+    host_cache: options.HostCache = None,
+    disk_cache: options.DiskCache = None,
+    disk_cache_size: options.DiskCacheSize = "8GiB",
+    remote_cache: options.RemoteCache = None,
+    cache_write: options.CacheWrite = "eviction",
+    preemption: options.Preemption = "auto",
+    park_memory: options.ParkMemory = "auto",
     as_json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
@@ -142,6 +149,8 @@ def generate(
         model, kv_memory, storage, reservation, growth, piece_size, block_size, dtype, max_model_len, seed, backend,
         revision, trust_remote_code, packed_weights,
         profile=show_profile or profile_trace is not None,
+        host_cache=host_cache, disk_cache=disk_cache, disk_cache_size=disk_cache_size, remote_cache=remote_cache,
+        cache_write=cache_write, preemption=preemption, park_memory=park_memory,
     )  # fmt: skip
     with engine_options.build() as llm:
         print(f"quire: {llm.capacity}", file=sys.stderr)

@@ -13,15 +13,22 @@ if TYPE_CHECKING:
 __all__ = [
     "Backend",
     "BlockSize",
+    "CacheWrite",
     "DType",
+    "DiskCache",
+    "DiskCacheSize",
     "EngineOptions",
     "Growth",
+    "HostCache",
     "KVMemory",
     "MaxModelLen",
     "MaxTokens",
     "Model",
     "PackedWeights",
+    "ParkMemory",
     "PieceSize",
+    "Preemption",
+    "RemoteCache",
     "Reservation",
     "Revision",
     "Seed",
@@ -90,6 +97,31 @@ PackedWeights = Annotated[
         help="Keep the weights there as the kernels read them: quicker starts.",
     ),
 ]
+HostCache = Annotated[
+    str | None,
+    typer.Option("--host-cache", metavar="SIZE", help="Host memory for blocks evicted from --kv-memory."),
+]
+DiskCache = Annotated[
+    str | None,
+    typer.Option("--disk-cache", metavar="DIR", help="Folder in which cached prefixes survive a restart."),
+]
+DiskCacheSize = Annotated[str, typer.Option(metavar="SIZE", help="What --disk-cache may take.")]
+RemoteCache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL", help="Redis server that engines share cached prefixes on: redis://host:port."
+    ),
+]
+CacheWrite = Annotated[
+    str, typer.Option(metavar="W", help="When the tiers are written: eviction or through (at once).")
+]
+Preemption = Annotated[
+    str,
+    typer.Option(metavar="P", help="What becomes of a request without memory: auto, park or recompute."),
+]
+ParkMemory = Annotated[
+    str, typer.Option(metavar="SIZE", help="Host memory for parked requests; auto: a quarter of --kv-memory.")
+]
 
 
 @dataclass(frozen=True)
@@ -111,6 +143,13 @@ class EngineOptions:
     trust_remote_code: bool
     packed_weights: str | None = None
     profile: bool = False
+    host_cache: str | None = None
+    disk_cache: str | None = None
+    disk_cache_size: str = "8GiB"
+    remote_cache: str | None = None
+    cache_write: str = "eviction"
+    preemption: str = "auto"
+    park_memory: str = "auto"
 
     def build(self) -> LLM:
         """Loads the model and makes the engine; raises what `quire.LLM` raises."""
@@ -132,4 +171,11 @@ class EngineOptions:
             trust_remote_code=self.trust_remote_code,
             packed_weights=self.packed_weights,
             profile=self.profile,
+            host_cache=self.host_cache,
+            disk_cache=self.disk_cache,
+            disk_cache_size=self.disk_cache_size,
+            remote_cache=self.remote_cache,
+            cache_write=self.cache_write,  # type: ignore[arg-type]  # checked there
+            preemption=self.preemption,  # type: ignore[arg-type]
+            park_memory=self.park_memory,
         )

@@ -133,6 +133,7 @@ class AsyncEngine:
         with self._wake:
             self._closing = True
             self._wake.notify()
+        self._engine.wake()
         if self._thread is not threading.current_thread():
             self._thread.join()
         if self._owns_llm:
@@ -154,6 +155,7 @@ class AsyncEngine:
                 return
             self._commands.append(command)
             self._wake.notify()
+        self._engine.wake()
 
     def _loop(self) -> None:
         while True:

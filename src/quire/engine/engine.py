@@ -21,18 +21,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from quire.engine.detokenizer import Detokenizer, decode
+from quire.engine.preemption import Parking
 from quire.engine.profile import NoProfile, Profile
 from quire.engine.request import CompletionOutput, Request, RequestOutput, Sample, Timings
 from quire.engine.sampling import sample_tokens
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduled_step import ScheduledStep
 from quire.engine.scheduler import Scheduler
+from quire.engine.speeds import Speeds
+from quire.engine.tier_loads import TierLoads
+from quire.engine.tier_stores import TierStores
 from quire.errors import ArgumentError, PromptError
 
 __all__ = ["Engine", "StepRunner"]
 
 _DEFAULT_MAX_TOKENS = 256
 _MAX_ID = 2**31 - 1
+_WAIT_S = 0.05  # that a step waits for tiers at most, where nothing else is to be done
 
 
 class StepRunner(Protocol):
@@ -47,7 +52,8 @@ class Engine:
     cache: a `quire.Cache` nobody else uses. tokenizer: None if only token ids go in and come out.
     max_model_len: longest sequence, prompt and output. sampling_defaults: see `SamplingParams.resolved`.
     seed: of the requests that bring none; the same submissions in the same order then give the same tokens.
-    profile: takes the times of every step.
+    profile: takes the times of every step. preemption, loads, stores: see `LLM` and the classes; speeds: theirs, kept
+    up here.
     """
 
     def __init__(
@@ -66,8 +72,16 @@ class Engine:
         seed: int = 0,
         profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
+        speeds: Speeds | None = None,
+        parking: Parking | None = None,
+        loads: TierLoads | None = None,
+        stores: TierStores | None = None,
     ) -> None:
         self._runner = runner
+        self._speeds = speeds or Speeds()
+        self.parking = parking or Parking(cache)
+        self._loads = loads
+        self._stores = stores
         self._cache = cache
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
@@ -84,7 +98,11 @@ class Engine:
             max_num_seqs=max_num_seqs,
             watermark=watermark,
             clock=clock,
+            parking=self.parking,
+            loads=loads,
+            on_reserved=self._collect,
         )
+        self.parking.on_reserved = self._collect
         self._num_finished = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -187,17 +205,36 @@ class Engine:
 
     # -- a step ----------------------------------------------------------------------------------------
 
+    def wake(self) -> None:
+        """Ends a step's waiting for the tiers. The one call that may come from any thread."""
+        if self._loads is not None:
+            self._loads.changed.set()
+
+    def _collect(self) -> None:
+        """Has what memory gave up, or gained, stored in the tiers as far as their policy says so."""
+        if self._stores is not None:
+            self._stores.collect()
+
     def step(self) -> list[RequestOutput]:
-        """Computes one step; outputs of the requests that ended, and of the streaming ones that grew."""
+        """Computes one step; outputs of the requests that ended, and of the streaming ones that grew.
+
+        Where nothing can be computed until a load from a tier has ended, waits for that a moment instead.
+        """
         started = self._clock()
         scheduled: ScheduledStep | None = None
         self._profile.begin()
         try:
+            if self._loads is not None:
+                self._loads.changed.clear()  # before what it tells of is looked at
             scheduled = self.scheduler.schedule()
             touched = self.scheduler.take_failed()
             self._profile.lap("schedule")
             if scheduled is not None:
                 touched += self._compute(scheduled)
+                if scheduled.is_prompt:
+                    self._speeds.computed(len(scheduled.input_ids), self._clock() - started)
+            elif self._loads is not None and self.scheduler.waits_for_tiers:
+                self._loads.changed.wait(_WAIT_S)
             outputs = self._outputs(touched)
             self._profile.lap("detokenize")
             return outputs
@@ -223,6 +260,7 @@ class Engine:
                 self.scheduler.finish(sample, "error", error)
             return ended
         self.scheduler.update(scheduled, tokens)
+        self._collect()
         self._profile.lap("update")
         self._num_generated_tokens += len(scheduled.sampled)
         for sample in scheduled.sampled:
@@ -249,7 +287,10 @@ class Engine:
         fit any more ends with a CapacityError when its turn comes.
         """
         self.scheduler.preempt_to(num_blocks)
-        return self._cache.resize(num_blocks)
+        given_up = self._cache.resize(num_blocks)
+        if self._stores is not None:
+            self._stores.collect(keep_forgotten=True)
+        return given_up
 
     # -- outputs ---------------------------------------------------------------------------------------
 
@@ -284,6 +325,7 @@ class Engine:
             outputs=[self._completion(sample) for sample in request.samples],
             finished=request.finished,
             timings=Timings(*(None if at is None else at - arrival for at in times)),
+            num_tier_tokens=dict(request.num_tier_tokens),
         )
 
     def _completion(self, sample: Sample) -> CompletionOutput:
@@ -361,6 +403,11 @@ class Engine:
             "num_generated_tokens": self._num_generated_tokens,
             "num_steps": scheduler.num_steps,
             "num_preemptions": scheduler.num_preemptions,
+            "num_loading": len(scheduler.loading),
+            "num_parked": self.parking.num_parked,
+            "parked_bytes": self.parking.num_bytes,
+            "num_restored_tokens": self.parking.num_restored_tokens,
+            "num_loaded_tokens": self._loads.loaded_tokens.total() if self._loads is not None else 0,
             "hit_rate": num_cached / num_prompt if num_prompt else 0.0,
             "busy_s": self._busy_s,
             "tokens_per_second": self._num_generated_tokens / self._busy_s if self._busy_s else 0.0,

@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Any
 from quire.backends import native_module
 from quire.engine.engine import Engine
 from quire.engine.interrupt import deferred_interrupt
+from quire.engine.preemption import Mode
 from quire.engine.profile import Profile
 from quire.engine.prompts import Prompt, encode, split
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.speeds import Speeds
 from quire.engine.storages import StorageOptions
+from quire.engine.tier_stores import Policy
+from quire.engine.tiering import OpenTiers, TierOptions
 from quire.errors import ArgumentError, QuireError
 from quire.sizes import format_size
 from quire.startup import short_start
@@ -57,6 +61,14 @@ class LLM:
     packed_weights: a folder in which the form of the weights that the kernels read is kept, made if it is not there:
         the first start writes it, later ones map it, packing nothing. Used where the weights come from
         safetensors files and the back end is native; a file there is as large as the weights and may be deleted.
+    host_cache: a size: that much host memory, beside kv_memory, keeps blocks that were evicted. disk_cache: a folder
+        in which they survive the process, of at most disk_cache_size; several engines may share it. remote_cache: URL
+        of a Redis server that engines share, "redis://host:port". Any of the three together; off if not given.
+    cache_write: what goes there: "eviction" (what memory gives up, and at the end what is left) or "through" (segments
+        as soon as they are computed; models with sliding windows always).
+    preemption: of a request for which memory has run out: "park" (its bytes wait in host memory), "recompute" (its
+        tokens are computed again) or "auto", whatever takes less time. park_memory: bytes that parked requests may
+        take beside kv_memory; "auto" is a quarter of it.
     profile: takes the times of every step; `llm.profile` tells them, and is None without.
 
     *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.
@@ -84,6 +96,13 @@ class LLM:
         backend: str | None = None,
         num_threads: int | None = None,
         packed_weights: str | os.PathLike[str] | None = None,
+        host_cache: str | int | None = None,
+        disk_cache: str | os.PathLike[str] | None = None,
+        disk_cache_size: str | int = "8GiB",
+        remote_cache: str | None = None,
+        cache_write: Policy = "eviction",
+        preemption: Mode = "auto",
+        park_memory: str | int = "auto",
         profile: bool = False,
     ) -> None:
         _check_range("block_size", block_size, 1, 512)
@@ -104,11 +123,21 @@ class LLM:
             piece_size=piece_size,
             backend=backend,
         )
+        tier_options = TierOptions(
+            host_cache,
+            None if disk_cache is None else Path(disk_cache),
+            disk_cache_size,
+            remote_cache,
+            cache_write,
+            preemption,
+            park_memory,
+        )
         packed_folder = None if packed_weights is None else _folder("packed_weights", packed_weights)
 
         import torch
 
         from quire.engine.runner import Runner
+        from quire.model.fingerprint import world
         from quire.model.load import load
         from quire.model.prepare import PreparedModel
 
@@ -117,11 +146,13 @@ class LLM:
             if (native := native_module()) is not None:
                 native.set_num_threads(num_threads)
         loaded = load(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+        fingerprint = world(loaded, backend) if tier_options.has_tiers else b""
         prepared = PreparedModel(
             loaded, backend=backend, max_model_len=max_model_len, packed_weights=packed_folder
         )
         self._prepared = prepared
         self._storage: Storage | None = None
+        self.tiers: OpenTiers | None = None
         try:
             self.name: str = loaded.name
             self.tokenizer: Any = loaded.tokenizer
@@ -141,6 +172,10 @@ class LLM:
             self.profile = Profile() if profile else None
             self.vocab_size: int = loaded.vocab_size
             self.runner = Runner(prepared, opened.storage, num_threads=num_threads, profile=self.profile)
+            speeds = Speeds()
+            parking = tier_options.parking(opened.cache, opened.storage, speeds)
+            if tier_options.has_tiers:
+                self.tiers = tier_options.open(opened.cache, opened.storage, fingerprint, speeds)
             self.engine = Engine(
                 self.runner,
                 opened.cache,
@@ -153,6 +188,10 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 seed=seed,
                 profile=self.profile,
+                speeds=speeds,
+                parking=parking,
+                loads=None if self.tiers is None else self.tiers.loads,
+                stores=None if self.tiers is None else self.tiers.stores,
             )
         except BaseException:
             self.close()
@@ -329,6 +368,14 @@ class LLM:
             storage.give_back(self.engine.resize(num_blocks))
             self.num_blocks, self.kv_memory_bytes = num_blocks, num_blocks * storage.unit_bytes
 
+    def flush(self) -> None:
+        """Has the tiers hold all that the cache does, for good; waits for that. Without tiers it does nothing."""
+        with self._lock:
+            self._require_open()
+            if self.tiers is not None:
+                self.tiers.stores.flush()
+                self.tiers.stack.flush()
+
     def trim(self) -> None:
         """Gives the memory of all blocks that no request holds back to the system: cached prefixes are forgotten.
 
@@ -358,10 +405,16 @@ class LLM:
         }
 
     def close(self) -> None:
-        """Ends all requests, gives the cache's memory back and the model as it was. Twice does nothing."""
+        """Ends all requests, stores in the tiers what they lack, gives the cache's memory back and the model as it was.
+
+        Twice does nothing.
+        """
         engine = getattr(self, "engine", None)
         if engine is not None:
             engine.abort_all()
+        if self.tiers is not None:
+            self.tiers.close()
+            self.tiers = None
         self._prepared.restore()
         if self._storage is not None:
             self._storage.close()

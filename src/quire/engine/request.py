@@ -4,8 +4,10 @@ A *request* is one prompt and its parameters; a *sample* is one of its `n` conti
 scheduler moves. The first sample computes the prompt; the others are forked from it when it is done.
 
     State of a sample          edge: function
-    WAITING -> RUNNING         Scheduler.schedule admits it (a cache sequence is open while RUNNING)
-    RUNNING -> WAITING         Scheduler preempts it (its sequence is closed, its content stays findable)
+    WAITING -> RUNNING         Scheduler.schedule admits it (a cache sequence is open while RUNNING or LOADING)
+    WAITING -> LOADING         Scheduler.schedule has its prefix loaded from a tier
+    LOADING -> RUNNING         Scheduler.schedule, once the load has ended and there is a seat
+    RUNNING, LOADING -> WAITING  Scheduler preempts it (its sequence is closed, its content stays findable)
     UNBORN  -> RUNNING|WAITING Scheduler.update forks it from the first sample
     any     -> FINISHED        stop token, stop string, length, abort, error
 """
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
     from quire.engine.detokenizer import Detokenizer
+    from quire.engine.preemption import Parked
+    from quire.engine.tier_loads import Search, TierLoad
 
 __all__ = ["CompletionOutput", "Request", "RequestOutput", "Sample", "SampleState", "Timings"]
 
@@ -32,6 +36,7 @@ __all__ = ["CompletionOutput", "Request", "RequestOutput", "Sample", "SampleStat
 class SampleState(enum.Enum):
     UNBORN = "unborn"
     WAITING = "waiting"
+    LOADING = "loading"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -39,8 +44,9 @@ class SampleState(enum.Enum):
 class Sample:
     """One continuation of a request's prompt.
 
-    sequence: the open cache sequence, None unless RUNNING. num_computed: its tokens whose KV is computed
-    (mirrors `sequence.num_computed_tokens` while RUNNING, without the call).
+    sequence: the open cache sequence, None unless RUNNING or LOADING. num_computed: its tokens whose KV is computed
+    (mirrors `sequence.num_computed_tokens` while RUNNING, without the call). parked: its bytes while it waits after a
+    preemption, where they were kept. search: how far the tiers have it; load: what is being loaded of it.
     """
 
     __slots__ = (
@@ -51,11 +57,14 @@ class Sample:
         "index",
         "key",
         "last_token",
+        "load",
         "logprobs",
         "num_computed",
         "num_tokens",
         "output_ids",
+        "parked",
         "request",
+        "search",
         "sequence",
         "state",
         "waits_for",
@@ -71,6 +80,9 @@ class Sample:
         self.num_tokens = len(request.prompt_token_ids)  # known ones: prompt and output
         self.num_computed = 0
         self.sequence: Any = None
+        self.parked: Parked | None = None
+        self.search: Search | None = None
+        self.load: TierLoad | None = None
         self.waits_for: tuple[Sample, int] | None = None  # a running sample, and the position it has to reach
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
@@ -132,6 +144,7 @@ class Request:
         self.extra_keys = extra_keys
         self.samples = [Sample(self, index) for index in range(params.n)]
         self.num_cached_tokens = 0
+        self.num_tier_tokens: dict[str, int] = {}  # of the cached ones, those that a tier gave
         self.num_preemptions = 0
         self.arrival_s = arrival_s
         self.started_s: float | None = None
@@ -171,7 +184,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What a request has produced so far; `finished` once nothing more will come."""
+    """What a request has produced so far; `finished` once nothing more will come.
+
+    num_cached_tokens: of its prompt, not computed: found in memory, or in a tier, which `num_tier_tokens` names.
+    """
 
     request_id: str
     prompt: str | None
@@ -180,6 +196,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     timings: Timings = field(default_factory=Timings)
+    num_tier_tokens: dict[str, int] = field(default_factory=dict)
 
     @property
     def error(self) -> BaseException | None:

@@ -42,6 +42,11 @@ class ScheduledStep:
         """Whether every sample computes its newest token and draws one: nothing but decodes."""
         return self.sampled is self.samples
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether some sample computes more than its newest token."""
+        return len(self.input_ids) > len(self.samples)
+
     @classmethod
     def build(
         cls,

@@ -4,16 +4,18 @@ Continuous batching with chunked prefill under a token budget: running samples t
 running ones that still compute their prompt, then waiting ones, each in order of (priority, arrival). A waiting
 sample does not overtake one that was refused for want of memory.
 
-Out of memory (the cache evicts what is merely cached by itself): the last running sample in that order is
-preempted: its sequence is closed, so that its content stays findable, and it waits to be opened again with
-prompt and output.
+Out of memory (the cache evicts what is merely cached by itself): the last sample in that order of those that run or
+load is preempted: its bytes are parked or not (`preemption`), its sequence is closed, so that its content stays
+findable, and it waits to be opened again with prompt and output.
 
-A waiting sample whose next tokens are being computed by a running one waits for that one's commit.
+A waiting sample whose next tokens are being computed by a running one waits for that one's commit. One whose prefix
+lies in a tier is LOADING meanwhile (`tier_loads`): its units are reserved, others overtake it.
 
 Invariants
-    R1  a sample has an open sequence exactly while it is RUNNING.
-    R2  `running` and `waiting` are sorted by `Sample.key`; nobody is in both.
-    R3  progress: the first running sample is never preempted, and alone it always fits (`check_fits`).
+    R1  a sample has an open sequence exactly while it is RUNNING or LOADING.
+    R2  `running`, `loading` and `waiting` are sorted by `Sample.key`; nobody is in two of them.
+    R3  progress: the first of those that run or load is never preempted, and alone it always fits (`check_fits`);
+        a load ends by itself.
 
 Not here: the clock is an argument, chance has no place. Not thread-safe: one owner.
 Cost: `schedule` O(running + samples looked at + new tokens), `update` O(scheduled).
@@ -28,9 +30,11 @@ from typing import Any
 
 import numpy as np
 
+from quire.engine.preemption import Parking
 from quire.engine.prefixes_under_way import PrefixesUnderWay
 from quire.engine.request import Request, Sample, SampleState
 from quire.engine.scheduled_step import ScheduledStep
+from quire.engine.tier_loads import TierLoads
 from quire.errors import CapacityError
 
 __all__ = ["Scheduler"]
@@ -43,7 +47,9 @@ class Scheduler:
 
     cache: a `quire.Cache` (its own watermark 0: the scheduler keeps one). max_batch_tokens: tokens of a step.
     max_num_seqs: samples that run at once. watermark: share of the units an admission must leave while others
-    run, so that they do not have to preempt it at once. clock: seconds.
+    run, so that they do not have to preempt it at once. clock: seconds. parking: what becomes of preempted samples;
+    without it they are computed again. loads: of prefixes in the tiers, where there are any. on_reserved: called
+    whenever units have been handed out that nothing was written to yet.
     """
 
     def __init__(
@@ -54,8 +60,14 @@ class Scheduler:
         max_num_seqs: int = 256,
         watermark: float = 0.01,
         clock: Callable[[], float] = time.monotonic,
+        parking: Parking | None = None,
+        loads: TierLoads | None = None,
+        on_reserved: Callable[[], None] = lambda: None,
     ) -> None:
         self._cache = cache
+        self._parking = parking or Parking(cache)
+        self._loads = loads
+        self._on_reserved = on_reserved
         self._block_size: int = cache.block_size
         self._shares: bool = cache.prefix_caching
         self._watermark = watermark
@@ -65,6 +77,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
+        self.loading: list[Sample] = []
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_computed_tokens = 0
@@ -120,6 +133,11 @@ class Scheduler:
         elif state is SampleState.RUNNING:
             self.running.remove(sample)
             self._close(sample)
+        elif state is SampleState.LOADING:
+            self._end_load(sample)
+            self._close(sample)
+        sample.search = None
+        self._parking.drop(sample)
         request = sample.request
         if request.finished:
             request.finished_s = self.clock()
@@ -134,11 +152,19 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.requests)
 
+    @property
+    def waits_for_tiers(self) -> bool:
+        """Whether a load or a search is under way that a step could follow from."""
+        return bool(self.loading) or any(not _is_searched(s) for s in self.waiting[:_MAX_LOOKED_AT])
+
     # -- a step ----------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, its memory reserved; None if there is nothing to run."""
         self._chunk_limit = self.max_batch_tokens
+        if self._loads is not None:
+            self._land_loads()
+            self._start_loads(self._loads)
         may_admit = True
         while self.running or self.waiting:
             chosen, budget = self._continue_running()
@@ -149,6 +175,7 @@ class Scheduler:
                 num_new = np.array([n for _, n in chosen], np.int32)
                 plan = self._cache.reserve(ids, num_new)
                 if plan is not None:
+                    self._on_reserved()
                     self._start([sample for sample, _ in admitted])
                     self.num_steps += 1
                     self.num_computed_tokens += int(num_new.sum())
@@ -240,34 +267,39 @@ class Scheduler:
             if not room or not budget:
                 break
             num_looked_at += 1
+            if not _is_searched(sample):
+                passed.append(sample)
+                continue
             if sample.waits_for is not None and self._is_coming(sample):
                 passed.append(sample)
                 continue
             tokens = sample.token_ids()
             request = sample.request
-            sequence = cache.open(
-                tokens,
-                namespace=request.namespace,
-                extra_keys=request.extra_keys,
-                max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
-            )
+            sequence = self._open(sample, tokens)
             num_computed = sequence.num_computed_tokens
-            if being_computed is not None:
+            if being_computed is not None and sample.parked is None:
                 sample.waits_for = being_computed.find(request, tokens, num_computed)
                 if sample.waits_for is not None:
                     cache.close(sequence)
                     passed.append(sample)
                     continue
-            n = min(len(tokens) - num_computed, budget, self._chunk_limit)
+            # What was parked comes back at once, whatever the budget.
+            known = max(num_computed, self._parking.num_tokens(sample))
+            n = known - num_computed + min(len(tokens) - known, budget, self._chunk_limit)
             now = cache.num_blocks_needed([sequence], [n])
             units = now + cache.units_later(len(tokens), num_computed + n)
             # The very first may take what there is, in smaller chunks if need be (R3); others leave a margin.
-            if (self.running or admitted) and (
+            if (self.running or self.loading or admitted) and (
                 taken + units + margin > cache.num_free_blocks or now > cache.largest_free_blocks
             ):
                 cache.close(sequence)
                 num_looked_at -= 1
                 break
+            if known > num_computed:
+                num_computed = self._parking.restore(sample, sequence)
+                n = min(len(tokens) - num_computed, budget, self._chunk_limit)
+                now = cache.num_blocks_needed([sequence], [n])  # what has come back is held by now
+                units = now + cache.units_later(len(tokens), num_computed + n)
             taken += units
             room -= 1
             budget -= n
@@ -287,7 +319,8 @@ class Scheduler:
         """Whether what `sample` waits for is still on its way."""
         assert sample.waits_for is not None
         other, position = sample.waits_for
-        return other.state is SampleState.RUNNING and other.num_computed < position
+        is_under_way = other.state in (SampleState.RUNNING, SampleState.LOADING)
+        return is_under_way and other.num_computed < position
 
     def _units_to_come(self, chosen: list[tuple[Sample, int]]) -> int:
         """Units that this step of the running samples takes, and that the rest of their prompts will."""
@@ -298,13 +331,84 @@ class Scheduler:
         units = cache.num_blocks_needed(sequences, [n for _, n in chosen])
         return units + sum(cache.units_later(s.num_tokens, s.num_computed + n) for s, n in chosen)
 
+    # -- tiers -----------------------------------------------------------------------------------------
+
+    def _start_loads(self, loads: TierLoads) -> None:
+        """Has waiting samples loaded whose prefix a tier has, as far as no unit is taken that one before them needs."""
+        if not any(s.search is not None and s.search.num_tokens for s in self.waiting[: self.max_num_seqs]):
+            return
+        cache = self._cache
+        under_way = PrefixesUnderWay(self.running + self.loading, self._block_size)
+        promised = cache.margin(self._watermark) + self._units_to_come([(s, 1) for s in self.running])
+        for sample in self.waiting[: self.max_num_seqs]:
+            if not _is_searched(sample) or (sample.waits_for is not None and self._is_coming(sample)):
+                continue
+            if sample.search is None or sample.parked is not None or sample.search.num_tokens == 0:
+                promised += cache.units_alone(sample.num_tokens)
+                continue
+            if promised >= cache.num_free_blocks:
+                return
+            tokens = sample.token_ids()
+            sequence = self._open(sample, tokens)
+            found = sequence.num_computed_tokens
+            sample.waits_for = under_way.find(sample.request, tokens, found)
+            if sample.waits_for is not None:
+                cache.close(sequence)
+                continue
+            stop = loads.num_worth_loading(sample, found)
+            plan = None
+            if stop > found:
+                units = cache.num_blocks_needed([sequence], [stop - found])
+                units += cache.units_later(sample.num_tokens, stop)
+                if not (self.running or self.loading) or promised + units <= cache.num_free_blocks:
+                    plan = cache.reserve([sequence], [stop - found])
+            if plan is None:
+                cache.close(sequence)
+                if stop == found:
+                    sample.search = None  # better computed
+                promised += cache.units_alone(sample.num_tokens)
+                continue
+            self._on_reserved()
+            self.waiting.remove(sample)
+            sample.sequence, sample.num_computed = sequence, found
+            sample.state = SampleState.LOADING
+            insort(self.loading, sample, key=_key)
+            under_way.add(sample, tokens)
+            promised += cache.units_later(sample.num_tokens, stop)
+            try:
+                loads.begin(sample, sequence, plan, stop)
+            except CapacityError:  # no memory behind the units now: it is computed, if that finds some
+                self._close(sample)
+                self.loading.remove(sample)
+                self._wait(sample, search=False)
+                return
+
+    def _land_loads(self) -> None:
+        """Those whose load has ended run from now on, as far as there are seats."""
+        for sample in list(self.loading):
+            if len(self.running) >= self.max_num_seqs:
+                return
+            assert sample.load is not None
+            if sample.load.done:
+                self._end_load(sample)
+                sample.state = SampleState.RUNNING
+                insort(self.running, sample, key=_key)
+                self._start([sample])
+
+    def _end_load(self, sample: Sample) -> None:
+        assert self._loads is not None
+        by_tier = self._loads.finish(sample)
+        self.loading.remove(sample)
+        if sample.request.started_s is None:
+            sample.request.num_tier_tokens = by_tier
+
     # -- moving samples --------------------------------------------------------------------------------
 
     def _make_room(self) -> bool:
         """The running samples do not fit: preempts the last of them, or lets the only one ask for less."""
         if not self.running:
             return False
-        if len(self.running) > 1:
+        if len(self.running) + len(self.loading) > 1:
             self._preempt_last()
             return True
         sample = self.running[0]
@@ -325,18 +429,32 @@ class Scheduler:
 
     def preempt_to(self, num_blocks: int) -> None:
         """Preempts running samples, the last first, until at most `num_blocks` units are in use."""
-        while self.running and self._cache.num_blocks - self._cache.num_free_blocks > num_blocks:
+        while (
+            self.running or self.loading
+        ) and self._cache.num_blocks - self._cache.num_free_blocks > num_blocks:
             self._preempt_last()
 
     def _preempt_last(self) -> None:
+        """Preempts the last of those that run or load."""
+        if self.loading and (not self.running or _key(self.loading[-1]) > _key(self.running[-1])):
+            sample = self.loading[-1]
+            self._end_load(sample)
+            self._close(sample)
+            self._wait(
+                sample, search=False
+            )  # what has arrived is findable; it is not asked for a second time
+            return
         sample = self.running[-1]
         sample.request.num_preemptions += 1
         self.num_preemptions += 1
+        self._parking.park(sample)
         self._unadmit(sample)
 
     def _start(self, admitted: list[Sample]) -> None:
         """Notes when a request began and what it found; what it finds after a preemption is its own work."""
         for sample in admitted:
+            self._parking.drop(sample)
+            sample.search = None
             request = sample.request
             if request.started_s is None:
                 request.started_s = self.clock()
@@ -348,11 +466,22 @@ class Scheduler:
         self._close(sample)
         self._wait(sample)
 
-    def _wait(self, sample: Sample) -> None:
+    def _wait(self, sample: Sample, *, search: bool = True) -> None:
         sample.state = SampleState.WAITING
         sample.num_computed = 0
         sample.waits_for = None
         insort(self.waiting, sample, key=_key)
+        if self._loads is not None and search and sample.parked is None and sample.search is None:
+            self._loads.search(sample)
+
+    def _open(self, sample: Sample, tokens: np.ndarray) -> Any:
+        request = sample.request
+        return self._cache.open(
+            tokens,
+            namespace=request.namespace,
+            extra_keys=request.extra_keys,
+            max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
+        )
 
     def _close(self, sample: Sample) -> None:
         sequence, sample.sequence = sample.sequence, None
@@ -370,6 +499,11 @@ class Scheduler:
         sample.num_computed = parent.num_computed
         sample.state = SampleState.RUNNING
         insort(self.running, sample, key=_key)
+
+
+def _is_searched(sample: Sample) -> bool:
+    """Whether it is known what the tiers have of a waiting sample, or nobody asked."""
+    return sample.search is None or sample.search.done
 
 
 def _key(sample: Sample) -> tuple[int, int, int]:

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from quire.errors import ArgumentError, LoadError
-from quire.hf.fingerprint import fingerprint
+from quire.model.fingerprint import fingerprint
 from quire.hf.layers import RowLayer, StoredShape
 
 if TYPE_CHECKING:

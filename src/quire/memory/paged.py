@@ -30,6 +30,7 @@ import torch
 from quire.errors import ArgumentError, CapacityError
 from quire.memory.heap import HUGE_PAGE_BYTES, Heap, physical_bytes
 from quire.memory.storage import Capabilities, Placement
+from quire.memory.unit_bytes import UnitPlaces, read_units, write_units
 from quire.memory.view import KVView
 from quire.spec import KVGroup, KVSpec
 
@@ -131,12 +132,16 @@ class PagedStorage:
     def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
         """The plan's own tables, once its copies are done."""
         placements: list[Placement] = []
+        self.settle(plan)
         for index in range(plan.num_groups):
             group = plan.group(index)
-            if len(group.copies):
-                self.copy(group.copies, index)
             placements.append(Placement(group.block_tables, group.slot_mapping))
         return placements
+
+    def settle(self, plan: Any) -> None:
+        """See `UnitStorage.settle`: the plan's copies."""
+        for index in range(plan.num_groups):
+            self.copy(plan.group(index).copies, index)
 
     def forget(self, sequence_ids: Any) -> None:
         """Nothing is kept for a sequence."""
@@ -152,6 +157,29 @@ class PagedStorage:
         group, slot = self._home[layer if owner is None else owner]
         k, v = self._tensors(group)
         return KVView(k[slot], v[slot], self.block_size)
+
+    def unit_places(self, group: KVGroup, units: np.ndarray) -> UnitPlaces:
+        """Where blocks of a group lie, for `quire.memory.unit_bytes`."""
+        k, v = self._tensors(group)
+        itemsize = self.dtype.itemsize
+        slots = np.arange(len(group.layers))[:, None]
+        addresses = [
+            pool.data_ptr() + slots * (pool.stride(0) * itemsize) + units * (pool.stride(1) * itemsize)
+            for pool in (k, v)
+        ]
+        return UnitPlaces(
+            np.stack(addresses),
+            (k.stride(2) * itemsize, v.stride(2) * itemsize),
+            (k.stride(3) * itemsize, v.stride(3) * itemsize),
+        )
+
+    def read_units(self, units: Any, num_tokens: int, *, first: int = 0) -> np.ndarray:
+        """The bytes of tokens in units, see `quire.memory.unit_bytes`."""
+        return read_units(self, units, num_tokens, first=first)
+
+    def write_units(self, units: Any, payload: np.ndarray, num_tokens: int, *, first: int = 0) -> None:
+        """Their bytes, put there."""
+        write_units(self, units, payload, num_tokens, first=first)
 
     def copy(self, copies: Any, group: int = 0) -> None:
         """Copy the first tokens of blocks, in every layer of `group`, row after row.

@@ -33,7 +33,8 @@ __all__ = ["Capabilities", "Placement", "Storage"]
 class Capabilities:
     """What laws, tests and schedulers may ask of a storage.
 
-    shares_prefix: one unit may stand in several sequences. elastic: `resize` works while sequences are open.
+    shares_prefix: one unit may stand in several sequences; such a storage is a `UnitStorage` too, whose units'
+    bytes can be read and written (`quire.memory.unit_bytes`). elastic: `resize` works while sequences are open.
     """
 
     shares_prefix: bool

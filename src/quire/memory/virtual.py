@@ -35,6 +35,7 @@ from quire.memory.heap import physical_bytes
 from quire.memory.placement import DEFAULT_PIECE_BYTES, PlacementBackend, PlacementHeap, why_not
 from quire.memory.placement.memfd import MemfdBackend
 from quire.memory.storage import Capabilities, Placement
+from quire.memory.unit_bytes import UnitPlaces, read_units, write_units
 from quire.memory.view import KVView
 from quire.spec import KVGroup, KVSpec
 
@@ -214,6 +215,32 @@ class VirtualStorage:
         first = rows * self.row_tokens + contexts - lengths - starts[:-1]
         slots = np.arange(starts[-1]) + np.repeat(first, lengths)
         return [Placement(rows.astype(np.int32)[:, None], slots)]
+
+    def settle(self, plan: Any) -> None:
+        """See `UnitStorage.settle`: the units held, with memory behind all of each, and the plan's copies."""
+        for index, address_range in enumerate(self._ranges):
+            group = plan.group(index)
+            units = np.unique(group.block_tables[group.block_tables >= 0])
+            self._hold(units)
+            self._heap.commit(units, address_range.piece_bytes)
+            self._copy(group.copies, index)
+
+    def unit_places(self, group: KVGroup, units: np.ndarray) -> UnitPlaces:
+        """Where blocks of a group lie in the heap, for `quire.memory.unit_bytes`; `settle` has put memory there."""
+        lanes = range(0, 2 * len(group.layers), 2)
+        addresses = np.stack(
+            [[self._heap.addresses(units, lane + kind) for lane in lanes] for kind in (0, 1)]
+        )
+        k, v = (dim * self.dtype.itemsize for dim in (group.k_head_dim, group.v_head_dim))
+        return UnitPlaces(addresses, (k, v), (group.num_kv_heads * k, group.num_kv_heads * v))
+
+    def read_units(self, units: Any, num_tokens: int, *, first: int = 0) -> np.ndarray:
+        """The bytes of tokens in units, see `quire.memory.unit_bytes`."""
+        return read_units(self, units, num_tokens, first=first)
+
+    def write_units(self, units: Any, payload: np.ndarray, num_tokens: int, *, first: int = 0) -> None:
+        """Their bytes, put there."""
+        write_units(self, units, payload, num_tokens, first=first)
 
     def forget(self, sequence_ids: Any) -> None:
         """Park the rows of sequences that have ended: still mapped, for the next ones."""

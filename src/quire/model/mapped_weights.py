@@ -33,6 +33,10 @@ class MappedWeights:
         self._regions = _mapped_files(_SUFFIX)
         self._starts = [region.start for region in self._regions]
 
+    def paths(self) -> list[str]:
+        """The files, each once."""
+        return sorted({region.path for region in self._regions})
+
     def release(self, weight: torch.Tensor) -> None:
         """Gives the pages wholly inside `weight` back if they lie in one of the files; its bytes can still be read."""
         start = weight.data_ptr()

@@ -84,6 +84,10 @@ class PlacementBackend(Protocol):
         """Copy bytes between heaps, without mapping them anywhere else."""
         ...
 
+    def heap_address(self, heap: Any) -> int:
+        """Where all of a heap can be reached, mapped elsewhere or not; to touch only what was committed."""
+        ...
+
     def committed_bytes(self, heap: Any) -> int:
         """Memory the heap takes, as the machine tells it."""
         ...

@@ -266,6 +266,17 @@ class PlacementHeap:
         self._files.commit(units[1:], [-(-size // page) * page for size in num_bytes])
         self._files.copy(source, target, num_bytes)
 
+    def commit(self, units: Any, piece_bytes: Sequence[int]) -> None:
+        """Have memory behind the first `piece_bytes[lane]` bytes of these units' pieces, which are not free.
+
+        *raises:* CapacityError: there is none.
+        """
+        self._files.commit(self._live(units), piece_bytes)
+
+    def addresses(self, units: Any, lane: int) -> np.ndarray:
+        """int64, where these units' pieces of a lane can be reached whether mapped or not; none of them is free."""
+        return self._files.addresses(self._live(units), lane)
+
     def trim(self) -> None:
         """Give back the memory of every free unit, and every heap none of whose units is in use."""
         for index in list(self._files.files):

@@ -94,6 +94,12 @@ class HeapFiles:
         index, place = divmod(unit, self.units_per_file)
         return self.files[index], self._lane_offsets[lane] + place * self.piece_bytes[lane]
 
+    def addresses(self, units: np.ndarray, lane: int) -> np.ndarray:
+        """int64, where the pieces of units can be reached whether mapped or not."""
+        index, place = np.divmod(units, self.units_per_file)
+        bases = np.array([self.backend.heap_address(self.files[one]) for one in index.tolist()], np.int64)
+        return bases + self._lane_offsets[lane] + place * self.piece_bytes[lane]
+
     def adjacent(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         """Whether each unit of `right` lies directly behind that of `left` in every lane."""
         return (right == left + 1) & (left // self.units_per_file == right // self.units_per_file)

@@ -134,6 +134,9 @@ class MemfdBackend:
     ) -> None:
         ctypes.memmove(target.address + target_offset, source.address + source_offset, num_bytes)
 
+    def heap_address(self, heap: _Memfd) -> int:
+        return heap.address
+
     def committed_bytes(self, heap: _Memfd) -> int:
         return self._calls.committed_bytes(heap.fd)
 

@@ -136,6 +136,9 @@ class SimulatedBackend:
             page = offset - offset % self.page_bytes
             self._expect(page in heap.committed, f"no memory behind bytes {offset} of a heap to copy")
 
+    def heap_address(self, heap: _Memory) -> int:
+        raise BackendError("expected memory with bytes in it, got a simulated one, which has none")
+
     def committed_bytes(self, heap: _Memory) -> int:
         return len(heap.committed) * self.page_bytes
 

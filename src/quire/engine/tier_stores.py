@@ -1,0 +1,196 @@
+"""What goes down to the tiers, and when: whole segments as they are committed, or what memory is about to lose.
+
+Driven by the cache's events alone (`quire.cache.events`): they tell which full blocks there are, in which units, and
+which have just been given up while their bytes are still there. A mirror of the tree is kept, a small object for each
+block, with the keys of segments (`quire.tiers.keys`) along each path.
+
+    through    a segment is stored when its last block is committed
+    eviction   when the first of its blocks is given up: the deepest goes first, so the others are still there
+
+What ends within a segment is stored block by block, each a value of its own: on eviction, and by `flush`, which stores
+all that is not stored yet. With sliding windows in the model policy is always "through": what lies behind a window is
+soon gone from memory, and a segment is of use only with the bytes of every group.
+
+Cost: about 10 us for each block that comes or goes; the bytes of what is stored are copied by the engine's thread, the
+rest is done by the stack's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from quire.engine.preemption import UnitBytes
+from quire.tiers.keys import root_key
+from quire.tiers.names import SegmentName, segment_names
+from quire.tiers.stack import TierStack
+
+__all__ = ["POLICIES", "Policy", "TierStores"]
+
+Policy = Literal["eviction", "through"]
+POLICIES = ("eviction", "through")
+
+
+class _Block:
+    """A full node of the cache's tree. end_key: of the whole segment that ends with it, if one does."""
+
+    __slots__ = (
+        "depth",
+        "end_key",
+        "extra_keys",
+        "in_segment",
+        "is_single",
+        "parent",
+        "root",
+        "tokens",
+        "units",
+    )
+
+    def __init__(
+        self, parent: _Block | None, root: bytes, tokens: np.ndarray, keys: tuple[tuple[int, bytes], ...]
+    ):
+        self.parent = parent
+        self.root = root
+        self.tokens = tokens
+        self.extra_keys = keys  # positions within the block
+        self.depth: int = 1 if parent is None else parent.depth + 1
+        self.units: list[int] = []
+        self.end_key: bytes | None = None
+        self.in_segment = False  # a whole segment with it has been stored
+        self.is_single = False  # it has been stored by itself
+
+
+class TierStores:
+    """See the module's text. segment_tokens: a multiple of the cache's block size."""
+
+    def __init__(
+        self,
+        cache: Any,
+        storage: UnitBytes,
+        stack: TierStack,
+        fingerprint: bytes,
+        segment_tokens: int,
+        *,
+        policy: Policy = "eviction",
+    ) -> None:
+        self._cache = cache
+        self._storage = storage
+        self._stack = stack
+        self._fingerprint = fingerprint
+        self._segment_blocks = segment_tokens // cache.block_size
+        has_windows = any(group.retention.kind != "full" for group in cache.spec.groups)
+        self.policy: Policy = "through" if has_windows else policy
+        self._blocks: dict[int, _Block] = {}
+        self._roots: dict[bytes, bytes] = {}
+        cache.record_events(True)
+
+    def collect(self, *, keep_forgotten: bool = False) -> None:
+        """Takes what has happened since the last call, and copies out what is to be stored.
+
+        To be called after every reservation, before anything is written to its units, and after commits.
+        keep_forgotten: blocks that the cache forgets for want of memory are stored like evicted ones.
+        """
+        events = self._cache.take_events()
+        if not len(events):
+            return
+        for event in events:
+            if event.kind == "stored":
+                self._add(event)
+            elif event.kind == "cleared":
+                self._blocks.clear()
+            else:
+                block = self._blocks.get(event.node_id)
+                if block is None:
+                    continue
+                if event.reason == "evicted" or keep_forgotten:
+                    self._save(block)
+                for group, unit in enumerate(event.units):
+                    if unit >= 0:
+                        block.units[group] = -1
+                if max(block.units) < 0:
+                    del self._blocks[event.node_id]
+
+    def flush(self) -> None:
+        """Hands all that is not stored yet to the tiers, waiting where their queues are full."""
+        self.collect()
+        for block in sorted(self._blocks.values(), key=lambda block: block.depth):
+            if block.depth % self._segment_blocks == 0:
+                self._save(block, wait=True)
+        for block in sorted(self._blocks.values(), key=lambda block: -block.depth):
+            self._save(block, wait=True)
+
+    # -- the mirror ------------------------------------------------------------------------------------
+
+    def _add(self, event: Any) -> None:
+        block = self._blocks.get(event.node_id)
+        if block is None:
+            parent = self._blocks.get(event.parent_id)
+            if parent is None and event.parent_id >= 0:
+                return  # below a block that no group keeps: of no use without it
+            if event.namespace not in self._roots:
+                self._roots[event.namespace] = root_key(self._fingerprint, event.namespace)
+            keys = tuple(sorted(event.extra_keys.items()))
+            block = _Block(parent, self._roots[event.namespace], event.tokens, keys)
+            block.units = [-1] * self._cache.num_groups
+            self._blocks[event.node_id] = block
+        for group, unit in enumerate(event.units):
+            if unit >= 0:
+                block.units[group] = unit
+        if block.depth % self._segment_blocks == 0:
+            if block.end_key is None:
+                block.end_key = self._names(self._path(block), whole=True)[0].key
+            if self.policy == "through":
+                self._save(block)
+
+    def _path(self, block: _Block) -> list[_Block]:
+        """The blocks of its segment up to this one."""
+        path = [block]
+        while (path[-1].depth - 1) % self._segment_blocks:
+            parent = path[-1].parent
+            assert parent is not None
+            path.append(parent)
+        return path[::-1]
+
+    def _names(self, path: list[_Block], *, whole: bool) -> list[SegmentName]:
+        size = self._cache.block_size
+        before = path[0].parent
+        start = (path[0].depth - 1) * size
+        keys = [(start + i * size + at, key) for i, block in enumerate(path) for at, key in block.extra_keys]
+        return segment_names(
+            path[0].root,
+            np.concatenate([block.tokens for block in path]),
+            size * (self._segment_blocks if whole else 1),
+            start=start,
+            parent=None if before is None else before.end_key,
+            extra_keys=keys,
+        )
+
+    # -- storing ---------------------------------------------------------------------------------------
+
+    def _save(self, block: _Block, *, wait: bool = False) -> None:
+        """Stores the segment that ends with the block, or the blocks of an unfinished one, unless that was done."""
+        if block.in_segment or block.is_single:
+            return
+        path = self._path(block)
+        if any(min(one.units) < 0 for one in path):
+            return  # a group has lost what would make it of use
+        is_whole = len(path) == self._segment_blocks
+        for name, blocks in self._parts(path, is_whole):
+            if is_whole or not blocks[0].is_single:
+                units = np.array([one.units for one in blocks]).T
+                payload = self._storage.read_units(units, len(name.tokens))
+                if self._stack.store([(name, payload)]) == 0 and wait:
+                    self._stack.flush(60.0)
+                    self._stack.store([(name, payload)])
+        for one in path:
+            one.in_segment |= is_whole
+            one.is_single |= not is_whole
+
+    def _parts(self, path: list[_Block], is_whole: bool) -> Iterator[tuple[SegmentName, list[_Block]]]:
+        names = self._names(path, whole=is_whole)
+        if is_whole:
+            yield names[0], path
+        else:
+            yield from zip(names, ([block] for block in path), strict=True)

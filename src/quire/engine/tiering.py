@@ -1,0 +1,157 @@
+"""`host_cache=`, `disk_cache=`, `remote_cache=` and `preemption=` made real: options checked, then objects.
+
+The one place that knows all tiers. What cannot be reached at the start is left out with one warning: service goes on
+without it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.preemption import MODES, Mode, Parking
+from quire.engine.speeds import Speeds
+from quire.engine.tier_loads import TierLoads
+from quire.engine.tier_stores import POLICIES, Policy, TierStores
+from quire.errors import ArgumentError
+from quire.sizes import format_size, parse_size
+from quire.tiers.segment import SegmentShape
+from quire.tiers.tier import Tier, TierError
+
+if TYPE_CHECKING:
+    from quire.tiers.stack import TierStack
+
+__all__ = ["OpenTiers", "TierOptions"]
+
+_MAX_BYTES_IN_FLIGHT = 256 << 20  # waiting to be stored, for each tier
+_PARK_SHARE = 4  # of the KV memory, one part in so many, where park_memory is "auto"
+
+_log = logging.getLogger("quire")
+
+
+@dataclass(frozen=True)
+class OpenTiers:
+    """What an engine is given: the stack, and the two who use it."""
+
+    stack: TierStack
+    loads: TierLoads
+    stores: TierStores
+
+    def close(self) -> None:
+        """Stores what is not stored yet, and lets go of threads, files and connections."""
+        self.stores.flush()
+        self.stack.flush(60.0)
+        self.stack.close()
+
+
+@dataclass(frozen=True)
+class TierOptions:
+    """See `quire.LLM`; checked when it is made, before a model is loaded."""
+
+    host_cache: str | int | None = None
+    disk_cache: str | Path | None = None
+    disk_cache_size: str | int = "8GiB"
+    remote_cache: str | None = None
+    cache_write: Policy = "eviction"
+    preemption: Mode = "auto"
+    park_memory: str | int = "auto"
+
+    def __post_init__(self) -> None:
+        if self.host_cache is not None:
+            parse_size(self.host_cache, where="host_cache")
+        parse_size(self.disk_cache_size, where="disk_cache_size")
+        if self.park_memory != "auto":
+            parse_size(self.park_memory, where="park_memory, which may also be auto")
+        for where, value, known in (
+            ("cache_write", self.cache_write, POLICIES),
+            ("preemption", self.preemption, MODES),
+        ):
+            if value not in known:
+                raise ArgumentError(f"expected {' or '.join(known)}, got {value!r} - in `{where}`")
+        if self.remote_cache is not None and not isinstance(self.remote_cache, str):
+            raise ArgumentError(
+                f"expected the URL of a Redis server, got {self.remote_cache!r} - in `remote_cache`"
+            )
+
+    @property
+    def has_tiers(self) -> bool:
+        return any(value is not None for value in (self.host_cache, self.disk_cache, self.remote_cache))
+
+    def parking(self, cache: Any, storage: Any, speeds: Speeds) -> Parking:
+        """Of an engine over this cache and storage; one that parks nothing where the storage cannot."""
+        if not storage.capabilities.shares_prefix:
+            if self.preemption == "park":
+                raise ArgumentError(
+                    "expected a storage whose blocks can be copied out to park them, got rows; use storage paged or "
+                    "virtual, or preemption recompute"
+                )
+            return Parking(cache, None, mode="recompute")
+        if self.park_memory == "auto":
+            max_bytes = cache.num_blocks * cache.unit_bytes // _PARK_SHARE
+        else:
+            max_bytes = parse_size(self.park_memory)
+        return Parking(cache, storage, mode=self.preemption, max_bytes=max_bytes, speeds=speeds)
+
+    def open(self, cache: Any, storage: Any, fingerprint: bytes, speeds: Speeds) -> OpenTiers | None:
+        """The tiers that can be used; None if there are none.
+
+        *raises:* ArgumentError: an option that cannot be, or a cache without prefixes to keep.
+        """
+        if not (storage.capabilities.shares_prefix and cache.prefix_caching):
+            raise ArgumentError(
+                "expected a cache that shares prefixes for host_cache, disk_cache and remote_cache, got one that does "
+                "not; use storage paged or virtual, with prefix_caching"
+            )
+        tiers = self._tiers()
+        if not tiers:
+            return None
+        from quire.tiers.stack import TierStack
+
+        shape = SegmentShape.of(cache.spec)
+        segment_tokens = shape.segment_tokens(cache.block_size)
+        stack = TierStack(tiers, shape, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT)
+        shared = (cache, storage, stack, fingerprint, segment_tokens)
+        _log.info(
+            "tiers %s: segments of %d tokens, %s each",
+            ", ".join(stack.tier_names),
+            segment_tokens,
+            format_size(segment_tokens * shape.bytes_per_token),
+        )
+        return OpenTiers(stack, TierLoads(*shared, speeds), TierStores(*shared, policy=self.cache_write))
+
+    def _tiers(self) -> list[Tier]:
+        tiers: list[Tier] = []
+        try:
+            for name, make in (
+                (self.host_cache, self._host), (self.disk_cache, self._disk), (self.remote_cache, self._remote)
+            ):  # fmt: skip
+                if name is not None:
+                    try:
+                        tiers.append(make())
+                    except TierError as error:
+                        _log.warning("without the tier %s: %s", name, error)
+        except BaseException:
+            for tier in tiers:
+                tier.close()
+            raise
+        return tiers
+
+    def _host(self) -> Tier:
+        from quire.tiers.host import HostTier
+
+        assert self.host_cache is not None
+        return HostTier(parse_size(self.host_cache))
+
+    def _disk(self) -> Tier:
+        from quire.tiers.disk import DiskTier
+
+        assert self.disk_cache is not None
+        return DiskTier(self.disk_cache, parse_size(self.disk_cache_size))
+
+    def _remote(self) -> Tier:
+        from quire.tiers.remote import RemoteTier
+
+        assert self.remote_cache is not None
+        return RemoteTier(self.remote_cache)

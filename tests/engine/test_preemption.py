@@ -1,0 +1,141 @@
+"""Preempted requests, parked or computed again, get the bits they get alone; the oldest request always goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support import tiny_llm
+from support.cache_case import BACKENDS
+from support.fake_engine import FakeEngine
+from support.fake_model import expected_tokens, window_spec
+
+from quire import LLM, SamplingParams
+from quire.engine.preemption import Mode
+from quire.engine.speeds import Speeds
+from quire.errors import ArgumentError
+from quire.memory.placement import why_not
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=2)
+PROMPTS = [[(7 * i + j) % 90 + 5 for j in range(20 + 5 * i)] for i in range(12)]
+STORAGES: list[dict[str, str]] = [{"storage": "paged"}]
+if why_not() is None:
+    STORAGES.append({"storage": "virtual", "piece_size": "4KiB"})
+
+
+def answers(llm: LLM) -> list[tuple[list[int], Any]]:
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """Tokens and logprobs of each request with all the memory there is, one at a time, by back end."""
+    found = {}
+    for backend in BACKENDS:
+        with tiny_llm.llm(backend=backend, max_num_seqs=1, prefix_caching=False) as llm:
+            found[backend] = answers(llm)
+    return found
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda s: s["storage"])
+@pytest.mark.parametrize("preemption", ["park", "recompute", "auto"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_under_a_tenth_of_the_memory_every_request_gets_the_bits_it_gets_alone(
+    backend: str, preemption: Mode, storage: dict[str, str], alone: dict[str, Any]
+) -> None:
+    load = sum(len(prompt) + 40 for prompt in PROMPTS)
+    with tiny_llm.llm(
+        backend=backend, preemption=preemption, park_memory="1MiB", max_num_seqs=12, **storage
+    ) as llm:
+        tokens = max(load // 10, 120)
+        llm.resize(-(-tokens // llm.block_size) * llm._storage.unit_bytes)
+        assert answers(llm) == alone[backend]
+        stats = llm.stats()
+        llm.cache.check()
+    assert stats["num_preemptions"] > 0
+    assert stats["parked_bytes"] == 0
+    if preemption == "park":
+        assert stats["num_parked"] > 0
+        assert stats["num_restored_tokens"] > 0
+    if preemption == "recompute":
+        assert stats["num_parked"] == 0
+
+
+def test_parked_bytes_stay_within_their_cap() -> None:
+    """With room for one parked sequence the others are computed again."""
+    for cap in (0, 2500, 10**6):
+        engine = FakeEngine(num_blocks=12, preemption="park", park_bytes=cap, max_num_seqs=8)
+        ids = {}
+        for i in range(8):
+            prompt = [(i * 7 + j) % 90 for j in range(10 + i)]
+            ids[engine.submit(prompt, SamplingParams(max_tokens=12))] = prompt
+        outputs = engine.run()
+        for request_id, prompt in ids.items():
+            assert outputs[request_id].outputs[0].token_ids == expected_tokens(engine.spec, prompt, 12)
+        stats = engine.engine.stats()
+        assert stats["num_preemptions"] > 0
+        assert (stats["num_parked"] > 0) == (cap > 0)
+
+
+def test_a_sequence_longer_than_its_window_is_computed_again() -> None:
+    engine = FakeEngine(num_blocks=40, spec=window_spec(6), preemption="park", max_num_seqs=8)
+    ids = {}
+    for i in range(8):
+        prompt = [(i * 7 + j) % 90 for j in range(14 + i)]
+        ids[engine.submit(prompt, SamplingParams(max_tokens=30))] = prompt
+    outputs = engine.run()
+    for request_id, prompt in ids.items():
+        assert outputs[request_id].outputs[0].token_ids == expected_tokens(engine.spec, prompt, 30)
+    assert engine.engine.stats()["num_preemptions"] > 0
+
+
+def test_auto_takes_what_is_expected_to_be_quicker() -> None:
+    speeds = Speeds()
+    assert speeds.copy_s(10**9) > 0
+    speeds.copied(1000, 1.0)
+    speeds.computed(10, 1.0)
+    assert speeds.copy_s(2000) == pytest.approx(2.0)
+    assert speeds.compute_s(20) == pytest.approx(2.0)
+    speeds.copied(1000, 2.0)
+    assert speeds.copy_s(1000) == pytest.approx(1.2)
+    for copy_s, num_parked in ((1e-6, True), (1.0, False)):
+        engine = FakeEngine(num_blocks=12, preemption="auto", max_num_seqs=8)
+        engine.engine._speeds.copied(1, copy_s)
+        engine.engine._speeds.copied = lambda *_: None  # type: ignore[method-assign]
+        for i in range(8):
+            engine.submit([(i * 7 + j) % 90 for j in range(10 + i)], SamplingParams(max_tokens=12))
+        engine.run()
+        assert engine.engine.stats()["num_preemptions"] > 0
+        assert (engine.engine.stats()["num_parked"] > 0) is num_parked
+
+
+@pytest.mark.parametrize("preemption", ["park", "recompute"])
+def test_the_oldest_request_gets_a_token_in_every_step_that_it_could_alone(preemption: Mode) -> None:
+    """No livelock: whatever else runs, the oldest of those that run computes something in every step."""
+    engine = FakeEngine(num_blocks=14, preemption=preemption, max_num_seqs=8, max_batch_tokens=9)
+    rng = np.random.default_rng(3)
+    for _ in range(30):
+        engine.submit(rng.integers(0, 90, rng.integers(1, 20)).tolist(), SamplingParams(max_tokens=20))
+    num_steps = 0
+    while engine.engine.has_work:
+        running = engine.scheduler.running
+        oldest = running[0] if running else None
+        before = oldest.num_computed if oldest is not None else 0
+        engine.step()
+        num_steps += 1
+        if oldest is not None and not oldest.finished:
+            assert oldest.state.value == "running"
+            assert oldest.num_computed > before
+    engine.check_empty()
+    assert engine.engine.stats()["num_preemptions"] > 5
+    assert num_steps <= 30 * (20 + 20)
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(
+        ArgumentError, match="expected auto or park or recompute, got 'drop' - in `preemption`"
+    ):
+        tiny_llm.llm(preemption="drop")
+    with pytest.raises(ArgumentError, match="expected a storage whose blocks can be copied out"):
+        tiny_llm.llm(preemption="park", storage="contiguous")

@@ -1,0 +1,269 @@
+"""Tiers below the engine: what memory gave up is found again, bit for bit, after a restart too; faults change nothing"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import tiny_llm
+from support.cache_case import BACKENDS
+from support.fake_engine import FakeEngine
+from support.fake_model import expected_tokens, window_spec
+from support.faulty_tier import FaultyTier
+
+from quire import LLM, SamplingParams
+from quire.engine.tier_stores import Policy
+from quire.errors import ArgumentError
+from quire.memory.placement import why_not
+from quire.tiers.host import HostTier
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
+SHARED = [(5 * i) % 200 + 5 for i in range(70)]
+PROMPTS = [SHARED + [(7 * i + j) % 90 + 5 for j in range(20 + 9 * i)] for i in range(8)]
+STORAGES: list[dict[str, str]] = [{"storage": "paged"}]
+if why_not() is None:
+    STORAGES.append({"storage": "virtual", "piece_size": "4KiB"})
+# Segments of 2 MiB would hold all of a tiny model's tokens.
+SMALL_POOL = {"kv_memory": "128KiB", "max_num_seqs": 2}
+
+
+def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[tuple[list[int], Any]]:
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    found = {}
+    for backend in BACKENDS:
+        with tiny_llm.llm(backend=backend, max_num_seqs=1, prefix_caching=False) as llm:
+            found[backend] = answers(llm)
+    return found
+
+
+@pytest.fixture(params=["host", "disk", "remote", "all"])
+def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    options: dict[str, Any] = {}
+    if request.param in ("host", "all"):
+        options["host_cache"] = "1MiB"
+    if request.param in ("disk", "all"):
+        options |= {"disk_cache": tmp_path / "disk", "disk_cache_size": "64MiB"}
+    if request.param in ("remote", "all"):
+        from support.redis_server import redis_server
+
+        with redis_server(tmp_path) as url:
+            yield options | {"remote_cache": url}
+        return
+    yield options
+
+
+@pytest.mark.parametrize("policy", ["eviction", "through"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_was_evicted_is_loaded_bit_for_bit(
+    backend: str, policy: Policy, tiers: dict[str, Any], alone: dict[str, Any]
+) -> None:
+    with tiny_llm.llm(backend=backend, cache_write=policy, **SMALL_POOL, **tiers) as llm:
+        assert answers(llm) == alone[backend]
+        assert answers(llm) == alone[backend]
+        stats = llm.stats()
+        llm.cache.check()
+    assert stats["num_loaded_tokens"] > 0
+    assert stats["held"] == 0
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda s: s["storage"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_engine_finds_what_the_first_one_stored(
+    backend: str, storage: dict[str, str], tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    """After a restart; into a pool of another block size too, where segments agree."""
+    options = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "backend": backend, **storage}
+    with tiny_llm.llm(**options) as llm:
+        assert answers(llm) == alone[backend]
+        assert llm.stats()["num_loaded_tokens"] == 0
+    with tiny_llm.llm(**options) as llm:
+        output = llm.generate([PROMPTS[3]], GREEDY)[0]
+        assert (output.outputs[0].token_ids, output.outputs[0].logprobs) == alone[backend][3]
+        whole = len(PROMPTS[3]) // llm.block_size * llm.block_size
+        assert output.num_cached_tokens >= min(whole, len(PROMPTS[3]) - 1)
+        assert output.num_tier_tokens == {"disk": output.num_cached_tokens}
+        assert answers(llm) == alone[backend]
+
+
+def test_another_model_or_dtype_in_the_same_folder_is_another_world(tmp_path: Path) -> None:
+    options = {
+        "disk_cache": tmp_path,
+        "disk_cache_size": "64MiB",
+        "kv_memory": "2MiB",
+        "max_batch_tokens": 64,
+    }
+    with tiny_llm.llm(**options) as llm:
+        answers(llm)
+    for model in (tiny_llm.model(1), tiny_llm.model().bfloat16()):
+        with LLM((model, tiny_llm.tokenizer()), **options) as llm:
+            found = answers(llm)
+            assert llm.stats()["num_loaded_tokens"] == 0
+        with LLM(
+            (model, tiny_llm.tokenizer()), prefix_caching=False, kv_memory="2MiB", max_batch_tokens=64
+        ) as llm:
+            assert answers(llm) == found
+    with tiny_llm.llm(**options) as llm:
+        answers(llm)
+        assert llm.stats()["num_loaded_tokens"] > 0
+
+
+_SECOND = """
+import json, sys
+from support import tiny_llm
+from test_tiers import GREEDY, PROMPTS
+with tiny_llm.llm(**json.loads(sys.argv[1])) as llm:
+    outputs = llm.generate(PROMPTS, GREEDY)
+    json.dump({"tokens": [o.outputs[0].token_ids for o in outputs], "stats": llm.stats()}, sys.stdout)
+"""
+
+
+def test_a_second_process_hits_what_the_first_one_stored(tmp_path: Path, alone: dict[str, Any]) -> None:
+    """While the first one is open still: two engines in one folder."""
+    options = {"disk_cache": str(tmp_path), "disk_cache_size": "64MiB"}
+    with tiny_llm.llm(**options) as llm:
+        answers(llm)
+        llm.flush()
+        tests = Path(__file__).parents[1]
+        path = os.pathsep.join([str(tests), str(tests / "engine"), *sys.path])
+        done = subprocess.run(
+            [sys.executable, "-c", _SECOND, json.dumps(options)],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert answers(llm) == alone[BACKENDS[-1]]
+    found = json.loads(done.stdout)
+    assert found["tokens"] == [tokens for tokens, _ in alone[BACKENDS[-1]]]
+    assert found["stats"]["num_loaded_tokens"] > 0
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+def test_faults_in_a_tier_change_no_token(every: int, window: int) -> None:
+    engine = FakeEngine(
+        num_blocks=30 if window else 12,
+        spec=window_spec(window) if window else None,
+        tiers=[FaultyTier(HostTier(1 << 20), every)],
+        max_num_seqs=4,
+    )
+    for _ in range(3):
+        ids = {}
+        for i in range(6):
+            prompt = [(i * 7 + j) % 90 for j in range(20 + i)]
+            ids[engine.submit(prompt, SamplingParams(max_tokens=8))] = prompt
+        outputs = engine.run()
+        for request_id, prompt in ids.items():
+            assert outputs[request_id].outputs[0].token_ids == expected_tokens(engine.spec, prompt, 8)
+    if every == 5:
+        assert engine.engine.stats()["num_loaded_tokens"] > 0
+
+
+class SlowTier(HostTier):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 24)
+        self.go = threading.Event()
+        self.is_slow = False
+
+    def load(self, key: bytes) -> memoryview | None:
+        if self.is_slow:
+            self.go.wait(20)
+        return super().load(key)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LLM, SlowTier]]:
+    """An engine whose host tier holds the prompts and nothing else does, and loads when it is told to."""
+    tier = SlowTier()
+    monkeypatch.setattr("quire.engine.tiering.TierOptions._host", lambda _: tier)
+    with tiny_llm.llm(host_cache="16MiB", cache_write="through") as llm:
+        answers(llm)
+        llm.flush()
+        llm.engine._stores.collect()
+        llm.cache.reset()
+        tier.is_slow = True
+        yield llm, tier
+        tier.go.set()
+
+
+def test_others_run_while_a_prefix_is_loaded_and_nobody_spins(
+    slow: tuple[LLM, SlowTier], alone: dict[str, Any]
+) -> None:
+    llm, tier = slow
+    engine = llm.engine
+    first = engine.submit(PROMPTS[0], GREEDY)
+    while not engine.scheduler.loading:
+        engine.step()
+    began, cpu = time.monotonic(), time.process_time()
+    for _ in range(6):
+        assert engine.step() == []
+    assert time.monotonic() - began > 0.1
+    assert time.process_time() - cpu < 0.1
+    other = engine.submit([9, 8, 7], GREEDY)
+    outputs = {}
+    while other not in outputs:
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert [sample.request.request_id for sample in engine.scheduler.loading] == [first]
+    tier.go.set()
+    while first not in outputs:
+        outputs |= {output.request_id: output for output in engine.step()}
+    found = outputs[first]
+    assert (found.outputs[0].token_ids, found.outputs[0].logprobs) == alone[BACKENDS[-1]][0]
+    assert found.num_tier_tokens == {"host": found.num_cached_tokens}
+
+
+def test_a_request_that_ends_while_it_loads_gives_its_blocks_back(slow: tuple[LLM, SlowTier]) -> None:
+    llm, tier = slow
+    request_id = llm.engine.submit(PROMPTS[0], GREEDY)
+    while not llm.engine.scheduler.loading:
+        llm.engine.step()
+    assert llm.stats()["held"] > 0
+    output = llm.engine.abort(request_id)
+    assert output is not None
+    assert output.outputs[0].finish_reason == "abort"
+    assert llm.stats()["held"] == 0
+    tier.go.set()
+    llm.cache.check()
+
+
+def test_loads_make_room_for_those_who_came_before(slow: tuple[LLM, SlowTier]) -> None:
+    llm, _ = slow
+    old = llm.engine.submit([1, 2, 3], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+    llm.engine.step()
+    llm.resize(9 * llm._storage.unit_bytes)
+    young = llm.engine.submit(PROMPTS[0], GREEDY)
+    outputs = {}
+    while old not in outputs:
+        outputs |= {output.request_id: output for output in llm.engine.step()}
+    assert len(outputs[old].outputs[0].token_ids) == 60
+    llm.engine.abort(young)
+    assert llm.stats()["held"] == 0
+
+
+def test_options_are_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ArgumentError, match="expected eviction or through, got 'back' - in `cache_write`"):
+        tiny_llm.llm(host_cache="1MiB", cache_write="back")
+    with pytest.raises(ArgumentError, match="expected a cache that shares prefixes for host_cache"):
+        tiny_llm.llm(host_cache="1MiB", storage="contiguous")
+    with pytest.raises(ArgumentError, match="expected a cache that shares prefixes for host_cache"):
+        tiny_llm.llm(host_cache="1MiB", prefix_caching=False)
+    file = tmp_path / "a file"
+    file.write_text("")
+    with tiny_llm.llm(disk_cache=file, disk_cache_size="64MiB") as llm:
+        answers(llm, PROMPTS[:1])
+    assert "without the tier" in caplog.text

@@ -1,0 +1,244 @@
+"""A payload of units against torch: gathered through the storage's own views, in the canonical order."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import ArgumentError
+from quire.memory import unit_bytes
+from quire.memory.paged import PagedStorage
+from quire.memory.placement import why_not
+from quire.memory.unit_bytes import read_units, write_units
+from quire.memory.virtual import VirtualStorage, virtual_block_size
+from quire.spec import KVSpec, LayerSpec, Retention
+
+NUM_BLOCKS = 10
+FULL, WINDOW = Retention(), Retention("window", 8)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def spec_of(shape: str, dtype: str) -> KVSpec:
+    if shape == "uniform":
+        return KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype=dtype)
+    # Groups of unequal shape and size, keys and values of unequal width, a layer that reads another's KV.
+    wide, narrow = LayerSpec(WINDOW, 2, 16, 24), LayerSpec(FULL, 1, 32, 8)
+    return KVSpec(
+        (wide, narrow, wide, narrow, wide, LayerSpec(FULL, 1, 32, 8, shares_kv_with=3)), dtype=dtype
+    )
+
+
+class Pool:
+    """A storage whose every element is random, and the torch twin: each unit's keys and values of each layer."""
+
+    def __init__(self, kind: str, spec: KVSpec, block_size: int, num_blocks: int = NUM_BLOCKS) -> None:
+        self.spec = spec
+        if kind == "virtual":
+            block_size = virtual_block_size(spec, 4096)
+            self.storage: Any = VirtualStorage(
+                spec, num_blocks, block_size, max_model_len=4 * block_size, max_num_seqs=2
+            )
+        else:
+            self.storage = PagedStorage(spec, num_blocks, block_size, layout=kind, max_blocks=num_blocks)  # type: ignore[arg-type]
+        self.block_size = block_size
+        self.storage.fill(0.0)
+        for group in spec.groups:
+            for unit in range(num_blocks):
+                for layer in group.layers:
+                    for part in self.parts(group, layer, unit):
+                        part.copy_(torch.randn(part.shape).to(part.dtype))
+
+    def parts(self, group: Any, layer: int, unit: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [heads, block_size, dim] of a unit in a layer."""
+        if isinstance(self.storage, PagedStorage):
+            view = self.storage.view(layer)
+            return view.k[unit], view.v[unit]
+        heap, slot = self.storage._heap, group.layers.index(layer)
+        sizes = [0] * len(heap.piece_bytes)
+        found = []
+        for kind, dim in enumerate((group.k_head_dim, group.v_head_dim)):
+            sizes[2 * slot + kind] = self.block_size * group.num_kv_heads * dim * self.storage.dtype.itemsize
+        mapped = heap.reserve(1, sizes)
+        heap.map([(mapped, [0], [unit])])
+        for kind, dim in enumerate((group.k_head_dim, group.v_head_dim)):
+            rows = mapped.tensor(2 * slot + kind, self.storage.dtype)
+            found.append(rows.view(self.block_size, group.num_kv_heads, dim).transpose(0, 1))
+        return found[0], found[1]
+
+    def payload(self, units: np.ndarray, num_tokens: int) -> np.ndarray:
+        home = {layer: group for group in self.spec.groups for layer in group.layers}
+        pieces = []
+        for layer in sorted(home):
+            group = home[layer]
+            parts = [self.parts(group, layer, int(unit)) for unit in units[group.index]]
+            keys = torch.cat([k for k, _ in parts], 1)[:, :num_tokens]
+            values = torch.cat([v for _, v in parts], 1)[:, :num_tokens]
+            for head in range(group.num_kv_heads):
+                pieces += [keys[head].reshape(-1), values[head].reshape(-1)]
+        return torch.cat(pieces).view(torch.uint8).numpy()
+
+    def close(self) -> None:
+        self.storage.close()
+
+
+KINDS = ["packed", "split", "virtual"] if why_not() is None else ["packed", "split"]
+
+
+@pytest.fixture(params=["native", "python"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "native":
+        pytest.importorskip("quire._native")
+    else:
+        monkeypatch.setattr(unit_bytes, "native_module", lambda: None)
+    return request.param
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", ["uniform", "mixed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_payload_is_what_torch_gathers_and_comes_back(
+    kind: str, shape: str, dtype: str, backend: str
+) -> None:
+    spec = spec_of(shape, dtype)
+    for size in (1, 3, 16) if kind != "virtual" else (0,):
+        pool = Pool(kind, spec, size)
+        other = Pool("split", spec, 5, num_blocks=3 * pool.block_size + 3)
+        rng = np.random.default_rng(size)
+        units = _distinct(rng, NUM_BLOCKS, len(spec.groups), 3)
+        for num_tokens in {1, pool.block_size, 2 * pool.block_size + 1, 3 * pool.block_size}:
+            if num_tokens > 3 * pool.block_size:
+                continue
+            blocks = -(-num_tokens // pool.block_size)
+            payload = read_units(pool.storage, units, num_tokens)
+            assert np.array_equal(payload, pool.payload(units[:, :blocks], num_tokens))
+            # Into a pool of another layout and block size, and back out of it.
+            blocks = -(-num_tokens // 5)
+            elsewhere = _distinct(rng, other.storage.num_blocks, len(spec.groups), blocks)
+            write_units(other.storage, elsewhere, payload, num_tokens)
+            assert np.array_equal(read_units(other.storage, elsewhere, num_tokens), payload)
+            assert np.array_equal(other.payload(elsewhere, num_tokens), payload)
+        pool.close()
+        other.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_tokens_asked_for_are_touched(kind: str, backend: str) -> None:
+    """From within a block to within a block; blocks without a unit are left out."""
+    spec = spec_of("mixed", "bfloat16")
+    pool = Pool(kind, spec, 4)
+    size = pool.block_size
+    units = np.arange(3 * len(spec.groups)).reshape(-1, 3)
+    whole = read_units(pool.storage, units, 3 * size)
+    before = {(g.index, u): _bytes(pool, g, u) for g in spec.groups for u in range(NUM_BLOCKS)}
+    first, last = size // 2, 2 * size + 1
+    noise = np.random.default_rng(0).integers(0, 255, len(whole), np.uint8)
+    write_units(pool.storage, units, noise, last, first=first)  # the payload is one of three blocks
+    after = read_units(pool.storage, units, 3 * size)
+    expected = whole.copy()
+    for offset, row, start in _token_rows(spec, 3 * size):
+        if first <= start < last:
+            expected[offset : offset + row] = noise[offset : offset + row]
+    assert np.array_equal(after, expected)
+    for group in spec.groups:
+        for unit in set(range(NUM_BLOCKS)) - set(units.reshape(-1).tolist()):
+            assert np.array_equal(_bytes(pool, group, unit), before[group.index, unit])
+    units[1, 1] = -1
+    out = np.full(len(whole), 7, np.uint8)
+    read_units(pool.storage, units, 3 * size, out=out)
+    gap = _group_rows(spec, 3 * size, 1, size, 2 * size)
+    assert (out[gap] == 7).all()
+    assert np.array_equal(np.delete(out, gap), np.delete(after, gap))
+    pool.close()
+
+
+def _distinct(rng: np.random.Generator, num_blocks: int, num_groups: int, blocks: int) -> np.ndarray:
+    """Units [groups, blocks] of which none stands twice."""
+    return rng.permutation(num_blocks)[: num_groups * blocks].reshape(num_groups, blocks)
+
+
+def _bytes(pool: Pool, group: Any, unit: int) -> np.ndarray:
+    parts = [part for layer in group.layers for part in pool.parts(group, layer, unit)]
+    return torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8).numpy().copy()
+
+
+def _token_rows(spec: KVSpec, total: int) -> list[tuple[int, int, int]]:
+    """Offset, bytes and token of every row of a payload."""
+    found, offset = [], 0
+    for layer in spec.layers:
+        if layer.shares_kv_with is None:
+            for _ in range(layer.num_kv_heads):
+                for dim in (layer.k_head_dim, layer.v_head_dim):
+                    for token in range(total):
+                        found.append((offset, dim * spec.dtype_bytes, token))
+                        offset += dim * spec.dtype_bytes
+    return found
+
+
+def _group_rows(spec: KVSpec, total: int, group: int, first: int, last: int) -> np.ndarray:
+    layers = [i for i, layer in enumerate(spec.layers) if layer.shares_kv_with is None]
+    rows, at = _token_rows(spec, total), 0
+    found = []
+    for layer in layers:
+        count = 2 * spec.layers[layer].num_kv_heads * total
+        if layer in spec.groups[group].layers:
+            found += [np.arange(o, o + n) for o, n, token in rows[at : at + count] if first <= token < last]
+        at += count
+    return np.concatenate(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_native_and_plain_copies_agree(data: st.DataObject) -> None:
+    pytest.importorskip("quire._native")
+    kind = data.draw(st.sampled_from(KINDS))
+    spec = spec_of(data.draw(st.sampled_from(["uniform", "mixed"])), data.draw(st.sampled_from(DTYPES)))
+    pool = Pool(kind, spec, data.draw(st.integers(1, 9)), num_blocks=4)
+    units = np.array(
+        [data.draw(st.lists(st.integers(-1, 3), min_size=3, max_size=3, unique=False)) for _ in spec.groups]
+    )
+    num_tokens = data.draw(st.integers(0, 3 * pool.block_size))
+    first = data.draw(st.integers(0, num_tokens))
+    native = read_units(pool.storage, units, num_tokens, first=first)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_bytes, "native_module", lambda: None)
+        plain = read_units(pool.storage, units, num_tokens, first=first)
+    assert np.array_equal(native, plain)
+    pool.close()
+
+
+def test_a_thread_writes_its_units_while_another_reads_others() -> None:
+    spec = spec_of("uniform", "float32")
+    pool = Pool("packed", spec, 16, num_blocks=8)
+    mine, theirs = np.arange(4)[None], np.arange(4, 8)[None]
+    kept = read_units(pool.storage, theirs, 64)
+    noise = np.random.default_rng(1).integers(0, 255, len(kept), np.uint8)
+    thread = threading.Thread(target=lambda: [write_units(pool.storage, mine, noise, 64) for _ in range(200)])
+    thread.start()
+    while thread.is_alive():
+        assert np.array_equal(read_units(pool.storage, theirs, 64), kept)
+    thread.join()
+    assert np.array_equal(read_units(pool.storage, mine, 64), noise)
+    pool.close()
+
+
+def test_wrong_arguments_are_told() -> None:
+    pool = Pool("packed", spec_of("uniform", "float32"), 4)
+    with pytest.raises(
+        ArgumentError, match=r"expected units \[1, 3\] for 9 tokens in blocks of 4, got \(1, 2\)"
+    ):
+        read_units(pool.storage, [[0, 1]], 9)
+    with pytest.raises(ArgumentError, match=r"expected units of -1 to 9, got 0 to 10"):
+        read_units(pool.storage, [[0, 10]], 8)
+    with pytest.raises(ArgumentError, match=r"expected tokens 3 \.\. 2 within a payload of 2"):
+        read_units(pool.storage, [[0, 1]], 2, first=3)
+    with pytest.raises(
+        ArgumentError, match="expected a dense payload of uint8, 768 for each token, got 100 bytes"
+    ):
+        write_units(pool.storage, [[0, 1]], np.zeros(100, np.uint8), 1)
+    pool.close()
