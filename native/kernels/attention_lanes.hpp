@@ -104,6 +104,9 @@ class LaneProducts {
     static constexpr bool kTails = kWidth > 8;  // widths are multiples of 8
 
     static constexpr bool kCanCross = kWidth == 16;
+    // Tokens whose sums share a vector when they are stored: the first half of the fold tree is done in registers where
+    // the layer has its halves.
+    static constexpr int kFolded = kWidth == 16 ? 4 : 1;
     static constexpr int kColumns = kCanCross ? 32 : 16;  // of keys widened at once
     bool many_rows() const { return rows_ > kBlockRows; }
     bool across() const { return kCanCross && many_rows(); }
@@ -223,14 +226,30 @@ class LaneProducts {
 #pragma GCC unroll 8
                 for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 16
-                    for (int n = 0; n < kTokens; ++n) S::store(folds_ + (r * kGroup + t + n) * kWidth, sum[r][n]);
+                    for (int n = 0; n < kTokens; n += kFolded) S::store(folds_ + (r * kGroup + t + n) / kFolded * kWidth, half_folded(&sum[r][n]));
                 }
             }
             for (int r = 0; r < kRows; ++r) {
                 for (int t = 0; t < kGroup; t += kWidth) {
-                    S::store(s + r * kTileTokens + group + t, S::fold(folds_ + (r * kGroup + t) * kWidth));
+                    S::store(s + r * kTileTokens + group + t, folded(folds_ + (r * kGroup + t) / kFolded * kWidth));
                 }
             }
+        }
+    }
+
+    __attribute__((always_inline)) static Vec half_folded(const Vec* sums) {
+        if constexpr (kFolded == 1) {
+            return sums[0];
+        } else {
+            return S::fold_four(sums[0], sums[1], sums[2], sums[3]);
+        }
+    }
+    // The scores of kWidth tokens.
+    static Vec folded(const float* halves) {
+        if constexpr (kFolded == 1) {
+            return S::fold(halves);
+        } else {
+            return S::fold_parts(S::load(halves), S::load(halves + kWidth), S::load(halves + 2 * kWidth), S::load(halves + 3 * kWidth));
         }
     }
 

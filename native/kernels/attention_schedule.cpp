@@ -40,7 +40,7 @@ class Partition {
     Partition(const AttentionKind& kind, const AttentionBatch& batch, const AttentionOptions& options, AttentionSchedule& schedule)
         : kind_(kind), batch_(batch), options_(options), schedule_(schedule) {
         if (batch.share_prefixes) shared_ = find_shared_runs(batch, kind.block_size, options, kind.group);
-        constexpr std::int64_t kItemsPerThread = 8, kLeastCost = 4096;
+        constexpr std::int64_t kItemsPerThread = 16, kLeastCost = 4096;
         std::int64_t total = 0, unshared_tokens = 0;
         for (std::int64_t s = 0; s < batch.num_sequences; ++s) {
             each_row_tile(s, [&](const RowTile& tile) {

@@ -159,7 +159,13 @@ struct Avx512 {
         };
         return fold_parts<kOf>(four(0), four(1), four(2), four(3));
     }
-    static Vec widen(__m256i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16)); }
+    // One shuffle that leaves zeros in the lower halves, where vpmovzxwd and a shift would be two operations.
+    static Vec widen(__m256i words) {
+        const __m512i upper_halves =
+            _mm512_setr_epi32(0x00000000, 0x00010000, 0x00020000, 0x00030000, 0x00040000, 0x00050000, 0x00060000, 0x00070000,  //
+                              0x00080000, 0x00090000, 0x000a0000, 0x000b0000, 0x000c0000, 0x000d0000, 0x000e0000, 0x000f0000);
+        return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, upper_halves, _mm512_castsi256_si512(words)));
+    }
     static __m256i narrow(Vec v) {
         const __m512i bits = _mm512_castps_si512(v), upper = _mm512_srli_epi32(bits, 16);
         const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
