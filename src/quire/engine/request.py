@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.engine.detokenizer import Detokenizer
+    from quire.engine.structured import Matcher
 
 __all__ = ["CompletionOutput", "Request", "RequestOutput", "Sample", "SampleState", "Timings"]
 
@@ -52,7 +54,9 @@ class Sample:
         "key",
         "last_token",
         "logprobs",
+        "matcher",
         "num_computed",
+        "num_shown",
         "num_tokens",
         "output_ids",
         "request",
@@ -77,6 +81,8 @@ class Sample:
         self.generator: torch.Generator | None = None
         self.logprobs: list[dict[int, float]] | None = None
         self.detokenizer: Detokenizer | None = None
+        self.matcher: Matcher | None = None
+        self.num_shown = 0  # output tokens that an output of deltas has carried
 
     @property
     def finished(self) -> bool:
@@ -113,6 +119,7 @@ class Request:
         arrival_s: float = 0.0,
         prompt: str | None = None,
         stream: bool = False,
+        deltas: bool = False,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
     ) -> None:
@@ -126,6 +133,7 @@ class Request:
         self.seed = seed
         self.prompt = prompt
         self.stream = stream
+        self.deltas = deltas
         # What most steps ask of every sample, decided once.
         self.is_plain = params.is_plain_greedy and params.logprobs is None
         self.namespace = namespace
@@ -137,6 +145,11 @@ class Request:
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
+
+    @cached_property
+    def prompt_list(self) -> list[int]:
+        """The prompt as its outputs show it."""
+        return self.prompt_token_ids.tolist()
 
     @property
     def finished(self) -> bool:
@@ -157,7 +170,8 @@ class CompletionOutput:
     """One continuation so far. `finish_reason`: None while it grows, then "stop", "length", "abort" or "error".
 
     new_text: what this output adds to the text of the one before (streaming). logprobs: one dict per token,
-    the chosen token first, then the likeliest.
+    the chosen token first, then the likeliest. Of a request for deltas, `token_ids` and `logprobs` are those that came
+    since the output before, and `text` is `new_text`.
     """
 
     index: int

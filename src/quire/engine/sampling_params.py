@@ -39,6 +39,8 @@ class SamplingParams:
         logits, before penalties and temperature).
     ignore_eos: the model's end tokens do not end a sample (`stop_token_ids` still do).
     logit_bias: token id -> value added to its logit, -inf forbids it.
+    json_schema: the answer is a JSON text of this schema (a dict, or its JSON; {} for any JSON). regex: it matches this
+        expression. At most one of the two.
     """
 
     max_tokens: int | None = None
@@ -56,6 +58,8 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # frozen: the normal forms of what was given
@@ -93,6 +97,13 @@ class SamplingParams:
                     f"expected a number below infinity, got {value!r} - in `logit_bias[{token}]`"
                 )
         set_field(self, "logit_bias", bias)
+        if self.json_schema is not None and not isinstance(self.json_schema, (str, Mapping)):
+            got = type(self.json_schema).__name__
+            raise ArgumentError(f"expected a schema as a dict or JSON text, got {got} - in `json_schema`")
+        if self.regex is not None and not isinstance(self.regex, str):
+            raise ArgumentError(f"expected a string, got {type(self.regex).__name__} - in `regex`")
+        if self.json_schema is not None and self.regex is not None:
+            raise ArgumentError("expected either a json_schema or a regex, got both")
 
     def resolved(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """These parameters with every gap filled (S1).
@@ -128,6 +139,8 @@ class SamplingParams:
         """Whether the logits are edited before temperature (of a resolved record)."""
         return bool(
             self.logit_bias
+            or self.json_schema is not None
+            or self.regex is not None
             or self.presence_penalty
             or self.frequency_penalty
             or self.repetition_penalty not in (None, 1.0)
