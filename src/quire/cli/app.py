@@ -15,6 +15,7 @@ import typer
 from quire.cli.chat import chat
 from quire.cli.compare import compare
 from quire.cli.generate import generate
+from quire.cli.serve import serve
 from quire.errors import ArgumentError, CapacityError, QuireError
 
 __all__ = ["app", "main"]
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(compare)
+app.command()(serve)
 
 
 # typer keeps its copy of click private; this is the root of its complaints about a command line.

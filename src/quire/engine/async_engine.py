@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -48,6 +48,7 @@ class AsyncEngine:
         self._listeners: dict[str, Callable[[RequestOutput | BaseException], None]] = {}
         self._ids = itertools.count()
         self._closing = False
+        self.failure: BaseException | None = None  # what the last step failed with, until one succeeds
         self._thread = threading.Thread(target=self._loop, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -60,8 +61,9 @@ class AsyncEngine:
         priority: int = 0,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """The request's outputs as it grows, the last one `finished`.
+        deltas: bool = False,
+    ) -> AsyncGenerator[RequestOutput]:
+        """The request's outputs as it grows, the last one `finished`; deltas: each with what is new only.
 
         Leaving the iteration early (break, cancellation) aborts the request.
         *raises:* what `LLM.generate` raises for this request; CancelledError once the engine is closed.
@@ -88,6 +90,7 @@ class AsyncEngine:
                     prompt=encoded.text,
                     priority=priority,
                     stream=True,
+                    deltas=deltas,
                     namespace=namespace,
                     extra_keys=extra_keys,
                 )
@@ -170,7 +173,9 @@ class AsyncEngine:
                 if self._engine.has_work:
                     for output in self._engine.step():
                         self._deliver(output)
+                    self.failure = None
             except BaseException as error:  # A2; the engine has ended all its requests
+                self.failure = error
                 self._fail_all(error)
         self._engine.abort_all()
         self._fail_all(CancelledError("the engine was closed while the request ran"))

@@ -26,7 +26,7 @@ from quire.errors import ArgumentError, QuireError
 __all__ = ["Grammars", "Matcher"]
 
 # White space as json.dumps writes it: a model cannot spend its tokens on blank lines.
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAX_KEPT = 64  # grammars that are not checked again
 
 
