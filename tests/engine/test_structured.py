@@ -60,6 +60,7 @@ def test_length_ends_before_the_grammar(llm: LLM) -> None:
         ({"json_schema": {"type": "nonsense"}}, "json_schema"),
         ({"json_schema": "{"}, "json_schema"),
         ({"regex": "("}, "regex"),
+        ({"grammar": "start: ("}, "grammar"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
     ],
 )
@@ -69,7 +70,9 @@ def test_refused(llm: LLM, params: dict, message: str) -> None:
     assert llm.stats()["num_unfinished_requests"] == 0
 
 
-@pytest.mark.parametrize("params", [{"json_schema": 3}, {"regex": 3}, {"json_schema": {}, "regex": "a"}])
+@pytest.mark.parametrize(
+    "params", [{"json_schema": 3}, {"regex": 3}, {"grammar": 3}, {"json_schema": {}, "regex": "a"}]
+)
 def test_refused_at_once(params: dict) -> None:
     with pytest.raises(ArgumentError):
         SamplingParams(**params)

@@ -1,4 +1,4 @@
-"""Answers of a given form: which tokens a JSON schema or a regular expression leaves at each step.
+"""Answers of a given form: which tokens a JSON schema, a regular expression or a grammar leaves at each step.
 
 The work is llguidance's; here is what an engine needs of it: a grammar checked before a request is queued, and for each
 sample a `Matcher` that masks a row of logits and takes the token that was drawn.
@@ -46,13 +46,13 @@ class Grammars:
 
         *raises:* ArgumentError: the schema or expression cannot be used, with the reason.
         """
-        if params.json_schema is None and params.regex is None:
+        asked = next(((name, form) for name, form in params.forms.items() if form is not None), None)
+        if asked is None:
             return None
-        name = "json_schema" if params.regex is None else "regex"
+        name, form = asked
         if params.ignore_eos:
             raise ArgumentError(f"expected an answer that may end, got ignore_eos - with `{name}`")
-        asked = params.regex if params.json_schema is None else params.json_schema
-        text = asked if isinstance(asked, str) else json.dumps(asked)
+        text = form if isinstance(form, str) else json.dumps(form)
         kept = self._kept.get((name, text))
         if kept is not None:
             return kept
@@ -62,6 +62,8 @@ class Grammars:
         try:
             if name == "regex":
                 grammar = LLMatcher.grammar_from_regex(text)
+            elif name == "grammar":
+                grammar = LLMatcher.grammar_from_lark(text)
             else:
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE)
             if problem := LLMatcher.validate_grammar(grammar, vocabulary):
@@ -88,7 +90,7 @@ class Grammars:
 
                 if self._tokenizer is None:
                     raise ArgumentError(
-                        "expected a model with a tokenizer, got none - for `json_schema`, `regex`"
+                        "expected a model with a tokenizer, got none - for `json_schema`, `regex`, `grammar`"
                     )
                 try:
                     self._vocabulary = llguidance.hf.from_tokenizer(
@@ -97,7 +99,7 @@ class Grammars:
                 except ValueError as error:
                     raise ArgumentError(
                         f"expected a tokenizer of the tokenizers library, got {type(self._tokenizer).__name__} "
-                        f"({error}) - for `json_schema`, `regex`"
+                        f"({error}) - for `json_schema`, `regex`, `grammar`"
                     ) from error
             return self._vocabulary
 

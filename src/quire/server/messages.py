@@ -13,23 +13,34 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.server.errors import ApiError
-from quire.server.schemas.chat import ChatMessage
+from quire.server.schemas.chat import ChatMessage, Tool
 from quire.server.settings import Limits
+from quire.server.tools import system_message, template_tells_tools
 
 __all__ = ["render"]
 
 
-def render(tokenizer: Any, messages: Sequence[ChatMessage], limits: Limits) -> str:
-    """The prompt that asks for the next message. *raises:* ApiError: the template refuses these messages."""
+def render(
+    tokenizer: Any, messages: Sequence[ChatMessage], limits: Limits, tools: Sequence[Tool] = ()
+) -> str:
+    """The prompt that asks for the next message. *raises:* ApiError: the template refuses these messages.
+
+    tools: those the model may call, told by the template or, where it knows none, by a system message.
+    """
     if len(messages) > limits.max_messages:
         raise ApiError(
             400, f"expected at most {limits.max_messages} messages, got {len(messages)}", param="messages"
         )
     plain = [_plain(message, index) for index, message in enumerate(messages)]
+    told: list[Any] | None = None
+    if tools and template_tells_tools(tokenizer):
+        told = [tool.model_dump(exclude_none=True) for tool in tools]
+    elif tools:
+        plain.insert(0, system_message(tools))
     if not getattr(tokenizer, "chat_template", None):
         return "".join(f"{one['role']}: {one['content'] or ''}\n" for one in plain) + "assistant:"
     try:
-        return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(plain, tools=told, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise what they like
         raise ApiError(
             400, f"the model's chat template refuses the messages: {error}", param="messages"
