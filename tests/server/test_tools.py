@@ -56,7 +56,7 @@ WEATHER = {
             "type": "object",
             "properties": {
                 "city": {"type": "string", "maxLength": 6},
-                "days": {"type": "integer", "maximum": 9},
+                "days": {"type": "integer", "minimum": 0, "maximum": 9},
             },
             "required": ["city", "days"],
             "additionalProperties": False,
@@ -65,7 +65,10 @@ WEATHER = {
 }
 TIME = {
     "type": "function",
-    "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "get_time",
+        "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+    },
 }
 
 

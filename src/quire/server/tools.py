@@ -230,9 +230,10 @@ class CallReader:
         text, marker = self._text, self._begin
         if self._form is None or not text:
             return len(text), None
-        blank = len(text) - len(text.lstrip(" \t\n\r,;" if self.num_calls else None))
-        if self.num_calls and marker.endswith("[") and text[blank : blank + 1] == "{":
-            return 0, blank  # the next one of a list
+        in_list = self.num_calls and marker.endswith("[")
+        blank = len(text) - len(text.lstrip(" \t\n\r," if in_list else None))
+        if in_list and text[blank : blank + 1] in ("", "{"):
+            return (0, blank) if blank < len(text) else (len(text) if final else 0, None)
         if not marker:
             if self._said or text[blank : blank + 1] not in ("", "{"):
                 return len(text), None
@@ -306,7 +307,7 @@ class _ValueEnd:
         self._in_string = False
 
     def find(self, text: str) -> int | None:
-        """The position behind it in a text that only grows, None while it has not ended; a bare value ends at , or }."""
+        """The position behind it in a text that only grows, None while it has not ended; a bare one ends at , or }."""
         position = self._position
         while position < len(text):
             char = text[position]
