@@ -27,6 +27,7 @@ class BodyLimit:
             await self._refuse(scope, receive, send)
             return
         num_read = 0
+        is_refused = False
 
         async def counted() -> Any:
             nonlocal num_read
@@ -36,7 +37,15 @@ class BodyLimit:
                 raise ApiError(413, self._message)
             return message
 
-        await self._app(scope, counted, send)
+        async def send_unless_refused(message: Any) -> None:
+            nonlocal is_refused
+            if num_read <= self._max_bytes:
+                await send(message)
+            elif not is_refused:  # whatever the application makes of the error above
+                is_refused = True
+                await self._refuse(scope, receive, send)
+
+        await self._app(scope, counted, send_unless_refused)
 
     async def _refuse(self, scope: Any, receive: Any, send: Any) -> None:
         await JSONResponse(error_body(ApiError(413, self._message)), 413)(scope, receive, send)

@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from quire.engine.sampling_params import SamplingParams
-from quire.server.dependencies import TheService, TheTenant
+from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_logprobs
 from quire.server.messages import render
@@ -40,7 +40,9 @@ router = APIRouter(tags=["OpenAI"])
     response_model=ChatCompletion,
     responses={**ERRORS, 200: {"content": {"text/event-stream": {}}, "description": "The answer."}},
 )
-async def chat_completions(body: ChatRequest, service: TheService, tenant: TheTenant) -> Any:
+async def chat_completions(
+    body: ChatRequest, request: Request, service: TheService, tenant: TheTenant
+) -> Any:
     """Answers a conversation."""
     service.check_model(body.model)
     tools = _tools(body, service)
@@ -52,7 +54,11 @@ async def chat_completions(body: ChatRequest, service: TheService, tenant: TheTe
     one = _Writer(body, service, params, form_of(service.tokenizer) if tools else None)
     if body.stream:
         return await one.stream(tenant, prompt)
-    return one.whole(await service.answer(tenant, body, prompt, params))
+
+    async def whole() -> Response:
+        return one.whole(await service.answer(tenant, body, prompt, params))
+
+    return await unless_gone(request, whole())
 
 
 def _tools(body: ChatRequest, service: Service) -> list[Tool]:

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
-from quire.server.dependencies import TheService, TheTenant
+from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import completion_logprobs
 from quire.server.schemas.common import ERRORS, Usage
@@ -34,6 +34,7 @@ router = APIRouter(tags=["OpenAI"])
 )
 async def completions(
     body: CompletionRequest,
+    request: Request,
     service: TheService,
     tenant: TheTenant,
 ) -> Any:
@@ -48,8 +49,11 @@ async def completions(
     one = _Writer(body, service, params, [p if isinstance(p, str) else None for p in given])
     if body.stream:
         return await one.stream(tenant, prompts)
-    answers = await service.answers(tenant, body, prompts, params)
-    return one.whole(answers)
+
+    async def whole() -> Response:
+        return one.whole(await service.answers(tenant, body, prompts, params))
+
+    return await unless_gone(request, whole())
 
 
 def _prompts(body: CompletionRequest, service: Service) -> list[Any]:

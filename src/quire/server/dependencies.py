@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
-from typing import Annotated
+from collections.abc import Coroutine
+from typing import Annotated, Any
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
 
 from quire.server.errors import ApiError
 from quire.server.service import Service
 from quire.server.tenants import ADMIN, ANYBODY, Tenant
 
-__all__ = ["TheService", "TheTenant", "admin_of", "service_of", "tenant_of"]
+__all__ = ["TheService", "TheTenant", "admin_of", "service_of", "tenant_of", "unless_gone"]
 
 
 def service_of(request: Request) -> Service:
@@ -51,6 +53,27 @@ def admin_of(request: Request, service: TheService) -> Tenant:
     raise ApiError(
         403, "expected the admin key (or, without any keys, a request from this machine)", code="not_admin"
     )
+
+
+async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """The answer, or nothing of note once the client has gone: what was asked for is cancelled then."""
+    answering = asyncio.ensure_future(answer)
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        answering.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await answering
+    except asyncio.CancelledError:
+        if not watching.done():  # it is we who are cancelled
+            answering.cancel()
+            raise
+        return Response(status_code=499)
+    finally:
+        watching.cancel()
 
 
 def _key(request: Request) -> str | None:
