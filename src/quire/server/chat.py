@@ -26,7 +26,7 @@ from quire.server.schemas.chat import (
 )
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.service import Answer, Service, new_id
-from quire.server.sse import DONE, EventStream, event
+from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.tenants import Tenant
 from quire.server.tools import CallReader, ToolForm, form_of, grammar_of
 
@@ -174,6 +174,7 @@ class _Writer:
     async def _events(self, tenant: Tenant, prompt: list[int], answer: Answer) -> AsyncGenerator[bytes]:
         readers = [CallReader(self._form) for _ in range(self._params.n)]
         begun: set[int] = set()
+        write = ChoiceEvents(self._head)
         async with aclosing(self._service.outputs(tenant, self._body, prompt, self._params)) as outputs:
             async for output in outputs:
                 answer.num_prompt_tokens = len(output.prompt_token_ids)
@@ -184,7 +185,7 @@ class _Writer:
                         continue
                     if index not in begun:
                         begun.add(index)
-                        yield self._event(index, {"role": "assistant", "content": ""})
+                        yield write.choice(_choice(index, {"role": "assistant", "content": ""}))
                     answer.token_ids[index] += part.token_ids
                     answer.finish_reasons[index] = reason
                     logprobs = self._logprobs(part.token_ids, part.logprobs or [])
@@ -193,11 +194,13 @@ class _Writer:
                     if dumped is not None and not deltas:
                         deltas = [{"content": ""}]
                     for delta in deltas:
-                        yield self._event(index, delta, logprobs=dumped)
+                        yield write.choice(_choice(index, delta, logprobs=dumped))
                         dumped = None
                     if reason is not None:
                         called = reason == "stop" and readers[index].num_calls
-                        yield self._event(index, {}, finish_reason="tool_calls" if called else reason)
+                        yield write.choice(
+                            _choice(index, {}, finish_reason="tool_calls" if called else reason)
+                        )
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump()})
         yield DONE
@@ -216,11 +219,11 @@ class _Writer:
             deltas.append({"tool_calls": [call]})
         return deltas
 
-    def _event(
-        self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return event({**self._head, "choices": [choice]})
+
+def _choice(
+    index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _usage(answer: Answer) -> Usage:

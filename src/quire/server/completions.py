@@ -19,7 +19,7 @@ from quire.server.logprobs import completion_logprobs
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.schemas.completions import Completion, CompletionChoice, CompletionRequest
 from quire.server.service import Answer, Service, new_id
-from quire.server.sse import DONE, EventStream, event
+from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.tenants import Tenant
 
 __all__ = ["router"]
@@ -152,6 +152,7 @@ class _Writer:
         self, tenant: Tenant, prompts: list[Any], answers: list[Answer]
     ) -> AsyncGenerator[bytes]:
         offsets: dict[int, int] = {}
+        write = ChoiceEvents(self._head)
         async with aclosing(self._outputs(tenant, prompts)) as outputs:
             async for place, output in outputs:
                 answer = answers[place]
@@ -181,7 +182,7 @@ class _Writer:
                         )
                         offsets[index] = shown.text_offset[-1] + len(shown.tokens[-1])
                         choice["logprobs"] = shown.model_dump()
-                    yield event({**self._head, "choices": [choice]})
+                    yield write.choice(choice)
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answers).model_dump()})
         yield DONE

@@ -71,7 +71,14 @@ async def _serve(llm: LLM, settings: ServerSettings, listener: socket.socket) ->
     app = make_app(engine, settings)
     service = app.state.service
     server = _Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75)
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            proxy_headers=False,
+            timeout_keep_alive=75,
+        )
     )
     loop = asyncio.get_running_loop()
     num_signals = 0

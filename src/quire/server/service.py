@@ -190,9 +190,6 @@ class Service:
                     if first_s is None:
                         first_s = time.monotonic() - began
                         self.metrics.time_to_first_token.observe(first_s)
-                        self.metrics.prompt_tokens.inc(len(output.prompt_token_ids))
-                        self.metrics.cached_tokens.inc(output.num_cached_tokens)
-                    self.metrics.generation_tokens.inc(sum(len(part.token_ids) for part in output.outputs))
                     yield output
         finally:
             self.num_open -= 1

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from quire.server.errors import answer_of, error_body
 
-__all__ = ["DONE", "EventStream", "event"]
+__all__ = ["DONE", "ChoiceEvents", "EventStream", "event"]
 
 DONE = b"data: [DONE]\n\n"
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -23,6 +23,16 @@ _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 def event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + _dumps(data).encode("utf-8", "replace") + b"\n\n"
+
+
+class ChoiceEvents:
+    """Events of one answer: what they have in common is written once."""
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._front = b"data: " + _dumps(head)[:-1].encode() + b',"choices":['
+
+    def choice(self, choice: Mapping[str, Any]) -> bytes:
+        return self._front + _dumps(choice).encode("utf-8", "replace") + b"]}\n\n"
 
 
 class EventStream(Response):
