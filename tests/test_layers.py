@@ -28,6 +28,7 @@ ORDER = [
     "engine",
     "hf",
     "simulate",
+    "server",
     "cli",
 ]
 

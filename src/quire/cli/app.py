@@ -16,6 +16,7 @@ from quire.cli.cache import cache
 from quire.cli.chat import chat
 from quire.cli.compare import compare
 from quire.cli.generate import generate
+from quire.cli.serve import serve
 from quire.errors import ArgumentError, CapacityError, QuireError
 
 __all__ = ["app", "main"]
@@ -31,6 +32,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(compare)
 app.add_typer(cache)
+app.command()(serve)
 
 
 # typer keeps its copy of click private; this is the root of its complaints about a command line.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from quire.errors import ArgumentError
 
 if TYPE_CHECKING:
     from quire.engine.llm import LLM
@@ -35,6 +38,7 @@ __all__ = [
     "Storage",
     "Temperature",
     "TrustRemoteCode",
+    "check_names",
 ]
 
 Model = Annotated[
@@ -178,4 +182,17 @@ class EngineOptions:
             cache_write=self.cache_write,  # type: ignore[arg-type]  # checked there
             preemption=self.preemption,  # type: ignore[arg-type]
             park_memory=self.park_memory,
+        )
+
+
+def check_names(model_options: Mapping[str, Any], where: str) -> None:
+    """Refuses names that `quire.LLM` does not take; without importing it."""
+    known = {field.name for field in fields(EngineOptions)} | {
+        "max_num_seqs",
+        "max_batch_tokens",
+        "num_threads",
+    }
+    if unknown := sorted(set(model_options) - known):
+        raise ArgumentError(
+            f"expected only {', '.join(sorted(known))}, got {', '.join(unknown)} - in {where}"
         )

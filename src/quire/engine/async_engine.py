@@ -14,8 +14,9 @@ import asyncio
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.llm import LLM
@@ -25,6 +26,23 @@ from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError, CancelledError, QuireError
 
 __all__ = ["AsyncEngine"]
+
+
+@dataclass(frozen=True)
+class _Listener:
+    """Where the outputs of a request go."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[RequestOutput | BaseException]
+
+    def tell(self, error: BaseException) -> None:
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, error)
+
+
+def _put_all(pairs: list[tuple[asyncio.Queue[Any], RequestOutput]]) -> None:
+    for queue, output in pairs:
+        queue.put_nowait(output)
 
 
 class AsyncEngine:
@@ -45,9 +63,10 @@ class AsyncEngine:
         self._engine = self.llm.engine
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
-        self._listeners: dict[str, Callable[[RequestOutput | BaseException], None]] = {}
+        self._listeners: dict[str, _Listener] = {}
         self._ids = itertools.count()
         self._closing = False
+        self.failure: BaseException | None = None  # what the last step failed with, until one succeeds
         self._thread = threading.Thread(target=self._loop, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -60,25 +79,22 @@ class AsyncEngine:
         priority: int = 0,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """The request's outputs as it grows, the last one `finished`.
+        deltas: bool = False,
+    ) -> AsyncGenerator[RequestOutput]:
+        """The request's outputs as it grows, the last one `finished`; deltas: each with what is new only.
 
         Leaving the iteration early (break, cancellation) aborts the request.
         *raises:* what `LLM.generate` raises for this request; CancelledError once the engine is closed.
         """
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
-
-        def listen(output: RequestOutput | BaseException) -> None:
-            with suppress(RuntimeError):  # the loop is closed, nobody listens any more
-                loop.call_soon_threadsafe(outputs.put_nowait, output)
-
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
         name = f"async-{next(self._ids)}" if request_id is None else request_id
         encoded = encode(prompt, self.llm.tokenizer)
 
         def submit() -> None:
             if name in self._listeners:
-                listen(ArgumentError(f"expected a new request id, got {name!r}, which is still running"))
+                listener.tell(
+                    ArgumentError(f"expected a new request id, got {name!r}, which is still running")
+                )
                 return
             try:
                 self._engine.submit(
@@ -88,19 +104,20 @@ class AsyncEngine:
                     prompt=encoded.text,
                     priority=priority,
                     stream=True,
+                    deltas=deltas,
                     namespace=namespace,
                     extra_keys=extra_keys,
                 )
             except QuireError as error:
-                listen(error)
+                listener.tell(error)
                 return
-            self._listeners[name] = listen
+            self._listeners[name] = listener
 
         self._hand_over(submit)
         ended = False
         try:
             while not ended:
-                output = await outputs.get()
+                output = await listener.queue.get()
                 if isinstance(output, BaseException):
                     ended = True
                     raise output
@@ -110,7 +127,7 @@ class AsyncEngine:
                 yield output
         finally:
             if not ended:
-                self._hand_over(lambda: self._abort(name, listen), if_closed=False)
+                self._hand_over(lambda: self._abort(name, listener), if_closed=False)
 
     def abort(self, request_id: str) -> None:
         """Ends a request: its iteration gets a last output with finish_reason "abort". Unknown ids are ignored."""
@@ -170,9 +187,10 @@ class AsyncEngine:
                 for command in commands:
                     command()
                 if self._engine.has_work:
-                    for output in self._engine.step():
-                        self._deliver(output)
+                    self._deliver(self._engine.step())
+                    self.failure = None
             except BaseException as error:  # A2; the engine has ended all its requests
+                self.failure = error
                 self._fail_all(error)
         self._engine.abort_all()
         self._fail_all(CancelledError("the engine was closed while the request ran"))
@@ -182,22 +200,28 @@ class AsyncEngine:
         self._engine.abort_all()
         self._fail_all(CancelledError("the engine was closed before the request ran"))
 
-    def _deliver(self, output: RequestOutput) -> None:
-        listener = self._listeners.get(output.request_id)
-        if listener is not None:
-            listener(output)
-            if output.finished:
-                del self._listeners[output.request_id]
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Hands a step's outputs over, each event loop woken once."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Any], RequestOutput]]] = {}
+        for output in outputs:
+            listener = self._listeners.get(output.request_id)
+            if listener is not None:
+                by_loop.setdefault(listener.loop, []).append((listener.queue, output))
+                if output.finished:
+                    del self._listeners[output.request_id]
+        for loop, pairs in by_loop.items():
+            with suppress(RuntimeError):  # the loop is closed, nobody listens any more
+                loop.call_soon_threadsafe(_put_all, pairs)
 
-    def _abort(self, request_id: str, listener: Callable[..., None] | None) -> None:
+    def _abort(self, request_id: str, listener: _Listener | None) -> None:
         """`listener`: abort only if the request is still the one of this listener."""
         if listener is not None and self._listeners.get(request_id) is not listener:
             return
         output = self._engine.abort(request_id)
         if output is not None:
-            self._deliver(output)
+            self._deliver([output])
 
     def _fail_all(self, error: BaseException) -> None:
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
-            listener(error)
+            listener.tell(error)

@@ -29,6 +29,7 @@ from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduled_step import ScheduledStep
 from quire.engine.scheduler import Scheduler
 from quire.engine.speeds import Speeds
+from quire.engine.structured import Grammars
 from quire.engine.tier_loads import TierLoads
 from quire.engine.tier_stores import TierStores
 from quire.errors import ArgumentError, PromptError
@@ -86,6 +87,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._grammars = Grammars(tokenizer, vocab_size, sorted(self._eos_token_ids))
         self._sampling_defaults = sampling_defaults
         self._seed = seed
         self._profile = profile or NoProfile()
@@ -134,6 +136,7 @@ class Engine:
             raise ArgumentError(
                 "expected a model with a tokenizer, got none - for `stop`; use stop_token_ids"
             )
+        self._grammars.compile(params)
         room = self.max_model_len - len(tokens)
         if params.max_tokens is None:
             fits = self.scheduler.max_tokens_that_fit() + 1 - len(tokens)
@@ -154,13 +157,14 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         stream: bool = False,
+        deltas: bool = False,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
     ) -> str:
         """Queues a request and returns its id.
 
-        priority: smaller is served first. stream: an output per step instead of one at the end. namespace,
-        extra_keys: part of the identity of its cached content, see `quire.Cache`.
+        priority: smaller is served first. stream: an output per step instead of one at the end; deltas: each
+        with what is new only. namespace, extra_keys: part of the identity of its cached content, see `quire.Cache`.
         *raises:* what `check` raises; nothing was changed then.
         """
         tokens, params, max_tokens = self.check(prompt_token_ids, params or SamplingParams())
@@ -185,12 +189,16 @@ class Engine:
             arrival_s=self._clock(),
             prompt=prompt,
             stream=stream,
+            deltas=deltas,
             namespace=namespace,
             extra_keys=extra_keys,
         )
         if self._tokenizer is not None and (stream or params.stop):
             for sample in request.samples:
                 sample.detokenizer = Detokenizer(self._tokenizer, tokens[-8:].tolist(), params.stop)  # type: ignore[arg-type]
+        if (grammar := self._grammars.compile(params)) is not None:
+            for sample in request.samples:
+                sample.matcher = self._grammars.matcher(grammar)
         self.scheduler.add(request)
         return request_id
 
@@ -320,7 +328,7 @@ class Engine:
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids.tolist(),
+            prompt_token_ids=request.prompt_list,
             num_cached_tokens=request.num_cached_tokens,
             outputs=[self._completion(sample) for sample in request.samples],
             finished=request.finished,
@@ -334,12 +342,15 @@ class Engine:
             text, new_text = self._text(sample)
         except Exception as error:  # a tokenizer that cannot decode what the model wrote (E2)
             sample.finish_reason, sample.error = "error", error
+        shown = 0
+        if sample.request.deltas:
+            text, shown, sample.num_shown = new_text, sample.num_shown, len(sample.output_ids)
         return CompletionOutput(
             index=sample.index,
             text=text,
-            token_ids=list(sample.output_ids),
+            token_ids=sample.output_ids[shown:],
             finish_reason=sample.finish_reason,
-            logprobs=sample.logprobs,
+            logprobs=None if sample.logprobs is None else sample.logprobs[shown:],
             new_text=new_text,
             error=sample.error,
         )

@@ -158,7 +158,7 @@ class LLM:
             self.tokenizer: Any = loaded.tokenizer
             self.spec = loaded.spec
             self.block_size = block_size
-            self._max_num_seqs = max_num_seqs
+            self.max_num_seqs = max_num_seqs
             self.max_model_len: int = max_model_len or prepared.max_model_len
             opened = options.open(loaded.spec, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs)
             self.storage = opened.name
@@ -361,7 +361,7 @@ class LLM:
             storage = self._require_elastic()
             options = replace(self._storage_options, kv_memory=kv_memory, block_size=self.block_size)
             num_blocks = options.num_blocks(
-                self.spec, storage.unit_bytes, self.max_model_len, self._max_num_seqs, storage.bytes_committed
+                self.spec, storage.unit_bytes, self.max_model_len, self.max_num_seqs, storage.bytes_committed
             )
             if num_blocks > storage.num_blocks:
                 storage.resize(num_blocks)

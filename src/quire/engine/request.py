@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from quire.engine.detokenizer import Detokenizer
     from quire.engine.preemption import Parked
+    from quire.engine.structured import Matcher
     from quire.engine.tier_loads import Search, TierLoad
 
 __all__ = ["CompletionOutput", "Request", "RequestOutput", "Sample", "SampleState", "Timings"]
@@ -59,7 +61,9 @@ class Sample:
         "last_token",
         "load",
         "logprobs",
+        "matcher",
         "num_computed",
+        "num_shown",
         "num_tokens",
         "output_ids",
         "parked",
@@ -91,6 +95,8 @@ class Sample:
         self.generator: torch.Generator | None = None
         self.logprobs: list[dict[int, float]] | None = None
         self.detokenizer: Detokenizer | None = None
+        self.matcher: Matcher | None = None
+        self.num_shown = 0  # output tokens that an output of deltas has carried
 
     @property
     def finished(self) -> bool:
@@ -140,6 +146,7 @@ class Request:
         arrival_s: float = 0.0,
         prompt: str | None = None,
         stream: bool = False,
+        deltas: bool = False,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
     ) -> None:
@@ -153,6 +160,7 @@ class Request:
         self.seed = seed
         self.prompt = prompt
         self.stream = stream
+        self.deltas = deltas
         # What most steps ask of every sample, decided once.
         self.is_plain = params.is_plain_greedy and params.logprobs is None
         self.namespace = namespace
@@ -165,6 +173,11 @@ class Request:
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
+
+    @cached_property
+    def prompt_list(self) -> list[int]:
+        """The prompt as its outputs show it."""
+        return self.prompt_token_ids.tolist()
 
     @property
     def finished(self) -> bool:
@@ -185,7 +198,8 @@ class CompletionOutput:
     """One continuation so far. `finish_reason`: None while it grows, then "stop", "length", "abort" or "error".
 
     new_text: what this output adds to the text of the one before (streaming). logprobs: one dict per token,
-    the chosen token first, then the likeliest.
+    the chosen token first, then the likeliest. Of a request for deltas, `token_ids` and `logprobs` are those that came
+    since the output before, and `text` is `new_text`.
     """
 
     index: int

@@ -4,8 +4,8 @@ Each sample draws from a generator of its own, one number per token, and every o
 a request draws depends on its seed and its logits, never on what else is in the batch. A row without a finite
 logit fails its own sample (`Sample.error`) and no other.
 
-Order, as in transformers: logit bias, repetition, presence and frequency penalty, temperature, top_k, top_p,
-min_p; then one uniform number and the inverse of the cumulative distribution.
+Order, as in transformers: the grammar's mask, logit bias, repetition, presence and frequency penalty, temperature,
+top_k, top_p, min_p; then one uniform number and the inverse of the cumulative distribution.
 
 Cost: O(rows * vocabulary); rows with equal warper settings are processed together.
 """
@@ -60,6 +60,10 @@ def sample_tokens(logits: torch.Tensor, samples: Sequence[Sample], rows: np.ndar
             tokens = tokens.copy()
             picked = torch.from_numpy(np.ascontiguousarray(rows[others], dtype=np.int64))
             tokens[others] = _sample_others(logits[picked].float(), [samples[index] for index in others])
+        for index in others:
+            sample = samples[index]
+            if sample.matcher is not None and sample.error is None:
+                sample.matcher.accept(int(tokens[index]))
         for index in special:
             if samples[index].request.params.logprobs is not None and samples[index].error is None:
                 _record_logprobs(logits[int(rows[index])].float(), samples[index], int(tokens[index]))
@@ -102,7 +106,9 @@ def _f(value: float | None) -> float:
 
 
 def _edit(row: torch.Tensor, sample: Sample, params: SamplingParams) -> torch.Tensor:
-    """A row [vocab] with bias and penalties applied."""
+    """A row [vocab] with the grammar's mask, bias and penalties applied."""
+    if sample.matcher is not None:
+        sample.matcher.mask(row)
     if params.logit_bias:
         tokens = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         row[tokens] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)

@@ -39,6 +39,8 @@ class SamplingParams:
         logits, before penalties and temperature).
     ignore_eos: the model's end tokens do not end a sample (`stop_token_ids` still do).
     logit_bias: token id -> value added to its logit, -inf forbids it.
+    json_schema: the answer is a JSON text of this schema (a dict, or its JSON; {} for any JSON). regex: it matches this
+        expression. grammar: it follows this Lark grammar, as llguidance reads them. At most one of the three.
     """
 
     max_tokens: int | None = None
@@ -56,6 +58,9 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # frozen: the normal forms of what was given
@@ -93,6 +98,14 @@ class SamplingParams:
                     f"expected a number below infinity, got {value!r} - in `logit_bias[{token}]`"
                 )
         set_field(self, "logit_bias", bias)
+        if self.json_schema is not None and not isinstance(self.json_schema, (str, Mapping)):
+            got = type(self.json_schema).__name__
+            raise ArgumentError(f"expected a schema as a dict or JSON text, got {got} - in `json_schema`")
+        for name in ("regex", "grammar"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise ArgumentError(f"expected a string, got {type(value).__name__} - in `{name}`")
+        if sum(form is not None for form in self.forms.values()) > 1:
+            raise ArgumentError("expected at most one of json_schema, regex and grammar, got several")
 
     def resolved(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """These parameters with every gap filled (S1).
@@ -124,10 +137,16 @@ class SamplingParams:
         return self.temperature == 0.0 and not self.changes_logits
 
     @property
+    def forms(self) -> dict[str, Any]:
+        """The forms an answer may be asked to have, by name."""
+        return {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
+
+    @property
     def changes_logits(self) -> bool:
         """Whether the logits are edited before temperature (of a resolved record)."""
         return bool(
             self.logit_bias
+            or any(form is not None for form in self.forms.values())
             or self.presence_penalty
             or self.frequency_penalty
             or self.repetition_penalty not in (None, 1.0)

@@ -1,0 +1,128 @@
+"""Answers of a given form: which tokens a JSON schema, a regular expression or a grammar leaves at each step.
+
+The work is llguidance's; here is what an engine needs of it: a grammar checked before a request is queued, and for each
+sample a `Matcher` that masks a row of logits and takes the token that was drawn.
+
+Invariant
+    F1  a sample with a matcher never holds a token that its grammar does not allow: it ends with an end token where the
+        grammar is complete, or with "length" before that.
+
+Cost: the first grammar of a model reads its vocabulary (about 0.1 s for 100 000 tokens); a mask takes 0.05 to 2 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import ArgumentError, QuireError
+
+__all__ = ["Grammars", "Matcher"]
+
+# White space as json.dumps writes it: a model cannot spend its tokens on blank lines.
+_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MAX_KEPT = 64  # grammars that are not checked again
+
+
+class Grammars:
+    """Grammars over one model's vocabulary. eos_token_ids: what may end a complete answer."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+        self._kept: dict[tuple[str, str], str] = {}
+
+    def compile(self, params: SamplingParams) -> str | None:
+        """The grammar that `params` ask for, checked; None for none.
+
+        *raises:* ArgumentError: the schema or expression cannot be used, with the reason.
+        """
+        asked = next(((name, form) for name, form in params.forms.items() if form is not None), None)
+        if asked is None:
+            return None
+        name, form = asked
+        if params.ignore_eos:
+            raise ArgumentError(f"expected an answer that may end, got ignore_eos - with `{name}`")
+        text = form if isinstance(form, str) else json.dumps(form)
+        kept = self._kept.get((name, text))
+        if kept is not None:
+            return kept
+        from llguidance import LLMatcher
+
+        vocabulary = self._llguidance()
+        try:
+            if name == "regex":
+                grammar = LLMatcher.grammar_from_regex(text)
+            elif name == "grammar":
+                grammar = LLMatcher.grammar_from_lark(text)
+            else:
+                grammar = LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE)
+            if problem := LLMatcher.validate_grammar(grammar, vocabulary):
+                raise ValueError(problem)
+        except ValueError as error:
+            raise ArgumentError(
+                f"expected a {name} that answers can follow: {error} - in `{name}`"
+            ) from error
+        if len(self._kept) == _MAX_KEPT:
+            self._kept.pop(next(iter(self._kept)), None)
+        self._kept[name, text] = grammar
+        return grammar
+
+    def matcher(self, grammar: str) -> Matcher:
+        """A matcher at the start of an answer."""
+        from llguidance import LLMatcher
+
+        return Matcher(LLMatcher(self._llguidance(), grammar), self._vocab_size)
+
+    def _llguidance(self) -> Any:
+        with self._lock:
+            if self._vocabulary is None:
+                import llguidance.hf
+
+                if self._tokenizer is None:
+                    raise ArgumentError(
+                        "expected a model with a tokenizer, got none - for `json_schema`, `regex`, `grammar`"
+                    )
+                try:
+                    self._vocabulary = llguidance.hf.from_tokenizer(
+                        self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
+                    )
+                except ValueError as error:
+                    raise ArgumentError(
+                        f"expected a tokenizer of the tokenizers library, got {type(self._tokenizer).__name__} "
+                        f"({error}) - for `json_schema`, `regex`, `grammar`"
+                    ) from error
+            return self._vocabulary
+
+
+class Matcher:
+    """How far one sample's answer has come in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._bits = np.zeros(-(-vocab_size // 32), np.int32)
+
+    def mask(self, row: torch.Tensor) -> None:
+        """Forbids what may not come next, in a row of logits [vocab].
+
+        *raises:* QuireError: the grammar cannot go on (its limits were exceeded).
+        """
+        matcher = self._matcher
+        matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        if matcher.is_error():
+            raise QuireError(f"the answer cannot follow its grammar any more: {matcher.get_error()}")
+        allowed = np.unpackbits(self._bits.view(np.uint8), count=row.shape[0], bitorder="little")
+        row.masked_fill_(torch.from_numpy(allowed == 0), float("-inf"))
+
+    def accept(self, token: int) -> None:
+        """Takes the token that was drawn from a masked row."""
+        self._matcher.consume_token(token)

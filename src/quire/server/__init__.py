@@ -1,0 +1,8 @@
+"""The OpenAI API on Quire's memory: `quire serve`.
+
+settings   what a config file and flags say    tenants    whose keys are whose
+schemas/   bodies of requests and answers       errors     an error as an answer
+service    requests into the engine, outputs back, bounded
+completions, chat, models, metrics              one router each
+app        all of it as an ASGI application     run        uvicorn, signals, draining
+"""

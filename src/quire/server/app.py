@@ -1,0 +1,32 @@
+"""The API as one ASGI application over one engine."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from quire.engine.async_engine import AsyncEngine
+from quire.server import chat, completions, models
+from quire.server.body_limit import BodyLimit
+from quire.server.errors import install_handlers
+from quire.server.service import Service
+from quire.server.settings import ServerSettings
+
+__all__ = ["make_app"]
+
+
+def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
+    """The application; it does not own the engine."""
+    app = FastAPI(
+        title="Quire",
+        summary="The OpenAI API on a paged, shared and persistent KV cache.",
+        docs_url=None,  # it would load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.service = Service(engine, settings)
+    install_handlers(app)
+    app.include_router(completions.router)
+    app.include_router(chat.router)
+    app.include_router(models.router)
+    app.include_router(models.health_router)
+    app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes)
+    return app

@@ -1,0 +1,108 @@
+"""An error as the API answers it: a status, OpenAI's body, never a traceback.
+
+    {"error": {"message": ..., "type": ..., "param": null or the field, "code": null or a word}}
+
+`invalid_request_error` (400, 404, 413), `authentication_error` (401), `permission_error` (403), `rate_limit_error`
+(429, with Retry-After), `service_unavailable` (503), `internal_error` (500).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from quire.errors import ArgumentError, CancelledError, CapacityError, QuireError
+
+__all__ = ["ApiError", "answer_of", "error_body", "install_handlers"]
+
+_log = logging.getLogger("quire.server")
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "internal_error",
+    503: "service_unavailable",
+}
+
+
+class ApiError(Exception):
+    """An answer other than the one asked for."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": str(error),
+            "type": _TYPES.get(error.status, "invalid_request_error"),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def answer_of(error: BaseException) -> ApiError:
+    """What the API says to any error: the engine's own ones in their words, others without details."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, CapacityError):
+        return ApiError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, ArgumentError):
+        return ApiError(400, str(error))
+    if isinstance(error, CancelledError):
+        return ApiError(503, str(error), code="cancelled", retry_after_s=1)
+    if isinstance(error, QuireError):
+        return ApiError(500, str(error))
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed on this request; its log says why")
+
+
+def _answer(error: ApiError) -> JSONResponse:
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), error.status, headers)
+
+
+def install_handlers(app: Any) -> None:
+    """Every error of `app` in this form."""
+
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        return _answer(answer_of(error))
+
+    async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{first['msg']} - in `{where}`" if where else first["msg"]
+        return _answer(ApiError(400, message, param=where or None, code="invalid_body"))
+
+    async def on_http(request: Request, error: HTTPException) -> JSONResponse:
+        answer = _answer(ApiError(error.status_code, str(error.detail)))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(ApiError, on_error)
+    app.add_exception_handler(QuireError, on_error)
+    app.add_exception_handler(Exception, on_error)

@@ -1,0 +1,108 @@
+"""Models, tokens and health: everything that generates nothing."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field
+
+from quire.server.dependencies import TheService, tenant_of
+from quire.server.errors import ApiError
+from quire.server.messages import render
+from quire.server.schemas.chat import ChatMessage
+from quire.server.schemas.common import ERRORS, Body, ModelCard, ModelList, TokenId
+from quire.server.service import Service
+
+__all__ = ["health_router", "router"]
+
+router = APIRouter(dependencies=[Depends(tenant_of)], responses=ERRORS)
+health_router = APIRouter(tags=["Health"])
+
+
+class TokenizeRequest(Body):
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizeAnswer(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeRequest(Body):
+    tokens: list[TokenId] = Field(max_length=1 << 20)
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
+def _card(service: Service) -> ModelCard:
+    return ModelCard(
+        id=service.model_name, created=service.created, max_model_len=service.engine.llm.max_model_len
+    )
+
+
+@router.get("/v1/models", tags=["OpenAI"])
+async def models(service: TheService) -> ModelList:
+    """The one model that is served."""
+    return ModelList(data=[_card(service)])
+
+
+@router.get("/v1/models/{name:path}", tags=["OpenAI"])
+async def model(name: str, service: TheService) -> ModelCard:
+    service.check_model(name)
+    return _card(service)
+
+
+@router.post("/tokenize", tags=["Tokens"])
+async def tokenize(body: TokenizeRequest, service: TheService) -> TokenizeAnswer:
+    """The tokens of a text, or of messages as the chat template renders them."""
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "expected either a prompt or messages")
+    if body.messages is not None:
+        text = render(service.tokenizer, body.messages, service.settings.limits)
+        tokens = await service.encode(text, add_special_tokens=False)
+    else:
+        tokens = await service.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+    return TokenizeAnswer(tokens=tokens, count=len(tokens), max_model_len=service.engine.llm.max_model_len)
+
+
+@router.post("/detokenize", tags=["Tokens"])
+async def detokenize(body: DetokenizeRequest, service: TheService) -> DetokenizeAnswer:
+    """The text of tokens."""
+    vocab_size = service.engine.llm.vocab_size
+    if any(token >= vocab_size for token in body.tokens):
+        raise ApiError(400, f"expected token ids below {vocab_size}, got {max(body.tokens)}", param="tokens")
+    if service.tokenizer is None:
+        raise ApiError(400, "expected a model with a tokenizer, this one has none")
+    return DetokenizeAnswer(prompt=service.tokenizer.decode(body.tokens))
+
+
+@router.get("/metrics", tags=["Health"], response_class=Response)
+async def metrics(service: TheService) -> Response:
+    """What Prometheus scrapes."""
+    stats = await service.engine.stats()
+    return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+
+
+@health_router.get("/health", responses={503: {"description": "The engine has failed."}})
+async def health(request: Request) -> Response:
+    """200 while the engine runs; 503 with the reason once it has failed."""
+    service: Service = request.app.state.service
+    failure = service.engine.failure
+    if failure is not None:
+        return JSONResponse({"status": "failed", "reason": str(failure)}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+@health_router.get("/ready", responses={503: {"description": "Not taking requests."}})
+async def ready(request: Request) -> Response:
+    """200 while requests are taken; 503 while the server is stopping or its engine has failed."""
+    service: Service = request.app.state.service
+    if service.draining or service.engine.failure is not None:
+        return JSONResponse({"status": "stopping" if service.draining else "failed"}, 503)
+    return JSONResponse({"status": "ready"})

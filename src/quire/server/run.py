@@ -1,0 +1,113 @@
+"""The server as a process: uvicorn around the application, and an orderly end.
+
+The first SIGTERM or SIGINT stops taking requests and lets those under way finish, for `drain_seconds` at most; a
+second one stops at once. The socket is bound before the model is loaded, so that a busy port is said at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+
+from quire.engine.async_engine import AsyncEngine
+from quire.engine.llm import LLM
+from quire.errors import ArgumentError
+from quire.server.app import make_app
+from quire.server.settings import ServerSettings
+
+__all__ = ["bind", "serve"]
+
+_log = logging.getLogger("quire.server")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. *raises:* ArgumentError in one line: the port is taken, the address is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ArgumentError(
+            f"cannot listen on {host}:{port}: {error.strerror or error} - in `host`, `port`"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Draining is ours: uvicorn would end the loop's own signals differently."""
+
+    def install_signal_handlers(self) -> None:
+        pass
+
+    def capture_signals(self) -> Any:  # what newer versions call it
+        return _Nothing()
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> None:
+    """Serves until it is told to stop. Closes the engine, not the LLM."""
+    asyncio.run(_serve(llm, settings, listener))
+
+
+async def _serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> None:
+    engine = AsyncEngine(llm)
+    app = make_app(engine, settings)
+    service = app.state.service
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            proxy_headers=False,
+            timeout_keep_alive=75,
+        )
+    )
+    loop = asyncio.get_running_loop()
+    num_signals = 0
+    told = asyncio.Event()
+
+    def stop() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        service.draining = True
+        told.set()
+        if num_signals > 1:
+            server.force_exit = True
+            server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+
+    async def drain() -> None:
+        await told.wait()
+        _log.info("stopping: %d requests under way", service.num_open)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(settings.drain_seconds):
+                while service.num_open and num_signals < 2:
+                    await asyncio.sleep(0.02)
+        server.should_exit = True
+
+    draining = asyncio.create_task(drain())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        draining.cancel()
+        await asyncio.to_thread(engine.close)

@@ -1,0 +1,266 @@
+"""Requests into the engine and outputs back: what every endpoint that generates goes through.
+
+It bounds what waits, gives each tenant its namespace, priority and share, and sees to it that a request whose client
+has gone ends within a step. It knows no HTTP but the statuses of `ApiError`.
+
+Invariants
+    V1  `num_open` is the number of answers under way; never more than the engine runs plus `max_waiting`.
+    V2  an answer that is not read to its end is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.engine.async_engine import AsyncEngine
+from quire.engine.request import RequestOutput
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import ArgumentError
+from quire.server.errors import ApiError
+from quire.server.metrics import Metrics
+from quire.server.schemas.common import SamplingBody
+from quire.server.settings import ServerSettings
+from quire.server.tenants import Tenant
+
+__all__ = ["Answer", "Service", "new_id"]
+
+_LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+@dataclass
+class Answer:
+    """What one prompt of a request has come to: gathered from outputs of deltas."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[dict[int, float]]] = field(default_factory=list)
+    finish_reasons: list[str | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, n: int) -> Answer:
+        return cls(
+            texts=[""] * n,
+            token_ids=[[] for _ in range(n)],
+            logprobs=[[] for _ in range(n)],
+            finish_reasons=[None] * n,
+        )
+
+    def add(self, output: RequestOutput) -> None:
+        self.num_prompt_tokens = len(output.prompt_token_ids)
+        self.num_cached_tokens = output.num_cached_tokens
+        for part in output.outputs:
+            self.texts[part.index] += part.new_text
+            self.token_ids[part.index] += part.token_ids
+            self.logprobs[part.index] += part.logprobs or []
+            self.finish_reasons[part.index] = part.finish_reason
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+
+class Service:
+    """One engine's requests. `now` is the clock of rates, in seconds."""
+
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.model_name = settings.served_model_name or engine.llm.name
+        self.created = int(time.time())
+        self.metrics = Metrics(self.model_name)
+        self.num_open = 0
+        self.draining = False
+        self._open_of: dict[str, int] = {}
+        self._recent: dict[str, deque[float]] = {}
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.llm.tokenizer
+
+    # -- admission -------------------------------------------------------------------------------------
+
+    def admit(self, tenant: Tenant, num_requests: int) -> None:
+        """Refuses a request that would wait beyond the bound, or exceed what its tenant may do."""
+        if self.draining:
+            raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
+        limits = self.settings.limits
+        most = limits.max_waiting + self.engine.llm.max_num_seqs
+        if self.num_open + num_requests > most:
+            self._refuse("queue_full", f"{self.num_open} requests run or wait, at most {most} may")
+        if tenant.max_requests is not None:
+            open_now = self._open_of.get(tenant.name, 0)
+            if open_now + num_requests > tenant.max_requests:
+                self._refuse(
+                    "tenant_limit",
+                    f"{open_now} of your requests run or wait, at most {tenant.max_requests} may",
+                )
+        if tenant.requests_per_minute is not None:
+            recent = self._recent.setdefault(tenant.name, deque())
+            now = time.monotonic()
+            while recent and recent[0] <= now - 60:
+                recent.popleft()
+            if len(recent) + num_requests > tenant.requests_per_minute:
+                wait_s = 1 + int(recent[0] + 60 - now) if recent else 60
+                message = f"at most {tenant.requests_per_minute} requests a minute"
+                self._refuse("rate_limit", message, wait_s)
+            recent.extend([now] * num_requests)
+
+    def _refuse(self, code: str, message: str, retry_after_s: int = 1) -> None:
+        self.metrics.refused.labels(code).inc()
+        raise ApiError(429, f"too many requests: {message}", code=code, retry_after_s=retry_after_s)
+
+    # -- a request -------------------------------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"expected the model {self.model_name!r}, got {name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def params(self, body: SamplingBody, **others: Any) -> SamplingParams:
+        """The body's sampling fields, within the server's limits. others: as SamplingParams has them."""
+        limits = self.settings.limits
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        n = 1 if body.n is None else body.n
+        if n > limits.max_n:
+            raise ApiError(400, f"expected n of at most {limits.max_n}, got {n}", param="n")
+        if len(stop) > limits.max_stop or any(len(text) > limits.max_stop_chars for text in stop):
+            raise ApiError(
+                400,
+                f"expected at most {limits.max_stop} stop strings of {limits.max_stop_chars} characters",
+                param="stop",
+            )
+        try:
+            bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        except ValueError as error:
+            raise ApiError(400, f"expected token ids as keys: {error}", param="logit_bias") from error
+        return SamplingParams(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=None if body.top_k is None else max(0, body.top_k),
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            stop=stop,
+            stop_token_ids=body.stop_token_ids or (),
+            n=n,
+            seed=body.seed,
+            ignore_eos=bool(body.ignore_eos),
+            logit_bias=bias,
+            **others,
+        )
+
+    async def outputs(
+        self, tenant: Tenant, body: SamplingBody, prompt: Any, params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput]:
+        """The outputs of one prompt as it grows, each with what is new; the request is already admitted."""
+        self.num_open += 1
+        self._open_of[tenant.name] = self._open_of.get(tenant.name, 0) + 1
+        began = time.monotonic()
+        first_s: float | None = None
+        output: RequestOutput | None = None
+        try:
+            generated = self.engine.generate(
+                prompt,
+                params,
+                priority=tenant.priority + (body.priority or 0),
+                namespace=tenant.namespace(body.cache_salt),
+                deltas=True,
+            )
+            async with aclosing(generated):
+                async for output in generated:
+                    if first_s is None:
+                        first_s = time.monotonic() - began
+                        self.metrics.time_to_first_token.observe(first_s)
+                    yield output
+        finally:
+            self.num_open -= 1
+            self._open_of[tenant.name] -= 1
+            reason = "abort"
+            if output is not None and output.finished:
+                reason = output.outputs[0].finish_reason or "abort"
+            self.metrics.finished.labels(reason).inc()
+            self.metrics.request_latency.observe(time.monotonic() - began)
+
+    async def answer(self, tenant: Tenant, body: SamplingBody, prompt: Any, params: SamplingParams) -> Answer:
+        """The whole answer to one prompt."""
+        answer = Answer.of(params.n)
+        async with aclosing(self.outputs(tenant, body, prompt, params)) as outputs:
+            async for output in outputs:
+                answer.add(output)
+        return answer
+
+    async def answers(
+        self, tenant: Tenant, body: SamplingBody, prompts: Sequence[Any], params: SamplingParams
+    ) -> list[Answer]:
+        """Likewise for several, side by side; the first error ends them all."""
+        if len(prompts) == 1:
+            return [await self.answer(tenant, body, prompts[0], params)]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.answer(tenant, body, prompt, params)) for prompt in prompts]
+        return [task.result() for task in tasks]
+
+    # -- text and tokens -------------------------------------------------------------------------------
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text; a long one does not keep the others waiting."""
+        if self.tokenizer is None:
+            raise ArgumentError("expected token ids, got text; this model has no tokenizer")
+        if len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    def check(self, token_ids: list[int], params: SamplingParams) -> None:
+        """Raises what the engine would: a prompt or parameters that can never be served."""
+        self.engine.llm.engine.check(token_ids, params)
+
+    def check_schema(self, schema: Any, param: str) -> None:
+        """Refuses a JSON schema beyond the limits."""
+        limits = self.settings.limits
+        if schema is None:
+            return
+        if len(json.dumps(schema)) > limits.max_schema_bytes:
+            raise ApiError(400, f"expected a schema of at most {limits.max_schema_bytes} bytes", param=param)
+        if _depth(schema, limits.max_schema_depth) > limits.max_schema_depth:
+            raise ApiError(
+                400, f"expected a schema at most {limits.max_schema_depth} levels deep", param=param
+            )
+
+
+def _depth(value: Any, most: int) -> int:
+    """Levels of objects and arrays, counted up to `most` + 1."""
+    depth, level = 0, [value]
+    while level and depth <= most:
+        level = (
+            [
+                inner
+                for one in level
+                if isinstance(one, (dict, list))
+                for inner in (one.values() if isinstance(one, dict) else one)
+            ]
+            if any(isinstance(one, (dict, list)) for one in level)
+            else []
+        )
+        depth += bool(level)
+    return depth

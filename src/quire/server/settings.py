@@ -1,0 +1,238 @@
+"""What a server is told: flags and a TOML file, checked before a model is loaded. Flags win over the file.
+
+    [model]                    # as the options of `quire serve` and of quire.LLM
+    model = "./my-model"
+    kv_memory = "4GiB"
+
+    [server]
+    port = 8000
+    max_waiting = 512
+    admin_key = "env:QUIRE_ADMIN_KEY"
+
+    [[tenants]]
+    name = "alice"
+    keys = ["env:ALICE_KEY", "sha256:9f86d0..."]   # a key in the clear works too
+    priority = 0
+    quota = "1GiB"
+    floor = "128MiB"
+    max_requests = 64
+    requests_per_minute = 600
+
+A file that says something unknown is refused: a limit with a wrong name is no limit.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ArgumentError
+from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
+from quire.sizes import parse_size
+
+__all__ = ["Limits", "ServerSettings", "load_config"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request, and all together, may ask for.
+
+    max_waiting: requests that wait for the engine; one more gets 429. max_body_bytes: of a request. The others are
+    counts within one request; max_schema_depth: of nested objects and arrays of a JSON schema.
+    """
+
+    max_waiting: int = 512
+    max_body_bytes: int = 16 << 20
+    max_prompts: int = 64
+    max_n: int = 16
+    max_stop: int = 16
+    max_stop_chars: int = 256
+    max_logprobs: int = 20
+    max_messages: int = 4096
+    max_tools: int = 128
+    max_schema_depth: int = 32
+    max_schema_bytes: int = 256 << 10
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """See the module's text. insecure: listen beyond loopback without keys.
+
+    keys, tenants: of the file and of --api-key-file.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    insecure: bool = False
+    drain_seconds: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+    keys: KeyRing = field(default_factory=KeyRing)
+    tenants: tuple[Tenant, ...] = (ANYBODY,)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ArgumentError(f"expected a port of 0 to 65535, got {self.port} - in `port`")
+        if not self.is_loopback and self.keys.is_empty and not self.insecure:
+            raise ArgumentError(
+                f"expected API keys for a server that others can reach, got none with host {self.host!r}; give "
+                "--api-key-file or [[tenants]] in --config, listen on 127.0.0.1, or say --insecure"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+_SERVER_FIELDS = {
+    "host": str,
+    "port": int,
+    "served_model_name": str,
+    "insecure": bool,
+    "drain_seconds": (int, float),
+    "api_key_file": str,
+    "admin_key": str,
+}
+_TENANT_FIELDS = {
+    "name": str,
+    "keys": list,
+    "priority": int,
+    "quota": (int, str),
+    "floor": (int, str),
+    "max_requests": int,
+    "requests_per_minute": int,
+}
+
+
+def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSettings, dict[str, Any]]:
+    """The settings, and the [model] table, of a file and of flags (None: not given).
+
+    *raises:* ArgumentError naming file and field.
+    """
+    document = _read_toml(path) if path is not None else {}
+    _known(document, {"model", "server", "tenants"}, f"{path}")
+    server = _table(document, "server", path)
+    limits = {entry.name: int for entry in fields(Limits)}
+    _known(server, {*_SERVER_FIELDS, *limits}, f"[server] of {path}")
+    for name, value in server.items():
+        _typed(value, {**_SERVER_FIELDS, **limits}[name], f"{name} in [server] of {path}")
+        if name in limits and value < 1:
+            raise ArgumentError(f"expected 1 or more, got {value} - as {name} in [server] of {path}")
+    server = {**server, **{name: value for name, value in flags.items() if value is not None}}
+
+    tenants = [_tenant(entry, path) for entry in document.get("tenants", [])]
+    keys = [pair for _, pairs in tenants for pair in pairs]
+    if (key_file := server.pop("api_key_file", None)) is not None:
+        keys += [(digest_of_key(key), ANYBODY) for key in _read_keys(key_file)]
+    if (admin_key := server.pop("admin_key", None)) is not None:
+        keys.append((_digest(admin_key, "admin_key"), ADMIN))
+    names = [tenant.name for tenant, _ in tenants]
+    if len(set(names)) != len(names):
+        raise ArgumentError(f"expected every tenant once, got {names} - in [[tenants]] of {path}")
+    if ANYBODY.name in names or ADMIN.name in names:
+        raise ArgumentError(
+            f"expected other names than {ANYBODY.name} and {ADMIN.name} - in [[tenants]] of {path}"
+        )
+    settings = ServerSettings(
+        limits=Limits(**{name: server.pop(name) for name in limits if name in server}),
+        keys=KeyRing(keys),
+        tenants=(ANYBODY, *(tenant for tenant, _ in tenants)),
+        **server,
+    )
+    return settings, _table(document, "model", path)
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ArgumentError(f"expected a readable TOML file, got {path}: {error} - in `config`") from error
+
+
+def _read_keys(path: str) -> list[str]:
+    """One key a line; blank lines and those that begin with # are skipped."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"expected a readable file of API keys, got {path}: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise ArgumentError(f"expected at least one API key, got none - in {path}")
+    return keys
+
+
+def _tenant(entry: Any, path: str | None) -> tuple[Tenant, list[tuple[bytes, Tenant]]]:
+    where = f"[[tenants]] of {path}"
+    _typed(entry, dict, where)
+    _known(entry, _TENANT_FIELDS.keys(), where)
+    for name, value in entry.items():
+        _typed(value, _TENANT_FIELDS[name], f"{name} in {where}")
+    if not entry.get("name") or not entry.get("keys"):
+        raise ArgumentError(f"expected a name and keys, got {sorted(entry)} - in {where}")
+    for name in ("priority", "max_requests", "requests_per_minute"):
+        if entry.get(name, 1) < (0 if name == "priority" else 1):
+            raise ArgumentError(f"expected a positive number, got {entry[name]} - as {name} in {where}")
+    quota = entry.get("quota")
+    tenant = Tenant(
+        entry["name"],
+        priority=entry.get("priority", 0),
+        quota_bytes=None if quota is None else parse_size(quota, where=f"quota in {where}"),
+        floor_bytes=parse_size(entry["floor"], where=f"floor in {where}") if "floor" in entry else 0,
+        max_requests=entry.get("max_requests"),
+        requests_per_minute=entry.get("requests_per_minute"),
+    )
+    return tenant, [(_digest(key, f"keys of {tenant.name} in {where}"), tenant) for key in entry["keys"]]
+
+
+def _digest(key: Any, where: str) -> bytes:
+    """A key as a file names it: in the clear, `env:NAME` or `sha256:HEX`. Messages never show it."""
+    _typed(key, str, where)
+    kind, _, rest = key.partition(":")
+    if kind == "env":
+        value = os.environ.get(rest)
+        if not value:
+            raise ArgumentError(
+                f"expected an API key in the environment variable {rest}, got none - in {where}"
+            )
+        return digest_of_key(value)
+    if kind == "sha256":
+        try:
+            digest = bytes.fromhex(rest)
+        except ValueError:
+            digest = b""
+        if len(digest) != 32:
+            raise ArgumentError(f"expected 64 hexadecimal digits after sha256: - in {where}")
+        return digest
+    if not key:
+        raise ArgumentError(f"expected an API key, got an empty one - in {where}")
+    return digest_of_key(key)
+
+
+def _table(document: Mapping[str, Any], name: str, path: str | None) -> dict[str, Any]:
+    table = document.get(name, {})
+    _typed(table, dict, f"[{name}] of {path}")
+    return dict(table)
+
+
+def _known(table: Mapping[str, Any], known: Any, where: str) -> None:
+    if unknown := sorted(set(table) - set(known)):
+        raise ArgumentError(
+            f"expected only {', '.join(sorted(known))}, got {', '.join(unknown)} - in {where}"
+        )
+
+
+def _typed(value: Any, kind: Any, where: str) -> None:
+    wanted = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        names = " or ".join(one.__name__ for one in wanted)
+        raise ArgumentError(f"expected {names}, got {type(value).__name__} - as {where}")

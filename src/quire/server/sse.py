@@ -1,0 +1,81 @@
+"""Server-sent events: one JSON object an event, as OpenAI's clients read them.
+
+Cost: a `send` for each event, no task of its own; a client that has gone is noticed at the next one, and by
+`receive` while there is none to send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from quire.server.errors import answer_of, error_body
+
+__all__ = ["DONE", "ChoiceEvents", "EventStream", "event"]
+
+DONE = b"data: [DONE]\n\n"
+_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + _dumps(data).encode("utf-8", "replace") + b"\n\n"
+
+
+class ChoiceEvents:
+    """Events of one answer: what they have in common is written once."""
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._front = b"data: " + _dumps(head)[:-1].encode() + b',"choices":['
+
+    def choice(self, choice: Mapping[str, Any]) -> bytes:
+        return self._front + _dumps(choice).encode("utf-8", "replace") + b"]}\n\n"
+
+
+class EventStream(Response):
+    """A response of events. `first`: the first one, already there, so that what fails before it is a plain error."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(
+            content=None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+        )
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        sending = asyncio.current_task()
+        assert sending is not None
+        left = False
+
+        async def watch() -> None:
+            nonlocal left
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left = True
+            sending.cancel()
+
+        watching = asyncio.create_task(watch())
+        try:
+            await self._send(send, self._first)
+            async for data in self._events:
+                await self._send(send, data)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.CancelledError:
+            if not left:
+                raise
+        except Exception as error:  # the status is sent: the error is the last event
+            await self._send(send, event(error_body(answer_of(error))))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            watching.cancel()
+            await self._events.aclose()
+
+    async def _send(self, send: Any, data: bytes) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -1,0 +1,176 @@
+"""Who may ask, how much at once, and what is left when a client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from quire import LLM
+from quire.server.settings import Limits, ServerSettings
+from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
+
+LONG = {"prompt": "def f(", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
+SHORT = {"prompt": "def f(", "max_tokens": 2, "temperature": 0}
+
+
+def keys(*tenants: Tenant) -> KeyRing:
+    return KeyRing([(digest_of_key(f"key-{tenant.name}"), tenant) for tenant in tenants])
+
+
+def key_of(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer key-{name}"}
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def is_idle(llm: LLM) -> bool:
+    counts = llm.cache.stats()
+    return counts["held"] == counts["leased"] == counts["num_sequences"] == 0
+
+
+def test_keys(serve) -> None:
+    with serve(ServerSettings(keys=keys(Tenant("a"), ADMIN))) as (url, _):
+        for headers in ({}, {"Authorization": "Bearer key-b"}, {"Authorization": "Basic key-a"}):
+            answer = httpx.post(f"{url}/v1/completions", json=SHORT, headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert "key-b" not in answer.text
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 401
+            assert httpx.get(f"{url}/metrics", headers=headers).status_code == 401
+        assert httpx.post(f"{url}/v1/completions", json=SHORT, headers=key_of("a")).status_code == 200
+        assert (
+            httpx.post(f"{url}/v1/completions", json=SHORT, headers={"x-api-key": "key-a"}).status_code == 200
+        )
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_tenants_do_not_find_each_other(serve, llm: LLM) -> None:
+    llm.cache.reset()
+    body = {**SHORT, "prompt": list(range(3, 120))}
+
+    def cached(url: str, name: str, **more: object) -> int:
+        answer = httpx.post(f"{url}/v1/completions", json={**body, **more}, headers=key_of(name))
+        usage = answer.json()["usage"]
+        assert answer.headers["x-quire-cached-tokens"] == str(usage["prompt_tokens_details"]["cached_tokens"])
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    with serve(ServerSettings(keys=keys(Tenant("a"), Tenant("b"), Tenant("ab")))) as (url, _):
+        assert cached(url, "a") == 0
+        assert cached(url, "a") == 116
+        assert cached(url, "b") == 0
+        assert cached(url, "a", cache_salt="mine") == 0
+        assert cached(url, "a", cache_salt="mine") == 116
+        assert cached(url, "ab") == 0
+        assert cached(url, "a", cache_salt="b") == 0  # not the tenant "ab"
+
+
+def test_queue_is_bounded(serve, llm: LLM) -> None:
+    async def main(url: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+            body = {**SHORT, "max_tokens": 24, "ignore_eos": True}
+            return await asyncio.gather(
+                *[client.post(f"{url}/v1/completions", json=body) for _ in range(300)]
+            )
+
+    most = llm.max_num_seqs
+    with serve(ServerSettings(limits=Limits(max_waiting=1))) as (url, app):
+        llm.max_num_seqs = 15  # what the bound is counted from; the engine's own stays
+        try:
+            answers = asyncio.run(main(url))
+        finally:
+            llm.max_num_seqs = most
+        statuses = [answer.status_code for answer in answers]
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= 16
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert app.state.service.num_open == 0
+    assert is_idle(llm)
+
+
+def test_tenant_limits(serve) -> None:
+    slow, rare = Tenant("slow", max_requests=1), Tenant("rare", requests_per_minute=2)
+    with serve(ServerSettings(keys=keys(slow, rare))) as (url, app):
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, headers=key_of("slow")) as answer:
+            assert answer.status_code == 200
+            second = httpx.post(f"{url}/v1/completions", json=SHORT, headers=key_of("slow"))
+            assert second.status_code == 429
+        wait_for(lambda: app.state.service.num_open == 0)
+        assert httpx.post(f"{url}/v1/completions", json=SHORT, headers=key_of("slow")).status_code == 200
+        statuses = [
+            httpx.post(f"{url}/v1/completions", json=SHORT, headers=key_of("rare")).status_code
+            for _ in range(3)
+        ]
+        assert statuses == [200, 200, 429]
+
+
+def test_a_client_that_leaves_frees_its_blocks(serve, llm: LLM) -> None:
+    with serve(ServerSettings()) as (url, app):
+        for _ in range(5):
+            with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as answer:
+                next(answer.iter_lines())
+            wait_for(lambda: app.state.service.num_open == 0 and is_idle(llm))
+        # One that does not stream is noticed too.
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{url}/v1/completions", json={**LONG, "stream": False, "max_tokens": 1900}, timeout=0.3
+            )
+        wait_for(lambda: app.state.service.num_open == 0 and is_idle(llm), 1.0)
+
+
+def test_large_body(serve) -> None:
+    with serve(ServerSettings(limits=Limits(max_body_bytes=1000))) as (url, _):
+        assert httpx.post(f"{url}/v1/completions", json={**SHORT, "user": "x" * 2000}).status_code == 413
+
+        def pieces():
+            yield json.dumps({**SHORT, "user": "x" * 2000}).encode()
+
+        answer = httpx.post(
+            f"{url}/v1/completions", content=pieces(), headers={"Content-Type": "application/json"}
+        )
+        assert answer.status_code == 413
+
+
+def test_what_can_never_fit_is_refused_at_once(serve) -> None:
+    with serve(ServerSettings()) as (url, _):
+        answer = httpx.post(f"{url}/v1/completions", json={**SHORT, "prompt": list(range(100)) * 30})
+        assert answer.status_code == 400
+        assert "3000" in answer.json()["error"]["message"]
+
+
+def test_draining(serve) -> None:
+    with serve(ServerSettings()) as (url, app):
+        app.state.service.draining = True
+        assert httpx.post(f"{url}/v1/completions", json=SHORT).status_code == 503
+        assert httpx.get(f"{url}/ready").status_code == 503
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_failing_engine_is_reported_and_goes_on(serve, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(ServerSettings()) as (url, app):
+        schedule = llm.engine.scheduler.schedule
+
+        def fail() -> None:
+            raise RuntimeError("broken on purpose")
+
+        monkeypatch.setattr(llm.engine.scheduler, "schedule", fail)
+        answer = httpx.post(f"{url}/v1/completions", json=SHORT)
+        assert answer.status_code == 500
+        assert "broken on purpose" not in answer.text
+        assert httpx.get(f"{url}/health").status_code == 503
+        monkeypatch.setattr(llm.engine.scheduler, "schedule", schedule)
+        assert httpx.post(f"{url}/v1/completions", json=SHORT).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert app.state.service.num_open == 0
+    assert is_idle(llm)

@@ -1,0 +1,116 @@
+"""Config files and flags: read whole, or refused in one line that names the place and never a key."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from quire.errors import ArgumentError
+from quire.server.settings import ServerSettings, load_config
+from quire.server.tenants import ANYBODY
+
+GOOD = """
+[model]
+kv_memory = "64MiB"
+[server]
+port = 9000
+max_waiting = 7
+admin_key = "env:QUIRE_TEST_ADMIN"
+[[tenants]]
+name = "alice"
+keys = ["clear-key", "sha256:%s"]
+quota = "1MiB"
+floor = 4096
+priority = 2
+max_requests = 3
+requests_per_minute = 60
+""" % hashlib.sha256(b"hashed-key").hexdigest()  # noqa: UP031
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "quire.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_and_flags_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_TEST_ADMIN", "secret-admin")
+    settings, model = load_config(write(tmp_path, GOOD), {"port": 9001, "host": None})
+    assert (settings.host, settings.port, settings.limits.max_waiting) == ("127.0.0.1", 9001, 7)
+    assert model == {"kv_memory": "64MiB"}
+    for key in ("clear-key", "hashed-key"):
+        tenant = settings.keys.find(key)
+        assert tenant is not None
+        assert (tenant.name, tenant.quota_bytes, tenant.floor_bytes, tenant.priority) == (
+            "alice",
+            1 << 20,
+            4096,
+            2,
+        )
+    admin = settings.keys.find("secret-admin")
+    assert admin is not None
+    assert admin.is_admin
+    assert settings.keys.find("clear-ke") is None
+    assert "clear-key" not in repr(settings)
+    assert "secret-admin" not in repr(settings)
+
+
+def test_key_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\n\n one-key \nother-key\n")
+    settings, _ = load_config(None, {"api_key_file": str(path), "host": "0.0.0.0"})
+    assert settings.keys.find("one-key") == ANYBODY
+    assert not settings.keys.is_empty
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[server]\nprot = 1", "prot"),
+        ("[sever]\nport = 1", "sever"),
+        ("[server]\nport = '1'", "int"),
+        ("[server]\nport = 70000", "65535"),
+        ("[server]\nmax_n = 0", "max_n"),
+        ("[server]\nmax_n = true", "bool"),
+        ("[[tenants]]\nname = 'a'", "keys"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['x']\nquota = 'much'", "quota"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['x']\nqouta = 1", "qouta"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['sha256:xyz']", "hexadecimal"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['env:QUIRE_NOT_SET']", "QUIRE_NOT_SET"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['']", "empty"),
+        ("[[tenants]]\nname = 'admin'\nkeys = ['x']", "other names"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['x']\n[[tenants]]\nname = 'b'\nkeys = ['x']", "two tenants"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['x']\n[[tenants]]\nname = 'a'\nkeys = ['y']", "once"),
+        ("[server]\nhost = '0.0.0.0'", "API keys"),
+        ("nonsense", "TOML"),
+    ],
+)
+def test_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said) as caught:
+        load_config(write(tmp_path, text), {})
+    assert "\n" not in str(caught.value).strip()
+
+
+@pytest.mark.parametrize("path", ["/nonexistent/file", "/"])
+def test_unreadable(path: str) -> None:
+    with pytest.raises(ArgumentError):
+        load_config(path, {})
+    with pytest.raises(ArgumentError):
+        load_config(None, {"api_key_file": path})
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("127.9.9.9", True),
+        ("0.0.0.0", False),
+        ("x.y", False),
+    ],
+)
+def test_loopback(host: str, is_loopback: bool) -> None:
+    assert ServerSettings(host=host, insecure=True).is_loopback == is_loopback
