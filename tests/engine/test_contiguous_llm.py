@@ -6,15 +6,16 @@ import pytest
 from support import tiny_llm
 from support.cache_case import BACKENDS
 
-from quire import KVSpec, SamplingParams
+from quire import SamplingParams
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
-TOKEN_BYTES = KVSpec.from_config(tiny_llm.model().config).bytes_per_token
 
 
 def test_a_request_waits_for_a_gap_and_nobody_overtakes_it() -> None:
     """Of 100 tokens three ranges of 30 are taken, and the second given back: gaps of 30 and 10, none of 35."""
-    with tiny_llm.llm(storage="contiguous", reservation="exact", kv_memory=100 * TOKEN_BYTES) as llm:
+    with tiny_llm.llm(storage="contiguous") as llm:
+        token_bytes = llm._storage.unit_bytes
+    with tiny_llm.llm(storage="contiguous", reservation="exact", kv_memory=100 * token_bytes) as llm:
         engine, scheduler = llm.engine, llm.engine.scheduler
 
         def submit(num_prompt: int, max_tokens: int) -> str:
