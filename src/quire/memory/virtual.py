@@ -204,7 +204,7 @@ class VirtualStorage:
         groups = [plan.group(index) for index in range(len(self._ranges))]
         tables = [group.block_tables for group in groups]
         rows = self._rows_of_last(ids, tables)  # as in most steps
-        if rows is None:
+        if rows is None or any(len(group.copies) for group in groups):
             rows = self._find_rows(ids, tables, groups)
         contexts = plan.context_lengths.astype(np.int64)
         starts = plan.query_start
@@ -294,7 +294,7 @@ class VirtualStorage:
     # How
 
     def _rows_of_last(self, ids: list[int], tables: list[np.ndarray]) -> np.ndarray | None:
-        """The rows, where they lead to just these units since the step before; such a step copies nothing."""
+        """The rows, where they lead to just these units since the step before."""
         if self._last is None or self._last[0] != ids:
             return None
         same = all(np.array_equal(table, last) for table, last in zip(tables, self._last[1], strict=True))
