@@ -1,35 +1,49 @@
 """Tokens a second of the storages, decoding side by side in one process. JSON lines.
 
-    python benchmarks/virtual_tokens.py [--quick] [--rounds 5] [--sequences 4] [--context 1024]
+    python benchmarks/virtual_tokens.py [--quick] [--rounds 5] [--sequences 4] [--context 1024] [--attention]
 
 One engine for each storage on the same random weights (8 layers in the shape of Qwen3-0.6B's, bfloat16, a vocabulary of
 1000). A round lets each decode 48 steps behind prompts of `--context` tokens, in turns; rates are medians over the
 rounds, ratios to `contiguous` are medians of each round's ratio. Steps in which virtual maps a unit are among them.
+
+With `--attention` attention alone, of all 8 layers in turn: over the storages, and over rows laid out as `virtual` has
+them, [token, head, dim], in plain memory of huge pages and of pages of 4 KiB. It tells what the layout costs, and what
+the pages do.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import mmap
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from machine import emit, emit_machine
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from quire import LLM, SamplingParams
+from quire import LLM, Cache, SamplingParams
+from quire.attention import AttentionOptions, AttentionPlan, backend
+from quire.memory import KVView, PagedStorage, VirtualStorage
+from quire.memory.contiguous import ContiguousStorage
+from quire.spec import KVSpec
 
 STORAGES = ("contiguous", "virtual", "paged")
 STEPS = 48
+LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 8, 16, 8, 128
+SPEC = KVSpec.uniform(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
 
 def random_model() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=1000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
+        vocab_size=1000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=LAYERS,
+        num_attention_heads=Q_HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=40960,
+        tie_word_embeddings=True,
     )  # fmt: skip
     return Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
 
@@ -54,6 +68,78 @@ def decode_rate(llm: LLM, prompts: list[list[int]]) -> float:
     return len(prompts) * STEPS / seconds
 
 
+def token_major(num_rows: int, row_tokens: int, advice: int) -> list[KVView]:
+    """Rows laid out as `virtual` has them, of every layer, in private memory with this advice about its pages."""
+    row_bytes = row_tokens * KV_HEADS * HEAD_DIM * 2
+    memory = mmap.mmap(-1, 2 * LAYERS * num_rows * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(advice)
+    tensors = torch.frombuffer(memory, dtype=torch.bfloat16).fill_(0.5)
+    rows = tensors.view(LAYERS, 2, num_rows, row_tokens, KV_HEADS, HEAD_DIM).transpose(3, 4)
+    return [KVView(k, v, row_tokens) for k, v in rows]
+
+
+def attention_alone(num_sequences: int, context: int, rounds: int) -> None:
+    row_tokens = -(-(context + 256) // 1024) * 1024  # whole pieces of 2 MiB
+    num_tokens = num_sequences * row_tokens
+    every_row = torch.arange(num_sequences, dtype=torch.int32)[:, None]
+    views: dict[str, tuple[list[KVView], torch.Tensor, Any]] = {}  # with tables, and what must stay
+
+    contiguous = ContiguousStorage(SPEC, num_tokens, row_tokens)
+    contiguous.fill(0.5)
+    paged = PagedStorage(SPEC, num_tokens // 16, 16)
+    paged.fill(0.5)
+    views["contiguous"] = ([contiguous.view(i) for i in range(LAYERS)], every_row * row_tokens, contiguous)
+    tables = torch.arange(num_tokens // 16, dtype=torch.int32).view(num_sequences, -1)
+    views["paged"] = ([paged.view(i) for i in range(LAYERS)], tables, paged)
+    for name, advice in (("huge pages", mmap.MADV_HUGEPAGE), ("4 KiB pages", mmap.MADV_NOHUGEPAGE)):
+        views[f"token-major, {name}"] = (token_major(num_sequences, row_tokens, advice), every_row, None)
+    for piece in (64 << 10, 2 << 20):
+        block_size = piece // (KV_HEADS * HEAD_DIM * 2)
+        storage = VirtualStorage(
+            SPEC, num_tokens // block_size, block_size, max_model_len=row_tokens, max_num_seqs=num_sequences
+        )
+        storage.fill(0.5)
+        cache = Cache(SPEC, num_blocks=storage.num_blocks, block_size=block_size, prefix_caching=False)
+        sequences = [cache.open([0] * context) for _ in range(num_sequences)]
+        plan = cache.reserve(sequences, [context] * num_sequences)
+        (placement,) = storage.prepare(plan, np.array([sequence.id for sequence in sequences]))
+        layers = [storage.view(i) for i in range(LAYERS)]
+        views[f"virtual, pieces of {piece >> 10} KiB"] = (
+            layers,
+            torch.from_numpy(placement.block_tables),
+            storage,
+        )
+
+    attention, query = backend("native"), torch.randn(num_sequences, Q_HEADS, HEAD_DIM).bfloat16()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds: dict[str, list[float]] = {name: [] for name in views}
+    calls: dict[str, Callable[[], None]] = {}
+    for name, (layers, tables, _) in views.items():
+        plan = AttentionPlan.build(
+            range(num_sequences + 1), [context] * num_sequences, tables, layers[0].block_size, threads
+        )
+
+        def call(layers: list[KVView] = layers, plan: AttentionPlan = plan) -> None:
+            for view in layers:
+                attention.run(view, query, plan, AttentionOptions(scale=HEAD_DIM**-0.5))
+
+        calls[name] = call
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - start)
+    for name, times in seconds.items():
+        ratios = [one / base for one, base in zip(times, seconds["contiguous"], strict=True)]
+        emit(
+            benchmark="virtual_tokens", attention=name, threads=threads, sequences=num_sequences, context=context,
+            rounds=rounds, ms=round(statistics.median(times) * 1e3, 2),
+            time_to_contiguous=round(statistics.median(ratios), 3),
+        )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -62,9 +148,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--attention", action="store_true", help="attention alone, without a model")
     options = parser.parse_args()
     rounds, context = (1, 64) if options.quick else (options.rounds, options.context)
     emit_machine()
+    if options.attention:
+        return attention_alone(options.sequences, context, rounds)
     model = random_model()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 1000, context).tolist() for _ in range(options.sequences)]

@@ -37,6 +37,9 @@ struct PagedView {
     std::int64_t num_blocks;
     std::int64_t num_kv_heads;
     std::int64_t block_size;
+
+    // The heads of a token lie together, not the tokens of a head.
+    bool token_major() const { return block_size > 1 && k.head_stride < k.token_stride; }
 };
 
 class AttentionSchedules;

@@ -91,7 +91,7 @@ class AttendItem {
         zeros_ = reinterpret_cast<const Element*>(kZeroRow);
         logit_scale_ = options_.softcap > 0.0f ? options_.scale / options_.softcap : options_.scale * kLog2E;
         logit_cap_ = options_.softcap * kLog2E;
-        token_major_ = view_.block_size > 1 && view_.k.head_stride < view_.k.token_stride;
+        token_major_ = view_.token_major();
         find_query_rows();
     }
 

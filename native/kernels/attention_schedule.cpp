@@ -124,7 +124,9 @@ class Partition {
     };
 
     // Few rows wait for memory: several heads together, in the order in which a block's heads lie in memory, and rather
-    // fewer tokens. `heads_first`: rather fewer heads, and all the tokens.
+    // fewer tokens. Where the heads of a token lie together, items of twice the size before their heads are cut: with half of
+    // each token to read, two threads took 16 % longer than head by head instead of 6. `heads_first`: rather fewer heads, and
+    // all the tokens.
     Cut cut_of(const RowTile& tile, bool heads_first) const {
         const std::int64_t num_partials = tile.num_partials(), cost = tile.cost();
         std::int64_t heads = std::min(kind_.num_kv_heads, std::max<std::int64_t>(1, kItemRows / (tile.stop - tile.start)));
@@ -133,8 +135,8 @@ class Partition {
             heads = std::clamp<std::int64_t>(target_ / cost, 1, heads);
         } else if (cost * heads > target_) {
             partials = std::clamp<std::int64_t>(num_partials * target_ / (cost * heads), 1, num_partials);
-            const std::int64_t part = cost * partials / num_partials;
-            if (part * heads > target_) heads = std::clamp<std::int64_t>(target_ / std::max<std::int64_t>(part, 1), 1, heads);
+            const std::int64_t part = cost * partials / num_partials, most = kind_.token_major ? 2 * target_ : target_;
+            if (part * heads > most) heads = std::clamp<std::int64_t>(most / std::max<std::int64_t>(part, 1), 1, heads);
         }
         const std::int64_t head_items = (kind_.num_kv_heads + heads - 1) / heads;
         return {(kind_.num_kv_heads + head_items - 1) / head_items, partials};
@@ -205,7 +207,7 @@ const AttentionSchedule& AttentionSchedules::of(const PagedView& view, const Att
                                                 std::int64_t num_q_heads) {
     const AttentionKind kind{view.num_blocks, view.block_size, view.num_kv_heads, num_q_heads / view.num_kv_heads,
                              (view.k.width + view.v.width) * static_cast<std::int64_t>(element_bytes(view.element)), view.v.width,
-                             options.window, options.chunk};
+                             options.window, options.chunk, view.token_major()};
     const std::lock_guard lock(mutex_);
     for (const auto& kept : kept_) {
         if (kept->kind == kind) return kept->schedule;

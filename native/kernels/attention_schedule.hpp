@@ -28,6 +28,7 @@ struct AttentionSchedule {
 // What a schedule depends on besides the batch.
 struct AttentionKind {
     std::int64_t num_blocks, block_size, num_kv_heads, group, token_bytes, v_width, window, chunk;
+    bool token_major;  // see PagedView
     bool operator==(const AttentionKind&) const = default;
 };
 

@@ -72,7 +72,7 @@ std::vector<std::int64_t> visible(const BlockManager& manager, const std::vector
     std::vector<std::int64_t> all{counts.num_free,        counts.num_cached,     counts.num_held,
                                   counts.num_leased,      manager.num_nodes(),   manager.num_sequences(),
                                   stats.hit_tokens,       stats.query_tokens,    stats.evicted_blocks,
-                                  stats.copied_blocks,    stats.deduplicated_blocks};
+                                  stats.copied_blocks,    stats.deduplicated_blocks, manager.num_blocks()};
     for (const SequenceId id : open) {
         all.push_back(static_cast<std::int64_t>(manager.tokens(id).size()));
         for (std::size_t group = 0; group < num_groups; ++group)
@@ -156,7 +156,7 @@ struct Workload {
     Step next() {
         if (open.empty()) return open_step();
         const SequenceId id = open[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(open.size())))];
-        const std::int64_t kind = random.below(21);
+        const std::int64_t kind = random.below(22);
         if (kind < 4) return open_step();
         if (kind < 9) return reserve_step();
         if (kind < 14) {
@@ -196,6 +196,20 @@ struct Workload {
             return {[=](BlockManager& manager) {
                 manager.complete(step);
                 return std::int64_t{0};
+            }};
+        }
+        if (kind == 20) {
+            const std::int64_t num_blocks = std::max<std::int64_t>(1, setup.num_blocks / 2 + random.below(setup.num_blocks + 1));
+            return {[=, watermark = setup.watermark_blocks](BlockManager& manager) -> std::int64_t {
+                try {
+                    const std::vector<UnitId> given_up = manager.resize(num_blocks, watermark);
+                    quire::testing::allocations_left = -1;
+                    std::int64_t sum = 0;
+                    for (const UnitId unit : given_up) sum = (sum * 31 + unit) & 0x7FFFFFFF;
+                    return sum;
+                } catch (const BadArgument&) {  // more are held
+                    return -1;
+                }
             }};
         }
         open.erase(std::find(open.begin(), open.end(), id));
@@ -340,6 +354,44 @@ void evicting_visits_nothing() {
     }
 }
 
+void resizing_gives_up_what_nobody_holds_and_grows_again() {
+    for (const bool overlapped : {false, true}) {
+        BlockManager manager = Setup{{kFull}, 10, 4, true, 0, overlapped}.make();
+        compute_and_close(manager, range(0, 16));  // four cached blocks
+        const SequenceId id = compute(manager, range(100, 12));
+        if (overlapped) manager.complete(2);
+        const Counts before = manager.counts();
+        EXPECT(before.num_held == 3 && before.num_cached == 4 && before.num_free == 3);
+        bool refused = false;
+        try {
+            manager.resize(2, 0);
+        } catch (const BadArgument&) {
+            refused = true;
+        }
+        EXPECT(refused && manager.num_blocks() == 10 && manager.counts().num_cached == 4);
+        EXPECT(manager.resize(8, 0).size() == 2);  // free ones first
+        EXPECT(manager.counts().num_cached == 4 && manager.counts().num_free == 1);
+        EXPECT(manager.match(prompt(range(0, 16))) == 15);
+        std::vector<UnitId> given_up = manager.resize(3, 0);
+        EXPECT(given_up.size() == 5 && manager.counts().num_cached == 0 && manager.stats().evicted_blocks == 4);
+        for (const UnitId unit : manager.block_table(id, 0)) {
+            EXPECT(std::find(given_up.begin(), given_up.end(), unit) == given_up.end());
+        }
+        EXPECT(manager.match(prompt(range(0, 16))) == 0 && manager.match(prompt(range(100, 12))) == 11);
+        manager.check();
+        manager.append(id, range(0, 1));
+        EXPECT(reserve(manager, id, 1) == nullptr);
+        EXPECT(manager.resize(40, 0).empty());
+        EXPECT(manager.counts().num_free == 37);
+        manager.append(id, range(0, 147));
+        EXPECT(reserve(manager, id, 148) != nullptr);  // every new block
+        EXPECT(manager.counts().num_free == 0);
+        manager.check();
+        manager.close(id);
+        manager.check();
+    }
+}
+
 void a_million_units_take_no_memory_before_they_are_used() {
     BlockManager manager = Setup{{kFull}, 1 << 20, 16}.make();
     // 16 bytes a unit, 24 a node, and its tokens.
@@ -356,6 +408,7 @@ int main() {
     a_plan_is_never_written_again();
     bad_arguments_change_nothing();
     evicting_visits_nothing();
+    resizing_gives_up_what_nobody_holds_and_grows_again();
     a_million_units_take_no_memory_before_they_are_used();
     const std::vector<Setup> setups{
         {{kFull}, 12, 4},

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import tiny_llm
 from support.cache_case import BACKENDS
+from support.faulty_calls import FaultyCalls
 
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, CapacityError
+from quire.memory import heap, placement, virtual
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 PROMPTS = [[(7 * i + j) % 90 + 5 for j in range(20 + 5 * i)] for i in range(12)]
@@ -70,6 +73,37 @@ def test_what_is_given_up_goes_back_to_the_system(storage: dict[str, str]) -> No
         assert llm.stats()["cached"] <= 1, "a pool has at least one block"
         assert llm.stats()["num_blocks"] * kept.unit_bytes == llm.kv_memory_bytes
         tokens_of(llm)
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=["paged", "virtual"])
+def test_a_trim_that_the_system_refuses_keeps_budget_and_answers(
+    monkeypatch: pytest.MonkeyPatch, storage: dict[str, str]
+) -> None:
+    """Every call fails by which memory goes back; the cached prefixes are forgotten, and the next trim works."""
+    calls = FaultyCalls()
+    monkeypatch.setattr(virtual, "MemfdBackend", lambda: placement.MemfdBackend(calls))
+    with tiny_llm.llm(**storage) as llm:
+        expected = tokens_of(llm)
+        before, committed = llm.stats(), llm._storage.bytes_committed
+        with monkeypatch.context() as refusing:
+            refusing.setattr(heap.Heap, "release", refuse)
+            calls.arm(1)
+            with pytest.raises(CapacityError, match="made to fail"):
+                llm.trim()
+            calls.arm(0)
+        after = llm.stats()
+        assert after["num_blocks"] == before["num_blocks"] == llm.num_blocks
+        assert after["free"] + after["cached"] == llm.num_blocks
+        assert llm._storage.bytes_committed == committed
+        llm.engine._cache.check()
+        assert tokens_of(llm) == expected
+        llm.trim()
+        assert llm._storage.bytes_committed <= 0.2 * committed
+        assert tokens_of(llm) == expected
+
+
+def refuse(*_: Any) -> None:
+    raise CapacityError("was made to fail")
 
 
 def test_a_size_that_cannot_be_is_refused_and_changes_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 from support import tiny_llm
@@ -56,37 +57,47 @@ def test_a_machine_that_cannot_is_refused_and_auto_falls_back(
     assert said == ["storage auto: paged, as virtual does not work on this machine: no memfd"]
 
 
-@pytest.mark.parametrize("every", [1, 2, 7])
-def test_a_call_that_fails_ends_the_requests_of_its_step_and_no_others(
-    monkeypatch: pytest.MonkeyPatch, every: int
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("every", [1, 2, 7, 60, 83, 211])
+def test_a_call_that_fails_lets_requests_wait_or_ends_one_that_is_alone(
+    monkeypatch: pytest.MonkeyPatch, every: int, backend: str
 ) -> None:
+    """Every n-th call fails for good: a step of one request alone takes some 40, so from 60 on nobody is hurt."""
     calls = FaultyCalls()
     monkeypatch.setattr(virtual, "MemfdBackend", lambda: placement.MemfdBackend(calls))
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    prompts = [list(range(5, 30)), list(range(40, 90))]
-    with tiny_llm.llm(storage="virtual", piece_size="4KiB") as llm:
-        want = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    with tiny_llm.llm(storage="virtual", piece_size="4KiB") as llm:
+    params = SamplingParams(max_tokens=40, temperature=0.7, n=2, seed=1, ignore_eos=True)
+    shared = list(range(5, 70))
+    prompts = [shared, list(range(40, 90)), [*shared, 3], [*shared[:50], 8, 9], shared]
+
+    def tokens_of(output: Any) -> list[list[int]]:
+        return [one.token_ids for one in output.outputs]
+
+    options = {"storage": "virtual", "piece_size": "4KiB", "backend": backend, "kv_memory": "3MiB"}
+    with tiny_llm.llm(**options) as llm:
+        want = [tokens_of(output) for output in llm.generate(prompts, params)]
+    with tiny_llm.llm(**options) as llm:
         ids = [llm.engine.submit(prompts[0], params)]
         for _ in range(3):
             llm.engine.step()
-        ids.append(llm.engine.submit(prompts[1], params))
+        ids += [llm.engine.submit(prompt, params) for prompt in prompts[1:]]
         outputs = {}
         calls.arm(every)
         while llm.engine.has_work:
-            outputs.update({output.request_id: output.outputs[0] for output in llm.engine.step()})
+            outputs.update({output.request_id: output for output in llm.engine.step()})
+            llm._storage.check()
+            llm.engine._cache.check()
         calls.every = 0
         assert calls.num_failed > 0
-        for request, tokens in zip(ids, want, strict=True):
-            if outputs[request].error is None:
-                assert outputs[request].token_ids == tokens
+        errors = [outputs[request].error for request in ids]
+        for request, tokens, error in zip(ids, want, errors, strict=True):
+            if error is None:
+                assert tokens_of(outputs[request]) == tokens
             else:
-                assert isinstance(outputs[request].error, CapacityError)
-                assert "gives no memory for the KV cache" in str(outputs[request].error)
-        assert every > 1 or outputs[ids[1]].error is not None
+                assert isinstance(error, CapacityError)
+                assert "gives no memory for the KV cache" in str(error)
+        assert all(errors) if every == 1 else every < 60 or not any(errors)
         assert llm.stats()["held"] == 0
-        llm._storage.check()
-        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == want
+        assert [tokens_of(output) for output in llm.generate(prompts, params)] == want
 
 
 def test_auto_is_virtual_where_it_works() -> None:

@@ -7,6 +7,7 @@ Invariants
     E1  after a request has ended, by whatever way, it holds no block and the engine no reference to it.
     E2  an error of one sample (its logits, its text) ends its own sample; an error of a step ends the requests
         of that step; requests that wait go on. An interruption ends all requests and is raised.
+    E3  a step that the storage has no memory for is as if it had never been; it ends no request but one that is alone.
 
 Cost per step beside the model: O(running samples), text only for those that stream or have stop strings.
 """
@@ -26,7 +27,7 @@ from quire.engine.profile import NoProfile, Profile
 from quire.engine.request import CompletionOutput, Request, RequestOutput, Sample, Timings
 from quire.engine.sampling import sample_tokens
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.scheduled_step import ScheduledStep
+from quire.engine.scheduled_step import ScheduledStep, StepRefusedError
 from quire.engine.scheduler import Scheduler
 from quire.engine.speeds import Speeds
 from quire.engine.structured import Grammars
@@ -262,6 +263,8 @@ class Engine:
             if scheduled.sampled:
                 tokens = sample_tokens(logits, scheduled.sampled, scheduled.draw_rows)
             self._profile.lap("sampling")
+        except StepRefusedError as refused:  # E3
+            return self.scheduler.refuse(scheduled, refused.__cause__)
         except Exception as error:  # E2: the step's requests end with it
             ended = [sample for s in scheduled.samples for sample in s.request.samples]
             for sample in ended:

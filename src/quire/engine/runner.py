@@ -13,7 +13,8 @@ import torch
 
 from quire.attention import AttentionPlan
 from quire.engine.profile import NoProfile, Profile
-from quire.engine.scheduled_step import ScheduledStep
+from quire.engine.scheduled_step import ScheduledStep, StepRefusedError
+from quire.errors import CapacityError
 from quire.memory.storage import Storage
 from quire.model.step import ForwardStep
 
@@ -50,12 +51,18 @@ class Runner:
             prepared.watch(profile.record)
 
     def run(self, step: ScheduledStep) -> torch.Tensor:
-        """Computes the step's tokens; [len(step.logit_rows), vocab] in the model's dtype. *changes:* the storage."""
+        """Computes the step's tokens; [len(step.logit_rows), vocab] in the model's dtype. *changes:* the storage.
+
+        *raises:* StepRefusedError: the storage has no memory for it; nothing was written.
+        """
         plans: list[AttentionPlan] = []
         slot_mappings: list[torch.Tensor] = []
         began = time.perf_counter()
         self._storage.forget(step.closed_ids)
-        placements = self._storage.prepare(step.plan, step.sequence_ids)
+        try:
+            placements = self._storage.prepare(step.plan, step.sequence_ids)
+        except CapacityError as error:
+            raise StepRefusedError from error
         self.prepare_seconds += time.perf_counter() - began
         for table, placement in enumerate(placements):
             plans.append(

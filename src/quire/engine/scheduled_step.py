@@ -12,7 +12,11 @@ import numpy as np
 
 from quire.engine.request import Sample
 
-__all__ = ["ScheduledStep"]
+__all__ = ["ScheduledStep", "StepRefusedError"]
+
+
+class StepRefusedError(Exception):
+    """The storage has no memory for a step now: nothing was computed or written. Its cause is the CapacityError."""
 
 
 @dataclass(slots=True)
@@ -36,6 +40,15 @@ class ScheduledStep:
     draw_rows: np.ndarray
     plan: Any
     closed_ids: np.ndarray
+
+    @property
+    def copying(self) -> list[Sample]:
+        """The samples for which the storage copies something in this step: undone, they cannot go on as they are."""
+        copying = np.zeros(len(self.samples), bool)
+        for group in map(self.plan.group, range(self.plan.num_groups)):
+            if len(group.copies):
+                copying |= np.isin(group.block_tables, group.copies[:, 1]).any(axis=1)
+        return [self.samples[at] for at in np.flatnonzero(copying).tolist()]
 
     @property
     def is_decode(self) -> bool:

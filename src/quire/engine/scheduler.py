@@ -84,6 +84,8 @@ class Scheduler:
         self._failed: list[Sample] = []
         self._closed: list[int] = []  # cache sequences closed since the last step
         self._chunk_limit = max_batch_tokens  # lowered while one sample alone has too little memory
+        self._refused = False  # whether the last step was: until one is computed nobody joins those that run
+        self._refused_alone: Sample | None = None
 
     # -- requests in and out ---------------------------------------------------------------------------
 
@@ -208,6 +210,7 @@ class Scheduler:
         its end. A sample with `error` set ends with it.
         """
         cache, now = self._cache, self.clock()
+        self._refused, self._refused_alone = False, None
         # Nothing but decodes, as it mostly is: one call for all of them.
         together = step.is_decode and all(s.state is SampleState.RUNNING for s in step.samples)
         if together:
@@ -241,6 +244,28 @@ class Scheduler:
             elif sample.sequence is not None and not together:
                 sample.sequence.append([token])
 
+    def refuse(self, step: ScheduledStep, error: BaseException | None) -> list[Sample]:
+        """Takes back a step that the storage had no memory for, as if there had been too few units; who ends with it.
+
+        Who was to be copied waits again, or else the last that runs; one that is alone is tried once more, then ends.
+        """
+        self.num_steps -= 1
+        self.num_computed_tokens -= int(step.num_new_tokens.sum())
+        alone = self.running[0] if len(self.running) == 1 else None
+        ended: list[Sample] = []
+        if alone is not None and alone is self._refused_alone:
+            ended = [alone, *alone.unborn_siblings()]
+            for sample in ended:
+                self.finish(sample, "error", error)
+            alone = None
+        copying = [sample for sample in step.copying if sample.state is SampleState.RUNNING]
+        for sample in copying:
+            self._unadmit(sample)
+        if not copying and len(self.running) > 1:
+            self._preempt_last()
+        self._refused, self._refused_alone = True, alone
+        return ended
+
     # -- choosing --------------------------------------------------------------------------------------
 
     def _continue_running(self) -> tuple[list[tuple[Sample, int]], int]:
@@ -265,6 +290,8 @@ class Scheduler:
     def _admit(self, chosen: list[tuple[Sample, int]], budget: int) -> list[tuple[Sample, int]]:
         """Waiting samples that join the step, opened and moved to `running`."""
         room = self.max_num_seqs - len(self.running)
+        if self._refused:
+            room = 0 if self.running else 1
         if not self.waiting or room <= 0 or budget <= 0:
             return []
         cache = self._cache
