@@ -34,7 +34,8 @@ from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from quire.errors import ArgumentError, LoadError
 from quire.hf.fingerprint import fingerprint
-from quire.hf.layers import RowLayer, StoredShape
+from quire.hf.layers import RowLayer
+from quire.hf.stored_shape import StoredShape
 
 if TYPE_CHECKING:
     from quire.hf.cache import QuireCache

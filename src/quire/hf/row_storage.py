@@ -24,7 +24,8 @@ import torch
 from quire.attention import AttentionPlan
 from quire.errors import CapacityError
 from quire.hf.cache import QuireCache
-from quire.hf.layers import RowLayer, StoredShape
+from quire.hf.layers import RowLayer
+from quire.hf.stored_shape import StoredShape
 from quire.memory.view import KVView
 from quire.model.step import ForwardStep
 from quire.spec import KVSpec
