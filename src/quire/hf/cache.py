@@ -118,12 +118,10 @@ class QuireCache(DynamicCache):
     def prepare(self, num_new: int, length: int) -> None:
         """Have memory for `num_new` tokens in every layer that holds `length` of them. All or nothing."""
         layers = [layer for layer in self.row_layers if layer.is_initialized and layer.length == length]
-        needs: list[Need] = []
-        for layer in layers:
-            needs += layer.needs(num_new)
+        needs = [need for layer in layers for need in layer.needs(num_new)]
         self.memory.prepare(needs)
-        for layer in layers:
-            layer.prepared(num_new)
+        for layer, need in zip(layers, needs[::2], strict=True):
+            layer.prepared(need)
 
     def prepare_for(self, positions: dict[int, tuple[int, int]]) -> None:
         """Have memory for positions [first, length) of these layers, which are open and empty. All or nothing."""

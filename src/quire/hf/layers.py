@@ -171,10 +171,9 @@ class RowLayer:
         stop = self.length + num_new
         return Need(k, first, self.length, stop), Need(v, first, self.length, stop)
 
-    def prepared(self, num_new: int) -> None:
-        """The memory for `needs(num_new)` is there."""
-        self.kept = self.needs(num_new)[0].first
-        self.ready = self.length + num_new
+    def prepared(self, need: Need) -> None:
+        """The memory for what `needs` said is there."""
+        self.kept, self.ready = need.first, need.stop
 
     def filled(self, first: int, length: int) -> None:
         """Positions [first, length) have been written into prepared rows from elsewhere."""
