@@ -10,8 +10,8 @@ Invariants
     T1  nothing of the cache changes before the model's forward has succeeded, but for what `QuireCache.prepare` does.
     T2  the slots of padding hold zeros: another attention multiplies them by nothing, and nothing times NaN is NaN.
 
-Cost: making a step about 0.5 ms for 28 layers, 1.3 ms where each has a table of its own (`growing`); views are made once
-for each buffer, 10 us a layer.
+Cost: making a step about 0.5 ms for 28 layers, 1.3 ms where each has a table of its own (`growing`); views are made
+once for each buffer, 10 us a layer.
 """
 
 from __future__ import annotations
