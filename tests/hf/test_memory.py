@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
+from support.faulty_calls import FaultyCalls
 from support.hf_case import STORAGES, model_of, quire_cache
 
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.hf import QuireCache, virtual
 from quire.memory.placement import MappingBudget, MemfdBackend, PlacementHeap
-from quire.memory.placement.calls import SystemCalls
 
 HEADS, WIDTH = 2, 16
 
@@ -99,56 +97,27 @@ def test_a_machine_without_such_mappings_is_told_what_to_do(monkeypatch: pytest.
         quire_cache(model_of("llama"))
 
 
-class _Failing(SystemCalls):
-    """The operating system, whose call number `at` fails."""
-
-    def __init__(self) -> None:
-        self.at = -1
-        self.count = 0
-
-    def _fail(self) -> None:
-        self.count += 1
-        if self.count == self.at:
-            raise OSError(errno.ENOMEM, "no memory, says the test")
-
-    def memfd_create(self, name: str) -> int:
-        self._fail()
-        return super().memfd_create(name)
-
-    def fallocate(self, fd: int, offset: int, num_bytes: int) -> None:
-        self._fail()
-        super().fallocate(fd, offset, num_bytes)
-
-    def map(self, *args: Any, **kwargs: Any) -> None:
-        self._fail()
-        super().map(*args, **kwargs)
-
-    def reserve(self, num_bytes: int) -> int:
-        self._fail()
-        return super().reserve(num_bytes)
-
-
 def test_every_system_call_that_fails_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = _Failing()
+    calls = FaultyCalls()
     backend = MemfdBackend(calls, MappingBudget(None))
     monkeypatch.setattr(virtual, "PlacementHeap", partial(PlacementHeap, backend=backend))
     model = model_of("gemma3_text")
     reached = 0
     for at in range(1, 60):
-        calls.at = -1
+        calls.arm(0)
         cache = quire_cache(model)
         for layer in range(3):
             cache.update(_tokens(30), _tokens(30), layer)
         fork = cache.fork()
         before = _contents(cache)
-        calls.count, calls.at = 0, at
+        calls.arm(at, once=True)
         try:
             fork.update(_tokens(40, seed=1), _tokens(40, seed=1), 0)
         except CapacityError:
             reached += 1
             assert fork.get_seq_length() == 30
             assert _same(_contents(fork), before)
-        calls.at = -1
+        calls.arm(0)
         assert _same(_contents(cache), before)
         for layer in range(3):
             if fork.layers[layer].length == 30:

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from quire.errors import ArgumentError
-from quire.hf import QuireCache, accelerate
+from quire.hf import QuireCache, accelerate, restore
 
 
 def _filled() -> QuireCache:
@@ -110,6 +110,31 @@ def test_compiling_is_refused() -> None:
         compiled()
     assert cache.layers[0].get_seq_length() == 5
     assert not cache.is_compileable
+
+
+@pytest.mark.parametrize("name", ["mpt", "llama"])
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_generating_without_a_cache_on_one(name: str, accelerated: bool) -> None:
+    """MPT's config says use_cache=False: each step would store all tokens again, behind what is there."""
+    model, ids = model_of(name), torch.randint(3, 131, (2, 9))
+    options = {"max_new_tokens": 4, "do_sample": False}
+    if accelerated:
+        accelerate(model)
+    try:
+        cache = quire_cache(model)
+        without: dict[str, Any] = {} if name == "mpt" else {"use_cache": False}
+        with pytest.raises(ArgumentError, match="use_cache=True"):
+            model.generate(ids, past_key_values=cache, **without, **options)
+        assert cache.get_seq_length() == cache.used_bytes == 0
+        answer = model.generate(ids, past_key_values=cache, use_cache=True, **options)
+        assert cache.get_seq_length() == 12
+        with pytest.raises(ArgumentError, match="use_cache=True"):  # on a filled one too
+            model.generate(answer.repeat(1, 2), past_key_values=cache, **without, **options)
+        assert cache.get_seq_length() == 12
+    finally:
+        restore(model)
+    twin = DynamicCache(config=model.config)
+    assert torch.equal(answer, model.generate(ids, past_key_values=twin, use_cache=True, **options))
 
 
 def test_it_is_a_dynamic_cache() -> None:

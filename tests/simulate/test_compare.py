@@ -76,7 +76,10 @@ def test_shared_prefixes_are_counted_where_they_are_shared() -> None:
 
 def test_a_request_that_can_never_fit_is_not_done() -> None:
     workload = Workload("two", (TraceRequest(0.0, 400, 100), TraceRequest(0.0, 10, 10)))
-    assert simulated(workload, "paged", 64).figures.requests_done == 1
+    run = simulated(workload, "paged", 64)
+    assert run.figures.requests_done == 1
+    assert len(run.errors) == 1
+    assert "one of 499 tokens" in run.errors[0]
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -135,8 +138,31 @@ def test_the_command_runs_a_real_model(capsys: pytest.CaptureFixture[str]) -> No
     )
     assert status == 0
     for figures in json.loads(out)["storages"].values():
+        assert set(figures) == FIGURES
         assert figures["requests_done"] == 3
         assert figures["tokens_per_second"] > 0
+        assert (
+            0
+            < figures["used_bytes_mean"]
+            <= figures["reserved_bytes_mean"]
+            <= figures["peak_bytes"]
+            <= 8 << 20
+        )
+
+
+def test_requests_that_were_not_done_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,200,9\n2023-11-16 18:17:04.97,20,9\n"
+    )
+    status, out, err = run_cli(
+        capsys, "--simulate", "--trace", str(trace), "--storages", "paged", "--max-model-len", "256",
+        "--kv-memory", "256KiB", "--json",
+    )  # fmt: skip
+    assert status == 0
+    told = json.loads(out)["storages"]
+    assert told["paged"]["requests_done"] == 1
+    assert "quire: paged: 1 requests were not done; the first: " in err
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
                   "mamba_d_state": 16, "mamba_chunk_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1], "block_multiple_of": 16},
+    "mpt": {"max_seq_len": 512},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_value_heads": 4,
                    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4,
                    "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48},

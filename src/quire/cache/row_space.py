@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from quire.cache.backend import Int32Array, Int64Array
+from quire.cache.known_tokens import KnownTokens
 
 __all__ = ["Place", "Row", "RowSpace"]
 
@@ -29,34 +28,19 @@ class Place:
         return int(self.capacities.min())
 
 
-class Row:
+class Row(KnownTokens):
     """An open sequence: its tokens, how far they are computed, and where it lies (None until it first reserves)."""
 
-    __slots__ = ("_tokens", "id", "most_tokens", "num_computed", "num_tokens", "place", "reserved", "room")
+    __slots__ = ("id", "most_tokens", "num_computed", "place", "reserved", "room")
 
     def __init__(self, row_id: int, tokens: Int32Array, most_tokens: int) -> None:
+        super().__init__(tokens)
         self.id = row_id
-        self._tokens = tokens.copy()
-        self.num_tokens = len(tokens)
         self.most_tokens = most_tokens  # it will not have more
         self.num_computed = 0
         self.reserved = 0
         self.place: Place | None = None
         self.room = 0  # of its place
-
-    @property
-    def tokens(self) -> Int32Array:
-        """The known tokens; to be read at once, not kept."""
-        return self._tokens[: self.num_tokens]
-
-    def append(self, tokens: Int32Array) -> None:
-        end = self.num_tokens + len(tokens)
-        if end > len(self._tokens):
-            grown = np.empty(max(2 * len(self._tokens), end), np.int32)
-            grown[: self.num_tokens] = self.tokens
-            self._tokens = grown
-        self._tokens[self.num_tokens : end] = tokens
-        self.num_tokens = end
 
     def settle_in(self, place: Place) -> None:
         self.place = place

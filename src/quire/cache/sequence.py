@@ -4,7 +4,7 @@
                 0                  num_computed               reserved            num_tokens
 
 (with lookahead `reserved` may lie beyond `num_tokens`). It holds numbers only; `block_manager.py` moves units.
-Cost: `append` O(new tokens) amortised, the rest O(1) or O(blocks changed).
+Cost: O(1) or O(blocks changed); `append` as `KnownTokens` says.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.cache.backend import Int32Array, Int64Array
 from quire.cache.content import ExtraKeys
+from quire.cache.known_tokens import KnownTokens
 from quire.cache.prefix import Node
 
 __all__ = ["GIVEN_UP", "BlockTable", "SequenceState"]
@@ -70,7 +71,7 @@ class BlockTable:
         self._array, self._num_viewed = array, 0
 
 
-class SequenceState:
+class SequenceState(KnownTokens):
     """See the module docstring."""
 
     def __init__(
@@ -82,12 +83,11 @@ class SequenceState:
         account: int,
         retention: int,
     ) -> None:
+        super().__init__(tokens)
         self.id = sequence_id
         # Whose memory its units count in, and how what it uses is kept.
         self.account = account
         self.retention = retention
-        self._tokens = tokens.copy()
-        self.num_tokens = len(tokens)
         self.extra_keys = keys
         self.tables = [BlockTable() for _ in range(num_groups)]
         # First block of each table that has not been given up.
@@ -103,23 +103,9 @@ class SequenceState:
         self.node: Node | None = None
 
     @property
-    def tokens(self) -> Int32Array:
-        """The known tokens; to be read at once, not kept."""
-        return self._tokens[: self.num_tokens]
-
-    @property
     def num_blocks(self) -> int:
         """Length of every group's table."""
         return len(self.tables[0])
-
-    def append(self, tokens: Int32Array) -> None:
-        end = self.num_tokens + len(tokens)
-        if end > len(self._tokens):
-            grown = np.empty(max(2 * len(self._tokens), end), np.int32)
-            grown[: self.num_tokens] = self.tokens
-            self._tokens = grown
-        self._tokens[self.num_tokens : end] = tokens
-        self.num_tokens = end
 
     def forget_tokens(self, position: int) -> None:
         """Tokens and extra keys from `position` on are not known any more."""

@@ -192,6 +192,11 @@ def _run_all(
             runs[name] = run_simulated(comparison, name, spec, cost)
         else:
             runs[name] = run_model(comparison, name, model=model, dtype=dtype, backend=backend)
+        if errors := runs[name].errors:
+            print(
+                f"quire: {name}: {len(errors)} requests were not done; the first: {errors[0]}",
+                file=sys.stderr,
+            )
     return runs
 
 

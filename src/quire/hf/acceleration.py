@@ -163,7 +163,9 @@ class _Steps:
     def answer(self, given: dict[str, Any]) -> CausalLMOutputWithPast | None:
         """The forward's answer to these keywords; None where it is the model's own to give."""
         cache = given.get("past_key_values")
-        if not isinstance(cache, QuireCache) or torch.is_grad_enabled() or given.get("return_dict") is False:
+        if not isinstance(cache, QuireCache) or torch.is_grad_enabled():
+            return None
+        if given.get("return_dict") is False or given.get("use_cache") is False:
             return None
         ids, kept = given.get("input_ids"), given.get("logits_to_keep", 0)
         if (

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -31,8 +30,11 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.hf.dense import DenseMemory
-from quire.hf.layers import RowLayer, StateAndRows, StoredShape, row_layer
+from quire.hf.layer_kinds import StateAndRows, row_layer
+from quire.hf.layers import RowLayer
+from quire.hf.owner import calling_model
 from quire.hf.rows import Lane, Need, RowMemory
+from quire.hf.stored_shape import StoredShape, check_tokens
 from quire.sizes import parse_size
 from quire.spec.config import max_length_of, spec_of
 
@@ -116,12 +118,10 @@ class QuireCache(DynamicCache):
     def prepare(self, num_new: int, length: int) -> None:
         """Have memory for `num_new` tokens in every layer that holds `length` of them. All or nothing."""
         layers = [layer for layer in self.row_layers if layer.is_initialized and layer.length == length]
-        needs: list[Need] = []
-        for layer in layers:
-            needs += layer.needs(num_new)
+        needs = [need for layer in layers for need in layer.needs(num_new)]
         self.memory.prepare(needs)
-        for layer in layers:
-            layer.prepared(num_new)
+        for layer, need in zip(layers, needs[::2], strict=True):
+            layer.prepared(need)
 
     def prepare_for(self, positions: dict[int, tuple[int, int]]) -> None:
         """Have memory for positions [first, length) of these layers, which are open and empty. All or nothing."""
@@ -178,13 +178,14 @@ class QuireCache(DynamicCache):
                 "expected a model that is not compiled; torch.compile cannot trace a QuireCache, whose buffers are "
                 "memory that it maps itself: call the model eagerly, or use a StaticCache"
             )
-        layer.check(key_states, value_states)
+        check_tokens(key_states, value_states, layer.shape if layer.is_initialized else None, layer.index)
         self.check_whole()
         length, num_new = layer.length, key_states.shape[2]
+        if layer is self.row_layers[0] and (num_new > 1 or self.filled_by is None):
+            owner = calling_model()  # or an error where it is about to store all tokens again
+            self.filled_by = self.filled_by or owner
         try:
             if not layer.is_initialized:
-                if self.filled_by is None:
-                    self.filled_by = _calling_model()
                 layer.lazy_initialization(key_states, value_states)
             if length + num_new > layer.ready:
                 self.prepare(num_new, length)
@@ -394,18 +395,3 @@ class QuireCache(DynamicCache):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArgumentError("expected no pickling of a QuireCache; use QuireCache.save and QuireCache.load")
-
-
-def _calling_model() -> weakref.ref[PreTrainedModel] | None:
-    """The outermost transformers model whose forward is running now: whose keys are about to be stored.
-
-    `generate` does not tell a cache whose it is, and a saved cache must name its model's weights.
-    """
-    found: PreTrainedModel | None = None
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
-        if isinstance(owner, PreTrainedModel):
-            found = owner
-        frame = frame.f_back
-    return None if found is None else weakref.ref(found)

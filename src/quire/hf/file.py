@@ -33,7 +33,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from quire.errors import ArgumentError, LoadError
-from quire.hf.layers import RowLayer, StoredShape
+from quire.hf.layers import RowLayer
+from quire.hf.stored_shape import StoredShape
 from quire.model.fingerprint import fingerprint
 
 if TYPE_CHECKING:

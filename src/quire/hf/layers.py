@@ -1,12 +1,9 @@
-"""Attention layers of a transformers cache over rows that grow in place.
+"""The attention half of a layer of a transformers cache, over rows that grow in place.
 
 `update` writes the new keys and values behind those that are there and returns views of all that the step attends to:
-nothing is concatenated, nothing padded. Layers that keep a state (Mamba, convolutions, delta-net) stay transformers'
-own; where one layer keeps both, its attention half is ours.
-Not an owner of memory: `rows` says what rows are, and the cache prepares all its layers' rows together.
-
-    full            all tokens
-    sliding         those a window (or a chunk) can still see; more while the past is recorded for `crop`
+nothing is concatenated, nothing padded.
+Not an owner of memory: `rows` says what rows are, and the cache prepares all its layers' rows together. Not yet a layer
+of transformers': `layer_kinds` makes those of it.
 
 Invariants
     L1  `length` tokens have been stored; positions [kept, length) are still in the rows, and 0 <= kept.
@@ -22,60 +19,24 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
 
 from quire.errors import ArgumentError
 from quire.hf.rows import Lane, Need, Rows
+from quire.hf.stored_shape import StoredShape
 
 if TYPE_CHECKING:
     from quire.hf.cache import QuireCache
 
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
-__all__ = ["RowLayer", "StateAndRows", "StoredShape", "row_layer"]
-
-# What `LinearAttentionLayer` keeps, beside its number of states.
-_STATE_FIELDS = (
-    "conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized",
-    "has_previous_state", "conv_kernel_size", "device", "dtype", "record_past",
-)  # fmt: skip
-
-
-@dataclass
-class StoredShape:
-    """Shape of what a layer stores: rows, and heads and widths of K and of V, which may differ."""
-
-    num_rows: int
-    num_heads: tuple[int, int]
-    widths: tuple[int, int]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> StoredShape:
-        """The shape of keys and values [rows, heads, tokens, width]."""
-        return cls(
-            key_states.shape[0],
-            (key_states.shape[1], value_states.shape[1]),
-            (key_states.shape[3], value_states.shape[3]),
-            key_states.dtype,
-        )
-
-    def token_bytes(self, which: int) -> int:
-        return self.num_heads[which] * self.widths[which] * self.dtype.itemsize
+__all__ = ["RowLayer"]
 
 
 class RowLayer:
-    """The attention half of a layer; mixed into each kind of transformers' layers below.
+    """See the module's text; mixed into each kind of transformers' layers (`layer_kinds`).
 
     index: of the layer in the cache. window: tokens a query sees, itself counted; 0 for all.
     """
@@ -210,10 +171,9 @@ class RowLayer:
         stop = self.length + num_new
         return Need(k, first, self.length, stop), Need(v, first, self.length, stop)
 
-    def prepared(self, num_new: int) -> None:
-        """The memory for `needs(num_new)` is there."""
-        self.kept = self.needs(num_new)[0].first
-        self.ready = self.length + num_new
+    def prepared(self, need: Need) -> None:
+        """The memory for what `needs` said is there."""
+        self.kept, self.ready = need.first, need.stop
 
     def filled(self, first: int, length: int) -> None:
         """Positions [first, length) have been written into prepared rows from elsewhere."""
@@ -247,41 +207,6 @@ class RowLayer:
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Open rows for tokens like these."""
         self._owner().open_for(self, StoredShape.of(key_states, value_states))
-
-    def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Raises ArgumentError for tokens that cannot be stored here."""
-        where = f"layer {self.index} of a QuireCache"
-        for name, tensor in (("keys", key_states), ("values", value_states)):
-            if tensor.device.type != "cpu":
-                raise ArgumentError(
-                    f"expected {name} on the CPU in {where}, got {tensor.device}; its memory is the CPU's: move the "
-                    "model with model.to('cpu')"
-                )
-            if tensor.requires_grad and torch.is_grad_enabled():
-                raise ArgumentError(
-                    f"expected {name} without a gradient in {where}; it writes in place: run the model under "
-                    "torch.no_grad()"
-                )
-        if key_states.dtype is not value_states.dtype or key_states.shape[::2] != value_states.shape[::2]:
-            raise ArgumentError(
-                f"expected keys and values of one batch, length and dtype in {where}, got {key_states.dtype} "
-                f"{tuple(key_states.shape)} and {value_states.dtype} {tuple(value_states.shape)}"
-            )
-        shape = self._shape
-        if shape is None or not self.is_initialized:
-            return
-        if key_states.dtype is not shape.dtype:
-            raise ArgumentError(
-                f"expected {shape.dtype} in {where}, what it was filled with, got {key_states.dtype}; reset() the "
-                "cache, or convert the model back"
-            )
-        for which, (name, tensor) in enumerate((("keys", key_states), ("values", value_states))):
-            expected = (shape.num_rows, shape.num_heads[which], tensor.shape[2], shape.widths[which])
-            if tensor.shape != expected:
-                raise ArgumentError(
-                    f"expected {name} {list(expected)} in {where}, what it was filled with, got "
-                    f"{list(tensor.shape)}; reset() the cache, make one for this model, or fork it for each batch"
-                )
 
     # What generate asks and does.
 
@@ -391,76 +316,3 @@ class RowLayer:
                 f"expected {name} of a QuireCache layer to be changed by update, crop and reorder_cache only, got an "
                 f"assignment; they are views of memory that the cache owns"
             )
-
-
-class FullRowLayer(RowLayer, DynamicLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """`DynamicLayer` on rows."""
-
-
-class SlidingRowLayer(RowLayer, DynamicSlidingWindowLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """`DynamicSlidingWindowLayer` on rows."""
-
-
-class StateAndRows(RowLayer):
-    """A layer that keeps a state beside its keys and values: the state is `LinearAttentionLayer`'s."""
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        if len(args) == 2:  # keys and values
-            RowLayer.lazy_initialization(self, *args)
-        else:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)  # type: ignore[arg-type]
-
-    def activate_past_recording(self) -> None:
-        RowLayer.activate_past_recording(self)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        LinearAttentionLayer.crop(self, tokens_to_remove)  # type: ignore[arg-type]
-        RowLayer.crop(self, tokens_to_remove)
-
-    def reset(self) -> None:
-        LinearAttentionLayer.reset(self)  # type: ignore[arg-type]
-        RowLayer.reset(self)
-
-    def reorder_states(self, beam_idx: torch.LongTensor) -> None:
-        """`reorder_cache` of the states alone."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-
-    def copy_states(self, other: StateAndRows) -> None:
-        """Have copies of the states of `other`."""
-        for name in _STATE_FIELDS:
-            setattr(self, name, copy.deepcopy(getattr(other, name)))
-
-
-class FullRowAndStateLayer(StateAndRows, LinearAttentionAndFullAttentionLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """`LinearAttentionAndFullAttentionLayer` on rows."""
-
-
-class SlidingRowAndStateLayer(StateAndRows, LinearAttentionAndSlidingWindowAttentionLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """`LinearAttentionAndSlidingWindowAttentionLayer` on rows."""
-
-
-_KINDS: dict[type, Any] = {
-    DynamicLayer: FullRowLayer,
-    DynamicSlidingWindowLayer: SlidingRowLayer,
-    LinearAttentionAndFullAttentionLayer: FullRowAndStateLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer: SlidingRowAndStateLayer,
-}
-
-
-def row_layer(layer: Any, cache: QuireCache, index: int) -> Any:
-    """What serves in the place of `layer` of a DynamicCache: on rows where it keeps keys and values, else itself.
-
-    Given a layer on rows, another empty one of its kind.
-    """
-    kind = type(layer) if isinstance(layer, RowLayer) else _KINDS.get(type(layer))
-    if kind is None:
-        return layer
-    options: dict[str, Any] = {}
-    if issubclass(kind, StateAndRows):
-        options["number_of_states"] = cast(Any, layer).number_of_states
-    window = int(getattr(layer, "sliding_window", 0) or 0)
-    if window:
-        options["sliding_window"] = window
-    new = kind(**options)
-    new.attach(cache, index, window)
-    return new

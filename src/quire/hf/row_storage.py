@@ -10,7 +10,8 @@ Invariants
     T1  nothing of the cache changes before the model's forward has succeeded, but for what `QuireCache.prepare` does.
     T2  the slots of padding hold zeros: another attention multiplies them by nothing, and nothing times NaN is NaN.
 
-Cost: making a step about 60 us; views are made once for each buffer, 10 us a layer.
+Cost: making a step about 0.5 ms for 28 layers, 1.3 ms where each has a table of its own (`growing`); views are made
+once for each buffer, 10 us a layer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch
 from quire.attention import AttentionPlan
 from quire.errors import CapacityError
 from quire.hf.cache import QuireCache
-from quire.hf.layers import RowLayer, StoredShape
+from quire.hf.layers import RowLayer
+from quire.hf.stored_shape import StoredShape
 from quire.memory.view import KVView
 from quire.model.step import ForwardStep
 from quire.spec import KVSpec

@@ -7,7 +7,7 @@ moves along a cost line. A request that a storage can never hold is refused by i
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.engine import Engine
@@ -50,9 +50,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Run:
-    """One storage's figures, and its memory over time: seconds and bytes, a pair of (reserved, used) each step."""
+    """One storage's figures, and its memory over time: seconds and bytes, a pair of (reserved, used) each step.
+
+    errors: of the requests that were not done, in the order in which they ended.
+    """
 
     figures: Figures
+    errors: list[str]
     times: list[float]
     reserved: list[int]
     used: list[int]
@@ -110,6 +114,7 @@ class _Totals:
     num_generated: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
+    errors: list[str] = field(default_factory=list)
 
 
 def _drive(engine: Engine, comparison: Comparison, meter: Meter, clock: Clock, vocab_size: int) -> _Totals:
@@ -125,8 +130,8 @@ def _drive(engine: Engine, comparison: Comparison, meter: Meter, clock: Clock, v
             )
             try:
                 engine.submit(workload.token_ids(index, vocab_size), params)
-            except CapacityError:
-                continue  # never fits here: not among those done
+            except CapacityError as error:  # it never fits here
+                totals.errors.append(str(error))
         if not engine.has_work:
             if waiting:
                 clock.wait_until(workload.requests[waiting[0]].arrival_s)
@@ -141,6 +146,8 @@ def _drive(engine: Engine, comparison: Comparison, meter: Meter, clock: Clock, v
                 totals.num_done += 1
                 totals.num_generated += sum(len(one.token_ids) for one in output.outputs)
                 totals.num_cached += output.num_cached_tokens
+            else:
+                totals.errors.append(str(output.error))
         meter.step(len(engine.scheduler.running) + num_ended, clock())
     return totals
 
@@ -152,4 +159,5 @@ def _run(meter: Meter, totals: _Totals, tokens_per_second: float | None) -> Run:
         requests_done=totals.num_done,
         tokens_per_second=tokens_per_second,
     )
-    return Run(figures, meter.times, [use.reserved for use in meter.uses], [use.used for use in meter.uses])
+    reserved, used = ([getattr(use, name) for use in meter.uses] for name in ("reserved", "used"))
+    return Run(figures, totals.errors, meter.times, reserved, used)
