@@ -60,6 +60,8 @@ class BlockManager:
             NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
         ],
         keys: Sequence[bytes],
+        account: int = 0,
+        retention: int = 1,
     ) -> int: ...
     def append(
         self,
@@ -117,6 +119,33 @@ class BlockManager:
         """
         Address space of pool and tree; memory is taken by what has been in use.
         """
+
+    def explain(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        namespace: bytes,
+        key_positions: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        keys: Sequence[bytes],
+    ) -> tuple[int, int, Annotated[NDArray[numpy.int32], dict(shape=(None,))]]: ...
+    def drop(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        namespace: bytes,
+        key_positions: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        keys: Sequence[bytes],
+    ) -> int: ...
+    def set_limits(self, account: int, floor_units: int, quota_units: int) -> None: ...
+    def account_counts(self, account: int) -> tuple[int, int, int]: ...
+    def num_available(self, account: int) -> int: ...
+    def max_units(self, account: int) -> int: ...
+    def record_events(self, is_on: bool) -> None: ...
+    def take_events(self) -> dict: ...
+    def tree(self) -> dict: ...
+    def namespaces(self) -> list[bytes]: ...
 
 def isa() -> str:
     """

@@ -274,7 +274,10 @@ def test_a_fork_belongs_to_the_account_of_its_parent(backend: str) -> None:
         (lambda cache: cache.open([1], account=-1), "0 .. 65535 for an account, got -1"),
         (lambda cache: cache.open([1], account=65536), "got 65536"),
         (lambda cache: cache.open([1], account="a"), "an integer for an account"),
-        (lambda cache: cache.open([1], retention=3), "0 .. 2 for a retention .0 discard, 1 normal, 2 keep., got 3"),
+        (
+            lambda cache: cache.open([1], retention=3),
+            "0 .. 2 for a retention .0 discard, 1 normal, 2 keep., got 3",
+        ),
         (lambda cache: cache.open([1], retention=True), "an integer for a retention"),
         (lambda cache: cache.set_limits(0, 1), "1 .. 65535 for an account, got 0"),
         (lambda cache: cache.set_limits(1, -1), "at least 0 for floor_units"),

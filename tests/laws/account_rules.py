@@ -60,9 +60,7 @@ class AccountMachine(ResizingMachine):
 
     # What a reserve may do
 
-    def fits(
-        self, chosen: list[tuple[Open, int]], needed: int, num_left: int, available: int
-    ) -> bool | None:
+    def fits(self, chosen: list[tuple[Open, int]], needed: int, num_left: int, available: int) -> bool | None:
         accounts = {sequence.account for sequence, _ in chosen}
         if all(limits == Limits() for limits in self.limits.values()):
             return super().fits(chosen, needed, num_left, available)
@@ -108,9 +106,7 @@ class AccountMachine(ResizingMachine):
 
     def all_units(self) -> list[tuple[int, int]]:
         tree = self.cache.tree()
-        return [
-            (int(tree.node_ids[row]), int(unit)) for row in range(len(tree)) for unit in tree.units[row]
-        ]
+        return [(int(tree.node_ids[row]), int(unit)) for row in range(len(tree)) for unit in tree.units[row]]
 
     # Forgetting and explaining
 

@@ -282,9 +282,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.run_steps(self.newest_step)
         return True
 
-    def fits(
-        self, chosen: list[tuple[Open, int]], needed: int, num_left: int, available: int
-    ) -> bool | None:
+    def fits(self, chosen: list[tuple[Open, int]], needed: int, num_left: int, available: int) -> bool | None:
         """Whether a reserve has to succeed; None where this model does not say."""
         return needed + num_left <= available
 

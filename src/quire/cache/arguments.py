@@ -14,7 +14,15 @@ import numpy as np
 from quire.cache.backend import DISCARD, KEEP, MAX_ACCOUNT, Int32Array, Int64Array
 from quire.errors import ArgumentError
 
-__all__ = ["account_and_retention", "account_number", "count", "count_array", "extra_key_arrays", "namespace_bytes", "token_array"]
+__all__ = [
+    "account_and_retention",
+    "account_number",
+    "count",
+    "count_array",
+    "extra_key_arrays",
+    "namespace_bytes",
+    "token_array",
+]
 
 _MAX_TOKEN = 2**31 - 1
 

@@ -226,9 +226,7 @@ class BlockManager(Protocol):
         """Units the account can always have when nothing else is held: all but the others' floors, or its quota."""
         ...
 
-    def drop(
-        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
-    ) -> int:
+    def drop(self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]) -> int:
         """Forget all content that begins with these tokens, of no tokens the namespace's. Units made free.
 
         Held units stay, and so does what the tokens themselves go through."""

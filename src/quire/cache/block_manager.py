@@ -192,9 +192,7 @@ class PythonBlockManager:
     def _fits(self, needs: dict[int, int], num_left: int) -> bool:
         """Whether the accounts can be given what they need and `num_left` units would still be available."""
         pool = self.blocks.pool
-        return (
-            not pool.exceeds_a_quota(needs) and sum(needs.values()) + num_left <= pool.available(needs)
-        )
+        return not pool.exceeds_a_quota(needs) and sum(needs.values()) + num_left <= pool.available(needs)
 
     def _decide(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> list[Request]:
         states = [self.sequences[sequence] for sequence in sequences.tolist()]
@@ -370,9 +368,7 @@ class PythonBlockManager:
 
     # The whole
 
-    def drop(
-        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
-    ) -> int:
+    def drop(self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]) -> int:
         root = self.blocks.tree.roots.get(namespace)
         return drop(self.blocks, root, tokens, ExtraKeys(key_positions.tolist(), keys))
 

@@ -270,9 +270,7 @@ class Cache:
         if max_num_tokens is not None:
             arguments.count(max_num_tokens, "max_num_tokens", 1)
         prompt = self._prompt(token_ids, namespace, extra_keys)
-        return self._opened(
-            self._manager.open(*prompt, *arguments.account_and_retention(account, retention))
-        )
+        return self._opened(self._manager.open(*prompt, *arguments.account_and_retention(account, retention)))
 
     def _opened(self, sequence_id: int) -> Sequence:
         self._open_ids.add(sequence_id)

@@ -25,9 +25,7 @@ def drop(blocks: Blocks, root: Node | None, tokens: Int32Array, extra_keys: Extr
     return len(blocks.pool.free) - num_free
 
 
-def _at_the_end(
-    tree: PrefixTree, root: Node | None, tokens: Int32Array, extra_keys: ExtraKeys
-) -> list[Node]:
+def _at_the_end(tree: PrefixTree, root: Node | None, tokens: Int32Array, extra_keys: ExtraKeys) -> list[Node]:
     """The nodes in which the last of the tokens lies, or all below the root if there is none."""
     size, node = tree.block_size, root
     num_before = (len(tokens) - 1) // size * size if len(tokens) else 0

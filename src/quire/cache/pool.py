@@ -72,9 +72,7 @@ class Pool:
 
     def exceeds_a_quota(self, needs: dict[int, int]) -> bool:
         """Whether what cannot be evicted and what is needed are more than a quota."""
-        return any(
-            need and self.room_in_quota(number) < need for number, need in needs.items()
-        )
+        return any(need and self.room_in_quota(number) < need for number, need in needs.items())
 
     def room_in_quota(self, number: int) -> int:
         """Units that the account may still take before its quota, its cached ones given up."""

@@ -68,9 +68,7 @@ class RowManager:
     ) -> tuple[int, int, Int32Array]:
         return 0, 0, np.empty(0, np.int32)
 
-    def drop(
-        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
-    ) -> int:
+    def drop(self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]) -> int:
         return 0
 
     def open(self, tokens: Int32Array, most_tokens: int | None, account: int = 0) -> int:
