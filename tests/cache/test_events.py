@@ -257,7 +257,7 @@ def test_the_tree_as_arrays(backend: str) -> None:
     assert tree.retentions.ravel().tolist() == [1, 2, 1, 2, 2]
     held_state, cached = STATES.index("held"), STATES.index("cached")
     assert tree.states.ravel().tolist() == [held_state, cached, held_state, cached, cached]
-    assert tree.units.ravel().tolist() == held.block_table().tolist()[:1] + [2] + [1] + [3, 4]
+    assert tree.units.ravel().tolist() == [0, 2, 1, 3, 4]
 
 
 def test_without_prefix_caching_there_is_nothing_to_tell(backend: str) -> None:

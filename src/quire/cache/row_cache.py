@@ -68,7 +68,9 @@ class RowCache(Cache):
         account: int = 0,
         retention: int = NORMAL,
     ) -> Sequence:
-        """A sequence of these tokens, none of them computed; namespace, keys and retention matter only to what is shared.
+        """A sequence of these tokens, none of them computed.
+
+        Namespace, keys and retention matter only to what is shared.
 
         `max_num_tokens`: it will not become longer; the longest the space allows if not given.
         """
