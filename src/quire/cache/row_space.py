@@ -31,11 +31,12 @@ class Place:
 class Row(KnownTokens):
     """An open sequence: its tokens, how far they are computed, and where it lies (None until it first reserves)."""
 
-    __slots__ = ("id", "most_tokens", "num_computed", "place", "reserved", "room")
+    __slots__ = ("account", "id", "most_tokens", "num_computed", "place", "reserved", "room")
 
-    def __init__(self, row_id: int, tokens: Int32Array, most_tokens: int) -> None:
+    def __init__(self, row_id: int, tokens: Int32Array, most_tokens: int, account: int = 0) -> None:
         super().__init__(tokens)
         self.id = row_id
+        self.account = account
         self.most_tokens = most_tokens  # it will not have more
         self.num_computed = 0
         self.reserved = 0
