@@ -15,22 +15,24 @@ from quire.tiers.remote import RemoteTier
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import TierError
 
-NUM_CHAINS, LENGTH = 4, 5
+NUM_CHAINS, LENGTH = 3, 4
 CHAINS = [chain(LENGTH, first) for first in range(NUM_CHAINS)]
 EXPECTED = {name.key: payload(name) for names in CHAINS for name in names}
 TIMEOUT = 1.0
-HOST_BYTES = 6000  # some seven segments
+HOST_BYTES = 3200  # some four segments
 DICT_FAULTS = ("raise", "bug", "nothing", "garbage", "cut", "other", "flip")
 
 
 class TierMachine(RuleBasedStateMachine):
-    """Everything inline (workers=0), on a clock of its own; each fault hits one call, some calls from now."""
+    """Everything inline (workers=0), on a clock of its own; a fault hits every n-th call of one kind until `heal`."""
 
     @initialize(names=st.sets(st.sampled_from(["host", "disk", "remote"]), min_size=1), promote=st.booleans())
     def start(self, names: set[str], promote: bool) -> None:
         self.clock = Clock()
-        self.disk_fault: tuple[int, str] | None = None
-        self.remote_fault: tuple[int, str] | None = None
+        # (kind of call, every so many of them, what happens), and how many there were
+        self.disk_fault: tuple[str, int, str] | None = None
+        self.remote_fault: tuple[str, int, str] | None = None
+        self.num_calls = 0
         self.disk = DictTier(fault=self._disk_call)
         self.server = FakeRedis(self.clock, self._remote_call)
         remote = RemoteTier(
@@ -53,18 +55,15 @@ class TierMachine(RuleBasedStateMachine):
         self.stored: set[bytes] = set()  # at any time
         self.sure: set[bytes] = set()  # in the dict tier, whole
         self.disturbed = False  # a fault has hit the dict tier during this call
-        self.in_remote: set[bytes] = set()
 
-    def _due(self, attribute: str) -> str | None:
-        fault = getattr(self, attribute)
-        if fault is None:
+    def _due(self, fault: tuple[str, int, str] | None, call: str) -> str | None:
+        if fault is None or fault[0] != call:
             return None
-        countdown, kind = fault
-        setattr(self, attribute, (countdown - 1, kind) if countdown else None)
-        return None if countdown else kind
+        self.num_calls += 1
+        return None if self.num_calls % fault[1] else fault[2]
 
     def _disk_call(self, operation: str) -> str | None:
-        kind = self._due("disk_fault")
+        kind = self._due(self.disk_fault, operation)
         if kind is not None:
             self.disturbed = True
         if kind == "raise":
@@ -74,7 +73,7 @@ class TierMachine(RuleBasedStateMachine):
         return kind
 
     def _remote_call(self, call: str) -> str | None:
-        return self._due("remote_fault")
+        return self._due(self.remote_fault, call)
 
     def _begin(self) -> None:
         self.disturbed = False
@@ -94,7 +93,9 @@ class TierMachine(RuleBasedStateMachine):
         self._end()
         keys = {name.key for name in names}
         self.stored |= keys
-        if "disk" in self.names and not self.disturbed:
+        if self.disturbed:
+            self.sure -= keys
+        elif "disk" in self.names:
             self.sure |= keys
         assert self.stack.flush(0)
 
@@ -121,8 +122,10 @@ class TierMachine(RuleBasedStateMachine):
             assert np.array_equal(segment, EXPECTED[name.key])
         assert load.outcome == ("complete" if load.num_loaded == len(names) else "missing")
         if self.disturbed:
-            self.sure &= self.disk.values.keys()
+            self.sure -= {name.key for name in names}
         else:
+            if load.outcome == "missing":  # what was refused is gone
+                assert names[load.num_loaded].key not in self.disk.values
             surely = next((i for i, name in enumerate(names) if name.key not in self.sure), len(names))
             assert load.num_loaded >= surely
 
@@ -130,12 +133,11 @@ class TierMachine(RuleBasedStateMachine):
     def lookup(self, which: int, every: bool) -> None:
         names = CHAINS[which]
         self._begin()
-        faults = (self.disk_fault, self.remote_fault)
         lookup = self.stack.lookup([name.key for name in names], every_tier=every)
         self._end()
         assert lookup.outcome == "complete"
         assert set(lookup.where) <= self.names
-        if faults == (None, None):
+        if not self.disturbed and self.remote_fault is None:
             assert all(name.key in self.stored for name in names[: lookup.num_found])
             surely = next((i for i, name in enumerate(names) if name.key not in self.sure), len(names))
             assert lookup.num_found >= surely
@@ -152,13 +154,21 @@ class TierMachine(RuleBasedStateMachine):
         if not self.disturbed and self.names == {"host", "disk"}:
             assert self.stack.load(CHAINS[which][first:]).num_loaded == 0
 
-    @rule(countdown=st.integers(0, 5), kind=st.sampled_from(DICT_FAULTS))
-    def break_disk(self, countdown: int, kind: str) -> None:
-        self.disk_fault = (countdown, kind)
+    @rule(
+        operation=st.sampled_from(["contains", "load", "store", "evict"]),
+        period=st.integers(1, 3),
+        kind=st.sampled_from([*DICT_FAULTS, *["cut"] * 3]),
+    )
+    def break_disk(self, operation: str, period: int, kind: str) -> None:
+        self.disk_fault = (operation, period, kind)
 
-    @rule(countdown=st.integers(0, 8), kind=st.sampled_from(FAULTS))
-    def break_remote(self, countdown: int, kind: str) -> None:
-        self.remote_fault = (countdown, kind)
+    @rule(
+        call=st.sampled_from(["connect", "send", "receive"]),
+        period=st.integers(1, 5),
+        kind=st.sampled_from([*FAULTS, *["hang"] * 6]),
+    )
+    def break_remote(self, call: str, period: int, kind: str) -> None:
+        self.remote_fault = (call, period, kind)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 100.0]))
     def wait(self, seconds: float) -> None:

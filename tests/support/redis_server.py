@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("redis", reason="redis-py is not installed: pip install redis")
-
 
 @contextmanager
 def redis_server(folder: Path, *options: str, port: int | None = None) -> Iterator[str]:

@@ -239,7 +239,7 @@ def test_a_full_queue_drops_and_never_waits() -> None:
     num_queued = 0
     for pair in with_payloads(names):
         num_queued += stack.store([pair])
-        assert stack._lanes[0].writer.wait(30)
+        assert stack._tiers[0].writer.wait(30)
     assert num_queued == 10  # the quick one took them all
     assert slow.reached.wait(30)
     disk, remote = stack.stats().tiers
@@ -393,7 +393,7 @@ def test_close_gives_up_on_a_tier_that_hangs_and_says_so() -> None:
     assert not stack.close(0.05)
     assert stack.stats().tiers[0].dropped == 2
     tier.gate.set()
-    for thread in stack._lanes[0].writer._threads:
+    for thread in stack._tiers[0].writer._threads:
         thread.join(30)
 
 

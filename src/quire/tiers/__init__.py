@@ -7,5 +7,5 @@ tier      the contract: values by key
 host      in this process's memory
 remote    on a Redis server, shared by engines; breaker: what gives it a rest after a failure
 stack     all of them together, asynchronous: what an engine talks to; transfer: a load or a lookup under way
-lane      one tier as the stack uses it; workers: its threads; speed: what it measured
+guarded   one tier as the stack uses it; workers: its threads; speed: what it measured
 """

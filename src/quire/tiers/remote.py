@@ -97,10 +97,10 @@ class RemoteTier:
             pipeline = self._client.pipeline(transaction=False)
             for key in keys:
                 pipeline.exists(_PREFIX + key.hex().encode())
-            answers = pipeline.execute()
-            if len(answers) != len(keys) or not all(type(answer) is int for answer in answers):
+            answers = [_number(answer) == 1 for answer in pipeline.execute()]
+            if len(answers) != len(keys):
                 raise ValueError("an answer that is none to this question")
-            return [answer == 1 for answer in answers]
+            return answers
 
     def load(self, key: bytes) -> memoryview | None:
         name = _PREFIX + key.hex().encode()
@@ -142,7 +142,7 @@ class RemoteTier:
 
     def evict(self, key: bytes) -> bool:
         with self._exchange("a removal"):
-            return self._client.delete(_PREFIX + key.hex().encode()) == 1
+            return _number(self._client.delete(_PREFIX + key.hex().encode())) == 1
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -161,22 +161,22 @@ class RemoteTier:
             return False
         fields: Any = {b"v": b"".join(value), b"x": _checksum(key, value), b"i": _index_entry(info)}
         if self._ttl_ms is None:
-            self._client.hset(name, mapping=fields)
+            _number(self._client.hset(name, mapping=fields))
         else:
             pipeline = self._client.pipeline(transaction=True)
             pipeline.hset(name, mapping=fields)
             pipeline.pexpire(name, self._ttl_ms)
-            pipeline.execute()
+            _number(pipeline.execute()[0])
         return True
 
     def _touch(self, name: bytes) -> bool:
         """Whether it is there; it has been used then."""
         if self._ttl_ms is None:
-            return self._client.touch(name) == 1
+            return _number(self._client.touch(name)) == 1
         pipeline = self._client.pipeline(transaction=False)
         pipeline.touch(name)
         pipeline.pexpire(name, self._ttl_ms)
-        return pipeline.execute()[0] == 1
+        return _number(pipeline.execute()[0]) == 1
 
     @contextmanager
     def _exchange(
@@ -244,6 +244,13 @@ class RemoteTier:
     def _count(self, what: str, by: int = 1) -> None:
         with self._lock:
             self._counts[what] += by
+
+
+def _number(answer: Any) -> int:
+    """*raises:* ValueError: it is none, so that this is no server of the kind."""
+    if type(answer) is not int:
+        raise ValueError("an answer that is none to this question")
+    return answer
 
 
 def _checksum(key: bytes, parts: Sequence[Any]) -> bytes:

@@ -35,7 +35,7 @@ from itertools import takewhile
 import numpy as np
 
 from quire.errors import ArgumentError
-from quire.tiers.lane import Lane, LaneStats, Outgoing
+from quire.tiers.guarded import GuardedTier, Outgoing, TierCounts
 from quire.tiers.names import SegmentName
 from quire.tiers.segment import Segment, SegmentShape, encode
 from quire.tiers.tier import Tier
@@ -49,7 +49,7 @@ __all__ = ["StackStats", "TierStack"]
 class StackStats:
     """tiers: top down. The rest: counts since the start, and how many loads are under way now."""
 
-    tiers: tuple[LaneStats, ...]
+    tiers: tuple[TierCounts, ...]
     num_loads_running: int
     num_lookups: int
     num_loads: int
@@ -89,7 +89,7 @@ class TierStack:
         self._promote = promote
         self._clock = clock
         self._wall_clock = wall_clock
-        self._lanes = [Lane(tier, min(workers, 1), max_bytes_in_flight, clock) for tier in tiers]
+        self._tiers = [GuardedTier(tier, min(workers, 1), max_bytes_in_flight, clock) for tier in tiers]
         self._readers = Workers("quire-tiers", workers)
         self._lock = threading.Lock()
         self._running: set[Load | Lookup] = set()
@@ -113,7 +113,7 @@ class TierStack:
                 payload.nbytes,
                 partial(self._encode, name, payload),
             )
-            queued = [lane.store(outgoing) for lane in self._lanes]
+            queued = [tier.store(outgoing) for tier in self._tiers]
             num_queued += any(queued)
         return num_queued
 
@@ -132,7 +132,9 @@ class TierStack:
         with self._lock:
             self._num_lookups += 1
             self._running.add(lookup)
-        if not self._readers.submit(lambda: self._look(lookup, every_tier), first=True):
+        if not self._readers.submit(
+            partial(self._try, lookup, lambda: self._look(lookup, every_tier)), first=True
+        ):
             lookup._end("closed")
         return lookup
 
@@ -160,20 +162,20 @@ class TierStack:
 
     def evict(self, keys: Sequence[bytes]) -> None:
         """Removes values from every tier, after what was queued to be stored before."""
-        for lane in self._lanes:
-            lane.evict(tuple(keys))
+        for tier in self._tiers:
+            tier.evict(tuple(keys))
 
     def estimate_seconds(self, num_bytes: int, tier: str | None = None) -> float:
         """How long a load of so many bytes of payload is expected to take from a tier (None: the slowest measured).
 
         Of what was measured lately, the delivery included; 0.0 while nothing was: try it, and it will be.
         """
-        expected = [lane.seconds(num_bytes) for lane in self._lanes if tier in (None, lane.name)]
+        expected = [one.seconds(num_bytes) for one in self._tiers if tier in (None, one.name)]
         return max((seconds for seconds in expected if seconds is not None), default=0.0)
 
     def stats(self) -> StackStats:
         """Counts of every tier; no round trip to a server."""
-        tiers = tuple(lane.stats() for lane in self._lanes)
+        tiers = tuple(tier.stats() for tier in self._tiers)
         with self._lock:
             return StackStats(
                 tiers,
@@ -187,7 +189,7 @@ class TierStack:
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until what was queued to be stored is in the tiers, for good; whether that was within `timeout` s."""
         left = _countdown(timeout)
-        done = [lane.writer.wait(left()) for lane in self._lanes]
+        done = [tier.writer.wait(left()) for tier in self._tiers]
         return all(done)
 
     def close(self, timeout: float | None = 10.0) -> bool:
@@ -201,48 +203,56 @@ class TierStack:
         for handle in running:
             handle._end("closed")
         in_time, _ = self._readers.close(left())
-        return all([in_time, *[lane.close(left()) for lane in self._lanes]])
+        return all([in_time, *[tier.close(left()) for tier in self._tiers]])
 
     def _encode(self, name: SegmentName, payload: np.ndarray) -> list[memoryview]:
         segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
         return encode(segment, self.shape, made_at=self._wall_clock())
 
-    def _look(self, lookup: Lookup, every_tier: bool) -> None:
-        if lookup.outcome is not None:
+    def _try(self, handle: Load | Lookup, job: Callable[[], None]) -> None:
+        """Whatever happens, nobody waits for ever."""
+        if handle.outcome is not None:
             return
+        try:
+            job()
+        except Exception:
+            handle._end("failed")
+            raise
+
+    def _look(self, lookup: Lookup, every_tier: bool) -> None:
         where: list[str | None] = [None] * len(lookup.keys)
-        for lane in self._lanes:
+        for tier in self._tiers:
             if not every_tier and None not in where:
                 break
-            found = lane.contains(lookup.keys)
-            lookup.by_tier[lane.name] = len(list(takewhile(bool, found)))
-            where = [name or (lane.name if there else None) for name, there in zip(where, found, strict=True)]
+            found = tier.contains(lookup.keys)
+            lookup.by_tier[tier.name] = len(list(takewhile(bool, found)))
+            where = [name or (tier.name if there else None) for name, there in zip(where, found, strict=True)]
         lookup.where = tuple(name for name in takewhile(bool, where) if name)
         lookup._end("complete")
 
     def _go_on(self, load: Load, retention: int, owner: str) -> None:
         if load.num_loaded == len(load.chain):
             load._end("complete")
-        elif not self._readers.submit(lambda: self._take_turn(load, retention, owner)):
+        elif not self._readers.submit(
+            partial(self._try, load, lambda: self._take_turn(load, retention, owner))
+        ):
             load._end("closed")
 
     def _take_turn(self, load: Load, retention: int, owner: str) -> None:
         """One segment of a load."""
-        if load.outcome is not None:
-            return
         name = load.chain[load.num_loaded]
-        for depth, lane in enumerate(self._lanes):
+        for depth, tier in enumerate(self._tiers):
             started = self._clock()
-            fetched = lane.fetch(name, self.shape)
+            fetched = tier.fetch(name, self.shape)
             if fetched is not None:
                 payload, value = fetched
-                if not load._deliver(payload, lane.name):
+                if not load._deliver(payload, tier.name):
                     return
-                lane.loaded(payload.nbytes, self._clock() - started)
+                tier.loaded(payload.nbytes, self._clock() - started)
                 if self._promote and depth:
                     info = name.info(retention=retention, owner=owner)
                     outgoing = Outgoing(name, info, value.nbytes, partial(list, [value]))
-                    for above in self._lanes[:depth]:
+                    for above in self._tiers[:depth]:
                         above.store(outgoing, promoted=True)
                 self._go_on(load, retention, owner)
                 return

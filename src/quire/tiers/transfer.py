@@ -37,6 +37,8 @@ class _Handle(Generic[_Self]):
         self._on_done = on_done
         # Held while `into` runs and while the end is decided; reentrant, as `into` itself may cancel.
         self._lock = threading.RLock()
+        # Set before the lock is waited for: a lock is not fair, and the next segments might all go first.
+        self._ending = False
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether it has ended within `timeout` seconds (None: however long it takes)."""
@@ -44,6 +46,7 @@ class _Handle(Generic[_Self]):
 
     def _end(self, outcome: Outcome) -> bool:
         """Ends it, unless it has ended before; whether it did. `on_done` runs in the calling thread."""
+        self._ending = True
         with self._lock:
             if self.outcome is not None:
                 return False
@@ -125,7 +128,7 @@ class Load(_Handle["Load"]):
     def _deliver(self, payload: np.ndarray, tier: str) -> bool:
         """Hands the next segment over; False where the load has ended meanwhile, or ends here because `into` raised."""
         with self._lock:
-            if self.outcome is not None:
+            if self._ending:
                 return False
             try:
                 if self._into is None:
@@ -137,7 +140,7 @@ class Load(_Handle["Load"]):
             else:
                 self.bytes_done += payload.nbytes
                 self.tiers.append(tier)
-                return self.outcome is None  # `into` may have cancelled
+                return not self._ending  # `into` may have cancelled
         _log.error("a load ended, as what takes its segments failed: %r", self.error)
         self._end("failed")
         return False

@@ -1,8 +1,8 @@
 """A few threads and one bounded queue of jobs; or none, and every job is done where it is submitted.
 
 Invariants
-    W1  the bytes of the jobs that wait or run never exceed `max_bytes`, but for a single job larger than that, which is
-        refused as well: `submit` says False and nothing is kept.
+    W1  the bytes of the jobs that wait or run never exceed `max_bytes`: a job that would is refused, and nothing of it
+        is kept.
     W2  one thread: jobs end in the order they were submitted, those put first aside.
     W3  a job never raises into the queue: what it raises is logged, and the next one runs.
 """
@@ -27,6 +27,7 @@ class Workers:
     def __init__(self, name: str, num_threads: int, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
         self._jobs: deque[tuple[Job, int]] = deque()
+        self._urgent: deque[tuple[Job, int]] = deque()  # those put first, in their own order
         self._changed = threading.Condition()
         self._num_bytes = 0
         self._num_submitted = 0
@@ -46,7 +47,7 @@ class Workers:
         return self._num_bytes
 
     def submit(self, job: Job, num_bytes: int = 0, *, first: bool = False) -> bool:
-        """Queues a job that keeps `num_bytes` alive, before all others where `first`; False: no room, or closed."""
+        """Queues a job that keeps `num_bytes` alive, before the others where `first`; False: no room, or closed."""
         with self._changed:
             if self._closed or (
                 self._max_bytes is not None and self._num_bytes + num_bytes > self._max_bytes
@@ -54,10 +55,7 @@ class Workers:
                 return False
             self._num_submitted += 1
             self._num_bytes += num_bytes
-            if first:
-                self._jobs.appendleft((job, num_bytes))
-            else:
-                self._jobs.append((job, num_bytes))
+            (self._urgent if first else self._jobs).append((job, num_bytes))
             self._changed.notify_all()
             if self._threads or self._inline_runs:
                 return True
@@ -77,10 +75,12 @@ class Workers:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._jobs, timeout)
-            num_given_up = len(self._jobs)
-            self._num_bytes -= sum(size for _, size in self._jobs)
+            self._changed.wait_for(lambda: not (self._jobs or self._urgent), timeout)
+            given_up = [*self._urgent, *self._jobs]
+            num_given_up = len(given_up)
+            self._num_bytes -= sum(size for _, size in given_up)
             self._num_ended += num_given_up
+            self._urgent.clear()
             self._jobs.clear()
             self._changed.notify_all()
         for thread in self._threads:
@@ -91,20 +91,20 @@ class Workers:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._closed)
-                if not self._jobs:
+                self._changed.wait_for(lambda: self._jobs or self._urgent or self._closed)
+                if not (self._jobs or self._urgent):
                     return
-                job, num_bytes = self._jobs.popleft()
+                job, num_bytes = (self._urgent or self._jobs).popleft()
             self._run(job, num_bytes)
             del job  # it keeps its bytes alive, and the next may be long in coming
 
     def _drain(self) -> None:
         while True:
             with self._changed:
-                if not self._jobs:
+                if not (self._jobs or self._urgent):
                     self._inline_runs = False
                     return
-                job, num_bytes = self._jobs.popleft()
+                job, num_bytes = (self._urgent or self._jobs).popleft()
             self._run(job, num_bytes)
 
     def _run(self, job: Job, num_bytes: int) -> None:

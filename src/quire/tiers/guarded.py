@@ -22,7 +22,7 @@ from quire.tiers.speed import Speed
 from quire.tiers.tier import DamagedError, SegmentInfo, Tier, TierStats, UnavailableError
 from quire.tiers.workers import Workers
 
-__all__ = ["Lane", "LaneStats", "Outgoing"]
+__all__ = ["GuardedTier", "Outgoing", "TierCounts"]
 
 _log = logging.getLogger("quire")
 _LOADS = ("hits", "misses", "skipped", "loaded_bytes")
@@ -52,7 +52,7 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
-class LaneStats:
+class TierCounts:
     """One tier's counts since the start, in segments; values, bytes and waiting_bytes are now.
 
     values, bytes: of the tier as a whole, -1 where it cannot say. hits, misses: of loads. skipped: calls not made, as
@@ -81,7 +81,7 @@ class LaneStats:
     bytes_per_s: float
 
 
-class Lane:
+class GuardedTier:
     """See the module's text. num_threads: 1, or 0 for everything inline."""
 
     def __init__(self, tier: Tier, num_threads: int, max_bytes: int, clock: Callable[[], float]) -> None:
@@ -99,20 +99,30 @@ class Lane:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of them are there; none where the tier fails."""
         started = self._clock()
-        found = self._guard("contains", lambda: [bool(there) for there in self.tier.contains(keys)])
-        if found is None or len(found) != len(keys):
+        found = self._guard("contains", lambda: self._ask(keys))
+        if found is None:
             return [False] * len(keys)
         with self._lock:
             self._speed.add_round_trip(self._clock() - started)
         return found
 
+    def _ask(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [bool(there) for there in self.tier.contains(keys)]
+        if len(found) != len(keys):
+            raise ValueError(f"expected an answer for each of {len(keys)} keys, got {len(found)}")
+        return found
+
     def fetch(self, name: SegmentName, shape: SegmentShape) -> tuple[np.ndarray, memoryview] | None:
         """The payload of a segment, verified, uint8 and read-only, and the value that it is part of; None: a miss."""
-        skipped = self._counts["skipped"]
-        value = self._guard("load", lambda: self.tier.load(name.key))
-        if value is None:
-            if skipped == self._counts["skipped"]:
+        try:
+            value = self.tier.load(name.key)
+        except Exception as error:
+            self.report_failure("load", error)
+            if not isinstance(error, UnavailableError):
                 self.count("misses")
+            return None
+        if value is None:
+            self.count("misses")
             return None
         try:
             view = memoryview(value).cast("B").toreadonly()
@@ -183,10 +193,10 @@ class Lane:
         with self._lock:
             return self._speed.seconds(num_bytes)
 
-    def stats(self) -> LaneStats:
+    def stats(self) -> TierCounts:
         own = self._guard("stats", self.tier.stats) or TierStats(num_values=-1, num_bytes=-1)
         with self._lock:
-            return LaneStats(
+            return TierCounts(
                 name=self.name,
                 values=own.num_values,
                 bytes=own.num_bytes,
@@ -226,7 +236,7 @@ class Lane:
             if kind in self._logged:
                 return
             self._logged.add(kind)
-        line = " ".join(text.split())
+        line = " ".join(text.split())[:400]
         _log.warning(
             "%s tier: %s (service goes on; more of this kind is counted, not logged)", self.name, line
         )
