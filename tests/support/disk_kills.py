@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -49,8 +50,15 @@ def write(folder: Path, first: int) -> None:
                 assert loaded is None or loaded == one.whole
             seed += 2
 
-    threading.Thread(target=work, args=(first + 1,), daemon=True).start()
-    work(first)
+    def work_or_leave(seed: int) -> None:
+        try:
+            work(seed)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # the other thread would go on
+
+    threading.Thread(target=work_or_leave, args=(first + 1,), daemon=True).start()
+    work_or_leave(first)
 
 
 @dataclass

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from support.tier_values import ROOT, SHAPE, Value, chain, value
 
 from quire.errors import ArgumentError
 from quire.tiers.disk import DiskTier
+from quire.tiers.files import Files
 from quire.tiers.keys import root_key
 from quire.tiers.segment import decode
 from quire.tiers.tier import TierError
@@ -189,7 +192,7 @@ def test_tails_go_before_their_heads(tier: DiskTier) -> None:
 
 def test_mixed_sizes_find_room_again_and_again(tier: DiskTier, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    for i in range(400):
+    for i in range(200):
         num_tokens = int(rng.choice([3, 17, 100, 500, 1500, 2500]))
         one = value(i, num_tokens)
         assert put(tier, one)
@@ -204,7 +207,7 @@ def test_mixed_sizes_find_room_again_and_again(tier: DiskTier, tmp_path: Path) -
 def test_the_index_of_many_small_values_stays_within_the_cap(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, CAP)
     parts = [memoryview(b"x" * 100)]
-    for i in range(2500):
+    for i in range(1800):
         one = value(i, 1)
         info = one.info.__class__(ROOT, ROOT, 0, bytes(8000))
         assert tier.store(one.key, parts, info)
@@ -276,6 +279,18 @@ def test_threads_share_it(tier: DiskTier) -> None:
     assert tier.stats().num_values == 60
 
 
+def test_more_threads_than_a_batch_takes(tier: DiskTier) -> None:
+    values = [value(i, 2) for i in range(150)]
+    kept: list[bool] = []
+    threads = [threading.Thread(target=lambda one=one: kept.append(put(tier, one))) for one in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kept == [True] * 150
+    assert tier.stats().stored == 150
+
+
 def test_a_closed_tier_says_so(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, CAP)
     tier.close()
@@ -292,12 +307,102 @@ def test_a_closed_tier_says_so(tmp_path: Path) -> None:
             call()
 
 
+def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "made", CAP)
+    put(tier, value(1))
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o077 for path in (tmp_path / "made").iterdir()} == {0}
+    tier.close()
+
+
+# Two of them, in the order that hurts
+
+
+class Interrupted(Files):
+    """Something else happens in the middle of each read."""
+
+    def __init__(self) -> None:
+        self.happens: list[Callable[[], object]] = []
+
+    def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        half = super().read(descriptor, buffer[: len(buffer) // 2 + 1], offset)
+        if self.happens:
+            self.happens.pop()()
+        return half
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[DiskTier, DiskTier, Interrupted]]:
+    files = Interrupted()
+    reader, writer = DiskTier(tmp_path, CAP, files=files), DiskTier(tmp_path, CAP)
+    yield reader, writer, files
+    reader.check()
+    reader.close()
+    writer.close()
+
+
+def test_pages_written_anew_under_a_reader_are_a_miss(two: tuple[DiskTier, DiskTier, Interrupted]) -> None:
+    reader, writer, files = two
+    old, new = value(1, 50), value(2, 50)
+    put(writer, old)
+    files.happens = [lambda: (writer.evict(old.key), put(writer, new))]
+    assert reader.load(old.key) is None
+    assert not files.happens
+    assert reader.load(new.key) == new.whole
+
+
+def test_a_value_that_came_back_under_a_reader_is_read_again(
+    two: tuple[DiskTier, DiskTier, Interrupted],
+) -> None:
+    reader, writer, files = two
+    old, new = value(1, 50), value(2, 50)
+    put(writer, old)
+    files.happens = [
+        lambda: (writer.evict(old.key), put(writer, new), writer.evict(new.key), put(writer, old))
+    ]
+    assert reader.load(old.key) == old.whole
+
+
+def test_a_value_that_moved_under_a_reader_is_read_again(
+    two: tuple[DiskTier, DiskTier, Interrupted], tmp_path: Path
+) -> None:
+    reader, writer, files = two
+    values = [value(i, 700) for i in range(12)]
+    for one in values:
+        put(writer, one)
+    for one in values[:8]:
+        writer.evict(one.key)
+    slabs = len(list(tmp_path.glob("slab-*")))
+    files.happens = [lambda: writer.prune(8 << 20)]
+    last = values[-1]
+    assert reader.load(last.key) == last.whole
+    assert len(list(tmp_path.glob("slab-*"))) < slabs
+    assert put(reader, value(100, 700))  # and lets go of the slabs that are no more
+    assert reader.use().total <= 16 << 20
+
+
+def test_they_see_each_other_and_share_the_last_cap(tmp_path: Path) -> None:
+    one, other = DiskTier(tmp_path, 2 * CAP), DiskTier(tmp_path, CAP)
+    first = value(1)
+    put(one, first)
+    assert other.load(first.key) == first.whole
+    assert one.max_bytes() == CAP
+    fill(one)
+    assert folder_bytes(tmp_path) <= CAP
+    one.close()
+    other.check()
+    other.close()
+
+
 # What an opening finds
 
 
 def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="at least 16MiB, got 1MiB"):
         DiskTier(tmp_path, 1 << 20)
+    for path in ("", "a\0b"):
+        with pytest.raises(ArgumentError, match="expected a folder for the disk cache, got '"):
+            DiskTier(path, CAP)
     with pytest.raises(ArgumentError, match="expected a folder with a disk cache, got none"):
         DiskTier(tmp_path / "nothing", None)
     assert not (tmp_path / "nothing").exists()
@@ -332,7 +437,7 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "quire-cache.sqlite") as index:
         index.execute("PRAGMA user_version = 7")
     index.close()
-    with pytest.raises(ArgumentError, match=r"version 1, got version 7 .* quire cache rm"):
+    with pytest.raises(ArgumentError, match=r"version 1, got version 7 .*quire cache rm"):
         DiskTier(tmp_path, CAP)
 
 
@@ -426,6 +531,24 @@ def test_a_slab_that_is_gone_is_a_miss_and_never_written_to_again(tmp_path: Path
     assert tier.load(value(1, 100).key) is None  # found when read
     assert tier.use().slabs == 0
     tier.check()
+    tier.close()
+
+
+def test_a_folder_that_vanishes_fails_with_one_line_each_or_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    tier = DiskTier(folder, CAP)
+    values = fill(tier, num_tokens=20, count=4)
+    shutil.rmtree(folder)
+    calls = [lambda one=one: tier.load(one.key) in (None, one.whole) for one in values]
+    calls += [lambda one=one: put(tier, one) in (True, False) for one in [value(i, 900) for i in range(20)]]
+    for call in calls:
+        with suppress(TierError):  # and nothing but that
+            assert call()
+    tier.close()
+    assert not folder.exists()
+    tier = DiskTier(folder, CAP)
+    assert present(tier, values) == []
+    assert put(tier, values[0])
     tier.close()
 
 

@@ -17,7 +17,6 @@ __all__ = ["cache"]
 cache = typer.Typer(
     name="cache",
     help="A disk cache's folder: list it, verify it, make it smaller, remove it.",
-    no_args_is_help=True,
     rich_markup_mode=None,
 )
 

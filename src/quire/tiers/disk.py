@@ -89,6 +89,8 @@ class DiskTier:
         files: Files | None = None,
         timeout_s: float = 10.0,
     ) -> None:
+        if not str(path) or "\0" in str(path):
+            raise ArgumentError(f"expected a folder for the disk cache, got {str(path)!r}")
         self.path = Path(path).expanduser()
         if max_bytes is not None and max_bytes < MIN_CAP:
             raise ArgumentError(
@@ -100,11 +102,15 @@ class DiskTier:
         self._counting = threading.Lock()  # of the two around it
         self._uses: dict[bytes, float] = {}
         self._waiting: deque[_Waiting] = deque()
+        self._storing = False
+        self._stored = threading.Condition()  # of the two above
         self._turn = threading.Lock()  # of whoever uses the writer
         self._closed = False
         with self._opening():
             if max_bytes is not None:
-                self._files.make_folder(self.path)
+                if not self.path.is_dir():
+                    self._files.make_folder(self.path)
+                    self._files.sync_folder(self.path.parent)
             elif not (self.path / FILE_NAME).is_file():
                 raise ArgumentError(f"expected a folder with a disk cache, got none - in {self.path}")
             self._lock = FolderLock(self.path, self._files, timeout_s)
@@ -135,10 +141,23 @@ class DiskTier:
         if not self._writer.fits_at_all(call.num_bytes):
             return False
         waiting = _Waiting(call)
-        self._waiting.append(waiting)
-        with self._turn:
-            while not waiting.done:
-                self._store(self._next_batch())
+        with self._stored:
+            self._waiting.append(waiting)
+        while not waiting.done:  # a batch may be full before it comes to this one
+            with self._stored:
+                while self._storing and not waiting.done:
+                    self._stored.wait()
+                if waiting.done:
+                    break
+                self._storing = True
+                batch = self._next_batch()
+            try:  # one of those who waited stores for all of them
+                with self._turn:
+                    self._store(batch)
+            finally:
+                with self._stored:
+                    self._storing = False
+                    self._stored.notify_all()
         if waiting.error is not None:
             raise waiting.error
         return call.kept
@@ -290,7 +309,7 @@ class DiskTier:
             _SET_ASIDE,
         )
 
-    # Storing: whoever has the turn stores for all who wait
+    # Storing
 
     def _next_batch(self) -> list[_Waiting]:
         batch, num_bytes = [], 0

@@ -19,6 +19,7 @@ Cost: opening and every call on one key O(log n); `contains` one query; `roots` 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sqlite3
 import threading
@@ -27,11 +28,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.errors import ArgumentError, InvariantError
+from quire.errors import ArgumentError
 from quire.tiers import extents
+from quire.tiers.disk_check import check_index
 from quire.tiers.extents import Extents
 from quire.tiers.files import Files
-from quire.tiers.slabs import pages_of
 from quire.tiers.tier import SegmentInfo
 
 __all__ = ["DiskIndex", "Place", "StoredEntry", "StoredRoot", "is_damage"]
@@ -120,6 +121,10 @@ class DiskIndex:
         self._reading = threading.Lock()
         self._writing = threading.RLock()
         self._timeout_ms = int(timeout_s * 1e3)
+        if (
+            not self.path.exists()
+        ):  # SQLite would let others read the tokens; and never open its file beside it
+            os.close(files.open_lock(self.path))
         self._writer = files.connect(self.path, timeout_s=timeout_s)
         self._reader: sqlite3.Connection | None = None
         try:
@@ -257,7 +262,13 @@ class DiskIndex:
             "SELECT e.root, coalesce(max(description), ''), count(*), sum(num_tokens), sum(num_bytes), min(made_at), "
             "max(used_at) FROM entry e LEFT JOIN root r ON r.root = e.root GROUP BY e.root ORDER BY e.root"
         )
-        return [StoredRoot(*row, tuple(owners.get(row[0], ()))) for row in rows]
+        found = []
+        for root, description, num_values, num_tokens, num_bytes, made_at, used_at in rows:
+            of = tuple(owners.get(root, ()))
+            found.append(
+                StoredRoot(root, description, num_values, num_tokens, num_bytes, made_at, used_at, of)
+            )
+        return found
 
     def max_bytes(self) -> int:
         return self._row("SELECT max_bytes FROM state")[0]
@@ -395,30 +406,4 @@ class DiskIndex:
 
     def check(self) -> None:
         """X1, X2, D1 over every row. *raises:* InvariantError."""
-        sql = self._writer.execute
-        wrong = sql(
-            "SELECT count(*) FROM entry e WHERE children <> (SELECT count(*) FROM entry c WHERE c.parent = e.key)"
-        ).fetchone()[0]
-        if wrong:
-            raise InvariantError(f"D1: {wrong} entries with a wrong number of children")
-        if sql("SELECT count(*) FROM entry").fetchone() != sql("SELECT count(*) FROM content").fetchone():
-            raise InvariantError("entry and content differ in length")
-        taken: dict[int, list[tuple[int, int, bool]]] = {slab: [] for slab in self.extents.slabs()}
-        for slab, offset, num_bytes in sql("SELECT slab, offset, num_bytes FROM entry"):
-            taken[slab].append((offset, pages_of(num_bytes), False))
-        values = {slab: (len(rows), sum(row[1] for row in rows)) for slab, rows in taken.items()}
-        for slab, num_values, used in sql("SELECT id, num_values, used_bytes FROM slab").fetchall():
-            if values[slab] != (num_values, used):
-                raise InvariantError(f"slab {slab} counts {(num_values, used)}, its entries {values[slab]}")
-        for slab, start, length in sql("SELECT slab, start, length FROM extent"):
-            taken[slab].append((start, length, True))
-        for slab, num_bytes in self.extents.slabs().items():
-            end, was_free = 0, False
-            for start, length, is_free in sorted(taken[slab]):
-                if start != end or (is_free and was_free):
-                    raise InvariantError(
-                        f"X1, X2: slab {slab}, a piece at {start} after one that ends at {end}"
-                    )
-                end, was_free = start + length, is_free
-            if end != num_bytes:
-                raise InvariantError(f"X1: slab {slab} of {num_bytes} bytes is known up to {end}")
+        check_index(self._writer)

@@ -21,7 +21,7 @@ __all__ = ["LOG_SHARE", "MIN_CAP", "DiskWriter", "StoreCall"]
 MIN_CAP = 16 << 20
 # Of the cap, for SQLite's log and its shared memory.
 LOG_SHARE = 4 << 20
-_MAX_SLAB = 64 << 20
+_SLAB = 64 << 20
 _MAX_REMOVED = 256  # in one transaction, which keeps the log short
 _TRIES = 8
 
@@ -76,6 +76,7 @@ class DiskWriter:
     def store(self, calls: list[StoreCall], uses: dict[bytes, float], now: float) -> None:
         """Keeps these values, durably on return, or as many as find room. uses: see `touch`."""
         rest = calls
+        self._keep_log_short()
         for _ in range(_TRIES):
             try:
                 rest = self._write(rest, uses, now)
@@ -122,9 +123,16 @@ class DiskWriter:
         for call in calls:
             call.kept = call not in without_room
         self.num_stored += len(placed)
+        return without_room
+
+    def _keep_log_short(self) -> None:
+        """Before a store, so that one which fails here has kept nothing."""
         if self._index.log_bytes() > LOG_SHARE // 4:
             self._index.checkpoint()
-        return without_room
+            if self._index.log_bytes() > LOG_SHARE // 2:  # K4
+                raise TierError(
+                    f"expected to empty the index's log in {self._folder}, got a process that reads it all the time"
+                )
 
     def _write_value(self, place: tuple[int, int], parts: Sequence[memoryview]) -> None:
         try:
@@ -306,7 +314,8 @@ class DiskWriter:
 
     def _set_cap(self, cap: int) -> None:
         self._cap = cap
-        self._max_slab = min(_MAX_SLAB, (cap - LOG_SHARE) // 4 // PAGE * PAGE)
+        # Some hundred slabs at most, so that what is O(slabs) stays small whatever the cap.
+        self._max_slab = min(max(_SLAB, cap // 256), (cap - LOG_SHARE) // 4) // PAGE * PAGE
 
     def _index_has_room(self, info: SegmentInfo) -> bool:
         """Whether a row more can never bring the folder above the cap."""

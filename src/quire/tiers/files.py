@@ -19,13 +19,14 @@ class Files:
         return sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
 
     def make_folder(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def open(self, path: Path, *, create: bool = False) -> int:
         """For reading and writing; with `create`, made where it is not, and empty."""
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0), 0o600)
 
     def open_lock(self, path: Path) -> int:
+        """Made where it is not, its owner's alone; its content stays."""
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
 
     def try_lock(self, descriptor: int, *, exclusive: bool) -> bool:
