@@ -1,4 +1,7 @@
-"""Tiers below the engine: what memory gave up is found again, bit for bit, after a restart too; faults change nothing"""
+"""Tiers below the engine: what memory gave up is found again, bit for bit, after a restart too.
+
+Faults in a tier change no token.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +98,23 @@ def test_a_second_engine_finds_what_the_first_one_stored(
         assert output.num_cached_tokens >= min(whole, len(PROMPTS[3]) - 1)
         assert output.num_tier_tokens == {"disk": output.num_cached_tokens}
         assert answers(llm) == alone[backend]
+
+
+def test_engines_share_a_server(tmp_path: Path, alone: dict[str, Any]) -> None:
+    from support.redis_server import redis_server
+
+    with (
+        redis_server(tmp_path) as url,
+        tiny_llm.llm(remote_cache=url) as first,
+        tiny_llm.llm(remote_cache=url) as second,
+    ):
+        assert answers(first) == alone[BACKENDS[-1]]
+        first.flush()
+        assert answers(second) == alone[BACKENDS[-1]]
+        assert second.stats()["num_loaded_tokens"] > 0
+        first.cache.reset()
+        assert answers(first) == alone[BACKENDS[-1]]
+        assert first.stats()["num_loaded_tokens"] > 0
 
 
 def test_another_model_or_dtype_in_the_same_folder_is_another_world(tmp_path: Path) -> None:
