@@ -45,11 +45,26 @@ assert not any("quire" in type(finder).__module__ for finder in sys.meta_path)
     )
 
 
+def test_a_bool_is_what_each_function_answers_to_it() -> None:
+    run("""
+from quire.deferred_shapes import _FUNCTIONS
+import torch.fx.experimental.symbolic_shapes as real
+
+for name in _FUNCTIONS:
+    assert getattr(real, name)(True) is True and getattr(real, name)(False) is False, name
+""")
+
+
 def test_a_place_holder_that_is_called_imports_the_real_module() -> None:
     run(
         IN_THE_BLOCK
         + """
 assert guard_or_false(True) is True and guard_or_false(False) is False
+assert "sympy" not in sys.modules
+try:
+    guard_or_false("neither")
+except Exception:
+    pass
 assert "sympy" in sys.modules
 assert taker.GuardOnDataDependentSymNode is sys.modules[NAME].GuardOnDataDependentSymNode
 """

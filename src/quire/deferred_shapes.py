@@ -1,12 +1,12 @@
 """torch's symbolic shapes, and sympy with them, left out while transformers' modelling code is imported.
 
 That code imports torch's distributed tensors, of whose modules a few take three names from
-`torch.fx.experimental.symbolic_shapes`, for programs that are compiled: a quarter of a second of a start and 25 MiB
-(docs/benchmarks.md, "Start and memory").
+`torch.fx.experimental.symbolic_shapes`, for programs that are compiled, and torch's checks of arguments take a fourth:
+a quarter of a second of a start (docs/benchmarks.md, "Start and memory").
 Inside `symbolic_shapes_deferred` the first import of that module makes a stand-in, which hands out a place holder for each
-of the three names; any other use imports the real module there and then. After the block the stand-in is gone: the
-next import is the real one, and puts the real names where the place holders stand. A place holder that is called before
-does that import.
+of the four names; any other use imports the real module there and then. After the block the stand-in is gone: the
+next import is the real one, and puts the real names where the place holders stand. A place holder that is called with
+anything but a bool does that import; a bool is what each of the three functions answers when it is given it.
 Not a patch of torch or transformers, like `deferred_dynamo`, whose older brother it is.
 
 Cost: nothing once the real module is there.
@@ -27,8 +27,9 @@ __all__ = ["symbolic_shapes_deferred"]
 
 _PARENT, _LAST = "torch.fx.experimental", "symbolic_shapes"
 _NAME = f"{_PARENT}.{_LAST}"
-# Two functions, and an exception that only the real module raises: nothing catches it before it is imported.
-_HELD = ("guard_or_false", "statically_known_true", "GuardOnDataDependentSymNode")
+_FUNCTIONS = ("expect_true", "guard_or_false", "statically_known_true")
+# And an exception that only the real module raises: nothing catches it before that is imported.
+_HELD = (*_FUNCTIONS, "GuardOnDataDependentSymNode")
 
 
 @contextmanager
@@ -141,4 +142,6 @@ class _PlaceHolder:
         self._finder, self._name = finder, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._name in _FUNCTIONS and len(args) == 1 and not kwargs and isinstance(args[0], bool):
+            return args[0]
         return getattr(self._finder.real(), self._name)(*args, **kwargs)

@@ -94,7 +94,9 @@ class KeptProof:
                 file.write(content)
             os.replace(name, self.path)
         except OSError as error:
-            _log.warning("the proof of the model is not kept in %s (%s)", self.path.parent, error.strerror or error)
+            _log.warning(
+                "the proof of the model is not kept in %s (%s)", self.path.parent, error.strerror or error
+            )
 
     def _read(self) -> Any:
         try:

@@ -248,7 +248,9 @@ def match_attention(module: nn.Module, found: dict[str, Any] | None = None) -> F
         return None
     output = layers.pop(output_name)
     kinds = [None] * len(norms) if found is None else found["norms"]
-    matched = [match_norm(norm, output.dtype, kind) for norm, kind in zip(norms.values(), kinds, strict=False)]
+    matched = [
+        match_norm(norm, output.dtype, kind) for norm, kind in zip(norms.values(), kinds, strict=False)
+    ]
     if any(norm is None for norm in matched) or any(
         layer.dtype is not output.dtype for layer in layers.values()
     ):

@@ -44,7 +44,12 @@ class FusedMlp:
     """
 
     def __init__(
-        self, inputs: list[PackedLayer], gated: bool, activation: str, output: PackedLayer, found: bool = False
+        self,
+        inputs: list[PackedLayer],
+        gated: bool,
+        activation: str,
+        output: PackedLayer,
+        found: bool = False,
     ) -> None:
         self.found = found
         self._inputs, self._gated, self._activation, self._output = inputs, gated, activation, output
