@@ -3,10 +3,10 @@
 That code imports torch's distributed tensors, of whose modules a few take three names from
 `torch.fx.experimental.symbolic_shapes`, for programs that are compiled, and torch's checks of arguments take a fourth:
 a quarter of a second of a start (docs/benchmarks.md, "Start and memory").
-Inside `symbolic_shapes_deferred` the first import of that module makes a stand-in, which hands out a place holder for each
-of the four names; any other use imports the real module there and then. After the block the stand-in is gone: the
-next import is the real one, and puts the real names where the place holders stand. A place holder that is called with
-anything but a bool does that import; a bool is what each of the three functions answers when it is given it.
+Inside `symbolic_shapes_deferred` the first import of that module makes a stand-in, which hands out a place holder for
+each of the four names; any other use imports the real module there and then. After the block the stand-in is gone: the
+next import is the real one, and puts the real names where the place holders stand. A place holder called with anything
+but a bool does that import; a bool is what each of the three functions answers when it is given it.
 Not a patch of torch or transformers, like `deferred_dynamo`, whose older brother it is.
 
 Cost: nothing once the real module is there.

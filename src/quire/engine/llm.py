@@ -55,8 +55,9 @@ class LLM:
     seed: of requests that bring none. revision, trust_remote_code: of a Hub id.
     backend: "native", "python" or None for the best there is. num_threads: torch's and the kernels'.
     packed_weights: a folder in which the form of the weights that the kernels read is kept, made if it is not there:
-        the first start writes it, later ones map it, packing nothing. Used where the weights come from
-        safetensors files and the back end is native; a file there is as large as the weights and may be deleted.
+        the first start writes it, later ones map it, packing nothing, and take what the first has proved of the
+        model. Used where the weights come from safetensors files and the back end is native; a file there is as
+        large as the weights and may be deleted.
     profile: takes the times of every step; `llm.profile` tells them, and is None without.
 
     *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.

@@ -1,7 +1,7 @@
 """What the proof of a model found out, kept beside its packed weights, so that the next start need not prove it again.
 
-The proof (`prepare`) costs three small forwards and their comparisons, a second for half a billion weights; what it finds is a
-few names: which modules run fused, and how, whose forward is replaced, whether the whole decoder is one call.
+The proof (`prepare`) costs three small forwards and their comparisons, a second for half a billion weights; what it
+finds is a few names: which modules run fused, and how, whose forward is replaced, whether the decoder is one call.
 Not a proof of anything else than what it was made for: the key names all that the findings follow from.
 
     file   _MAGIC, SHA-256 of the rest, then JSON: {"key": ..., "found": ...}
@@ -62,7 +62,7 @@ class KeptProof:
     def of(
         cls, folder: Path, packed_weights: str, loaded: LoadedModel, max_model_len: int
     ) -> KeptProof | None:
-        """Of a model whose linear layers are packed, all from the file named `packed_weights`; None if it has no key."""
+        """Of a model whose linear layers are all mapped from the file `packed_weights`; None if it has no key."""
         rest = _hash_of_tensors(loaded.model)
         if rest is None:
             return None
