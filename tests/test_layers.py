@@ -15,7 +15,6 @@ ORDER = [
     "errors",
     "sizes",
     "deferred_dynamo",
-    "deferred_shapes",
     "startup",
     "torch_threads",
     "_native",

@@ -2,8 +2,7 @@
 
 The garbage collector is off: importing torch and a model's code makes some million objects that stay, and the collector
 walks all of them again and again meanwhile, a fifth of the time of those imports. Torch's compiler is not imported
-(`deferred_dynamo`), nor are its symbolic shapes with sympy (`deferred_shapes`). And transformers looks for the names
-in its 1 600 files once, not twice (`scan_models_once`). Measured in docs/benchmarks.md, "Start and memory".
+(`deferred_dynamo`). And transformers looks for the names in its 1 600 files once, not twice (`scan_models_once`). Measured in docs/benchmarks.md, "Start and memory".
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from quire.deferred_dynamo import dynamo_deferred
-from quire.deferred_shapes import symbolic_shapes_deferred
 
 __all__ = ["collector_paused", "scan_models_once", "short_start"]
 
 
 @contextmanager
 def short_start() -> Iterator[None]:
-    """The first three inside the block; afterwards as before. Blocks may nest."""
-    with collector_paused(), dynamo_deferred(), symbolic_shapes_deferred():
+    """The first two inside the block; afterwards as before. Blocks may nest."""
+    with collector_paused(), dynamo_deferred():
         yield
 
 

@@ -104,7 +104,7 @@ def load(
         options["local_files_only"] = True
     elif revision is not None:
         options["revision"] = revision
-    with _quiet(), _nothing_drawn_for_meta():
+    with _quiet():
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 where, dtype=wanted or "auto", output_loading_info=True, **options
@@ -287,24 +287,6 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-@contextmanager
-def _nothing_drawn_for_meta() -> Iterator[None]:
-    """Normal numbers for a tensor without memory are not drawn: the first such draw would import sympy.
-
-    transformers builds a model of such tensors before it reads the weights, and `nn.Embedding` draws its own.
-    """
-    drawn = torch.nn.init.normal_
-
-    def normal(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor if tensor.is_meta else drawn(tensor, *args, **kwargs)
-
-    torch.nn.init.normal_ = normal
-    try:
-        yield
-    finally:
-        torch.nn.init.normal_ = drawn
 
 
 def _shown(source: Any, where: str) -> str:
