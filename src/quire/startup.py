@@ -2,7 +2,8 @@
 
 The garbage collector is off: importing torch and a model's code makes some million objects that stay, and the collector
 walks all of them again and again meanwhile, a fifth of the time of those imports. Torch's compiler is not imported
-(`deferred_dynamo`). And transformers looks for the names in its 1 600 files once, not twice (`scan_models_once`). Measured in docs/benchmarks.md, "Start and memory".
+(`deferred_dynamo`). And transformers looks for the names in its 1 600 files once, not twice (`scan_models_once`).
+Measured in docs/benchmarks.md, "Start and memory".
 """
 
 from __future__ import annotations
