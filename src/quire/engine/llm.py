@@ -59,8 +59,9 @@ class LLM:
     seed: of requests that bring none. revision, trust_remote_code: of a Hub id.
     backend: "native", "python" or None for the best there is. num_threads: torch's and the kernels'.
     packed_weights: a folder in which the form of the weights that the kernels read is kept, made if it is not there:
-        the first start writes it, later ones map it, packing nothing. Used where the weights come from
-        safetensors files and the back end is native; a file there is as large as the weights and may be deleted.
+        the first start writes it, later ones map it, packing nothing, and take what the first has proved of the
+        model. Used where the weights come from safetensors files and the back end is native; a file there is as
+        large as the weights and may be deleted.
     host_cache: a size: that much host memory, beside kv_memory, keeps blocks that were evicted. disk_cache: a folder
         in which they survive the process, of at most disk_cache_size; several engines may share it. remote_cache: URL
         of a Redis server that engines share, "redis://host:port". Any of the three together; off if not given.

@@ -1,7 +1,11 @@
 """A Hugging Face model made to run on the paged cache: load, prepare, linear, probe; the embedded model."""
 
-from quire.model.load import LoadedModel, load
-from quire.model.prepare import PreparedModel
-from quire.model.step import ForwardStep
+from quire.startup import scan_models_once
+
+scan_models_once()  # before anything below imports transformers' models
+
+from quire.model.load import LoadedModel, load  # noqa: E402
+from quire.model.prepare import PreparedModel  # noqa: E402
+from quire.model.step import ForwardStep  # noqa: E402
 
 __all__ = ["ForwardStep", "LoadedModel", "PreparedModel", "load"]

@@ -39,6 +39,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -53,6 +54,9 @@ __all__ = ["KeptWeights"]
 _MAGIC = b"quire packed weights 1\n"
 _ALIGNMENT = 4096
 _SUFFIX, _PARTIAL = ".packed", ".partial"
+_TOUCHED_AT_ONCE = 16 << 20
+_MADV_POPULATE_READ = 22
+_libc = ctypes.CDLL(None, use_errno=True)
 
 _log = logging.getLogger("quire")
 
@@ -91,9 +95,9 @@ class KeptWeights:
         self._in_memory.clear()
 
     @property
-    def is_mapped(self) -> bool:
-        """Whether the weights are read from the file."""
-        return self._pages is not None
+    def holds_all(self) -> bool:
+        """Whether every one of the weights is read from the file."""
+        return self._pages is not None and len(self._offsets) == len(self._weights)
 
     def pack(self, weight: torch.Tensor) -> NativeWeight:
         """The packed form of `weight`: mapped, or packed now (and written)."""
@@ -145,6 +149,7 @@ class KeptWeights:
             return False
         pages.madvise(mmap.MADV_WILLNEED)
         self._pages = np.frombuffer(pages, dtype=np.uint8)  # which keeps the mapping
+        Thread(target=_touch, args=(self._pages,), name="quire packed weights", daemon=True).start()
         return True
 
     def _begin(self) -> None:
@@ -224,6 +229,15 @@ def _round_up(num_bytes: int) -> int:
 def _pointer(address: int) -> Any:
 
     return ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
+
+
+def _touch(pages: np.ndarray) -> None:
+    """Has the kernel map all pages, read from the disk if need be, so that the first forward does not wait for each."""
+    start, stop = pages.ctypes.data, pages.ctypes.data + pages.size
+    for address in range(start, stop, _TOUCHED_AT_ONCE):
+        size = min(_TOUCHED_AT_ONCE, stop - address)
+        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_READ):
+            return  # before Linux 5.14: they come as they are read
 
 
 def _remove_abandoned(folder: Path) -> None:

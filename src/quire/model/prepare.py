@@ -9,10 +9,11 @@ Not an engine: it computes one step for somebody who has allotted the slots.
 
 Invariants
     R1  after `restore()` the model is as it came: same modules, same attention implementation, same buffers.
-    R2  every answer comes from a model the probe has passed.
+    R2  every answer comes from a model the probe has passed, now or, with packed weights kept, in an earlier start with
+        everything the same (`kept_proof`).
 
 Cost: `forward` is the model's own forward plus a few microseconds; preparation is one pass over the modules and the
-probe's eleven small forwards.
+probe's eleven small forwards, or none of them where a proof was kept.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.storage import Storage
 from quire.model import attention_function, rope, row_invariant
 from quire.model.experts import pack_experts
+from quire.model.kept_proof import KeptProof
 from quire.model.linear import choose_packing, pack_linears, weights_to_pack
 from quire.model.load import LoadedModel
 from quire.model.packed_weights import KeptWeights
@@ -58,7 +60,8 @@ class PreparedModel:
         max_model_len: longest sequence that will be run. Not given: the model's own, or, for rotary embeddings that
             switch with the length (longrope, dynamic), the length up to which they do not. A longer one holds the long
             frequencies for all sequences.
-        packed_weights: a folder that keeps the packed form of weights (`quire.model.packed_weights`).
+        packed_weights: a folder that keeps the packed form of weights (`packed_weights`), and what the proof of a model
+            found (`kept_proof`).
 
     Raises:
         UnsupportedModelError: the model cannot be run exactly, with its type and the reason; it is left as it was.
@@ -80,6 +83,7 @@ class PreparedModel:
         self._model: PreTrainedModel = loaded.model
         self._cache: PagedCache | None = None
         self._watch: row_invariant.Watch | None = None
+        self._proof: KeptProof | None = None
         self._undo: list[Callable[[], None]] = []
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
@@ -185,21 +189,51 @@ class PreparedModel:
         self._undo.append(rope.freeze(model, self.max_model_len))
         if self.attention is not reference or choose_packing(self.loaded.dtype) != "native":
             # The python back end leaves the extension's kernels alone where they are built.
-            self._undo.append(_pack_linears(self.loaded, packed_weights))
+            undo, kept = _pack_linears(self.loaded, packed_weights)
+            self._undo.append(undo)
+            if kept is not None and packed_weights is not None and self.attention is not reference:
+                self._proof = KeptProof.of(packed_weights, kept, self.loaded, self.max_model_len)
         if self.attention is reference:
             return
         self._undo.append(pack_experts(model))
         if choose_packing(self.loaded.dtype) == "native":
             from quire.model.fused import fuse
 
-            self.fused = fuse(model, self.loaded.dtype)
+            found = None if self._proof is None else self._proof.found
+            self.fused = fuse(model, self.loaded.dtype, None if found is None else found["fused"])
             self._undo.append(self.fused.restore)
 
     def _prove(self, model: PreTrainedModel) -> None:
-        """Probe; with the native back end, find and replace what is not row-invariant, and probe again."""
+        """Probe, or take what an earlier probe found; keep what this one finds."""
+        proof = self._proof
+        if proof is None:
+            self._probe(model)
+        elif proof.found is None:
+            replaced = self._probe(model)
+            fused = None if self.fused is None else self.fused.found(model)
+            if fused is not None:
+                names = {module: name for name, module in model.named_modules()}
+                proof.keep({
+                    "fused": fused,
+                    "replaced": [names[module] for module in replaced],
+                    "decoder": self.decoder is not None,
+                })  # fmt: skip
+        else:
+            if replaced := [model.get_submodule(name) for name in proof.found["replaced"]]:
+                self._undo.append(row_invariant.replace(model, replaced))
+            if proof.found["decoder"] and self.fused is not None:
+                from quire.model.fused import match_decoder
+
+                self.decoder = match_decoder(model, self.fused)
+
+    def _probe(self, model: PreTrainedModel) -> list[torch.nn.Module]:
+        """Probe; with the native back end, find and replace what is not row-invariant, and probe again.
+
+        Returns the modules whose forward was replaced.
+        """
         probe(self)
         if self.attention is reference:
-            return
+            return []
         if self.fused is not None:
             self.fused.keep_proved()
         self._watch = row_invariant.Watch(model)
@@ -218,6 +252,7 @@ class PreparedModel:
             self.decoder = match_decoder(model, self.fused)
             if self.decoder is not None and not torch.equal(rehearse(self), logits):
                 self.decoder = None
+        return modules
 
     def _threads(self) -> AbstractContextManager[None]:
         """torch on one thread beside the kernels' pool."""
@@ -236,15 +271,19 @@ class PreparedModel:
                 config.__dict__[_IMPLEMENTATION] = value
 
 
-def _pack_linears(loaded: LoadedModel, folder: Path | None) -> Callable[[], None]:
-    """`pack_linears`, with the packed form taken from `folder` or kept there where that can be done."""
+def _pack_linears(loaded: LoadedModel, folder: Path | None) -> tuple[Callable[[], None], str | None]:
+    """`pack_linears`, with the packed form taken from `folder` or kept there where that can be done.
+
+    Returns what undoes it, and the name of the file that all packed weights are mapped from, if there is one.
+    """
     mapped = loaded.mapped
     if mapped is None:
-        return pack_linears(loaded.model)
+        return pack_linears(loaded.model), None
     if folder is None or choose_packing(loaded.dtype) != "native":
-        return pack_linears(loaded.model, release=mapped.release)
+        return pack_linears(loaded.model, release=mapped.release), None
     with KeptWeights(folder, mapped, weights_to_pack(loaded.model)) as kept:
-        return pack_linears(loaded.model, release=mapped.release, pack=kept.pack)
+        undo = pack_linears(loaded.model, release=mapped.release, pack=kept.pack)
+    return undo, kept.path.name if kept.holds_all else None
 
 
 def _attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

@@ -9,7 +9,7 @@ Cost of a call: the products, the attention, and about 8 us.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -75,6 +75,27 @@ class FusedAttention:
     @property
     def proved(self) -> bool:
         return self.options is not None and bool(self.rotations)
+
+    @property
+    def found(self) -> dict[str, Any] | None:
+        """What the probe has found out, JSON, for `match_attention` of a later start; None with sinks, a tensor."""
+        if self.options is None or self.options.sinks is not None:
+            return None
+        settings = asdict(self.options)
+        del settings["sinks"]
+        return {
+            "rotations": self.rotations,
+            "layer": self.layer,
+            "options": settings,
+            "heads": [self.num_q_heads, self.head_dim],
+            "norms": [None if norm is None else norm.found for norm in (self.q_norm, self.k_norm)],
+        }
+
+    def take(self, found: dict[str, Any]) -> None:
+        """What `found` was in an earlier proof of the same module."""
+        self.rotations, self.layer = list(found["rotations"]), found["layer"]
+        self.options = AttentionOptions(**found["options"])
+        self.num_q_heads, self.head_dim = found["heads"]
 
     @property
     def width(self) -> int:
@@ -205,8 +226,11 @@ class FusedAttention:
         return sum(layer.num_outputs for layer in self.qkv)
 
 
-def match_attention(module: nn.Module) -> FusedAttention | None:
-    """The module as fused attention, to be proved; None if it is something else."""
+def match_attention(module: nn.Module, found: dict[str, Any] | None = None) -> FusedAttention | None:
+    """The module as fused attention, to be proved; None if it is something else.
+
+    found: what an earlier proof of the same module found: nothing is left to be proved.
+    """
     layers = packed_layers(module)
     if len(layers) not in (2, 4) or forward_names(module) - set(layers) - _FORWARD_NAMES:
         return None
@@ -223,10 +247,16 @@ def match_attention(module: nn.Module) -> FusedAttention | None:
     if output_name is None:
         return None
     output = layers.pop(output_name)
-    matched = [match_norm(norm, output.dtype) for norm in norms.values()]
+    kinds = [None] * len(norms) if found is None else found["norms"]
+    matched = [
+        match_norm(norm, output.dtype, kind) for norm, kind in zip(norms.values(), kinds, strict=False)
+    ]
     if any(norm is None for norm in matched) or any(
         layer.dtype is not output.dtype for layer in layers.values()
     ):
         return None
     q_norm, k_norm = matched if matched else (None, None)
-    return FusedAttention(list(layers.values()), output, q_norm, k_norm)
+    attention = FusedAttention(list(layers.values()), output, q_norm, k_norm)
+    if found is not None:
+        attention.take(found)
+    return attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from quire.model.fused.mlp import FusedMlp, match_mlp
 from quire.model.fused.norm import RowNorm, match_norm
 
 __all__ = ["Fused", "fuse"]
+
+_KINDS = {"norm": RowNorm, "mlp": FusedMlp, "attention": FusedAttention, "layer": FusedLayer}
 
 
 class Fused:
@@ -29,14 +32,25 @@ class Fused:
 
     @property
     def counts(self) -> dict[str, int]:
-        kinds = {"norm": RowNorm, "mlp": FusedMlp, "attention": FusedAttention, "layer": FusedLayer}
         return {
-            name: sum(isinstance(part, kind) for _, part in self._installed) for name, kind in kinds.items()
+            name: sum(isinstance(part, kind) for _, part in self._installed) for name, kind in _KINDS.items()
         }
 
     def part_of(self, module: nn.Module) -> FusedAttention | FusedLayer | FusedMlp | RowNorm | None:
         """What serves for `module`."""
         return next((part for owner, part in self._installed if owner is module), None)
+
+    def found(self, model: nn.Module) -> dict[str, dict[str, Any]] | None:
+        """What the proof of `model` has found, JSON, for `fuse` of a later start: kind, module name, findings.
+
+        None if some of it cannot be written down.
+        """
+        names = {module: name for name, module in model.named_modules()}
+        found: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
+        for module, part in self._installed:
+            kind = next(kind for kind, cls in _KINDS.items() if isinstance(part, cls))
+            found[kind][names[module]] = True if isinstance(part, FusedLayer) else part.found
+        return None if None in found["attention"].values() else found
 
     def keep_proved(self) -> None:
         """Ends the proof: attention and layers that did not pass get their own forwards back."""
@@ -99,11 +113,14 @@ class Fused:
         self._installed.remove((module, part))
 
 
-def fuse(model: nn.Module, dtype: torch.dtype) -> Fused:
+def fuse(model: nn.Module, dtype: torch.dtype, found: dict[str, dict[str, Any]] | None = None) -> Fused:
     """Installs a fused forward on every module of `model` that has a known structure; its linear layers are packed.
 
-    dtype: of the rows that pass through the model.
+    dtype: of the rows that pass through the model. found: what `Fused.found` gave after the proof of this very model:
+    then those modules are fused, as they were, and nothing is left to be proved.
     """
+    if found is not None:
+        return _fuse_again(model, dtype, found)
     fused = Fused()
     norms: dict[nn.Module, RowNorm] = {}
     mlps: dict[nn.Module, FusedMlp] = {}
@@ -123,5 +140,27 @@ def fuse(model: nn.Module, dtype: torch.dtype) -> Fused:
     for module, part in [*norms.items(), *mlps.items()]:
         fused.install_rows(module, part)
     for module, part in [*attentions.items(), *layers]:
+        fused.install_attending(module, part)
+    return fused
+
+
+def _fuse_again(model: nn.Module, dtype: torch.dtype, found: dict[str, dict[str, Any]]) -> Fused:
+    fused = Fused()
+    fused.proving = False
+    modules = dict(model.named_modules())
+
+    def matched(kind: str, match: Callable[[nn.Module, Any], Any]) -> dict[nn.Module, Any]:
+        parts = {modules[name]: match(modules[name], what) for name, what in found[kind].items()}
+        if None in parts.values():
+            raise ValueError(f"expected every {kind} that was found before, got another structure")
+        return parts
+
+    norms = matched("norm", lambda module, what: match_norm(module, dtype, what))
+    mlps = matched("mlp", match_mlp)
+    attentions = matched("attention", match_attention)
+    layers = matched("layer", lambda module, _: match_layer(module, attentions, mlps, norms))
+    for module, part in [*norms.items(), *mlps.items()]:
+        fused.install_rows(module, part)
+    for module, part in [*attentions.items(), *layers.items()]:
         fused.install_attending(module, part)
     return fused

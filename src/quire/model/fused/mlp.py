@@ -1,7 +1,7 @@
 """An MLP in one native call: gate and up, activation, down; or up, activation, down.
 
 Matched by structure: two or three packed linear layers whose widths fit, one activation the kernels know, nothing else
-but dropouts. Gate before up, up before gate: found by comparing with the module itself.
+but dropouts. Gate before up, up before gate: found by comparing with the module itself (`found`).
 Cost of a call: the products, and about 3 us.
 """
 
@@ -38,9 +38,20 @@ _FORWARD_NAMES = frozenset({"chunk", "nn", "functional", "dropout", "residual_dr
 
 
 class FusedMlp:
-    """The products and the activation; `block` makes the native call with norms and residual around it."""
+    """The products and the activation; `block` makes the native call with norms and residual around it.
 
-    def __init__(self, inputs: list[PackedLayer], gated: bool, activation: str, output: PackedLayer) -> None:
+    found: whether gate and up lie the other way round.
+    """
+
+    def __init__(
+        self,
+        inputs: list[PackedLayer],
+        gated: bool,
+        activation: str,
+        output: PackedLayer,
+        found: bool = False,
+    ) -> None:
+        self.found = found
         self._inputs, self._gated, self._activation, self._output = inputs, gated, activation, output
         self.width, self.dtype = output.num_outputs, output.dtype
         self._run = self.block(_native.Surroundings(None, None, None)).run
@@ -67,8 +78,11 @@ class FusedMlp:
 
 
 @torch.inference_mode()
-def match_mlp(module: nn.Module) -> FusedMlp | None:
-    """The module as a fused MLP, proved on random rows; None if it is something else."""
+def match_mlp(module: nn.Module, found: bool | None = None) -> FusedMlp | None:
+    """The module as a fused MLP, proved on random rows; None if it is something else.
+
+    found: what an earlier proof of the same module found; there is none then.
+    """
     layers = packed_layers(module)
     if len(layers) not in (2, 3) or forward_names(module) - set(module._modules) - _FORWARD_NAMES:
         return None
@@ -92,13 +106,14 @@ def match_mlp(module: nn.Module) -> FusedMlp | None:
         candidates = [(inputs, widths == [2 * inner])]
     if not candidates:
         return None
+    mlps = [FusedMlp(*candidate, activation, output, bool(i)) for i, candidate in enumerate(candidates)]
+    if found is not None:
+        return next((mlp for mlp in mlps if mlp.found is found), None)
     x = random_rows(hidden, output.dtype)
     want = module(x)
-    for order, gated in candidates:
-        mlp = FusedMlp(order, gated, activation, output)
-        if isinstance(want, torch.Tensor) and agrees(mlp(x), want):
-            return mlp
-    return None
+    if not isinstance(want, torch.Tensor):
+        return None
+    return next((mlp for mlp in mlps if agrees(mlp(x), want)), None)
 
 
 def _activation_of(module: nn.Module) -> str | None:

@@ -1,0 +1,163 @@
+"""A kept proof: the same model with and without, under its own key only, and no file that is not whole is believed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.architectures import tiny
+
+from quire.errors import UnsupportedModelError
+from quire.model import PreparedModel, kept_proof, load
+from quire.model.probe import rehearse
+
+pytest.importorskip("quire._native")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="packed weights are kept on Linux")
+
+
+class Starts:
+    """Starts of one saved model with one folder of packed weights; counts the proofs."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model, self.kept, self.num_probes = folder / "model", folder / "kept", 0
+        self.kept.mkdir()
+        module = sys.modules["quire.model.prepare"]
+        probe = module.probe
+
+        def count(prepared: PreparedModel) -> None:
+            self.num_probes += 1
+            probe(prepared)
+
+        monkeypatch.setattr(module, "probe", count)
+
+    def save(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Starts:
+        tiny(name).to(dtype).save_pretrained(self.model)
+        return self
+
+    def start(self, *, kept: bool = True, max_model_len: int | None = None) -> tuple[PreparedModel, bool]:
+        """The model ready, and whether it was proved now."""
+        before = self.num_probes
+        folder = self.kept if kept else None
+        prepared = PreparedModel(
+            load(self.model), backend="native", max_model_len=max_model_len, packed_weights=folder
+        )
+        return prepared, self.num_probes > before
+
+    def proofs(self) -> list[Path]:
+        return sorted(self.kept.glob("*.proof"))
+
+
+@pytest.fixture
+def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
+    return Starts(tmp_path, monkeypatch)
+
+
+# whole decoder; rms from 1 and caps, no decoder; halves in parallel; layer norms; replaced forwards and experts
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "cohere2", "starcoder2", "qwen3_moe", "phi3", "gpt2"])
+def test_a_start_with_a_kept_proof_runs_the_same_and_proves_nothing(
+    starts: Starts, name: str, dtype: torch.dtype
+) -> None:
+    starts.save(name, dtype)
+    plain, _ = starts.start(kept=False)
+    expected, fused = rehearse(plain), plain.fused
+    assert fused is not None
+    for proved_now in (True, False, False):
+        prepared, proved = starts.start()
+        assert proved == proved_now
+        assert prepared.fused is not None
+        assert not prepared.fused.proving
+        assert prepared.fused.counts == fused.counts
+        assert (prepared.decoder is None) == (plain.decoder is None)
+        assert torch.equal(rehearse(prepared), expected)
+        replaced = [n for n, m in prepared._model.named_modules() if "forward" in m.__dict__]
+        assert replaced == [n for n, m in plain._model.named_modules() if "forward" in m.__dict__]
+        prepared.restore()
+        assert not any("forward" in module.__dict__ for module in prepared._model.modules())
+    assert len(starts.proofs()) == 1
+
+
+def test_sinks_are_proved_at_every_start(starts: Starts) -> None:
+    starts.save("gpt_oss")
+    assert [starts.start()[1] for _ in range(2)] == [True, True]
+    assert starts.proofs() == []
+
+
+def test_what_a_proof_follows_from_makes_another_key(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts.save("qwen3")
+    assert starts.start()[1]
+    assert not starts.start()[1]
+    assert starts.start(max_model_len=32)[1]
+    monkeypatch.setattr(kept_proof.transformers, "__version__", "5.99.0")
+    assert starts.start()[1]
+    monkeypatch.undo()
+    real = kept_proof._own_files
+    monkeypatch.setattr(kept_proof, "_own_files", lambda: real()[:-1])  # a source file is gone
+    before = len(starts.proofs())
+    starts.start()
+    assert len(starts.proofs()) == before + 1
+
+
+def test_a_norm_that_changed_in_place_is_another_model(starts: Starts) -> None:
+    """Its file keeps its size and its times, so that the packed weights are mapped: the proof's key has its bytes."""
+    starts.save("qwen3", torch.float32)
+    assert starts.start()[1]
+    (path,) = starts.model.glob("*.safetensors")
+    status, content = path.stat(), bytearray(path.read_bytes())
+    head = int.from_bytes(content[:8], "little")
+    begin = json.loads(content[8 : 8 + head])["model.norm.weight"]["data_offsets"][0]
+    content[8 + head + begin + 3] ^= 0x80  # the sign of its first element
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    names = [proof.name for proof in starts.proofs()]
+    starts.start()
+    assert [proof.name for proof in starts.proofs()] != names
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "empty", "not ours"])
+def test_a_damaged_file_is_proved_and_written_again(starts: Starts, damage: str) -> None:
+    starts.save("qwen3")
+    starts.start()
+    (path,) = starts.proofs()
+    good = path.read_bytes()
+    flipped = good[:-20] + bytes([good[-20] ^ 1]) + good[-19:]
+    path.write_bytes({"cut": good[:-1], "bit": flipped, "empty": b"", "not ours": b"{}"}[damage])
+    assert starts.start()[1]
+    assert path.read_bytes() == good
+    assert not starts.start()[1]
+
+
+def test_a_model_that_is_refused_is_refused_again(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts.save("qwen3")
+    monkeypatch.setattr("quire.model.probe._TOLERANCE", dict.fromkeys((torch.bfloat16,), -1.0))
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError):
+            starts.start()
+    assert starts.proofs() == []
+
+
+def test_a_proof_that_cannot_be_written_is_one_warning(
+    starts: Starts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    starts.save("qwen3")
+    starts.start()
+    starts.proofs()[0].unlink()
+
+    def full(*_: object, **__: object) -> tuple[int, str]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept_proof.tempfile, "mkstemp", full)
+    with caplog.at_level(logging.WARNING, logger="quire"):
+        prepared, proved = starts.start()
+    assert proved
+    assert prepared.decoder is not None
+    assert [record.message for record in caplog.records if "proof" in record.message] == [
+        f"the proof of the model is not kept in {starts.kept} (No space left on device)"
+    ]
+    assert starts.proofs() == []
