@@ -145,6 +145,9 @@ class AccountMachine(ResizingMachine):
         nearest = same([explanation.nearest_block for explanation in found])
         assert num_hit == self.expect_match(content)
         assert num_hit <= num_common <= len(content.tokens)
+        if num_common == len(content.tokens):
+            assert not len(nearest)
+            return
         start = num_common // self.size * self.size
         block = content.tokens[start : start + self.size]
         same_tokens = [a == b for a, b in zip(block, nearest.tolist(), strict=False)]
