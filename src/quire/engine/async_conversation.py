@@ -1,4 +1,4 @@
-"""A conversation of an `AsyncEngine`, for servers: `conversation.Conversation` with calls to await. One event loop's."""
+"""A conversation of an `AsyncEngine`, for servers: `conversation.Conversation` awaited, in one event loop."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class AsyncConversation:
             self._turn = self._output = None
 
     def fork(self) -> AsyncConversation:
-        """Another one, the same so far, that goes on by itself; during a turn, with what has been shown of the answer."""
+        """Another one, the same so far, that goes on by itself; during a turn, with what was shown of the answer."""
         self._require_open()
         return AsyncConversation(self._engine, self._now())
 
@@ -126,6 +126,6 @@ class AsyncConversation:
         self._require_open()
         if self._turn is not None:
             raise ArgumentError(
-                "expected a conversation whose last turn has ended, got one that is being answered; wait for its end, leave "
-                "the iteration, or fork the conversation"
+                "expected a conversation whose last turn has ended, got one that is being answered; wait for its end, "
+                "leave the iteration, or fork the conversation"
             )

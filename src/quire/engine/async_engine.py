@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,7 +58,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._loop, name="quire-engine", daemon=True)
         self._thread.start()
 
-    async def generate(
+    def generate(
         self,
         prompt: Any,
         params: SamplingParams | None = None,
@@ -67,7 +67,7 @@ class AsyncEngine:
         priority: int = 0,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs as it grows, the last one `finished`.
 
         Leaving the iteration early (break, cancellation) aborts the request.
@@ -88,25 +88,23 @@ class AsyncEngine:
                 extra_keys=extra_keys,
             )
 
-        async for output in self._listen(name, submit):
-            yield output
+        return self._listen(name, submit)
 
-    async def fork(
+    def fork(
         self, request_id: str, params: SamplingParams | None = None, *, new_request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Branches a request under way: outputs of the one that goes on from its newest token, see `Engine.fork`."""
         name = self._new_id() if new_request_id is None else new_request_id
 
         def submit() -> None:
             self._engine.fork(request_id, params, new_request_id=name, stream=True)
 
-        async for output in self._listen(name, submit):
-            yield output
+        return self._listen(name, submit)
 
     def _new_id(self) -> str:
         return f"async-{next(self._ids)}"
 
-    async def _listen(self, name: str, submit: Callable[[], object]) -> AsyncIterator[RequestOutput]:
+    async def _listen(self, name: str, submit: Callable[[], object]) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of the request of that name, which `submit` hands to the engine in its thread."""
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
@@ -151,7 +149,7 @@ class AsyncEngine:
         return await self.between_steps(self.llm.stats)
 
     async def between_steps(self, function: Callable[[], Result]) -> Result:
-        """Calls it in the engine's thread between two steps, where it may touch the engine; what it returns or raises."""
+        """Calls it in the engine's thread between two steps, where it may touch the engine; its result."""
         return await asyncio.wrap_future(self.submit_between_steps(function))
 
     def submit_between_steps(self, function: Callable[[], Result]) -> Future[Result]:
