@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +45,10 @@ class AsyncConversation:
 
     async def generate(
         self, params: SamplingParams | None = None, *, priority: int = 0, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """The model's turn as it grows. What has come is appended when it ends, or when the iteration is left before.
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The model's turn as it grows. What has come is appended when it ends, or when the iterator is closed before.
 
+        A loop that is left early closes it a moment later only; `contextlib.aclosing` does so at once.
         *raises:* as `AsyncEngine.generate`; an answer that ends with an error is not appended.
         """
         self._require_rest()
