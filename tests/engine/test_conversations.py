@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from support import tiny_llm
-from support.architectures import randomize, tiny
 from support.cache_case import BACKENDS
+from support.conversations_case import GREEDY, START, TURNS, alone, answer, windowed
 from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens, full_spec, window_spec
 
@@ -20,26 +20,10 @@ from quire.engine.conversation import Conversation
 from quire.errors import ArgumentError, CapacityError, PromptError
 from quire.memory.placement import why_not
 
-GREEDY = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True, logprobs=2)
 DRAWN = SamplingParams(max_tokens=14, temperature=1.0, seed=5, ignore_eos=True, logprobs=2)
-START = [(7 * i) % 120 + 5 for i in range(53)]
-TURNS = [[(11 * i + j) % 90 + 5 for j in range(9)] for i in range(4)]
 STORAGES: list[dict[str, str]] = [{"storage": "paged"}, {"storage": "contiguous"}]
 if why_not() is None:
     STORAGES.append({"storage": "virtual", "piece_size": "4KiB"})
-
-
-def windowed(backend: str, **options: Any) -> LLM:
-    """A model of which every second layer sees 8 tokens."""
-    model = tiny("gemma2")
-    randomize(model)
-    defaults: dict[str, Any] = {
-        "kv_memory": "2MiB",
-        "max_batch_tokens": 64,
-        "max_num_seqs": 8,
-        "block_size": 4,
-    }
-    return LLM((model, None), backend=backend, **{**defaults, **options})
 
 
 def full(backend: str, **options: Any) -> LLM:
@@ -47,39 +31,6 @@ def full(backend: str, **options: Any) -> LLM:
 
 
 MODELS = {"full": full, "windows": windowed}
-
-
-class Answer:
-    """Tokens and logprobs; equal bit for bit, or, of the back end that leaves products to torch, but for rounding."""
-
-    def __init__(self, tokens: list[int], logprobs: Any, backend: str) -> None:
-        self.tokens, self.logprobs, self.is_exact = tokens, logprobs, backend == "native"
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, Answer)
-        if self.is_exact:
-            return (self.tokens, self.logprobs) == (other.tokens, other.logprobs)
-        assert len(self.logprobs) == len(other.logprobs)
-        for mine, theirs in zip(self.logprobs, other.logprobs, strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-3)
-        return self.tokens == other.tokens
-
-    def __repr__(self) -> str:
-        return f"{self.tokens}, {self.logprobs}"
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def since(self, start: int) -> Answer:
-        return Answer(self.tokens[start:], self.logprobs[start:], "native" if self.is_exact else "python")
-
-
-def answer(llm: LLM, output: Any) -> Answer:
-    return Answer(output.outputs[0].token_ids, output.outputs[0].logprobs, llm.cache.backend)
-
-
-def alone(llm: LLM, tokens: list[int], params: SamplingParams = GREEDY) -> Answer:
-    """What the model says to these tokens when nothing is cached."""
-    return answer(llm, llm.generate([tokens], params)[0])
 
 
 @pytest.fixture(scope="module", params=[(m, b) for m in MODELS for b in BACKENDS], ids="-".join)
@@ -206,17 +157,22 @@ def test_every_state_of_a_request_can_be_branched(spec: Any, num_blocks: int) ->
     for i in range(4):
         prompt = [(i * 7 + j) % 90 for j in range(17 + i)]
         prompts[engine.submit(prompt, SamplingParams(max_tokens=12))] = (prompt, 12)
-    states = set()
-    for _ in range(40):
-        for request in list(engine.scheduler.requests.values()):
-            if len(prompts) < 16 and request.request_id in list(prompts)[:4]:
-                sample = request.samples[0]
-                states.add((sample.state.value, bool(sample.output_ids)))
+    seen = set()
+    originals = list(prompts)
+    for _ in range(60):
+        for request_id in originals:
+            request = engine.scheduler.requests.get(request_id)
+            if request is None:
+                continue
+            sample = request.samples[0]
+            state = (sample.state.value, bool(sample.output_ids))
+            if (request_id, state) not in seen:
+                seen.add((request_id, state))
                 tokens, left = sample.token_ids().tolist(), 12 - len(sample.output_ids)
-                prompts[engine.engine.fork(request.request_id)] = (tokens, left)
+                prompts[engine.engine.fork(request_id)] = (tokens, left)
         engine.step()
     engine.run()
-    assert {("waiting", False), ("running", False), ("running", True)} <= states
+    assert {("waiting", False), ("running", False), ("running", True)} <= {state for _, state in seen}
     for request_id, (prompt, num_tokens) in prompts.items():
         found = engine.outputs[request_id].outputs[0].token_ids
         assert found == expected_tokens(engine.spec, prompt, num_tokens)
