@@ -163,7 +163,7 @@ def test_the_command(
     # 16 tokens, 2 layers of 2 heads, 16 numbers each: layer 1 begins in the middle, its token 5 after 5 rows.
     entry = change(folder, 0, 16 * 512 // 2 + 5 * 64 + 2)
     code, out = run(monkeypatch, capsys, *arguments, str(model))
-    assert code == 1
+    assert code == 1, out
     start = entry.info.start
     assert out.splitlines()[-2:] == [
         f"{entry.key.hex()[:12]}, tokens from {start} on: layer 1, first at token {start + 5}: "
