@@ -5,9 +5,9 @@ names     a key and what it stands for; the chain of them that a prompt is
 segment   what it looks like as bytes, checked on every load
 tier      the contract: values by key
 host      in this process's memory
+disk      in a folder, for good: disk_index, an SQLite index; slabs, the files of values; extents, what is free in them;
+          disk_writer, who changes them; files, the system calls; folder_lock; disk_folder, all of it checked or removed
 remote    on a Redis server, shared by engines; breaker: what gives it a rest after a failure
 stack     all of them together, asynchronous: what an engine talks to; transfer: a load or a lookup under way
 guarded   one tier as the stack uses it; workers: its threads; speed: what it measured
-disk      in a folder, for good: disk_index, an SQLite index; slabs, the files of values; extents, what is free in them;
-          disk_writer, who changes them; files, the system calls; folder_lock; disk_folder, all of it checked or removed
 """
