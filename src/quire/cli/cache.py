@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Annotated, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quire.cli import options
 from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_size
+
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
+    from quire.engine.recompute import Compared
 
 __all__ = ["cache"]
 
@@ -104,15 +110,29 @@ def _age(seconds: float) -> str:
 def verify(
     folder: Folder,
     repair: Annotated[bool, typer.Option("--repair", help="Remove what is damaged.")] = False,
+    recompute: Annotated[
+        int | None,
+        typer.Option(
+            "--recompute", metavar="N", min=1, help="Also compute N segments again and compare every bit."
+        ),
+    ] = None,
+    model: options.Model = None,
+    dtype: options.DType = "auto",
+    seed: Annotated[int, typer.Option(metavar="N", help="Which segments are computed again.")] = 0,
+    kv_memory: options.KVMemory = "auto",
+    backend: options.Backend = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> int:
-    """Reads every value and compares its checksum; status 1 where one is damaged."""
+    """Reads every value and compares its checksum; status 1 where one is damaged, or not what the model computes."""
     from quire.tiers.disk import DiskTier
     from quire.tiers.disk_folder import find_damage
 
     tier = DiskTier(folder, None)
     num_values = num_bytes = num_removed = 0
     damaged = []
+    compared: list[Compared] | None = None
     try:
         tier.check()
         for damage in find_damage(tier):
@@ -124,6 +144,24 @@ def verify(
             if repair:
                 tier.evict(damage.entry.key)
                 num_removed += 1
+        if recompute is not None:
+            from quire.engine.recompute import compare_sample
+
+            def open_llm(block_size: int) -> LLM:
+                from quire.engine.llm import LLM
+
+                return LLM(
+                    model,
+                    dtype=dtype,
+                    kv_memory=kv_memory,
+                    backend=backend,
+                    revision=revision,
+                    trust_remote_code=trust_remote_code,
+                    block_size=block_size,
+                    host_cache="1MiB",  # an engine with a tier names its world
+                )
+
+            compared = list(compare_sample(tier, open_llm, recompute, seed=seed))
     finally:
         tier.close()
     if as_json:
@@ -137,7 +175,10 @@ def verify(
             }
             for damage in damaged
         ]
-        print(json.dumps({"segments": num_values, "damaged": entries, "removed": num_removed}))
+        report: dict[str, Any] = {"segments": num_values, "damaged": entries, "removed": num_removed}
+        if compared is not None:
+            report["recomputed"] = _recomputed_json(compared)
+        print(json.dumps(report))
     else:
         for damage in damaged:
             entry = damage.entry
@@ -149,7 +190,39 @@ def verify(
             f"{num_values} segments, {len(damaged)} damaged ({format_size(num_bytes)})"
             + (f", {num_removed} removed" if repair else "")
         )
-    return 1 if damaged else 0
+        if compared is not None:
+            _print_recomputed(compared)
+    differs = compared is not None and any(one.difference for one in compared)
+    return 1 if damaged or differs else 0
+
+
+def _recomputed_json(compared: list[Compared]) -> dict[str, Any]:
+    reasons = Counter(one.reason for one in compared if one.reason)
+    return {
+        "equal": sum(not one.reason and not one.difference for one in compared),
+        "different": [
+            {
+                "key": one.entry.key.hex(),
+                "start": one.entry.info.start,
+                "layer": one.layer,
+                "token": one.token,
+                "difference": one.difference,
+            }
+            for one in compared
+            if one.difference
+        ],
+        "not_comparable": dict(reasons),
+    }
+
+
+def _print_recomputed(compared: list[Compared]) -> None:
+    found = _recomputed_json(compared)
+    for one in found["different"]:
+        where = f": layer {one['layer']}, first at token {one['token']}" if one["layer"] >= 0 else ""
+        print(f"{one['key'][:12]}, tokens from {one['start']} on{where}: {one['difference']}")
+    for reason, count in found["not_comparable"].items():
+        print(f"{count} not comparable: {reason}")
+    print(f"{found['equal'] + len(found['different'])} computed again, {len(found['different'])} different")
 
 
 @cache.command()

@@ -15,9 +15,10 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.llm import LLM
 from quire.engine.prompts import encode
@@ -25,7 +26,13 @@ from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError, CancelledError, QuireError
 
+if TYPE_CHECKING:
+    from quire.engine.async_conversation import AsyncConversation
+    from quire.engine.snapshots import Snapshot
+
 __all__ = ["AsyncEngine"]
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._loop, name="quire-engine", daemon=True)
         self._thread.start()
 
-    async def generate(
+    def generate(
         self,
         prompt: Any,
         params: SamplingParams | None = None,
@@ -80,40 +87,62 @@ class AsyncEngine:
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
         deltas: bool = False,
-    ) -> AsyncGenerator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs as it grows, the last one `finished`; deltas: each with what is new only.
 
         Leaving the iteration early (break, cancellation) aborts the request.
         *raises:* what `LLM.generate` raises for this request; CancelledError once the engine is closed.
         """
-        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
-        name = f"async-{next(self._ids)}" if request_id is None else request_id
+        name = self._new_id() if request_id is None else request_id
         encoded = encode(prompt, self.llm.tokenizer)
 
         def submit() -> None:
+            self._engine.submit(
+                encoded.token_ids,
+                params,
+                request_id=name,
+                prompt=encoded.text,
+                priority=priority,
+                stream=True,
+                deltas=deltas,
+                namespace=namespace,
+                extra_keys=extra_keys,
+            )
+
+        return self._listen(name, submit)
+
+    def fork(
+        self, request_id: str, params: SamplingParams | None = None, *, new_request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Branches a request under way: outputs of the one that goes on from its newest token, see `Engine.fork`."""
+        name = self._new_id() if new_request_id is None else new_request_id
+
+        def submit() -> None:
+            self._engine.fork(request_id, params, new_request_id=name, stream=True)
+
+        return self._listen(name, submit)
+
+    def _new_id(self) -> str:
+        return f"async-{next(self._ids)}"
+
+    async def _listen(self, name: str, submit: Callable[[], object]) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of the request of that name, which `submit` hands to the engine in its thread."""
+        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+
+        def begin() -> None:
             if name in self._listeners:
                 listener.tell(
                     ArgumentError(f"expected a new request id, got {name!r}, which is still running")
                 )
                 return
             try:
-                self._engine.submit(
-                    encoded.token_ids,
-                    params,
-                    request_id=name,
-                    prompt=encoded.text,
-                    priority=priority,
-                    stream=True,
-                    deltas=deltas,
-                    namespace=namespace,
-                    extra_keys=extra_keys,
-                )
+                submit()
             except QuireError as error:
                 listener.tell(error)
                 return
             self._listeners[name] = listener
 
-        self._hand_over(submit)
+        self._hand_over(begin)
         ended = False
         try:
             while not ended:
@@ -135,15 +164,57 @@ class AsyncEngine:
 
     async def stats(self) -> dict[str, Any]:
         """`LLM.stats()`, taken between two steps."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[dict[str, Any]] = loop.create_future()
+        return await self.between_steps(self.llm.stats)
 
-        def take() -> None:
-            counts = self.llm.stats()
-            loop.call_soon_threadsafe(lambda: None if answer.done() else answer.set_result(counts))
+    async def between_steps(self, function: Callable[[], Result]) -> Result:
+        """Calls it in the engine's thread between two steps, where it may touch the engine; its result."""
+        return await asyncio.wrap_future(self.submit_between_steps(function))
 
-        self._hand_over(take)
-        return await answer
+    def submit_between_steps(self, function: Callable[[], Result]) -> Future[Result]:
+        """`between_steps` from any thread; `.result()` waits."""
+        answer: Future[Result] = Future()
+
+        def call() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(function())
+                except Exception as error:  # the caller's, not the engine's
+                    answer.set_exception(error)
+
+        self._hand_over(call)
+        return answer
+
+    # -- conversations ---------------------------------------------------------------------------------
+
+    def conversation(
+        self, prompt: Any = None, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> AsyncConversation:
+        """See `LLM.conversation`."""
+        from quire.engine.async_conversation import AsyncConversation
+        from quire.engine.transcript import first_transcript
+
+        return AsyncConversation(self, first_transcript(self.llm._reader(), prompt, namespace, extra_keys))
+
+    async def resume(
+        self, name: str, *, namespace: bytes = b"", recompute: bool = False
+    ) -> AsyncConversation:
+        """See `LLM.resume`."""
+        from quire.engine.async_conversation import AsyncConversation
+
+        resume = self.llm._snapshots().resume
+        reader = self.llm._reader()
+        found = await asyncio.to_thread(resume, name, namespace, reader, recompute=recompute)
+        return AsyncConversation(self, found)
+
+    async def snapshots(self, *, namespace: bytes = b"") -> list[Snapshot]:
+        """See `LLM.snapshots`."""
+        return await asyncio.to_thread(self.llm._snapshots().list, namespace)
+
+    async def remove_snapshot(self, name: str, *, namespace: bytes = b"") -> None:
+        """See `LLM.remove_snapshot`."""
+        await asyncio.to_thread(self.llm._snapshots().remove, name, namespace)
+
+    # -- the end ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends all requests (their iterations raise CancelledError) and the thread."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -123,7 +124,7 @@ class Engine:
 
         *raises:* PromptError, ArgumentError, CapacityError: this request cannot be served, with the numbers.
         """
-        tokens = self._check_prompt(prompt_token_ids)
+        tokens = self.check_tokens(prompt_token_ids)
         if not isinstance(params, SamplingParams):
             raise ArgumentError(f"expected SamplingParams, got {type(params).__name__}")
         params = params.resolved(self._sampling_defaults)
@@ -202,6 +203,44 @@ class Engine:
                 sample.matcher = self._grammars.matcher(grammar)
         self.scheduler.add(request)
         return request_id
+
+    def fork(
+        self,
+        request_id: str,
+        params: SamplingParams | None = None,
+        *,
+        new_request_id: str | None = None,
+        stream: bool | None = None,
+    ) -> str:
+        """Branches a request (n=1) that has not ended: a new one goes on from its newest token; the new one's id.
+
+        Its prompt is all that there is so far. Blocks are shared; the partial one is copied when the first of the two
+        writes to it. params: those of the request if not given, with what is left of its max_tokens and a seed of its
+        own. stream: as the request if not given.
+        *raises:* what `submit` raises, ArgumentError where there is no such request; nothing was changed then.
+        """
+        parent = self.scheduler.requests.get(request_id)
+        if parent is None:
+            raise ArgumentError(f"expected a request that has not ended, got {request_id!r} - to fork")
+        if len(parent.samples) > 1:
+            raise ArgumentError(
+                f"expected a request with n=1 to fork, got {request_id!r} with n={len(parent.samples)}"
+            )
+        sample = parent.samples[0]
+        if params is None:
+            left = parent.max_tokens - len(sample.output_ids)
+            params = replace(parent.params, max_tokens=left, seed=None)
+        new_id = self.submit(
+            sample.token_ids(),
+            params,
+            request_id=new_request_id,
+            priority=parent.priority,
+            stream=parent.stream if stream is None else stream,
+            namespace=parent.namespace,
+            extra_keys=parent.extra_keys,
+        )
+        self.scheduler.branch(sample, self.scheduler.requests[new_id].samples[0])
+        return new_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request in any state; its last output, or None if it is not here (any more)."""
@@ -375,7 +414,8 @@ class Engine:
 
     # -- checks and counts -----------------------------------------------------------------------------
 
-    def _check_prompt(self, prompt_token_ids: Any) -> np.ndarray:
+    def check_tokens(self, prompt_token_ids: Any) -> np.ndarray:
+        """A prompt as int32, a copy. *raises:* PromptError: empty, no integers, ids out of range, too long."""
         tokens = np.asarray(prompt_token_ids)
         if tokens.size == 0:
             raise PromptError("expected a prompt of at least one token, got an empty one")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,9 @@ from quire.sizes import format_size
 from quire.startup import short_start
 
 if TYPE_CHECKING:
+    from quire.engine.conversation import Conversation
+    from quire.engine.snapshots import Snapshot, Snapshots
+    from quire.engine.transcript import Reader
     from quire.memory.storage import Storage
 
 __all__ = ["LLM", "TextStream"]
@@ -283,6 +286,71 @@ class LLM:
         with self._lock:
             return TextStream(self, self._submit(encoded[0], params[0], stream=True, priority=priority))
 
+    # -- branching -------------------------------------------------------------------------------------
+
+    def conversation(
+        self, prompt: Any = None, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> Conversation:
+        """A conversation that begins with a prompt, as `generate` takes one, or with nothing.
+
+        namespace, extra_keys: part of the identity of its cached content, see `quire.Cache`. *raises:* PromptError.
+        """
+        from quire.engine.conversation import Conversation
+        from quire.engine.transcript import first_transcript
+
+        self._require_open()
+        return Conversation(self, first_transcript(self._reader(), prompt, namespace, extra_keys))
+
+    def fork(self, what: TextStream | str, params: SamplingParams | None = None) -> TextStream:
+        """Branches a request under way, a stream or a request's id: a stream that goes on from its newest token.
+
+        Its blocks are shared, one partial one is copied. params: see `Engine.fork`. A conversation has its own `fork`.
+        """
+        with self._lock:
+            self._require_open()
+            request_id = self.engine.fork(
+                what if isinstance(what, str) else what.request_id, params, stream=True
+            )
+            self._outputs[request_id] = None
+            return TextStream(self, request_id)
+
+    def resume(self, name: str, *, namespace: bytes = b"", recompute: bool = False) -> Conversation:
+        """The conversation that `Conversation.snapshot` has kept under a name in the disk cache.
+
+        recompute: its tokens alone are taken, also where it was another model's.
+        *raises:* ArgumentError: there is none, or another model's; LoadError: its file is damaged.
+        """
+        from quire.engine.conversation import Conversation
+
+        return Conversation(
+            self, self._snapshots().resume(name, namespace, self._reader(), recompute=recompute)
+        )
+
+    def snapshots(self, *, namespace: bytes = b"") -> list[Snapshot]:
+        """What there is in the disk cache, by name."""
+        return self._snapshots().list(namespace)
+
+    def remove_snapshot(self, name: str, *, namespace: bytes = b"") -> None:
+        """*raises:* ArgumentError: there is none of that name."""
+        self._snapshots().remove(name, namespace)
+
+    def _snapshots(self) -> Snapshots:
+        from quire.engine.snapshots import Snapshots
+
+        self._require_open()
+        return Snapshots(self.tiers, model=self.name)
+
+    def _reader(self) -> Reader:
+        from quire.engine.transcript import Reader
+
+        return Reader(self.tokenizer, self.engine.check_tokens)
+
+    def _in_engine(self, function: Callable[[], Any]) -> Any:
+        """Calls it between two steps."""
+        with self._lock:
+            self._require_open()
+            return function()
+
     def _prepare(self, prompts: Any, params: Any) -> tuple[list[Prompt], list[SamplingParams]]:
         """Everything checked before anything is submitted."""
         self._require_open()
@@ -436,7 +504,7 @@ class TextStream:
 
     def __init__(self, llm: LLM, request_id: str) -> None:
         self._llm = llm
-        self._request_id = request_id
+        self.request_id = request_id
         self._closed = False
         self._num_shown = 0  # characters
         self.result: RequestOutput | None = None
@@ -469,8 +537,8 @@ class TextStream:
 
     def _take(self) -> RequestOutput | None:
         outputs = self._llm._outputs
-        output = outputs[self._request_id]
-        outputs[self._request_id] = None
+        output = outputs[self.request_id]
+        outputs[self.request_id] = None
         return output
 
     def close(self) -> None:
@@ -478,8 +546,8 @@ class TextStream:
         if not self._closed:
             self._closed = True
             with self._llm._lock:
-                self._llm._outputs.pop(self._request_id, None)
-                aborted = self._llm.engine.abort(self._request_id)
+                self._llm._outputs.pop(self.request_id, None)
+                aborted = self._llm.engine.abort(self.request_id)
                 self.result = aborted or self.result
 
     def __del__(self) -> None:

@@ -114,6 +114,20 @@ class Scheduler:
         self.requests[request.request_id] = request
         self._wait(request.samples[0])
 
+    def branch(self, parent: Sample, sample: Sample) -> bool:
+        """Has a waiting sample of the parent's very tokens go on over the parent's blocks; whether that can be now.
+
+        Not while the parent computes its prompt, has no blocks, or nobody more may run: the sample waits then like any
+        other, and finds what the parent has committed.
+        """
+        is_decoding = parent.state is SampleState.RUNNING and parent.num_computed + 1 == parent.num_tokens
+        if not (is_decoding and self._cache.can_fork and len(self.running) < self.max_num_seqs):
+            return False
+        self.waiting.remove(sample)
+        self._share(parent, sample)
+        self._start([sample])
+        return True
+
     def abort(self, request_id: str) -> Request | None:
         """Ends a request wherever it is; its blocks are returned. None if it is not here (any more)."""
         request = self.requests.get(request_id)
@@ -459,6 +473,10 @@ class Scheduler:
         if not may_run or not self._cache.can_fork:
             self._wait(sample)  # opened later, over the same prompt's blocks where they are shared
             return
+        self._share(parent, sample)
+
+    def _share(self, parent: Sample, sample: Sample) -> None:
+        """To RUNNING, over the parent's blocks."""
         sample.sequence = self._cache.fork(parent.sequence)
         sample.num_computed = parent.num_computed
         sample.state = SampleState.RUNNING

@@ -121,6 +121,35 @@ class TierStores:
         for block in sorted(self._blocks.values(), key=lambda block: -block.depth):
             self._save(block, wait=True)
 
+    def path(
+        self, namespace: bytes, tokens: np.ndarray, extra_keys: tuple[tuple[int, bytes], ...] = ()
+    ) -> list[_Block]:
+        """The full blocks at the beginning of `tokens` that memory knows, in order; for `payload`. O(blocks known)."""
+        self.collect()
+        size, root = self._cache.block_size, self._roots.get(namespace)
+        children: dict[_Block | None, list[_Block]] = {}
+        for block in self._blocks.values():
+            if block.root == root:
+                children.setdefault(block.parent, []).append(block)
+        path: list[_Block] = []
+        for start in range(0, len(tokens) - size + 1, size):
+            keys = tuple((at - start, key) for at, key in extra_keys if start <= at < start + size)
+            own = tokens[start : start + size]
+            for block in children.get(path[-1] if path else None, ()):
+                if block.extra_keys == keys and np.array_equal(block.tokens, own):
+                    path.append(block)
+                    break
+            else:
+                break
+        return path
+
+    def payload(self, blocks: list[_Block], num_tokens: int) -> np.ndarray | None:
+        """The bytes of blocks of a `path`; None where a group has given one up meanwhile."""
+        self.collect()
+        if any(min(block.units) < 0 for block in blocks):
+            return None
+        return self._storage.read_units(np.array([block.units for block in blocks]).T, num_tokens)
+
     # -- the mirror ------------------------------------------------------------------------------------
 
     def _add(self, event: Any) -> None:

@@ -21,6 +21,7 @@ from quire.tiers.segment import SegmentShape
 from quire.tiers.tier import Tier, TierError
 
 if TYPE_CHECKING:
+    from quire.tiers.disk import DiskTier
     from quire.tiers.stack import TierStack
 
 __all__ = ["OpenTiers", "TierOptions"]
@@ -33,11 +34,18 @@ _log = logging.getLogger("quire")
 
 @dataclass(frozen=True)
 class OpenTiers:
-    """What an engine is given: the stack, and the two who use it."""
+    """What an engine is given: the stack, and the two who use it; and what names the segments there.
+
+    disk: the tier that survives, if there is one. fingerprint: of the model, see `quire.tiers.keys.root_key`.
+    """
 
     stack: TierStack
     loads: TierLoads
     stores: TierStores
+    disk: DiskTier | None
+    fingerprint: bytes
+    segment_tokens: int
+    block_size: int
 
     def close(self) -> None:
         """Stores what is not stored yet, and lets go of threads, files and connections."""
@@ -107,6 +115,7 @@ class TierOptions:
         tiers = self._tiers()
         if not tiers:
             return None
+        from quire.tiers.disk import DiskTier
         from quire.tiers.stack import TierStack
 
         shape = SegmentShape.of(cache.spec)
@@ -119,7 +128,15 @@ class TierOptions:
             segment_tokens,
             format_size(segment_tokens * shape.bytes_per_token),
         )
-        return OpenTiers(stack, TierLoads(*shared, speeds), TierStores(*shared, policy=self.cache_write))
+        return OpenTiers(
+            stack,
+            TierLoads(*shared, speeds),
+            TierStores(*shared, policy=self.cache_write),
+            disk=next((tier for tier in tiers if isinstance(tier, DiskTier)), None),
+            fingerprint=fingerprint,
+            segment_tokens=segment_tokens,
+            block_size=cache.block_size,
+        )
 
     def _tiers(self) -> list[Tier]:
         tiers: list[Tier] = []

@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,10 @@ def world(loaded: LoadedModel, backend: str | None = None) -> bytes:
 
     To be asked for before the model is prepared.
     """
-    files = loaded.mapped.paths() if loaded.mapped is not None else []
-    weights = _files_digest(files) if files else fingerprint(loaded.model)["weights"]
+    files, others = _files_and_others(loaded)
     parts = {
         "config": _config_digest(loaded.model),
-        "weights": weights,
+        "weights": [_files_digest(files), _weights_digest(others)],
         "dtype": loaded.spec.dtype,
         "torch": [torch.__version__, torch.backends.cpu.get_cpu_capability()],
         "transformers": transformers.__version__,
@@ -67,12 +66,29 @@ def world(loaded: LoadedModel, backend: str | None = None) -> bytes:
 
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """SHA-256 in hex of the model's config and of its weights."""
+    return {"config": _config_digest(model), "weights": _weights_digest(_tensors(model))}
+
+
+def _weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in _tensors(model):
+    for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # numpy has no bfloat16; the bits are what counts.
         digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return {"config": _config_digest(model), "weights": digest.hexdigest()}
+    return digest.hexdigest()
+
+
+def _files_and_others(loaded: LoadedModel) -> tuple[list[str], list[tuple[str, torch.Tensor]]]:
+    """The files that weights of this very model lie in, and the weights that lie in none (converted, say)."""
+    files: set[str] = set()
+    others = []
+    for name, tensor in _tensors(loaded.model):
+        path = None if loaded.mapped is None else loaded.mapped.path_of(tensor)
+        if path is None:
+            others.append((name, tensor))
+        else:
+            files.add(path)
+    return sorted(files), others
 
 
 def _config_digest(model: PreTrainedModel) -> str:

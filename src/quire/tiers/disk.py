@@ -238,6 +238,11 @@ class DiskTier:
         with self._turn, self._clear_errors("name a root"), self._index.transaction():
             self._index.describe(root, description)
 
+    def set_retention(self, keys: Sequence[bytes], retention: int) -> None:
+        """How these values are kept from now on, those that are here; for good on return."""
+        with self._turn, self._clear_errors("set how values are kept"), self._index.transaction():
+            self._index.set_retention(keys, retention)
+
     def use(self) -> DiskUse:
         with self._clear_errors("measure the folder"):
             _, values, slabs = self._index.sizes()

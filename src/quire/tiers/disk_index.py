@@ -373,6 +373,12 @@ class DiskIndex:
         self._writer.execute("UPDATE entry SET children = children - 1 WHERE key = ?", (row[4],))
         return Place(*row[:4])
 
+    def set_retention(self, keys: Sequence[bytes], retention: int) -> None:
+        self._writer.executemany(
+            "UPDATE entry SET retention = ? WHERE key = ? AND retention <> ?",
+            [(retention, key, retention) for key in keys],
+        )
+
     def victim(self, retention: int) -> bytes | None:
         """The key to go next: a leaf, of the lowest retention, used longest ago; none above `retention`."""
         row = self._writer.execute(

@@ -14,7 +14,7 @@ from quire.errors import ArgumentError
 from quire.tiers.keys import chained_key
 from quire.tiers.tier import SegmentInfo
 
-__all__ = ["SegmentName", "segment_names"]
+__all__ = ["SegmentName", "chain_names", "segment_names"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,3 +72,19 @@ def segment_names(
         names.append(SegmentName(key, root, behind, first, own, extra))
         behind = key
     return names
+
+
+def chain_names(
+    root: bytes,
+    tokens: np.ndarray,
+    segment_tokens: int,
+    block_size: int,
+    *,
+    extra_keys: Sequence[tuple[int, bytes]] = (),
+) -> list[SegmentName]:
+    """The chain that the full blocks of `tokens` are stored as: whole segments, then a block each."""
+    whole = len(tokens) // segment_tokens * segment_tokens
+    names = segment_names(root, tokens[:whole], segment_tokens, extra_keys=extra_keys)
+    rest = tokens[whole : len(tokens) // block_size * block_size]
+    behind = names[-1].key if names else None
+    return names + segment_names(root, rest, block_size, start=whole, parent=behind, extra_keys=extra_keys)

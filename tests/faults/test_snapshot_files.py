@@ -1,0 +1,122 @@
+"""A snapshot's file where every n-th call of the system fails, or the process ends there: old or new, never torn."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.faulty_files import FaultyFiles
+
+from quire.engine.snapshot_files import SnapshotFiles, SnapshotRecord
+from quire.errors import ArgumentError
+from quire.tiers.tier import TierError
+
+
+def record(num_tokens: int) -> SnapshotRecord:
+    keys = {3: b"image"}
+    return SnapshotRecord("talk", "tiny", b"f" * 32, np.arange(num_tokens, dtype=np.int32), keys, 1.0)
+
+
+def num_tokens(snapshots: SnapshotFiles) -> int | None:
+    """Of what is under the name, every byte of it checked; None where nothing is."""
+    try:
+        found = snapshots.read("talk", b"")
+    except ArgumentError:
+        return None
+    want = record(len(found.token_ids))
+    assert (found.token_ids == want.token_ids).all()
+    assert (found.extra_keys, found.fingerprint) == (want.extra_keys, want.fingerprint)
+    return len(found.token_ids)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("every", range(1, 9))
+def test_every_nth_call_fails(tmp_path: Path, every: int, error: int) -> None:
+    plain, files = SnapshotFiles(tmp_path), FaultyFiles()
+    faulty = SnapshotFiles(tmp_path, files)
+    held = None
+    for count in range(1, 12):
+        files.arm(every, error)
+        failure = ""
+        try:
+            faulty.write(record(100 * count), b"", overwrite=True)
+        except TierError as raised:
+            failure = str(raised)
+        if failure:
+            assert "\n" not in failure
+            assert str(tmp_path) in failure
+            assert num_tokens(plain) in (held, 100 * count)  # the last sync may be what failed
+        else:
+            assert num_tokens(plain) == 100 * count
+        held = num_tokens(plain)
+    assert files.num_failed > 0
+    assert plain.names(b"") in ([], ["talk"])
+    assert every < 7 or held is not None  # eight calls a write
+    plain.write(record(7), b"", overwrite=True)
+    assert num_tokens(plain) == 7
+    assert len([path for path in tmp_path.iterdir() if "writing" in path.name]) == 0
+
+
+def test_parts_are_written_and_read_on(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    files.arm(0, part=11)
+    snapshots = SnapshotFiles(tmp_path, files)
+    snapshots.write(record(50), b"", overwrite=False)
+    assert num_tokens(snapshots) == 50
+
+
+_KILLED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from quire.tiers.files import Files
+from quire.engine.snapshot_files import SnapshotFiles
+from test_snapshot_files import record
+
+class Ends(Files):
+    left = int(sys.argv[3])
+
+def ending(name):
+    def call(self, *args, **kwargs):
+        if Ends.left == 0:
+            if name == "write":
+                getattr(Files, name)(self, args[0], [args[1][0][:20]], args[2])
+            os._exit(9)
+        Ends.left -= 1
+        return getattr(Files, name)(self, *args, **kwargs)
+    return call
+
+for name in ("open_lock", "try_lock", "open", "write", "sync", "rename", "sync_folder"):
+    setattr(Ends, name, ending(name))
+SnapshotFiles(Path(sys.argv[2]), Ends()).write(record(200), b"", overwrite=True)
+"""
+
+
+def test_the_process_ends_at_any_call(tmp_path: Path) -> None:
+    snapshots = SnapshotFiles(tmp_path)
+    found = []
+    for step in range(8):
+        snapshots.write(record(100), b"", overwrite=True)
+        paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+        command = [sys.executable, "-c", _KILLED, str(Path(__file__).parent), str(tmp_path), str(step)]
+        ended = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+        )
+        assert ended.returncode in (0, 9), ended.stderr
+        found.append(num_tokens(snapshots))
+        assert snapshots.names(b"") == ["talk"]
+    assert found == [100] * 6 + [200] * 2
+    assert ended.returncode == 0
+
+
+def test_who_writes_takes_turns(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    first, second = SnapshotFiles(tmp_path, files), SnapshotFiles(tmp_path, timeout_s=0.05)
+    with first._alone(), pytest.raises(TierError, match="got no lock: somebody writes"):
+        second.write(record(1), b"", overwrite=True)
+    second.write(record(1), b"", overwrite=True)
