@@ -62,7 +62,7 @@ Explanation BlockManager::explain(const Prompt& prompt) {
         // Of children that share nothing the one behind where the block would stand, else the one before.
         if (child == kNone) child = near.after != kNone ? near.after : near.before;
         found.num_common += num_more;
-        if (child != kNone && num_more < block_size_) {
+        if (child != kNone && num_more < static_cast<std::int64_t>(view.tokens.size())) {
             const auto tokens = tree_.tokens(child);
             found.nearest.assign(tokens.begin(), tokens.end());
             break;

@@ -348,6 +348,66 @@ void a_million_units_take_no_memory_before_they_are_used() {
     manager.check();
 }
 
+// A call of several accounts is decided as a whole: the one below its floor takes what is free, and what it has cached
+// serves the other.
+void floors_and_quotas_are_kept() {
+    BlockManager manager = Setup{{kFull}, 10, 4}.make();
+    manager.set_limits(1, 10, -1);
+    const auto open = [&](Token first, std::int32_t account) { return manager.open(prompt(range(first, 20)), account); };
+    SequenceId id = open(0, 1);
+    EXPECT(reserve(manager, id, 20) != nullptr);
+    manager.commit(id, 20);
+    manager.close(id);
+    const std::vector<SequenceId> ids{open(100, 1), open(200, 2)};
+    const std::vector<std::int64_t> counts{20, 20};
+    EXPECT(manager.num_available(2) == 5);
+    EXPECT(manager.reserve(ids, counts, 0) != nullptr);
+    manager.check();
+    EXPECT(manager.account_counts(1).num_held == 5 && manager.account_counts(2).num_held == 5);
+    for (const SequenceId open_id : ids) manager.close(open_id);
+    manager.set_limits(1, 0, 2);
+    id = open(300, 1);
+    EXPECT(reserve(manager, id, 12) == nullptr);
+    EXPECT(reserve(manager, id, 8) != nullptr);
+    manager.check();
+}
+
+// Events survive failing memory: a call that fails notes nothing, and is made again.
+void events_are_noted_once_whatever_allocation_fails() {
+    BlockManager manager = Setup{{kFull, window(4)}, 12, 4}.make();
+    manager.record_events(true);
+    (void)manager.take_events();
+    std::size_t num_stored = 0;
+    std::size_t num_removed = 0;
+    const auto insist = [&](const std::function<void()>& call) {
+        for (std::int64_t count = 0;; ++count) {
+            try {
+                const FailAfter failure(count);
+                call();
+                break;
+            } catch (const std::bad_alloc&) {
+            }
+            EXPECT(manager.take_events().events.empty());
+            manager.check();
+        }
+        for (const Event& event : manager.take_events().events)
+            ++(event.kind == Event::Kind::stored ? num_stored : num_removed);
+    };
+    for (Token first = 0; first < 500; first += 100) {
+        const SequenceId id = manager.open(prompt(range(first, 16)), first / 100, 2);
+        insist([&] { EXPECT(reserve(manager, id, 16) != nullptr); });
+        insist([&] { manager.commit(id, 16); });
+        manager.close(id);
+    }
+    EXPECT(num_stored == 20 && num_removed > 10);
+    insist([&] { (void)manager.drop(prompt(range(400, 5))); });
+    insist([&] { (void)manager.resize(4, 0); });
+    insist([&] { (void)manager.resize(16, 0); });
+    insist([&] { manager.reset(); });
+    manager.check();
+    EXPECT(manager.tree().nodes.empty());
+}
+
 }  // namespace
 
 int main() {
@@ -357,6 +417,8 @@ int main() {
     bad_arguments_change_nothing();
     evicting_visits_nothing();
     a_million_units_take_no_memory_before_they_are_used();
+    floors_and_quotas_are_kept();
+    events_are_noted_once_whatever_allocation_fails();
     const std::vector<Setup> setups{
         {{kFull}, 12, 4},
         {{kFull}, 24, 1},

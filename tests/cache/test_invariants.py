@@ -27,18 +27,23 @@ def damaged(damage: Callable[[PythonBlockManager], object]) -> None:
 
 def swap_lru(m: PythonBlockManager) -> None:
     leaf = m.blocks.tree.roots[b""].children[0].children[0].children[0]
-    m.blocks.pool.cached.move_to_end(leaf.units[0])
+    m.blocks.pool.cached.remove(leaf.units[0])
+    m.blocks.pool.cached.append(leaf.units[0])
 
 
 def swap_siblings(m: PythonBlockManager) -> None:
     m.blocks.tree.roots[b""].children.reverse()
 
 
+def raise_cached(m: PythonBlockManager) -> None:
+    m.blocks.pool.cached.retention[next(iter(m.blocks.pool.cached))] = 2
+
+
 def add_leftover(m: PythonBlockManager) -> None:
     node = m.blocks.tree.roots[b""].children[0]
     assert node.parent is not None
     unit = m.blocks.pool.free.pop()
-    m.blocks.pool.cached[unit] = None
+    m.blocks.pool.cached.append(unit)
     m.blocks.tree.insert(node.parent, node.content[:4], 1, [unit, -1])
     m.blocks.node_of[unit] = node.parent.children[0]
 
@@ -59,6 +64,9 @@ def add_leftover(m: PythonBlockManager) -> None:
         ("C3", lambda m: m.sequences[2].tables[0].truncate(5)),
         ("C8", lambda m: setattr(m.sequences[2].node, "num_sequences", 2)),
         ("C8", lambda m: m.sequences[2].tokens.__setitem__(0, 5)),
+        ("C9", lambda m: setattr(m.blocks.pool.accounts[0], "num_owned", 3)),
+        ("C9", lambda m: m.blocks.pool.cached.account.__setitem__(m.sequences[2].tables[0][0], 7)),
+        ("C9", raise_cached),
     ],
 )
 def test_damage_is_found(number: str, damage: Callable[[PythonBlockManager], object]) -> None:

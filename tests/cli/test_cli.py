@@ -91,6 +91,7 @@ def test_json_is_one_object_of_the_documented_form(run: Run) -> None:
     assert [output["prompt"] for output in answer["outputs"]] == ["def f(", "class A"]
     for output in answer["outputs"]:
         keys = ["prompt", "prompt_token_ids", "text", "token_ids", "finish_reason", "num_cached_tokens"]
+        keys.append("num_tier_tokens")
         assert list(output) == keys
         assert len(output["token_ids"]) == 5
         assert output["finish_reason"] == "length"

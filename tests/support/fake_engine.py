@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from support.fake_model import VOCAB, FakeRunner, FakeTokenizer, full_spec
+import numpy as np
+from support.fake_model import VOCAB, FakeRunner, FakeTokenizer, full_spec, slot_values
 
 from quire.cache.cache import Cache
 from quire.engine.engine import Engine
@@ -49,6 +50,7 @@ class FakeEngine:
         self.now = 0.0
         speeds = Speeds()
         self.stack: TierStack | None = None
+        self.stores: TierStores | None = None
         if tiers:
             self.stack = TierStack(tiers, SegmentShape.of(self.spec), workers=0, clock=self._tick)
             shared = (self.cache, self.runner, self.stack, b"a model", segment_blocks * block_size)
@@ -103,6 +105,27 @@ class FakeEngine:
         parked = [s.parked.payload.nbytes for s in scheduler.waiting if s.parked is not None]
         assert self.engine.parking.num_bytes == sum(parked)
         assert sum(parked) <= self.engine.parking.max_bytes
+
+        if self.stores is not None:
+            self.check_blocks(self.stores)
+
+    def check_blocks(self, stores: TierStores) -> None:
+        """What is mirrored from events is the tree, and every full block of it holds what a recompute would write."""
+        stores.collect()
+        size, tree = self.cache.block_size, self.cache.tree()
+        full = {
+            node: units
+            for node, units, count in zip(
+                tree.node_ids.tolist(), tree.units.tolist(), tree.num_tokens.tolist(), strict=True
+            )
+            if count == size and max(units) >= 0
+        }
+        assert {node: block.units for node, block in stores._blocks.items()} == full
+        for block in stores._blocks.values():
+            expected = slot_values(block.tokens, np.arange((block.depth - 1) * size, block.depth * size))
+            for group, unit in enumerate(block.units):
+                if unit >= 0:
+                    assert np.array_equal(self.runner.slots[group][unit * size : (unit + 1) * size], expected)
 
     def run(self, max_steps: int = 5000) -> dict[str, RequestOutput]:
         for _ in range(max_steps):

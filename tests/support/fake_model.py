@@ -32,7 +32,7 @@ def window_spec(size: int = 6) -> KVSpec:
     return KVSpec(layers=tuple(layers), dtype="float32")
 
 
-def _values(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def slot_values(tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (np.asarray(tokens, np.int64) + 1) * 5003 + positions
 
 
@@ -45,7 +45,7 @@ def _logits(histories: list[tuple[np.ndarray, int]]) -> np.ndarray:
 
 
 def expected_logits(spec: KVSpec, tokens: list[int]) -> np.ndarray:
-    values = _values(np.array(tokens), np.arange(len(tokens)))
+    values = slot_values(np.array(tokens), np.arange(len(tokens)))
     firsts = [group.retention.first_needed(len(tokens) - 1) for group in spec.groups]
     return _logits([(values[first:], first) for first in firsts])
 
@@ -85,7 +85,7 @@ class FakeRunner:
                 blocks[destination, num_tokens:] = _POISON
             slots = plan.slot_mapping
             assert len(set(slots.tolist())) == len(slots), "two tokens in one slot"
-            self.slots[index][slots] = _values(step.input_ids, step.positions)
+            self.slots[index][slots] = slot_values(step.input_ids, step.positions)
         rows = [self._row(step, int(row)) for row in step.logit_rows]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, VOCAB)
 

@@ -208,7 +208,7 @@ class BlockManager(Protocol):
         ...
 
     def set_limits(self, account: int, floor_units: int, quota_units: int) -> None:
-        """Limits of account 1 .. MAX_ACCOUNT from now on: a floor >= 0 and a quota >= 1 and >= the floor, or -1 for none.
+        """Limits of account 1 .. MAX_ACCOUNT: a floor >= 0, and a quota >= 1 and >= the floor, or -1 for none.
 
         ValueError if all floors add up to more than num_blocks. Evicts nothing: a quota below what the account
         owns takes effect when it next reserves."""

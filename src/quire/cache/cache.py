@@ -227,9 +227,9 @@ class Cache:
     def explain(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> Explanation:
-        """Why `match` finds no more: how far the stored content goes, and what stands where it differs. Changes nothing.
+        """Why `match` finds no more: how far the stored content goes, and what stands where it differs.
 
-        Cost: as `match`."""
+        Changes nothing. Cost: as `match`."""
         return Explanation(*self._manager.explain(*self._prompt(token_ids, namespace, extra_keys)))
 
     def drop(
@@ -371,8 +371,8 @@ class Cache:
     # Accounts
 
     def set_limits(self, account: int, floor_units: int = 0, quota_units: int = -1) -> None:
-        """From now on no eviction for others brings the account (1 .. 65535) below `floor_units`, nor may it own more than
-        `quota_units` (-1: no quota), cached and leased units included.
+        """From now on no eviction for others brings the account (1 .. 65535) below `floor_units`, nor may it own more
+        than `quota_units` (-1: no quota), cached and leased units included.
 
         A `reserve` that would bring it above its quota gives up the account's own cached units first, and is refused if
         the others are too many. Nothing is evicted now. Floors yield to `resize` alone. Raises ArgumentError for a
@@ -393,7 +393,7 @@ class Cache:
         self._call("set_limits", account, floor, quota)
 
     def account_counts(self, account: int) -> AccountCounts:
-        """Units that count in the account now; zeros for one never used. Over all accounts they are those of `stats`."""
+        """Units that count in the account now; zeros for one never used. All accounts together: those of `stats`."""
         return AccountCounts(*self._manager.account_counts(arguments.account_number(account)))
 
     def num_available(self, account: int = 0) -> int:
@@ -402,7 +402,7 @@ class Cache:
         return self._manager.num_available(arguments.account_number(account))
 
     def max_units(self, account: int = 0) -> int:
-        """Units the account is sure to get once nobody else holds any: all but the others' floors, at most its quota."""
+        """Units the account is sure to get once nobody else holds any: all but others' floors, at most its quota."""
         return self._manager.max_units(arguments.account_number(account))
 
     # What happened, and what there is

@@ -1,7 +1,8 @@
 """Forgetting content on purpose: all that begins with given tokens.
 
 Of every node at or below their end each unit that no table names leaves the node, deepest nodes first; it is free, or
-will be when its lease ends. Held units stay, and with them the nodes they need. Cost: O(nodes at and below x log siblings).
+will be when its lease ends. Held units stay, and with them the nodes they need.
+Cost: O(nodes at and below x log siblings).
 """
 
 from __future__ import annotations

@@ -74,9 +74,10 @@ def explain_hit(
     while node is not None and num_common < len(tokens):
         rest = encode(tokens, extra_keys, num_common, min(num_common + size, len(tokens)))
         node, num_more = tree.nearest_child(node, rest)
-        num_common += num_more
-        if node is not None and num_more < size:
+        if node is not None and num_more < min(size, len(tokens) - num_common):
             nearest, _ = decode(node.content)
+        num_common += num_more
+        if nearest:
             break
     return num_common, np.array(nearest, np.int32)
 

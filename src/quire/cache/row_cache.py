@@ -2,6 +2,9 @@
 
 The calls of `Cache`, over a `RowManager`. It finds no prefixes and forks nothing; it counts units of its space (tokens
 of an arena, pages of buffers), and tells what of them is waste. Not thread-safe: one owner at a time.
+
+Nothing is kept once a sequence ends, so a retention means nothing here, there are no events and no tree, and nothing is
+there to drop. Accounts are counted, and have no limits: `set_limits` is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.cache import arguments
+from quire.cache.backend import NORMAL
 from quire.cache.cache import Cache, Sequence
 from quire.cache.memory_use import MemoryUse
 from quire.cache.row_manager import RowManager
@@ -61,17 +65,22 @@ class RowCache(Cache):
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
         max_num_tokens: int | None = None,
+        account: int = 0,
+        retention: int = NORMAL,
     ) -> Sequence:
-        """A sequence of these tokens, none of them computed; namespace and keys matter only to what is shared.
+        """A sequence of these tokens, none of them computed.
+
+        Namespace, keys and retention matter only to what is shared.
 
         `max_num_tokens`: it will not become longer; the longest the space allows if not given.
         """
         tokens = arguments.token_array(token_ids)
         arguments.extra_key_arrays(extra_keys, len(tokens))
         arguments.namespace_bytes(namespace)
+        account, _ = arguments.account_and_retention(account, retention)
         if max_num_tokens is not None:
             arguments.count(max_num_tokens, "max_num_tokens", 1)
-        return self._opened(self._manager.open(tokens, max_num_tokens))
+        return self._opened(self._manager.open(tokens, max_num_tokens, account))
 
     # What fits
 

@@ -24,9 +24,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.cache.backend import Int32Array, Int64Array
+from quire.cache.backend import EventArrays, Int32Array, Int64Array, TreeArrays
+from quire.cache.event_log import EventLog
 from quire.cache.row_plan import RowPlan
 from quire.cache.row_space import Place, Row, RowSpace
+from quire.cache.tree_view import empty_tree
 from quire.errors import InvariantError
 
 __all__ = ["RowManager"]
@@ -50,7 +52,8 @@ class RowManager:
         self.num_moved_tokens = 0  # copied to a larger place, counted in every table
         self.num_held = self.num_leased = self.most_units = 0
         # Places (or those of their ranges that are not the row's any more) and the step that may still read them.
-        self._leases: list[tuple[int, Place, Place | None]] = []
+        # The last number is the account they count in.
+        self._leases: list[tuple[int, Place, Place | None, int]] = []
         self._released: list[tuple[int, int, int]] = []  # not yet in a plan
 
     # What is known of a sequence
@@ -60,8 +63,16 @@ class RowManager:
     ) -> int:
         return 0
 
-    def open(self, tokens: Int32Array, most_tokens: int | None) -> int:
-        row = Row(self.num_opened, tokens, max(len(tokens), most_tokens or self.space.longest))
+    def explain(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> tuple[int, int, Int32Array]:
+        return 0, 0, np.empty(0, np.int32)
+
+    def drop(self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]) -> int:
+        return 0
+
+    def open(self, tokens: Int32Array, most_tokens: int | None, account: int = 0) -> int:
+        row = Row(self.num_opened, tokens, max(len(tokens), most_tokens or self.space.longest), account)
         self.num_opened += 1
         self.rows[row.id] = row
         return row.id
@@ -117,7 +128,7 @@ class RowManager:
                 self.num_query_tokens += row.num_tokens
             else:
                 copies += _moves(row, row.place, place)
-                self._lease(row.place, place)
+                self._lease(row, row.place, place)
             row.settle_in(place)
         for row, end in wanted:
             row.reserved = end
@@ -235,17 +246,17 @@ class RowManager:
         row = self.rows.pop(sequence)
         self._settle()
         if row.place is not None:
-            self._lease(row.place, None)
+            self._lease(row, row.place, None)
             self._settle()
 
-    def _lease(self, place: Place, kept: Place | None) -> None:
+    def _lease(self, row: Row, place: Place, kept: Place | None) -> None:
         """Given up but for `kept`: free once the newest step has ended."""
         units = self.space.units_of(place, kept)
         self.num_held -= units
         self.num_leased += units
         # What is closed between two steps nobody reads; what a step copies from is read until it has ended.
         last = self.newest_step if self.overlapped_steps or kept is not None else 0
-        self._leases.append((last, place, kept))
+        self._leases.append((last, place, kept, row.account))
 
     def _settle(self) -> None:
         """Free the places whose step has ended: without overlapped steps every one, at the next call that changes
@@ -253,10 +264,10 @@ class RowManager:
         if not self._leases:
             return
         done = self.completed_step if self.overlapped_steps else self.newest_step
-        waiting: list[tuple[int, Place, Place | None]] = []
-        for last, place, kept in self._leases:
+        waiting: list[tuple[int, Place, Place | None, int]] = []
+        for last, place, kept, account in self._leases:
             if last > done:
-                waiting.append((last, place, kept))
+                waiting.append((last, place, kept, account))
                 continue
             self.num_leased -= self.space.units_of(place, kept)
             for table in range(self.space.num_tables):
@@ -266,7 +277,40 @@ class RowManager:
             self.space.give(place, kept)
         self._leases = waiting
 
-    # The whole
+    # Accounts: counted, without limits. Where every sequence keeps a place of its own there is nothing to take from one
+    # that rests for one that runs, and an engine that wants to hold somebody back admits less.
+
+    def set_limits(self, account: int, floor_units: int, quota_units: int) -> None:
+        raise ValueError(
+            f"expected a storage whose sequences share memory, got limits for account {account} in one where each lies "
+            "in one piece of its own; use storage paged or virtual"
+        )
+
+    def account_counts(self, account: int) -> tuple[int, int, int]:
+        places = [row.place for row in self.rows.values() if row.account == account]
+        held = sum(self.space.units_of(place, None) for place in places if place is not None)
+        leases = [(place, kept) for _, place, kept, number in self._leases if number == account]
+        return held, 0, sum(self.space.units_of(place, kept) for place, kept in leases)
+
+    def num_available(self, account: int) -> int:
+        return self.space.num_free
+
+    def max_units(self, account: int) -> int:
+        return self.space.num_units
+
+    # The whole: nothing is found again, so nothing happens that an event could tell
+
+    def record_events(self, is_on: bool) -> None:
+        pass
+
+    def take_events(self) -> EventArrays:
+        return EventLog(self.space.num_tables, self.row_tokens).take()
+
+    def tree(self) -> TreeArrays:
+        return empty_tree(self.space.num_tables)
+
+    def namespaces(self) -> list[bytes]:
+        return []
 
     def reset(self) -> None:
         if self.rows:
@@ -295,14 +339,14 @@ class RowManager:
     def check(self) -> None:
         places = [row.place for row in self.rows.values() if row.place is not None]
         held = sum(self.space.units_of(place, None) for place in places)
-        leased = sum(self.space.units_of(place, kept) for _, place, kept in self._leases)
+        leased = sum(self.space.units_of(place, kept) for _, place, kept, _ in self._leases)
         counted = (self.num_held, self.num_leased, self.space.num_free + held + leased)
         if counted != (held, leased, self.space.num_units):
             raise InvariantError(
                 f"W1: {self.space.num_free} free + {held} held ({self.num_held} counted) + {leased} leased "
                 f"({self.num_leased} counted) are not {self.space.num_units} units"
             )
-        self.space.check(places + [place for _, place, _ in self._leases])
+        self.space.check(places + [place for _, place, _, _ in self._leases])
         for row in self.rows.values():
             if row.room < row.reserved or row.num_computed > min(row.reserved, row.num_tokens):
                 raise InvariantError(

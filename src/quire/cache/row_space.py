@@ -32,10 +32,21 @@ class Place:
 class Row:
     """An open sequence: its tokens, how far they are computed, and where it lies (None until it first reserves)."""
 
-    __slots__ = ("_tokens", "id", "most_tokens", "num_computed", "num_tokens", "place", "reserved", "room")
+    __slots__ = (
+        "_tokens",
+        "account",
+        "id",
+        "most_tokens",
+        "num_computed",
+        "num_tokens",
+        "place",
+        "reserved",
+        "room",
+    )
 
-    def __init__(self, row_id: int, tokens: Int32Array, most_tokens: int) -> None:
+    def __init__(self, row_id: int, tokens: Int32Array, most_tokens: int, account: int = 0) -> None:
         self.id = row_id
+        self.account = account
         self._tokens = tokens.copy()
         self.num_tokens = len(tokens)
         self.most_tokens = most_tokens  # it will not have more

@@ -17,7 +17,7 @@ from quire.cache.prefix import HOLE
 if TYPE_CHECKING:
     from quire.cache.block_manager import PythonBlockManager
 
-__all__ = ["STATES", "TreeView", "tree_arrays"]
+__all__ = ["STATES", "TreeView", "empty_tree", "tree_arrays"]
 
 STATES = ("gone", "cached", "held", "leased")
 
@@ -47,6 +47,17 @@ class TreeView:
 
     def __len__(self) -> int:
         return len(self.node_ids)
+
+
+def empty_tree(num_groups: int) -> TreeArrays:
+    """The entries of a `TreeView` of no node."""
+    by_node = ("parent_ids", "node_ids", "namespace_index", "depths", "num_tokens")
+    by_unit = ("units", "num_references", "accounts", "retentions", "states")
+    arrays: TreeArrays = {
+        name: np.empty(0, np.int64 if name.endswith("_ids") else np.int32) for name in by_node
+    }
+    arrays |= {name: np.empty((0, num_groups), np.int32) for name in by_unit}
+    return arrays | {"namespaces": []}
 
 
 def tree_arrays(manager: PythonBlockManager) -> TreeArrays:

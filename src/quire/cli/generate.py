@@ -57,6 +57,7 @@ def as_json(results: list[RequestOutput], stats: dict[str, Any]) -> str:
             "token_ids": list(output.token_ids),
             "finish_reason": output.finish_reason,
             "num_cached_tokens": result.num_cached_tokens,
+            "num_tier_tokens": result.num_tier_tokens,
         }
         for result in results
         for output in result.outputs

@@ -83,7 +83,9 @@ class Sample:
         self.parked: Parked | None = None
         self.search: Search | None = None
         self.load: TierLoad | None = None
-        self.waits_for: tuple[Sample, int] | None = None  # a running sample, and the position it has to reach
+        self.waits_for: tuple[Sample, int] | None = (
+            None  # one that runs or loads, and the position it has to reach
+        )
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
         self.generator: torch.Generator | None = None
@@ -93,6 +95,19 @@ class Sample:
     @property
     def finished(self) -> bool:
         return self.state is SampleState.FINISHED
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether it is known what the tiers have of it, or nobody asked."""
+        return self.search is None or self.search.done
+
+    @property
+    def waits_for_commit(self) -> bool:
+        """Whether what it waits for is still on its way."""
+        if self.waits_for is None:
+            return False
+        other, position = self.waits_for
+        return other.state in (SampleState.RUNNING, SampleState.LOADING) and other.num_computed < position
 
     def unborn_siblings(self) -> list[Sample]:
         """The samples that draw their first token from this one's logits: those not forked from it yet."""

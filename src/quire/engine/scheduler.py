@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.engine.loading import LoadingQueue
 from quire.engine.preemption import Parking
 from quire.engine.prefixes_under_way import PrefixesUnderWay
 from quire.engine.request import Request, Sample, SampleState
@@ -66,7 +67,7 @@ class Scheduler:
     ) -> None:
         self._cache = cache
         self._parking = parking or Parking(cache)
-        self._loads = loads
+        self._loading = None if loads is None else LoadingQueue(cache, loads, on_reserved)
         self._on_reserved = on_reserved
         self._block_size: int = cache.block_size
         self._shares: bool = cache.prefix_caching
@@ -77,7 +78,6 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Sample] = []
         self.running: list[Sample] = []
-        self.loading: list[Sample] = []
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_computed_tokens = 0
@@ -134,8 +134,7 @@ class Scheduler:
             self.running.remove(sample)
             self._close(sample)
         elif state is SampleState.LOADING:
-            self._end_load(sample)
-            self._close(sample)
+            self._stop_loading(sample)
         sample.search = None
         self._parking.drop(sample)
         request = sample.request
@@ -149,22 +148,34 @@ class Scheduler:
         return failed
 
     @property
+    def loading(self) -> list[Sample]:
+        """The samples whose prefix comes from a tier just now."""
+        return [] if self._loading is None else self._loading.samples
+
+    @property
     def has_work(self) -> bool:
         return bool(self.requests)
 
     @property
     def waits_for_tiers(self) -> bool:
         """Whether a load or a search is under way that a step could follow from."""
-        return bool(self.loading) or any(not _is_searched(s) for s in self.waiting[:_MAX_LOOKED_AT])
+        return bool(self.loading) or any(not sample.is_searched for sample in self.waiting[:_MAX_LOOKED_AT])
 
     # -- a step ----------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, its memory reserved; None if there is nothing to run."""
         self._chunk_limit = self.max_batch_tokens
-        if self._loads is not None:
-            self._land_loads()
-            self._start_loads(self._loads)
+        if self._loading is not None:
+            for sample in self._loading.land(self.max_num_seqs - len(self.running)):
+                sample.state = SampleState.RUNNING
+                insort(self.running, sample, key=_key)
+                self._start([sample])
+            if self._loading.may_start(self.waiting):
+                promised = self._cache.margin(self._watermark) + self._units_to_come(
+                    [(s, 1) for s in self.running]
+                )
+                self._loading.start(self.waiting, self.running, promised, self.max_num_seqs, self._open)
         may_admit = True
         while self.running or self.waiting:
             chosen, budget = self._continue_running()
@@ -267,10 +278,10 @@ class Scheduler:
             if not room or not budget:
                 break
             num_looked_at += 1
-            if not _is_searched(sample):
+            if not sample.is_searched:
                 passed.append(sample)
                 continue
-            if sample.waits_for is not None and self._is_coming(sample):
+            if sample.waits_for_commit:
                 passed.append(sample)
                 continue
             tokens = sample.token_ids()
@@ -315,13 +326,6 @@ class Scheduler:
                 insort(self.running, sample, key=_key)
         return admitted
 
-    def _is_coming(self, sample: Sample) -> bool:
-        """Whether what `sample` waits for is still on its way."""
-        assert sample.waits_for is not None
-        other, position = sample.waits_for
-        is_under_way = other.state in (SampleState.RUNNING, SampleState.LOADING)
-        return is_under_way and other.num_computed < position
-
     def _units_to_come(self, chosen: list[tuple[Sample, int]]) -> int:
         """Units that this step of the running samples takes, and that the rest of their prompts will."""
         if not chosen:
@@ -330,77 +334,6 @@ class Scheduler:
         cache = self._cache
         units = cache.num_blocks_needed(sequences, [n for _, n in chosen])
         return units + sum(cache.units_later(s.num_tokens, s.num_computed + n) for s, n in chosen)
-
-    # -- tiers -----------------------------------------------------------------------------------------
-
-    def _start_loads(self, loads: TierLoads) -> None:
-        """Has waiting samples loaded whose prefix a tier has, as far as no unit is taken that one before them needs."""
-        if not any(s.search is not None and s.search.num_tokens for s in self.waiting[: self.max_num_seqs]):
-            return
-        cache = self._cache
-        under_way = PrefixesUnderWay(self.running + self.loading, self._block_size)
-        promised = cache.margin(self._watermark) + self._units_to_come([(s, 1) for s in self.running])
-        for sample in self.waiting[: self.max_num_seqs]:
-            if not _is_searched(sample) or (sample.waits_for is not None and self._is_coming(sample)):
-                continue
-            if sample.search is None or sample.parked is not None or sample.search.num_tokens == 0:
-                promised += cache.units_alone(sample.num_tokens)
-                continue
-            if promised >= cache.num_free_blocks:
-                return
-            tokens = sample.token_ids()
-            sequence = self._open(sample, tokens)
-            found = sequence.num_computed_tokens
-            sample.waits_for = under_way.find(sample.request, tokens, found)
-            if sample.waits_for is not None:
-                cache.close(sequence)
-                continue
-            stop = loads.num_worth_loading(sample, found)
-            plan = None
-            if stop > found:
-                units = cache.num_blocks_needed([sequence], [stop - found])
-                units += cache.units_later(sample.num_tokens, stop)
-                if not (self.running or self.loading) or promised + units <= cache.num_free_blocks:
-                    plan = cache.reserve([sequence], [stop - found])
-            if plan is None:
-                cache.close(sequence)
-                if stop == found:
-                    sample.search = None  # better computed
-                promised += cache.units_alone(sample.num_tokens)
-                continue
-            self._on_reserved()
-            self.waiting.remove(sample)
-            sample.sequence, sample.num_computed = sequence, found
-            sample.state = SampleState.LOADING
-            insort(self.loading, sample, key=_key)
-            under_way.add(sample, tokens)
-            promised += cache.units_later(sample.num_tokens, stop)
-            try:
-                loads.begin(sample, sequence, plan, stop)
-            except CapacityError:  # no memory behind the units now: it is computed, if that finds some
-                self._close(sample)
-                self.loading.remove(sample)
-                self._wait(sample, search=False)
-                return
-
-    def _land_loads(self) -> None:
-        """Those whose load has ended run from now on, as far as there are seats."""
-        for sample in list(self.loading):
-            if len(self.running) >= self.max_num_seqs:
-                return
-            assert sample.load is not None
-            if sample.load.done:
-                self._end_load(sample)
-                sample.state = SampleState.RUNNING
-                insort(self.running, sample, key=_key)
-                self._start([sample])
-
-    def _end_load(self, sample: Sample) -> None:
-        assert self._loads is not None
-        by_tier = self._loads.finish(sample)
-        self.loading.remove(sample)
-        if sample.request.started_s is None:
-            sample.request.num_tier_tokens = by_tier
 
     # -- moving samples --------------------------------------------------------------------------------
 
@@ -438,8 +371,7 @@ class Scheduler:
         """Preempts the last of those that run or load."""
         if self.loading and (not self.running or _key(self.loading[-1]) > _key(self.running[-1])):
             sample = self.loading[-1]
-            self._end_load(sample)
-            self._close(sample)
+            self._stop_loading(sample)
             self._wait(
                 sample, search=False
             )  # what has arrived is findable; it is not asked for a second time
@@ -471,8 +403,8 @@ class Scheduler:
         sample.num_computed = 0
         sample.waits_for = None
         insort(self.waiting, sample, key=_key)
-        if self._loads is not None and search and sample.parked is None and sample.search is None:
-            self._loads.search(sample)
+        if self._loading is not None and search and sample.parked is None and sample.search is None:
+            self._loading.search(sample)
 
     def _open(self, sample: Sample, tokens: np.ndarray) -> Any:
         request = sample.request
@@ -482,6 +414,11 @@ class Scheduler:
             extra_keys=request.extra_keys,
             max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
         )
+
+    def _stop_loading(self, sample: Sample) -> None:
+        assert self._loading is not None
+        self._loading.end(sample)
+        self._close(sample)
 
     def _close(self, sample: Sample) -> None:
         sequence, sample.sequence = sample.sequence, None
@@ -499,11 +436,6 @@ class Scheduler:
         sample.num_computed = parent.num_computed
         sample.state = SampleState.RUNNING
         insort(self.running, sample, key=_key)
-
-
-def _is_searched(sample: Sample) -> bool:
-    """Whether it is known what the tiers have of a waiting sample, or nobody asked."""
-    return sample.search is None or sample.search.done
 
 
 def _key(sample: Sample) -> tuple[int, int, int]:

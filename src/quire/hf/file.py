@@ -33,8 +33,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from quire.errors import ArgumentError, LoadError
-from quire.model.fingerprint import fingerprint
 from quire.hf.layers import RowLayer, StoredShape
+from quire.model.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from quire.hf.cache import QuireCache

@@ -1,7 +1,7 @@
 """Whose keys and values a saved cache holds: a model's config, a digest of its weights, and what decides the bits.
 
-`fingerprint` digests every parameter's and buffer's name, dtype, shape and bits, so that keys of one fine-tune are
-never read into another. Packed weights (`accelerate`) count as the weights they were packed from. Not kept: a weight may be
+`fingerprint` digests every parameter and buffer: name, dtype, shape and bits, so that keys of one fine-tune are never
+read into another. Packed weights (`accelerate`) count as the weights they were packed from. Not kept: a weight may be
 changed in place without a trace, so it is computed each time it is asked for.
 
 `world` is for the tiers of an engine: equal worlds give equal bits for equal tokens. It adds the dtype, the back end

@@ -1,0 +1,161 @@
+"""What it costs when memory runs out: requests parked, or computed again, against enough memory. JSON lines.
+
+    python benchmarks/pressure.py [--quick] [--repetitions 3] [--dtype bfloat16]
+
+Random weights in the shape of Qwen3-0.6B (`benchmarks/engine.py`); --quick takes a small model of the same kind.
+  throughput  the same greedy requests with memory for all, and with a tenth of that: parked, computed again, auto;
+              the tokens are compared. The engines take turns; medians, and medians of the turns' ratios.
+  prefill     n tokens that were generated, computed again in one prefill behind their prompt, against the n steps
+              that generated them
+  partial     one block of 16 tokens of which 8 are to be kept: copied, against computed again
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from engine import make_model, prompts_of
+from machine import emit, emit_machine
+
+from quire import LLM, SamplingParams
+from quire.cache.units import num_units_for
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small model, fewer repetitions")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    arguments = parser.parse_args()
+    emit_machine()
+    model = make_model(quick=arguments.quick, dtype=arguments.dtype)
+    repetitions = 1 if arguments.quick else arguments.repetitions
+    # The first: ten requests whose prompts fill the pool and whose answers do not fit beside each other.
+    throughput(model, *((20, 64, 48) if arguments.quick else (20, 48, 32)), repetitions)
+    for n in (16, 64, 256) if arguments.quick else (16, 64):
+        prefill(model, 128, n, repetitions)
+    partial(model, repetitions)
+
+
+def throughput(model: Any, num_requests: int, length: int, new: int, repetitions: int) -> None:
+    params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
+    options = {"max_model_len": length + new, "max_num_seqs": num_requests, "max_batch_tokens": 256}
+    sides: dict[str, LLM] = {}
+    for name, preemption, share in (
+        ("enough memory", "auto", 1.0),
+        ("a tenth, parked", "park", 0.1),
+        ("a tenth, computed again", "recompute", 0.1),
+        ("a tenth, auto", "auto", 0.1),
+    ):
+        llm = LLM((model, None), preemption=preemption, kv_memory="1GiB", park_memory="1GiB", **options)  # type: ignore[arg-type]
+        units = num_units_for(llm.spec, length + new, llm.block_size)
+        llm.resize(max(units + 1, int(units * num_requests * share)) * llm.cache.unit_bytes)
+        sides[name] = llm
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    counts: dict[str, dict[str, int]] = {}
+    for turn in range(repetitions + 1):  # the first warms up
+        prompts = prompts_of(num_requests, length, seed=turn)
+        expected = None
+        for name, llm in sides.items():
+            before = llm.stats()
+            began = time.perf_counter()
+            tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+            took = time.perf_counter() - began
+            expected = expected or tokens
+            assert tokens == expected, f"{name}: other tokens than with enough memory"
+            after = llm.stats()
+            counts[name] = {
+                key: after[key] - before[key]
+                for key in ("num_preemptions", "num_parked", "num_computed_tokens", "num_restored_tokens")
+            }
+            if turn:
+                seconds[name].append(took)
+    for name, llm in sides.items():
+        ratios = [enough / own for own, enough in zip(seconds[name], seconds["enough memory"], strict=True)]
+        emit(
+            {
+                "case": "throughput",
+                "memory": name,
+                "requests": num_requests,
+                "prompt_tokens": length,
+                "new_tokens": new,
+                "num_blocks": llm.num_blocks,
+                "tokens_per_second": num_requests * new / statistics.median(seconds[name]),
+                "share_of_enough": statistics.median(ratios),
+                **counts[name],
+            }
+        )
+        llm.close()
+
+
+def prefill(model: Any, length: int, n: int, repetitions: int) -> None:
+    llm = LLM(
+        (model, None),
+        max_num_seqs=1,
+        max_model_len=length + n + 1,
+        max_batch_tokens=length + n,
+        prefix_caching=False,
+    )
+    stepwise, at_once = [], []
+    for turn in range(repetitions + 1):
+        [prompt] = prompts_of(1, length, seed=turn)
+        first = _time(llm, prompt, 1)
+        whole = _time(llm, prompt, n + 1)
+        again = _time(llm, prompts_of(1, length + n, seed=turn)[0], 1)
+        if turn:
+            stepwise.append(whole - first)
+            at_once.append(again - first)
+    llm.close()
+    steps, once = statistics.median(stepwise), statistics.median(at_once)
+    emit(
+        {
+            "case": "prefill",
+            "prompt": length,
+            "n": n,
+            "steps_s": steps,
+            "at_once_s": once,
+            "ratio": steps / once,
+        }
+    )
+
+
+def partial(model: Any, repetitions: int) -> None:
+    llm = LLM((model, None), max_num_seqs=1, max_model_len=256, prefix_caching=False)
+    storage: Any = llm._storage
+    storage.fill(1.0) if llm.num_blocks < 4096 else None
+    copies = []
+    for index in range(20 * repetitions):
+        began = time.perf_counter()
+        storage.copy(np.array([[index % 7, 8 + index % 7, 8]], np.int32))
+        copies.append(time.perf_counter() - began)
+    computed = []
+    for turn in range(repetitions + 1):
+        [prompt] = prompts_of(1, 72, seed=turn)
+        took = _time(llm, prompt, 1) - _time(llm, prompt[:64], 1)
+        if turn:
+            computed.append(took)
+    llm.close()
+    copy_s, compute_s = statistics.median(copies), statistics.median(computed)
+    emit(
+        {
+            "case": "partial",
+            "tokens": 8,
+            "copy_s": copy_s,
+            "compute_s": compute_s,
+            "ratio": compute_s / copy_s,
+        }
+    )
+
+
+def _time(llm: LLM, prompt: list[int], new: int) -> float:
+    began = time.perf_counter()
+    llm.generate([prompt], SamplingParams(max_tokens=new, temperature=0, ignore_eos=True))
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
