@@ -513,7 +513,7 @@ class Cache:
     def check(self) -> None:
         """Prove every invariant; `InvariantError` with the numbers where one does not hold."""
         self._manager.check()
-        self.pins.check()
+        self.pins.prove()
 
     # Arguments
 

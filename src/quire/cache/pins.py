@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.cache.arguments import extra_key_arrays, token_array
-from quire.cache.backend import KEEP, Int32Array
+from quire.cache.backend import NORMAL, Int32Array
 from quire.cache.steady_clock import SteadyClock
 from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.sizes import format_size
@@ -94,9 +94,22 @@ class Pins:
     def accounts(self) -> list[int]:
         return [account for account, count in self._by_account.items() if count]
 
-    def check_room(self, num_tokens: int) -> None:
-        """*raises:* CapacityError where a pin of so many tokens cannot be had, whatever it shares with others."""
-        self._require_room(self._cache.units_alone(num_tokens), 0)
+    def check(
+        self,
+        tokens: np.ndarray,
+        ttl_s: float | None,
+        *,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> None:
+        """*raises:* ArgumentError, CapacityError where such a pin cannot be had, before anything is computed for it."""
+        if ttl_s is not None and (
+            isinstance(ttl_s, bool) or not isinstance(ttl_s, (int, float)) or not 0 < ttl_s < float("inf")
+        ):
+            raise ArgumentError(f"expected a ttl of more than 0 seconds, or None for no end, got {ttl_s!r}")
+        self.expire()
+        shared = self.units_shared(tokens, namespace=namespace, extra_keys=extra_keys)
+        self._require_room(self._cache.units_alone(len(tokens)) - shared, self.num_units)
 
     def _require_room(self, num_new: int, num_others: int) -> None:
         cache = self._cache
@@ -128,17 +141,15 @@ class Pins:
         extra_key_arrays(extra_keys, len(tokens))
         if not len(tokens):
             raise ArgumentError("expected tokens to pin, got none")
-        if ttl_s is not None and not (isinstance(ttl_s, (int, float)) and 0 < ttl_s < float("inf")):
-            raise ArgumentError(f"expected a ttl of more than 0 seconds, or None for no end, got {ttl_s!r}")
+        self.check(tokens, ttl_s, namespace=namespace, extra_keys=extra_keys)
         cache = self._cache
-        self.expire()
         # The last token of a prompt is never taken from the cache: one more, so that all of these are.
         sequence = cache.open(
             np.append(tokens, np.int32(0)),
             namespace=namespace,
             extra_keys=extra_keys,
             account=account,
-            retention=KEEP,
+            retention=NORMAL,
         )
         try:
             found = min(sequence.num_cached_tokens, len(tokens))
@@ -214,7 +225,7 @@ class Pins:
             (pin.expires_at for pin in self._pins if pin.expires_at is not None), default=None
         )
 
-    def check(self) -> None:
+    def prove(self) -> None:
         """N1 and N2. *raises:* InvariantError."""
         held = self._cache.num_held_blocks
         if self.num_units > held:
@@ -226,7 +237,9 @@ class Pins:
             tables = [pin.sequence.block_table(group) for group in range(self._cache.num_groups)]
             units = frozenset(unit for table in tables for unit in table.tolist() if unit >= 0)
             if units != pin.units:
-                raise InvariantError(f"N1 broken: pin {pin} names {sorted(pin.units)}, its table {sorted(units)}")
+                raise InvariantError(
+                    f"N1 broken: pin {pin} names {sorted(pin.units)}, its table {sorted(units)}"
+                )
             named.update(units)
             probe = np.append(pin.tokens, np.int32(0))
             found = self._cache.match(probe, namespace=pin.namespace, extra_keys=pin.extra_keys).num_tokens

@@ -21,7 +21,16 @@ from typing import Any, TypeAlias
 
 from quire.cache.mirror import Block, Change, TreeMirror, namespace_digest
 
-__all__ = ["MEDIUM", "AllBlocksCleared", "BlockRemoved", "BlockStored", "EventBatch", "KVEvent", "Subscribers", "to_wire"]
+__all__ = [
+    "MEDIUM",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EventBatch",
+    "KVEvent",
+    "Subscribers",
+    "to_wire",
+]
 
 MEDIUM = "CPU"  # where the pool's blocks lie
 

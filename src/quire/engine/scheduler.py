@@ -102,8 +102,8 @@ class Scheduler:
         """The longest sequence that can be computed here alone."""
         return self._share.max_tokens(account)
 
-    def add(self, request: Request) -> None:
-        """Queues a request. *raises:* CapacityError if it can never fit, with the numbers."""
+    def check_request(self, request: Request) -> None:
+        """*raises:* CapacityError if the request can never fit, with the numbers."""
         num_tokens = len(request.prompt_token_ids) + request.max_tokens - 1  # the last one is never computed
         num_shared = self._cache.pins.units_shared(
             request.prompt_token_ids, namespace=request.namespace, extra_keys=request.extra_keys
@@ -111,6 +111,10 @@ class Scheduler:
         self.check_fits(
             num_tokens, f"request {request.request_id!r}", account=request.account, num_shared=num_shared
         )
+
+    def add(self, request: Request) -> None:
+        """Queues a request. *raises:* CapacityError if it can never fit, with the numbers."""
+        self.check_request(request)
         self.requests[request.request_id] = request
         self._wait(request.samples[0])
 

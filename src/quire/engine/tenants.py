@@ -28,7 +28,7 @@ from quire.engine.fair_share import FairShare, Limits
 from quire.errors import ArgumentError, CapacityError
 from quire.sizes import format_size, parse_size
 
-__all__ = ["RETENTIONS", "Place", "Retention", "Tenant", "Tenants", "retention_number"]
+__all__ = ["RETENTIONS", "Place", "Retention", "Tenant", "Tenants", "check_secret", "retention_number"]
 
 Retention = Literal["keep", "normal", "discard"]
 RETENTIONS: dict[str, int] = {"keep": KEEP, "normal": NORMAL, "discard": DISCARD}
@@ -61,10 +61,7 @@ class Tenants:
     """The tenants of one cache. secret: of the server's, at least 16 bytes; None: another one in each process."""
 
     def __init__(self, cache: Any, share: FairShare, secret: bytes | None = None) -> None:
-        if secret is not None and len(secret) < _LEAST_SECRET:
-            raise ArgumentError(
-                f"expected a tenant secret of at least {_LEAST_SECRET} bytes, got {len(secret)}; use secrets.token_bytes"
-            )
+        check_secret(secret)
         self._cache = cache
         self._share = share
         self._secret = secret or os.urandom(32)
@@ -238,6 +235,15 @@ class Tenants:
                 f"are pinned, {format_size(self._share.sum_of_floors() * size)} are tenants' floors; got "
                 f"{format_size(num_blocks * size)}; unpin something or lower a floor first"
             )
+
+
+def check_secret(secret: Any) -> None:
+    """*raises:* ArgumentError for one that is no secret."""
+    if secret is not None and not (isinstance(secret, bytes) and len(secret) >= _LEAST_SECRET):
+        got = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
+        raise ArgumentError(
+            f"expected at least {_LEAST_SECRET} bytes, got {got} - in `tenant_secret`; secrets.token_bytes makes some"
+        )
 
 
 def retention_number(retention: Any) -> int:

@@ -96,9 +96,7 @@ class TierLoads:
         request = sample.request
         sample.search = self.look_up(sample.token_ids(), request.namespace, request.extra_keys)
 
-    def look_up(
-        self, tokens: np.ndarray, namespace: bytes, extra_keys: Mapping[int, bytes] | None
-    ) -> Search:
+    def look_up(self, tokens: np.ndarray, namespace: bytes, extra_keys: Mapping[int, bytes] | None) -> Search:
         """Begins to look tokens up; what is returned says how far that has come."""
         search = Search(
             tokens, tuple(sorted((extra_keys or {}).items())), root_key(self._fingerprint, namespace)

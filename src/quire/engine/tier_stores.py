@@ -119,6 +119,11 @@ class TierStores:
                 if max(block.units) < 0:
                     del self._blocks[event.node_id]
 
+    @property
+    def namespaces(self) -> list[bytes]:
+        """Those that something was kept in."""
+        return list(self._roots)
+
     def flush(self) -> None:
         """Hands all that is not stored yet to the tiers, waiting where their queues are full."""
         self.collect()

@@ -62,7 +62,9 @@ class Watch:
             "num_known_blocks": len(self.mirror.by_id),
             "num_evictions": history.evictions.count,
             "eviction_idle_s": history.evictions.mean_s,
-            "eviction_idle_below_s": dict(zip(history.evictions.BOUNDS, history.evictions.below, strict=False)),
+            "eviction_idle_below_s": dict(
+                zip(history.evictions.BOUNDS, history.evictions.below, strict=False)
+            ),
             "num_reuses": history.reuse_gaps.count,
             "reuse_gap_s": history.reuse_gaps.mean_s,
             "reuse_gap_below_s": dict(zip(history.reuse_gaps.BOUNDS, history.reuse_gaps.below, strict=False)),
