@@ -1,4 +1,4 @@
-"""Tiers below the engine: what memory gave up is found again, bit for bit, after a restart too; faults change nothing"""
+"""Tiers below the engine: what memory gave up is found again, bit for bit, after a restart too"""
 
 from __future__ import annotations
 

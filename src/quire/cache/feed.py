@@ -34,6 +34,7 @@ class EventFeed:
 
         To be called after every reservation, before anything is written to its units, and after commits.
         """
-        if self._listeners and (events := list(self._cache.take_events())):
+        events: list[CacheEvent] = list(self._cache.take_events()) if self._listeners else []
+        if events:
             for listener in self._listeners:
                 listener(events, keep_forgotten)

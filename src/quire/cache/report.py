@@ -64,7 +64,8 @@ def _states(cache: Cache) -> str:
     inside = "" if not use.reserved else f", {use.internal / use.reserved:.0%} of what is held"
     return (
         aligned(rows)
-        + f"\nfragmentation: {format_size(use.internal)} inside {cache.unit}s{inside}; {format_size(use.external)} between them"
+        + f"\nfragmentation: {format_size(use.internal)} inside {cache.unit}s{inside}; "
+        + f"{format_size(use.external)} between them"
     )
 
 

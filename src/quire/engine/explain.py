@@ -1,7 +1,7 @@
 """Why a prompt is found no further: what memory and the tiers have of it, and what became of the rest.
 
-Who asks as a tenant is told of that tenant's content and of what is published, and of nothing else: not what another has,
-nor for whose need something was evicted. The administrator is told all.
+Who asks as a tenant is told of that tenant's content and of what is published, and of nothing else: not what
+another has, nor for whose need something was evicted. The administrator is told all.
 
 Cost: a match, a hash for each block, and one look at the tiers, which is waited for.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -227,10 +227,9 @@ def _other_namespace(
     is_administrator: bool,
 ) -> str | None:
     """A namespace that the asker may know of and that has more of it."""
+    own = [] if tenant is None else tenants.namespaces_of(tenant)
     if is_administrator:
         own = cache.namespaces()
-    else:
-        own = [] if tenant is None else tenants.namespaces_of(tenant)
     for namespace in own:
         if namespace == place.namespace or namespace == tenants.public:
             continue

@@ -87,23 +87,23 @@ class FairShare:
         most = self.can_ever_have(account)
         if needed <= most:
             return
-        stats = cache.stats()
+        unit, size, own = cache.unit, cache.unit_bytes, cache.pins.units_of(account)
         limits = self._limits.get(account)
         owner = f"of tenant {limits.name!r} " if limits is not None else ""
-        numbers = f"got one {owner}of {num_tokens} tokens that needs {needed} {cache.unit}s of "
-        if limits is not None and limits.quota >= 0 and needed > limits.quota - cache.pins.units_of(account):
-            quota_bytes = limits.quota * cache.unit_bytes
+        numbers = f"got one {owner}of {num_tokens} tokens that needs {needed} {unit}s of "
+        if limits is not None and 0 <= limits.quota < needed + own:
             raise CapacityError(
-                f"expected a request that fits in its tenant's quota, {numbers}{limits.quota} ({format_size(quota_bytes)},"
-                f" {cache.pins.units_of(account)} of them pinned) - in {what}; lower max_tokens or shorten the prompt, or "
-                f"raise the quota to {format_size((needed + cache.pins.units_of(account)) * cache.unit_bytes)}"
+                f"expected a request that fits in its tenant's quota, {numbers}{limits.quota} "
+                f"({format_size(limits.quota * size)}, {own} {unit}s of them pinned) - in {what}; lower max_tokens or "
+                f"shorten the prompt, or raise the quota to {format_size((needed + own) * size)}"
             )
-        kept = cache.num_blocks - most
+        kept, stats = cache.num_blocks - most, cache.stats()
         withheld = f", {kept} of which pins and other tenants' floors keep" if kept else ""
         raise CapacityError(
-            f"expected a request that fits in the KV cache, {numbers}{cache.num_blocks}{withheld} (free {stats['free']}, "
-            f"cached {stats['cached']}, held {stats['held']}) - in {what}; lower max_tokens or shorten the prompt to at "
-            f"most {self.max_tokens(account)} tokens in all, or raise kv_memory by a factor of {(needed + kept) / cache.num_blocks:.2f}"
+            f"expected a request that fits in the KV cache, {numbers}{cache.num_blocks}{withheld} (free "
+            f"{stats['free']}, cached {stats['cached']}, held {stats['held']}) - in {what}; lower max_tokens or "
+            f"shorten the prompt to at most {self.max_tokens(account)} tokens in all, or raise kv_memory by a factor "
+            f"of {(needed + kept) / cache.num_blocks:.2f}"
         )
 
     # -- a step ----------------------------------------------------------------------------------------

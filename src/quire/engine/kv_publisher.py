@@ -16,6 +16,7 @@ import importlib
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from quire.engine.kv_events import EventBatch, to_wire
@@ -93,10 +94,8 @@ class KVEventPublisher:
         self._ring()
 
     def _ring(self) -> None:
-        try:
+        with suppress(BlockingIOError):  # it has been rung often enough
             os.write(self._wake, b"\0")
-        except BlockingIOError:
-            pass  # it has been rung often enough
 
     def _run(self) -> None:
         zmq = self._zmq

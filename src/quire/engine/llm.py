@@ -75,9 +75,9 @@ class LLM(Sharing, Visibility):
     preemption: of a request for which memory has run out: "park" (its bytes wait in host memory), "recompute" (its
         tokens are computed again) or "auto", whatever takes less time. park_memory: bytes that parked requests may
         take beside kv_memory; "auto" is a quarter of it.
-    pin_memory: what pins may take of kv_memory, a size or a share. tenant_secret: 16 bytes or more that tenants' namespaces
-        are made from; with the same secret a tenant finds what lower tiers have after a restart. Another one in each
-        process if not given.
+    pin_memory: what pins may take of kv_memory, a size or a share. tenant_secret: 16 bytes or more that tenants'
+        namespaces are made from; with the same secret a tenant finds what lower tiers have after a restart. Another
+        one in each process if not given.
     profile: takes the times of every step; `llm.profile` tells them, and is None without.
 
     *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.

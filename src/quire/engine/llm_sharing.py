@@ -71,7 +71,7 @@ class Sharing:
             live = [r.request_id for r in self.engine.scheduler.requests.values() if r.tenant == name]
             if live:
                 raise ArgumentError(
-                    f"expected a tenant without requests, got {name!r} with {len(live)} ({live[0]!r} is one); abort them"
+                    f"expected a tenant without requests, got {name!r} with {len(live)} ({live[0]!r} is one)"
                 )
             self.engine.tenants.remove(name)
 

@@ -70,7 +70,9 @@ class Visibility:
                 tenant=tenant,
                 is_administrator=is_administrator,
                 loads=None if self.tiers is None else self.tiers.loads,
-                stored_elsewhere=lambda *asked: self._stored_elsewhere(*asked, tenant, is_administrator),
+                stored_elsewhere=lambda asked, at, reached: self._stored_elsewhere(
+                    asked, at, reached, tenant, is_administrator
+                ),
             )
 
     def _stored_elsewhere(

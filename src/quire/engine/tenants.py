@@ -227,13 +227,12 @@ class Tenants:
     def check_resize(self, num_blocks: int) -> None:
         """*raises:* CapacityError where floors and pins would not fit any more."""
         cache = self._cache
-        kept = self._share.sum_of_floors() + cache.pins.num_units
-        if kept and num_blocks < kept:
-            size = cache.unit_bytes
+        floors, pinned, size = self._share.sum_of_floors(), cache.pins.num_units, cache.unit_bytes
+        if floors + pinned and num_blocks < floors + pinned:
             raise CapacityError(
-                f"expected a kv_memory of at least {format_size(kept * size)}: {format_size(cache.pins.num_units * size)} "
-                f"are pinned, {format_size(self._share.sum_of_floors() * size)} are tenants' floors; got "
-                f"{format_size(num_blocks * size)}; unpin something or lower a floor first"
+                f"expected a kv_memory of at least {format_size((floors + pinned) * size)}: {format_size(pinned * size)} "
+                f"are pinned, {format_size(floors * size)} are tenants' floors; got {format_size(num_blocks * size)}; "
+                "unpin something or lower a floor first"
             )
 
 

@@ -65,7 +65,7 @@ class _Block:
 
 
 class TierStores:
-    """See the module's text. segment_tokens: a multiple of the cache's block size. owner_of: a namespace's, for lists."""
+    """See the module's text. segment_tokens: a multiple of the block size. owner_of: a namespace's, for lists."""
 
     def __init__(
         self,
