@@ -23,6 +23,7 @@ from quire.cache.backend import NORMAL, BlockManager, Int32Array, Int64Array, St
 from quire.cache.events import CacheEvents
 from quire.cache.memory_use import MemoryUse
 from quire.cache.pins import Pins
+from quire.cache.report import report
 from quire.cache.tree_view import TreeView
 from quire.cache.units import max_tokens_for, num_units_for
 from quire.errors import ArgumentError, SequenceClosedError
@@ -509,6 +510,10 @@ class Cache:
         start (hit_tokens, query_tokens, evicted_blocks, copied_blocks, deduplicated_blocks)."""
         stats, pinned = self._manager.stats(), self.pins.num_units
         return {**stats, "held": stats["held"] - pinned, "pinned": pinned}
+
+    def report(self) -> str:
+        """What there is, in tables that a person can read: states, owners. O(nodes)."""
+        return report(self)
 
     def check(self) -> None:
         """Prove every invariant; `InvariantError` with the numbers where one does not hold."""

@@ -49,6 +49,15 @@ class Pin:
     units: frozenset[int] = field(repr=False)
     num_hits: int = 0
 
+    def num_common(self, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None) -> int:
+        """Tokens that it and a prompt have in common, from the beginning on, keys counted."""
+        n = min(len(tokens), len(self.tokens))
+        same = tokens[:n] == self.tokens[:n]
+        n = n if same.all() else int(same.argmin())
+        keys = extra_keys or {}
+        different = [at for at in {*keys, *self.extra_keys} if keys.get(at) != self.extra_keys.get(at)]
+        return min([n, *different])
+
     def is_prefix_of(self, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None) -> bool:
         """Whether a prompt begins with all that is pinned."""
         n = len(self.tokens)
@@ -199,17 +208,10 @@ class Pins:
     def units_shared(
         self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> int:
-        """Pinned units of whole blocks that a prompt would find: it needs none of its own for them."""
+        """Pinned units of whole blocks that a prompt begins with: it needs none of its own for them."""
         size = self._cache.block_size
-        longest = max(
-            (
-                len(pin.tokens) // size
-                for pin in self._pins
-                if pin.namespace == namespace and pin.is_prefix_of(tokens, extra_keys)
-            ),
-            default=0,
-        )
-        return self._cache.units_later(longest * size, 0)
+        same = [pin.num_common(tokens, extra_keys) for pin in self._pins if pin.namespace == namespace]
+        return self._cache.units_later(max(same, default=0) // size * size, 0)
 
     def expire(self) -> None:
         """Ends the pins whose time is over."""

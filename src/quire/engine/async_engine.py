@@ -22,6 +22,7 @@ from quire.engine.llm import LLM
 from quire.engine.prompts import encode
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.tenants import Retention
 from quire.errors import ArgumentError, CancelledError, QuireError
 
 __all__ = ["AsyncEngine"]
@@ -60,6 +61,9 @@ class AsyncEngine:
         priority: int = 0,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        retention: Retention = "normal",
     ) -> AsyncIterator[RequestOutput]:
         """The request's outputs as it grows, the last one `finished`.
 
@@ -90,6 +94,9 @@ class AsyncEngine:
                     stream=True,
                     namespace=namespace,
                     extra_keys=extra_keys,
+                    tenant=tenant,
+                    cache_salt=cache_salt,
+                    retention=retention,
                 )
             except QuireError as error:
                 listen(error)

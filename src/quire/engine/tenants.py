@@ -230,8 +230,9 @@ class Tenants:
         floors, pinned, size = self._share.sum_of_floors(), cache.pins.num_units, cache.unit_bytes
         if floors + pinned and num_blocks < floors + pinned:
             raise CapacityError(
-                f"expected a kv_memory of at least {format_size((floors + pinned) * size)}: {format_size(pinned * size)} "
-                f"are pinned, {format_size(floors * size)} are tenants' floors; got {format_size(num_blocks * size)}; "
+                f"expected a kv_memory of at least {format_size((floors + pinned) * size)}: "
+                f"{format_size(pinned * size)} are pinned, {format_size(floors * size)} are tenants' floors; got "
+                f"{format_size(num_blocks * size)}; "
                 "unpin something or lower a floor first"
             )
 
