@@ -8,6 +8,7 @@ Cost: a few us for each block lost; at most `max_blocks` of them are remembered,
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Spans:
         self.count += 1
         self.sum_s += seconds
         self.most_s = max(self.most_s, seconds)
-        self.below[sum(seconds >= bound for bound in self.BOUNDS)] += 1
+        self.below[bisect_right(self.BOUNDS, seconds)] += 1
 
     @property
     def mean_s(self) -> float:

@@ -123,7 +123,7 @@ class TreeMirror:
 
     def _is_whole(self, block: Block) -> bool:
         if self._needed:
-            return all(block.units[group] >= 0 for group in self._needed)
+            return min([block.units[group] for group in self._needed]) >= 0
         return max(block.units) >= 0
 
     def _add(self, event: CacheEvent, now: float) -> Block:
@@ -182,8 +182,7 @@ def _root_hash(namespace: bytes) -> bytes:
 
 
 def _chained(before: bytes, tokens: np.ndarray, extra_keys: Mapping[int, bytes]) -> bytes:
-    digest = hashlib.sha256(before)
-    digest.update(np.ascontiguousarray(tokens, "<i4").data)
+    digest = hashlib.sha256(before + np.asarray(tokens, "<i4").tobytes())
     for at in sorted(extra_keys):
         digest.update(at.to_bytes(4, "little") + len(extra_keys[at]).to_bytes(4, "little") + extra_keys[at])
     return digest.digest()
