@@ -34,47 +34,52 @@ def main() -> None:
     emit_machine()
     model = make_model(quick=arguments.quick, dtype=arguments.dtype)
     repetitions = 1 if arguments.quick else arguments.repetitions
-    # The first: ten requests whose prompts fill the pool and whose answers do not fit beside each other.
     throughput(model, *((20, 64, 48) if arguments.quick else (20, 48, 32)), repetitions)
     for n in (16, 64, 256) if arguments.quick else (16, 64):
         prefill(model, 128, n, repetitions)
     partial(model, repetitions)
 
 
+SIDES = {  # name: (preemption, share of the memory for all)
+    "enough memory": ("auto", 1.0),
+    "a tenth, parked": ("park", 0.1),
+    "a tenth, computed again": ("recompute", 0.1),
+    "a tenth, auto": ("auto", 0.1),
+}
+COUNTS = ("num_preemptions", "num_parked", "num_computed_tokens", "num_restored_tokens")
+
+
 def throughput(model: Any, num_requests: int, length: int, new: int, repetitions: int) -> None:
     params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
-    options = {"max_model_len": length + new, "max_num_seqs": num_requests, "max_batch_tokens": 256}
-    sides: dict[str, LLM] = {}
-    for name, preemption, share in (
-        ("enough memory", "auto", 1.0),
-        ("a tenth, parked", "park", 0.1),
-        ("a tenth, computed again", "recompute", 0.1),
-        ("a tenth, auto", "auto", 0.1),
-    ):
-        llm = LLM((model, None), preemption=preemption, kv_memory="1GiB", park_memory="1GiB", **options)  # type: ignore[arg-type]
-        units = num_units_for(llm.spec, length + new, llm.block_size)
-        llm.resize(max(units + 1, int(units * num_requests * share)) * llm.cache.unit_bytes)
-        sides[name] = llm
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     counts: dict[str, dict[str, int]] = {}
-    for turn in range(repetitions + 1):  # the first warms up
+    for turn in range(repetitions):
         prompts = prompts_of(num_requests, length, seed=turn)
         expected = None
-        for name, llm in sides.items():
-            before = llm.stats()
-            began = time.perf_counter()
-            tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-            took = time.perf_counter() - began
+        for name, (preemption, share) in SIDES.items():
+            options: dict[str, Any] = {
+                "max_model_len": length + new,
+                "max_num_seqs": num_requests,
+                "max_batch_tokens": 256,
+                "preemption": preemption,
+                "kv_memory": "1GiB",
+                "park_memory": "1GiB",
+            }
+            # One after another: a model runs from one cache at a time.
+            with LLM((model, None), **options) as llm:
+                units = num_units_for(llm.spec, length + new, llm.block_size)
+                llm.resize(max(units + 1, int(units * num_requests * share)) * llm.cache.unit_bytes)
+                llm.generate(prompts_of(2, 32, seed=99), params)  # warm up, and something measured for auto
+                before = llm.stats()
+                began = time.perf_counter()
+                tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+                seconds[name].append(time.perf_counter() - began)
+                after = llm.stats()
+                num_blocks = llm.num_blocks
             expected = expected or tokens
             assert tokens == expected, f"{name}: other tokens than with enough memory"
-            after = llm.stats()
-            counts[name] = {
-                key: after[key] - before[key]
-                for key in ("num_preemptions", "num_parked", "num_computed_tokens", "num_restored_tokens")
-            }
-            if turn:
-                seconds[name].append(took)
-    for name, llm in sides.items():
+            counts[name] = {key: after[key] - before[key] for key in COUNTS} | {"num_blocks": num_blocks}
+    for name in SIDES:
         ratios = [enough / own for own, enough in zip(seconds[name], seconds["enough memory"], strict=True)]
         emit(
             {
@@ -83,13 +88,11 @@ def throughput(model: Any, num_requests: int, length: int, new: int, repetitions
                 "requests": num_requests,
                 "prompt_tokens": length,
                 "new_tokens": new,
-                "num_blocks": llm.num_blocks,
                 "tokens_per_second": num_requests * new / statistics.median(seconds[name]),
                 "share_of_enough": statistics.median(ratios),
                 **counts[name],
             }
         )
-        llm.close()
 
 
 def prefill(model: Any, length: int, n: int, repetitions: int) -> None:

@@ -97,6 +97,27 @@ def test_json_is_one_object_of_the_documented_form(run: Run) -> None:
         assert output["finish_reason"] == "length"
 
 
+def test_a_disk_cache_serves_the_next_command(run: Run, tmp_path: Path) -> None:
+    prompt = (
+        "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n"
+        * 2
+    )
+    options = ("--max-tokens", "5", "--temperature", "0", "--json", "--disk-cache", str(tmp_path / "kv"))
+    answers = []
+    for _ in range(2):
+        code, out, err = run("generate", prompt, *options, "--disk-cache-size", "64MiB")
+        assert code == 0, err
+        answers.append(json.loads(out))
+    first, second = (answer["outputs"][0] for answer in answers)
+    assert second["token_ids"] == first["token_ids"]
+    assert first["num_tier_tokens"] == {}
+    assert second["num_tier_tokens"] == {"disk": second["num_cached_tokens"]}
+    assert second["num_cached_tokens"] > 0
+    code, out, err = run("generate", prompt, *options, "--cache-write", "never")
+    assert (code, out) == (2, "")
+    assert "expected eviction or through, got 'never' - in `cache_write`" in err
+
+
 def test_a_profile_goes_to_stderr_and_a_trace_to_its_file(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     arguments = (

@@ -159,7 +159,9 @@ class TierOptions:
                 if name is not None:
                     try:
                         tiers.append(make())
-                    except TierError as error:
+                    except (TierError, ArgumentError) as error:
+                        if isinstance(error, ArgumentError) and not isinstance(error.__cause__, OSError):
+                            raise  # what was asked for cannot be, on any machine
                         _log.warning("without the tier %s: %s", name, error)
         except BaseException:
             for tier in tiers:
