@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from laws.account_rules import AccountMachine
+from laws.pin_rules import PinMachine
 from support.cache_case import BACKENDS
 
 
-class Machine(AccountMachine):
+class Machine(PinMachine):
     """Both back ends side by side where the native one was built."""
 
     backends = tuple(BACKENDS)

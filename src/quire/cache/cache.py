@@ -22,6 +22,8 @@ from quire.cache import arguments
 from quire.cache.backend import NORMAL, BlockManager, Int32Array, Int64Array, StepPlan
 from quire.cache.events import CacheEvents
 from quire.cache.memory_use import MemoryUse
+from quire.cache.pins import Pins
+from quire.cache.report import report
 from quire.cache.tree_view import TreeView
 from quire.cache.units import max_tokens_for, num_units_for
 from quire.errors import ArgumentError, SequenceClosedError
@@ -121,7 +123,7 @@ class Cache:
     Not thread-safe: one owner at a time.
 
     unit_bytes: what a unit takes in the storage, for `memory_use`; `spec.unit_bytes(block_size)` unless set.
-    reserve_seconds: spent in `reserve` so far.
+    reserve_seconds: spent in `reserve` so far. pins: what stays whatever happens (`pins.py`).
     """
 
     unit = "block"  # what messages call a unit
@@ -205,6 +207,7 @@ class Cache:
         self.reserve_seconds = 0.0
         self._open_ids: set[int] = set()
         self._peak_units = 0
+        self.pins = Pins(self)
 
     def __repr__(self) -> str:
         return (
@@ -488,6 +491,11 @@ class Cache:
         return free + cached
 
     @property
+    def num_held_blocks(self) -> int:
+        """Units that open sequences refer to, pinned ones among them."""
+        return self._manager.counts()[2]
+
+    @property
     def num_cached_blocks(self) -> int:
         """Units with findable content that no sequence holds."""
         return self._manager.counts()[1]
@@ -498,13 +506,19 @@ class Cache:
         return 1.0 - self.num_free_blocks / self.num_blocks
 
     def stats(self) -> dict[str, int]:
-        """Figures now (num_blocks, free, cached, held, leased, num_sequences, num_nodes) and counted since the
+        """Figures now (num_blocks, free, cached, held, leased, pinned, num_sequences, num_nodes) and counted since the
         start (hit_tokens, query_tokens, evicted_blocks, copied_blocks, deduplicated_blocks)."""
-        return self._manager.stats()
+        stats, pinned = self._manager.stats(), self.pins.num_units
+        return {**stats, "held": stats["held"] - pinned, "pinned": pinned}
+
+    def report(self) -> str:
+        """What there is, in tables that a person can read: states, owners. O(nodes)."""
+        return report(self)
 
     def check(self) -> None:
         """Prove every invariant; `InvariantError` with the numbers where one does not hold."""
         self._manager.check()
+        self.pins.prove()
 
     # Arguments
 

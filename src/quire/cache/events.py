@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
 from quire.cache.backend import EventArrays, Int32Array, Int64Array
 
 __all__ = ["KINDS", "REASONS", "CacheEvent", "CacheEvents"]
@@ -74,18 +72,27 @@ class CacheEvents:
         keys: dict[int, dict[int, bytes]] = {}
         for event, offset, key in self.extra_keys:
             keys.setdefault(event, {})[offset] = key
-        rows = np.cumsum(self.kinds == KINDS.index("stored")) - 1
-        for i in range(len(self)):
-            named = int(self.namespace_index[i])
+        columns = (
+            self.kinds,
+            self.reasons,
+            self.node_ids,
+            self.parent_ids,
+            self.accounts,
+            self.namespace_index,
+        )
+        plain = zip(*(column.tolist() for column in columns), self.units.tolist(), strict=True)
+        row = 0
+        for i, (kind, reason, node_id, parent_id, account, named, units) in enumerate(plain):
             is_stored = named >= 0
             yield CacheEvent(
-                kind=KINDS[self.kinds[i]],  # type: ignore[arg-type]
-                node_id=int(self.node_ids[i]),
-                parent_id=int(self.parent_ids[i]),
-                account=int(self.accounts[i]),
-                units=tuple(self.units[i].tolist()),
-                reason=REASONS[self.reasons[i]],
-                namespace=self.namespaces[named] if is_stored else None,
-                tokens=self.tokens[rows[i]] if is_stored else None,
-                extra_keys=keys.get(i, {}),
+                KINDS[kind],  # type: ignore[arg-type]
+                node_id,
+                parent_id,
+                account,
+                tuple(units),
+                REASONS[reason],
+                self.namespaces[named] if is_stored else None,
+                self.tokens[row] if is_stored else None,
+                keys.get(i, {}),
             )
+            row += is_stored

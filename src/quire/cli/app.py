@@ -15,6 +15,7 @@ import typer
 from quire.cli.cache import cache
 from quire.cli.chat import chat
 from quire.cli.compare import compare
+from quire.cli.explain import explain
 from quire.cli.generate import generate
 from quire.cli.serve import serve
 from quire.errors import ArgumentError, CapacityError, QuireError
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(compare)
+app.command()(explain)
 app.add_typer(cache)
 app.command()(serve)
 

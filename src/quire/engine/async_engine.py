@@ -24,6 +24,7 @@ from quire.engine.llm import LLM
 from quire.engine.prompts import encode
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.tenants import Retention
 from quire.errors import ArgumentError, CancelledError, QuireError
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ class AsyncEngine:
         priority: int = 0,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        retention: Retention = "normal",
         deltas: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs as it grows, the last one `finished`; deltas: each with what is new only.
@@ -107,6 +111,9 @@ class AsyncEngine:
                 deltas=deltas,
                 namespace=namespace,
                 extra_keys=extra_keys,
+                tenant=tenant,
+                cache_salt=cache_salt,
+                retention=retention,
             )
 
         return self._listen(name, submit)

@@ -22,7 +22,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from quire.cache.pins import Pins
 from quire.engine.detokenizer import Detokenizer, decode
+from quire.engine.fair_share import FairShare
 from quire.engine.preemption import Parking
 from quire.engine.profile import NoProfile, Profile
 from quire.engine.request import CompletionOutput, Request, RequestOutput, Sample, Timings
@@ -32,8 +34,10 @@ from quire.engine.scheduled_step import ScheduledStep, StepRefusedError
 from quire.engine.scheduler import Scheduler
 from quire.engine.speeds import Speeds
 from quire.engine.structured import Grammars
+from quire.engine.tenants import Place, Retention, Tenants, retention_number
 from quire.engine.tier_loads import TierLoads
 from quire.engine.tier_stores import TierStores
+from quire.engine.watch import Watch
 from quire.errors import ArgumentError, PromptError
 
 __all__ = ["Engine", "StepRunner"]
@@ -56,7 +60,7 @@ class Engine:
     max_model_len: longest sequence, prompt and output. sampling_defaults: see `SamplingParams.resolved`.
     seed: of the requests that bring none; the same submissions in the same order then give the same tokens.
     profile: takes the times of every step. preemption, loads, stores: see `LLM` and the classes; speeds: theirs, kept
-    up here.
+    up here. tenant_secret: see `Tenants`. watch: takes the cache's events and what was served (`watch.py`).
     """
 
     def __init__(
@@ -79,6 +83,8 @@ class Engine:
         parking: Parking | None = None,
         loads: TierLoads | None = None,
         stores: TierStores | None = None,
+        tenant_secret: bytes | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self._runner = runner
         self._speeds = speeds or Speeds()
@@ -96,6 +102,13 @@ class Engine:
         self._clock = clock
         self._arrivals = itertools.count()
         self.max_model_len = max_model_len
+        self.share = FairShare(cache)
+        self.tenants = Tenants(cache, self.share, tenant_secret)
+        self.pins: Pins = cache.pins
+        self.pins.use_clock(clock)
+        self.watch = watch
+        if watch is not None:
+            self.pins.on_expired = watch.pin_expired
         self.scheduler = Scheduler(
             cache,
             max_batch_tokens=max_batch_tokens,
@@ -105,6 +118,7 @@ class Engine:
             parking=self.parking,
             loads=loads,
             on_reserved=self._collect,
+            share=self.share,
         )
         self.parking.on_reserved = self._collect
         self._num_finished = 0
@@ -119,12 +133,26 @@ class Engine:
 
     # -- requests in -----------------------------------------------------------------------------------
 
-    def check(self, prompt_token_ids: Any, params: SamplingParams) -> tuple[np.ndarray, SamplingParams, int]:
-        """The prompt as int32, the parameters resolved and the tokens to generate at most; changes nothing.
+    def check(
+        self,
+        prompt_token_ids: Any,
+        params: SamplingParams,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+        place: Place | None = None,
+    ) -> tuple[np.ndarray, SamplingParams, int, Place]:
+        """The prompt as int32, the parameters resolved, the tokens to generate at most, where its content lives.
 
+        Changes nothing. place: where, if that is known already.
         *raises:* PromptError, ArgumentError, CapacityError: this request cannot be served, with the numbers.
         """
         tokens = self.check_tokens(prompt_token_ids)
+        place = place or self.tenants.place(
+            tokens, tenant=tenant, cache_salt=cache_salt, namespace=namespace, extra_keys=extra_keys
+        )
         if not isinstance(params, SamplingParams):
             raise ArgumentError(f"expected SamplingParams, got {type(params).__name__}")
         params = params.resolved(self._sampling_defaults)
@@ -141,14 +169,17 @@ class Engine:
         self._grammars.compile(params)
         room = self.max_model_len - len(tokens)
         if params.max_tokens is None:
-            fits = self.scheduler.max_tokens_that_fit() + 1 - len(tokens)
+            fits = self.scheduler.max_tokens_that_fit(place.account) + 1 - len(tokens)
             max_tokens = max(1, min(_DEFAULT_MAX_TOKENS, room, fits))
         else:
             max_tokens = min(params.max_tokens, room)
         self.scheduler.check_fits(
-            len(tokens) + max_tokens - 1, f"a prompt of {len(tokens)} tokens with max_tokens {max_tokens}"
+            len(tokens) + max_tokens - 1,
+            f"a prompt of {len(tokens)} tokens with max_tokens {max_tokens}",
+            account=place.account,
+            num_shared=self.pins.units_shared(tokens, namespace=place.namespace, extra_keys=place.extra_keys),
         )
-        return tokens, params, max_tokens
+        return tokens, params, max_tokens, place
 
     def submit(
         self,
@@ -162,14 +193,54 @@ class Engine:
         deltas: bool = False,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        retention: Retention = "normal",
     ) -> str:
         """Queues a request and returns its id.
 
-        priority: smaller is served first. stream: an output per step instead of one at the end; deltas: each
-        with what is new only. namespace, extra_keys: part of the identity of its cached content, see `quire.Cache`.
+        priority: smaller is served first. stream: an output per step instead of one at the end; deltas: each with what
+        is new only. namespace, extra_keys: part of the identity of its cached content, see `quire.Cache`. tenant: whose
+        it is, of those that were added; cache_salt: text that divides the tenant's content further. retention: how its
+        content is kept once it has ended: "keep" goes last, "discard" first.
         *raises:* what `check` raises; nothing was changed then.
         """
-        tokens, params, max_tokens = self.check(prompt_token_ids, params or SamplingParams())
+        kept_as = retention_number(retention)
+        checked = self.check(
+            prompt_token_ids,
+            params or SamplingParams(),
+            tenant=tenant,
+            cache_salt=cache_salt,
+            namespace=namespace,
+            extra_keys=extra_keys,
+        )
+        return self._queue(
+            *checked,
+            request_id=request_id,
+            prompt=prompt,
+            priority=checked[3].priority + priority,
+            stream=stream,
+            deltas=deltas,
+            retention=kept_as,
+            tenant=tenant,
+        ).request_id
+
+    def _queue(
+        self,
+        tokens: np.ndarray,
+        params: SamplingParams,
+        max_tokens: int,
+        place: Place,
+        *,
+        request_id: str | None,
+        prompt: str | None,
+        priority: int,
+        stream: bool,
+        deltas: bool,
+        retention: int,
+        tenant: str | None,
+    ) -> Request:
+        """A request that `check` has let through."""
         arrival = next(self._arrivals)
         if request_id is None:
             request_id = f"request-{arrival}"
@@ -192,8 +263,11 @@ class Engine:
             prompt=prompt,
             stream=stream,
             deltas=deltas,
-            namespace=namespace,
-            extra_keys=extra_keys,
+            namespace=place.namespace,
+            extra_keys=place.extra_keys,
+            account=place.account,
+            retention=retention,
+            tenant=tenant,
         )
         if self._tokenizer is not None and (stream or params.stop):
             for sample in request.samples:
@@ -202,7 +276,8 @@ class Engine:
             for sample in request.samples:
                 sample.matcher = self._grammars.matcher(grammar)
         self.scheduler.add(request)
-        return request_id
+        self.pins.touch(tokens, namespace=place.namespace, extra_keys=place.extra_keys)
+        return request
 
     def fork(
         self,
@@ -230,17 +305,25 @@ class Engine:
         if params is None:
             left = parent.max_tokens - len(sample.output_ids)
             params = replace(parent.params, max_tokens=left, seed=None)
-        new_id = self.submit(
-            sample.token_ids(),
+        place = Place(parent.namespace, parent.extra_keys, parent.account)
+        tokens, params, max_tokens, _ = self.check(sample.token_ids(), params, place=place)
+        child = self._queue(
+            tokens,
             params,
+            max_tokens,
+            place,
             request_id=new_request_id,
+            prompt=None,
             priority=parent.priority,
             stream=parent.stream if stream is None else stream,
-            namespace=parent.namespace,
-            extra_keys=parent.extra_keys,
+            deltas=parent.deltas,
+            retention=parent.retention,
+            tenant=parent.tenant,
         )
-        self.scheduler.branch(sample, self.scheduler.requests[new_id].samples[0])
-        return new_id
+        if sample.matcher is not None and params.forms == parent.params.forms:
+            child.samples[0].matcher = sample.matcher.copy()
+        self.scheduler.branch(sample, child.samples[0])
+        return child.request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request in any state; its last output, or None if it is not here (any more)."""
@@ -260,7 +343,9 @@ class Engine:
 
     def _collect(self) -> None:
         """Has what memory gave up, or gained, stored in the tiers as far as their policy says so."""
-        if self._stores is not None:
+        if self.watch is not None:
+            self.watch.feed.collect()
+        elif self._stores is not None:
             self._stores.collect()
 
     def step(self) -> list[RequestOutput]:
@@ -270,6 +355,7 @@ class Engine:
         """
         started = self._clock()
         scheduled: ScheduledStep | None = None
+        self.pins.expire()
         self._profile.begin()
         try:
             if self._loads is not None:
@@ -338,7 +424,9 @@ class Engine:
         """
         self.scheduler.preempt_to(num_blocks)
         given_up = self._cache.resize(num_blocks)
-        if self._stores is not None:
+        if self.watch is not None:
+            self.watch.feed.collect(keep_forgotten=True)
+        elif self._stores is not None:
             self._stores.collect(keep_forgotten=True)
         return given_up
 
@@ -362,6 +450,8 @@ class Engine:
         self._num_finished += 1
         self._num_prompt_tokens += len(request.prompt_token_ids)
         self._num_cached_tokens += request.num_cached_tokens
+        if self.watch is not None:
+            self.watch.served(request)
         return self._output(request)
 
     def _output(self, request: Request) -> RequestOutput:

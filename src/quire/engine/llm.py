@@ -16,17 +16,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.backends import native_module
+from quire.cache.feed import EventFeed
 from quire.engine.engine import Engine
 from quire.engine.interrupt import deferred_interrupt
+from quire.engine.llm_sharing import Sharing
+from quire.engine.llm_visibility import Visibility
 from quire.engine.preemption import Mode
 from quire.engine.profile import Profile
 from quire.engine.prompts import Prompt, encode, split
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.shares import parse_share
 from quire.engine.speeds import Speeds
 from quire.engine.storages import StorageOptions
+from quire.engine.tenants import Retention, check_secret
 from quire.engine.tier_stores import Policy
 from quire.engine.tiering import OpenTiers, TierOptions
+from quire.engine.watch import Watch
 from quire.errors import ArgumentError, QuireError
 from quire.sizes import format_size
 from quire.startup import short_start
@@ -42,7 +48,7 @@ __all__ = ["LLM", "TextStream"]
 _log = logging.getLogger("quire")
 
 
-class LLM:
+class LLM(Sharing, Visibility):
     """Generates text with any decoder model of transformers, its KV cache bounded and, where it can be, shared.
 
     model: None (the embedded one), a folder, a Hub id, or a loaded (PreTrainedModel, tokenizer or None).
@@ -73,6 +79,9 @@ class LLM:
     preemption: of a request for which memory has run out: "park" (its bytes wait in host memory), "recompute" (its
         tokens are computed again) or "auto", whatever takes less time. park_memory: bytes that parked requests may
         take beside kv_memory; "auto" is a quarter of it.
+    pin_memory: what pins may take of kv_memory, a size or a share. tenant_secret: 16 bytes or more that tenants'
+        namespaces are made from; with the same secret a tenant finds what lower tiers have after a restart. Another
+        one in each process if not given.
     profile: takes the times of every step; `llm.profile` tells them, and is None without.
 
     *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.
@@ -107,6 +116,8 @@ class LLM:
         cache_write: Policy = "eviction",
         preemption: Mode = "auto",
         park_memory: str | int = "auto",
+        pin_memory: str | int = "25%",
+        tenant_secret: bytes | None = None,
         profile: bool = False,
     ) -> None:
         _check_range("block_size", block_size, 1, 512)
@@ -136,6 +147,8 @@ class LLM:
             preemption,
             park_memory,
         )
+        parse_share("pin_memory", pin_memory, 1)
+        check_secret(tenant_secret)
         packed_folder = None if packed_weights is None else _folder("packed_weights", packed_weights)
 
         import torch
@@ -156,6 +169,7 @@ class LLM:
         )
         self._prepared = prepared
         self._storage: Storage | None = None
+        self._publishers = []
         self.tiers: OpenTiers | None = None
         try:
             self.name: str = loaded.name
@@ -178,8 +192,10 @@ class LLM:
             self.runner = Runner(prepared, opened.storage, num_threads=num_threads, profile=self.profile)
             speeds = Speeds()
             parking = tier_options.parking(opened.cache, opened.storage, speeds)
+            feed = EventFeed(opened.cache)
             if tier_options.has_tiers:
-                self.tiers = tier_options.open(opened.cache, opened.storage, fingerprint, speeds)
+                self.tiers = tier_options.open(opened.cache, opened.storage, fingerprint, speeds, feed)
+            self.watch = Watch(opened.cache, feed) if opened.cache.prefix_caching else None
             self.engine = Engine(
                 self.runner,
                 opened.cache,
@@ -196,7 +212,13 @@ class LLM:
                 parking=parking,
                 loads=None if self.tiers is None else self.tiers.loads,
                 stores=None if self.tiers is None else self.tiers.stores,
+                tenant_secret=tenant_secret,
+                watch=self.watch,
             )
+            if self.tiers is not None:
+                self.tiers.stores.owner_of = self.engine.tenants.owner_of
+            self._pin_memory = pin_memory
+            self._limit_pins()
         except BaseException:
             self.close()
             raise
@@ -240,23 +262,28 @@ class LLM:
         *,
         progress: bool = False,
         priority: int = 0,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        retention: Retention = "normal",
     ) -> list[RequestOutput]:
         """The outputs of one or many prompts, in their order.
 
         prompts: a string, a list of token ids, a list of chat messages (dicts with role and content), or a
             list of such. sampling_params: one for all or one for each.
-        progress: shows a progress bar on stderr.
+        progress: shows a progress bar on stderr. priority, tenant, cache_salt, retention: see `Engine.submit`.
         *raises:* PromptError, ArgumentError, CapacityError before anything runs if any prompt or parameter
         cannot be served. A request that fails while it runs has `finish_reason` "error" and `error` set, and
         the others go on; its error is raised if none of the prompts succeeded. KeyboardInterrupt ends all
         requests of the call and returns their blocks.
         """
-        encoded, params = self._prepare(prompts, sampling_params)
+        options = {"tenant": tenant, "cache_salt": cache_salt}
+        encoded, params = self._prepare(prompts, sampling_params, options)
+        options |= {"retention": retention, "priority": priority}
         with self._lock:
             ids: list[str] = []
             try:
                 for prompt, one in zip(encoded, params, strict=True):
-                    ids.append(self._submit(prompt, one, stream=False, priority=priority))
+                    ids.append(self._submit(prompt, one, stream=False, **options))
                 self._run(ids, progress)
                 results = [self._outputs[request_id] for request_id in ids]
             except BaseException:
@@ -275,16 +302,26 @@ class LLM:
         return finished
 
     def stream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        retention: Retention = "normal",
     ) -> TextStream:
         """The text of one prompt (n = 1) piece by piece: `for piece in llm.stream(prompt): ...`."""
-        encoded, params = self._prepare([prompt] if isinstance(prompt, str) else prompt, sampling_params)
+        options = {"tenant": tenant, "cache_salt": cache_salt}
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        encoded, params = self._prepare(prompts, sampling_params, options)
+        options |= {"retention": retention, "priority": priority}
         if len(encoded) != 1 or params[0].n != 1:
             raise ArgumentError(
                 f"expected one prompt with n=1 to stream, got {len(encoded)} with n={params[0].n if params else 1}"
             )
         with self._lock:
-            return TextStream(self, self._submit(encoded[0], params[0], stream=True, priority=priority))
+            return TextStream(self, self._submit(encoded[0], params[0], stream=True, **options))
 
     # -- branching -------------------------------------------------------------------------------------
 
@@ -351,7 +388,9 @@ class LLM:
             self._require_open()
             return function()
 
-    def _prepare(self, prompts: Any, params: Any) -> tuple[list[Prompt], list[SamplingParams]]:
+    def _prepare(
+        self, prompts: Any, params: Any, options: dict[str, Any]
+    ) -> tuple[list[Prompt], list[SamplingParams]]:
         """Everything checked before anything is submitted."""
         self._require_open()
         parts = split(prompts)
@@ -369,7 +408,7 @@ class LLM:
             )
         for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
             try:
-                self.engine.check(prompt.token_ids, one)
+                self.engine.check(prompt.token_ids, one, **options)
             except QuireError as error:
                 if many:
                     error.args = (f"{error} - in prompt {index} of {len(encoded)}",)
@@ -389,9 +428,9 @@ class LLM:
             raise ArgumentError("expected an open LLM, got one that was closed; make a new one")
         return self._storage
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, *, stream: bool, priority: int) -> str:
+    def _submit(self, prompt: Prompt, params: SamplingParams, *, stream: bool, **options: Any) -> str:
         request_id = self.engine.submit(
-            prompt.token_ids, params, prompt=prompt.text, stream=stream, priority=priority
+            prompt.token_ids, params, prompt=prompt.text, stream=stream, **options
         )
         self._outputs[request_id] = None
         return request_id
@@ -432,10 +471,16 @@ class LLM:
             num_blocks = options.num_blocks(
                 self.spec, storage.unit_bytes, self.max_model_len, self.max_num_seqs, storage.bytes_committed
             )
+            self.engine.tenants.check_resize(num_blocks)
             if num_blocks > storage.num_blocks:
                 storage.resize(num_blocks)
             storage.give_back(self.engine.resize(num_blocks))
             self.num_blocks, self.kv_memory_bytes = num_blocks, num_blocks * storage.unit_bytes
+            self._limit_pins()
+
+    def _limit_pins(self) -> None:
+        size = parse_share("pin_memory", self._pin_memory, self.num_blocks * self.cache.unit_bytes)
+        self.cache.pins.max_units = size // self.cache.unit_bytes
 
     def flush(self) -> None:
         """Has the tiers hold all that the cache does, for good; waits for that. Without tiers it does nothing."""
@@ -453,7 +498,7 @@ class LLM:
         with self._lock:
             storage = self._require_elastic()
             counts = self.engine.stats()
-            given_up = self.engine.resize(max(1, counts["held"] + counts["leased"]))
+            given_up = self.engine.resize(max(1, counts["held"] + counts["leased"] + counts["pinned"]))
             try:
                 storage.give_back(given_up)
             finally:  # the budget stays, also where the system refuses
@@ -466,6 +511,7 @@ class LLM:
         storage, use = self._storage, self.cache.memory_use()
         return {
             **self.engine.stats(),
+            **self._visible_stats(),
             "kv_memory_bytes": self.kv_memory_bytes,
             "kv_committed_bytes": storage.bytes_committed if storage is not None else 0,
             "kv_reserved_bytes": use.reserved,
@@ -481,7 +527,10 @@ class LLM:
         engine = getattr(self, "engine", None)
         if engine is not None:
             engine.abort_all()
+        self._stop_publishing()
         if self.tiers is not None:
+            if engine is not None:
+                self.tiers.describe(self.name, self.tiers.stores.namespaces)
             self.tiers.close()
             self.tiers = None
         self._prepared.restore()

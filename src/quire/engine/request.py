@@ -149,6 +149,9 @@ class Request:
         deltas: bool = False,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
+        account: int = 0,
+        retention: int = 1,
+        tenant: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -165,6 +168,9 @@ class Request:
         self.is_plain = params.is_plain_greedy and params.logprobs is None
         self.namespace = namespace
         self.extra_keys = extra_keys
+        self.account = account  # whose memory it takes, and how its content is kept: see `Cache.open`
+        self.retention = retention
+        self.tenant = tenant
         self.samples = [Sample(self, index) for index in range(params.n)]
         self.num_cached_tokens = 0
         self.num_tier_tokens: dict[str, int] = {}  # of the cached ones, those that a tier gave

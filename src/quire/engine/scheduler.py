@@ -2,7 +2,7 @@
 
 Continuous batching with chunked prefill under a token budget: running samples that decode come first, then
 running ones that still compute their prompt, then waiting ones, each in order of (priority, arrival). A waiting
-sample does not overtake one that was refused for want of memory.
+sample does not overtake one that was refused for want of memory, unless that one's own account alone is short of it.
 
 Out of memory (the cache evicts what is merely cached by itself): the last sample in that order of those that run or
 load is preempted: its bytes are parked or not (`preemption`), its sequence is closed, so that its content stays
@@ -25,11 +25,13 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from quire.engine.fair_share import FairShare
 from quire.engine.loading import LoadingQueue
 from quire.engine.preemption import Parking
 from quire.engine.prefixes_under_way import PrefixesUnderWay
@@ -64,8 +66,10 @@ class Scheduler:
         parking: Parking | None = None,
         loads: TierLoads | None = None,
         on_reserved: Callable[[], None] = lambda: None,
+        share: FairShare | None = None,
     ) -> None:
         self._cache = cache
+        self._share = share or FairShare(cache)
         self._parking = parking or Parking(cache)
         self._loading = None if loads is None else LoadingQueue(cache, loads, on_reserved)
         self._on_reserved = on_reserved
@@ -89,28 +93,30 @@ class Scheduler:
 
     # -- requests in and out ---------------------------------------------------------------------------
 
-    def check_fits(self, num_tokens: int, what: str) -> None:
-        """Raises CapacityError unless a sequence of `num_tokens` tokens could be computed here alone."""
-        cache = self._cache
-        needed = cache.units_alone(num_tokens)
-        if needed > cache.num_blocks:
-            stats = cache.stats()
-            raise CapacityError(
-                f"expected a request that fits in the KV cache, got one of {num_tokens} tokens that needs {needed} "
-                f"{cache.unit}s of {cache.num_blocks} (free {stats['free']}, cached {stats['cached']}, held "
-                f"{stats['held']}) - in {what}; lower max_tokens or shorten the prompt to at most "
-                f"{self.max_tokens_that_fit()} tokens in all, or raise kv_memory by a factor of "
-                f"{needed / cache.num_blocks:.2f}"
-            )
+    def check_fits(self, num_tokens: int, what: str, *, account: int = 0, num_shared: int = 0) -> None:
+        """Raises CapacityError unless a sequence of `num_tokens` tokens could be computed here alone.
 
-    def max_tokens_that_fit(self) -> int:
+        account: whose it is. num_shared: units that pins hold of it.
+        """
+        self._share.check_fits(account, num_tokens, num_shared, what)
+
+    def max_tokens_that_fit(self, account: int = 0) -> int:
         """The longest sequence that can be computed here alone."""
-        return self._cache.max_tokens_alone()
+        return self._share.max_tokens(account)
+
+    def check_request(self, request: Request) -> None:
+        """*raises:* CapacityError if the request can never fit, with the numbers."""
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens - 1  # the last one is never computed
+        num_shared = self._cache.pins.units_shared(
+            request.prompt_token_ids, namespace=request.namespace, extra_keys=request.extra_keys
+        )
+        self.check_fits(
+            num_tokens, f"request {request.request_id!r}", account=request.account, num_shared=num_shared
+        )
 
     def add(self, request: Request) -> None:
         """Queues a request. *raises:* CapacityError if it can never fit, with the numbers."""
-        num_tokens = len(request.prompt_token_ids) + request.max_tokens - 1  # the last one is never computed
-        self.check_fits(num_tokens, f"request {request.request_id!r}")
+        self.check_request(request)
         self.requests[request.request_id] = request
         self._wait(request.samples[0])
 
@@ -124,7 +130,7 @@ class Scheduler:
         if not (is_decoding and self._cache.can_fork and len(self.running) < self.max_num_seqs):
             return False
         self.waiting.remove(sample)
-        self._share(parent, sample)
+        self._run_beside(parent, sample)
         self._start([sample])
         return True
 
@@ -212,7 +218,7 @@ class Scheduler:
                     break
                 self._unadmit(admitted.pop()[0])
                 chosen.pop()
-            if not self._make_room():
+            if not self._make_room(chosen):
                 return None
             may_admit = not self.running
         return None
@@ -313,20 +319,20 @@ class Scheduler:
         taken = self._units_to_come(chosen)
         being_computed = PrefixesUnderWay(self.running, self._block_size) if self._shares else None
         admitted: list[tuple[Sample, int]] = []
-        passed: list[Sample] = []  # wait for another's commit
+        passed: list[Sample] = []  # wait for another's commit, or for their own account's units
+        taken_by = self._taken_by_account(chosen)
+        short: set[int] = set()  # accounts of which one waits for units: nobody of them overtakes it
         num_looked_at = 0
         for sample in self.waiting[:_MAX_LOOKED_AT]:
             if not room or not budget:
                 break
             num_looked_at += 1
-            if not sample.is_searched:
-                passed.append(sample)
-                continue
-            if sample.waits_for_commit:
+            request = sample.request
+            account = request.account
+            if not sample.is_searched or sample.waits_for_commit or account in short:
                 passed.append(sample)
                 continue
             tokens = sample.token_ids()
-            request = sample.request
             sequence = self._open(sample, tokens)
             num_computed = sequence.num_computed_tokens
             if being_computed is not None and sample.parked is None:
@@ -341,18 +347,25 @@ class Scheduler:
             now = cache.num_blocks_needed([sequence], [n])
             units = now + cache.units_later(len(tokens), num_computed + n)
             # The very first may take what there is, in smaller chunks if need be (R3); others leave a margin.
-            if (self.running or self.loading or admitted) and (
-                taken + units + margin > cache.num_free_blocks or now > cache.largest_free_blocks
-            ):
-                cache.close(sequence)
-                num_looked_at -= 1
-                break
+            if self.running or self.loading or admitted:
+                waits_for = self._share.waits_for(account, units, taken_by[account])
+                if waits_for is not None:
+                    cache.close(sequence)
+                    short.add(account)
+                    passed.append(sample)
+                    taken += units if waits_for == "others" else 0
+                    continue
+                if taken + units + margin > cache.num_free_blocks or now > cache.largest_free_blocks:
+                    cache.close(sequence)
+                    num_looked_at -= 1
+                    break
             if known > num_computed:
                 num_computed = self._parking.restore(sample, sequence)
                 n = min(len(tokens) - num_computed, budget, self._chunk_limit)
                 now = cache.num_blocks_needed([sequence], [n])  # what has come back is held by now
                 units = now + cache.units_later(len(tokens), num_computed + n)
             taken += units
+            taken_by[account] += units
             room -= 1
             budget -= n
             sample.sequence = sequence
@@ -376,16 +389,27 @@ class Scheduler:
         units = cache.num_blocks_needed(sequences, [n for _, n in chosen])
         return units + sum(cache.units_later(s.num_tokens, s.num_computed + n) for s, n in chosen)
 
+    def _taken_by_account(self, chosen: list[tuple[Sample, int]]) -> Counter[int]:
+        """`_units_to_come` of each account, where accounts have limits."""
+        taken: Counter[int] = Counter()
+        if self._share.is_limited:
+            for account in {sample.request.account for sample, _ in chosen}:
+                own = [(sample, n) for sample, n in chosen if sample.request.account == account]
+                taken[account] = self._units_to_come(own)
+        return taken
+
     # -- moving samples --------------------------------------------------------------------------------
 
-    def _make_room(self) -> bool:
-        """The running samples do not fit: preempts the last of them, or lets the only one ask for less."""
+    def _make_room(self, chosen: list[tuple[Sample, int]]) -> bool:
+        """The running samples do not fit: preempts one of them, or lets the only one ask for less."""
         if not self.running:
             return False
-        if len(self.running) + len(self.loading) > 1:
-            self._preempt_last()
+        live = sorted(self.running + self.loading, key=_key) if self.loading else self.running
+        candidates = self._share.may_give_way(live, chosen)
+        if len(candidates) > 1:
+            self._preempt(candidates[-1])
             return True
-        sample = self.running[0]
+        sample = candidates[0]
         if self._chunk_limit > 1:
             wanted = min(self._chunk_limit, sample.num_tokens - sample.num_computed)
             self._chunk_limit = max(1, wanted // 2)
@@ -410,14 +434,14 @@ class Scheduler:
 
     def _preempt_last(self) -> None:
         """Preempts the last of those that run or load."""
-        if self.loading and (not self.running or _key(self.loading[-1]) > _key(self.running[-1])):
-            sample = self.loading[-1]
+        self._preempt(max(self.running[-1:] + self.loading[-1:], key=_key))
+
+    def _preempt(self, sample: Sample) -> None:
+        if sample.state is SampleState.LOADING:
             self._stop_loading(sample)
-            self._wait(
-                sample, search=False
-            )  # what has arrived is findable; it is not asked for a second time
+            # What has arrived is findable; it is not asked for a second time.
+            self._wait(sample, search=False)
             return
-        sample = self.running[-1]
         sample.request.num_preemptions += 1
         self.num_preemptions += 1
         self._parking.park(sample)
@@ -454,6 +478,8 @@ class Scheduler:
             namespace=request.namespace,
             extra_keys=request.extra_keys,
             max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
+            account=request.account,
+            retention=request.retention,
         )
 
     def _stop_loading(self, sample: Sample) -> None:
@@ -473,9 +499,9 @@ class Scheduler:
         if not may_run or not self._cache.can_fork:
             self._wait(sample)  # opened later, over the same prompt's blocks where they are shared
             return
-        self._share(parent, sample)
+        self._run_beside(parent, sample)
 
-    def _share(self, parent: Sample, sample: Sample) -> None:
+    def _run_beside(self, parent: Sample, sample: Sample) -> None:
         """To RUNNING, over the parent's blocks."""
         sample.sequence = self._cache.fork(parent.sequence)
         sample.num_computed = parent.num_computed

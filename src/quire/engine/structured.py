@@ -111,6 +111,10 @@ class Matcher:
         self._matcher = matcher
         self._bits = np.zeros(-(-vocab_size // 32), np.int32)
 
+    def copy(self) -> Matcher:
+        """Another one, as far as this one has come."""
+        return Matcher(self._matcher.deep_copy(), 32 * len(self._bits))
+
     def mask(self, row: torch.Tensor) -> None:
         """Forbids what may not come next, in a row of logits [vocab].
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,16 +94,17 @@ class TierLoads:
     def search(self, sample: Sample) -> None:
         """Begins to look the sample up; `sample.search` says how far it has come."""
         request = sample.request
-        tokens = sample.token_ids()
+        sample.search = self.look_up(sample.token_ids(), request.namespace, request.extra_keys)
+
+    def look_up(self, tokens: np.ndarray, namespace: bytes, extra_keys: Mapping[int, bytes] | None) -> Search:
+        """Begins to look tokens up; what is returned says how far that has come."""
         search = Search(
-            tokens,
-            tuple(sorted((request.extra_keys or {}).items())),
-            root_key(self._fingerprint, request.namespace),
+            tokens, tuple(sorted((extra_keys or {}).items())), root_key(self._fingerprint, namespace)
         )
-        sample.search = search
         whole = len(tokens) // self._segment_tokens * self._segment_tokens
         names = segment_names(search.root, tokens[:whole], self._segment_tokens, extra_keys=search.extra_keys)
         self._ask(search, names, is_tail=False)
+        return search
 
     def _ask(self, search: Search, names: list[SegmentName], *, is_tail: bool) -> None:
         if not names:

@@ -17,11 +17,13 @@ rest is done by the stack's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
 
+from quire.cache.events import CacheEvent
+from quire.cache.feed import EventFeed
 from quire.engine.preemption import UnitBytes
 from quire.tiers.keys import root_key
 from quire.tiers.names import SegmentName, segment_names
@@ -63,7 +65,7 @@ class _Block:
 
 
 class TierStores:
-    """See the module's text. segment_tokens: a multiple of the cache's block size."""
+    """See the module's text. segment_tokens: a multiple of the block size. owner_of: a namespace's, for lists."""
 
     def __init__(
         self,
@@ -74,6 +76,8 @@ class TierStores:
         segment_tokens: int,
         *,
         policy: Policy = "eviction",
+        feed: EventFeed | None = None,
+        owner_of: Callable[[bytes], str] = lambda _: "",
     ) -> None:
         self._cache = cache
         self._storage = storage
@@ -84,17 +88,20 @@ class TierStores:
         self.policy: Policy = "through" if has_windows else policy
         self._blocks: dict[int, _Block] = {}
         self._roots: dict[bytes, bytes] = {}
-        cache.record_events(True)
+        self._namespaces: dict[bytes, bytes] = {}  # by root
+        self.owner_of = owner_of
+        self.feed = feed or EventFeed(cache)
+        self.feed.listen(self._take)
 
     def collect(self, *, keep_forgotten: bool = False) -> None:
         """Takes what has happened since the last call, and copies out what is to be stored.
 
-        To be called after every reservation, before anything is written to its units, and after commits.
-        keep_forgotten: blocks that the cache forgets for want of memory are stored like evicted ones.
+        When to call it: see `EventFeed.collect`. keep_forgotten: blocks that the cache forgets for want of memory are
+        stored like evicted ones.
         """
-        events = self._cache.take_events()
-        if not len(events):
-            return
+        self.feed.collect(keep_forgotten=keep_forgotten)
+
+    def _take(self, events: list[CacheEvent], keep_forgotten: bool) -> None:
         for event in events:
             if event.kind == "stored":
                 self._add(event)
@@ -111,6 +118,11 @@ class TierStores:
                         block.units[group] = -1
                 if max(block.units) < 0:
                     del self._blocks[event.node_id]
+
+    @property
+    def namespaces(self) -> list[bytes]:
+        """Those that something was kept in."""
+        return list(self._roots)
 
     def flush(self) -> None:
         """Hands all that is not stored yet to the tiers, waiting where their queues are full."""
@@ -159,7 +171,8 @@ class TierStores:
             if parent is None and event.parent_id >= 0:
                 return  # below a block that no group keeps: of no use without it
             if event.namespace not in self._roots:
-                self._roots[event.namespace] = root_key(self._fingerprint, event.namespace)
+                root = self._roots[event.namespace] = root_key(self._fingerprint, event.namespace)
+                self._namespaces[root] = event.namespace
             keys = tuple(sorted(event.extra_keys.items()))
             block = _Block(parent, self._roots[event.namespace], event.tokens, keys)
             block.units = [-1] * self._cache.num_groups
@@ -210,9 +223,10 @@ class TierStores:
             if is_whole or not blocks[0].is_single:
                 units = np.array([one.units for one in blocks]).T
                 payload = self._storage.read_units(units, len(name.tokens))
-                if self._stack.store([(name, payload)]) == 0 and wait:
+                owner = self.owner_of(self._namespaces[name.root])
+                if self._stack.store([(name, payload)], owner=owner) == 0 and wait:
                     self._stack.flush(60.0)
-                    self._stack.store([(name, payload)])
+                    self._stack.store([(name, payload)], owner=owner)
         for one in path:
             one.in_segment |= is_whole
             one.is_single |= not is_whole

@@ -7,6 +7,7 @@ without it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,19 +18,26 @@ from quire.engine.tier_loads import TierLoads
 from quire.engine.tier_stores import POLICIES, Policy, TierStores
 from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_size
+from quire.tiers.keys import root_key
 from quire.tiers.segment import SegmentShape
 from quire.tiers.tier import Tier, TierError
 
 if TYPE_CHECKING:
+    from quire.cache.feed import EventFeed
     from quire.tiers.disk import DiskTier
     from quire.tiers.stack import TierStack
 
-__all__ = ["OpenTiers", "TierOptions"]
+__all__ = ["OpenTiers", "TierOptions", "world_tag"]
 
 _MAX_BYTES_IN_FLIGHT = 256 << 20  # waiting to be stored, for each tier
 _PARK_SHARE = 4  # of the KV memory, one part in so many, where park_memory is "auto"
 
 _log = logging.getLogger("quire")
+
+
+def world_tag(fingerprint: bytes) -> str:
+    """What tells worlds apart in lists."""
+    return f"[{fingerprint.hex()[:12]}]"
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,17 @@ class OpenTiers:
     fingerprint: bytes
     segment_tokens: int
     block_size: int
+
+    def describe(self, name: str, namespaces: Iterable[bytes]) -> None:
+        """Has the disk cache's lists call what these namespaces hold by the model's name."""
+        if self.disk is not None:
+            try:
+                for namespace in namespaces:
+                    self.disk.describe(
+                        root_key(self.fingerprint, namespace), f"{name} {world_tag(self.fingerprint)}"
+                    )
+            except TierError as error:
+                _log.warning("the disk cache's lists lack names: %s", error)
 
     def close(self) -> None:
         """Stores what is not stored yet, and lets go of threads, files and connections."""
@@ -102,8 +121,10 @@ class TierOptions:
             max_bytes = parse_size(self.park_memory)
         return Parking(cache, storage, mode=self.preemption, max_bytes=max_bytes, speeds=speeds)
 
-    def open(self, cache: Any, storage: Any, fingerprint: bytes, speeds: Speeds) -> OpenTiers | None:
-        """The tiers that can be used; None if there are none.
+    def open(
+        self, cache: Any, storage: Any, fingerprint: bytes, speeds: Speeds, feed: EventFeed | None = None
+    ) -> OpenTiers | None:
+        """The tiers that can be used; None if there are none. feed: of the cache's events, if others listen too.
 
         *raises:* ArgumentError: an option that cannot be, or a cache without prefixes to keep.
         """
@@ -131,7 +152,7 @@ class TierOptions:
         return OpenTiers(
             stack,
             TierLoads(*shared, speeds),
-            TierStores(*shared, policy=self.cache_write),
+            TierStores(*shared, policy=self.cache_write, feed=feed),
             disk=next((tier for tier in tiers if isinstance(tier, DiskTier)), None),
             fingerprint=fingerprint,
             segment_tokens=segment_tokens,

@@ -1,0 +1,247 @@
+"""Why a prompt is found no further: what memory and the tiers have of it, and what became of the rest.
+
+Who asks as a tenant is told of that tenant's content and of what is published, and of nothing else: not what
+another has, nor for whose need something was evicted. The administrator is told all.
+
+Cost: a match, a hash for each block, and one look at the tiers, which is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from quire.cache.history import Loss
+from quire.cache.mirror import Block, block_hashes, namespace_digest
+from quire.engine.tenants import Place, Tenants
+from quire.engine.tier_loads import TierLoads
+from quire.engine.watch import Watch
+
+if TYPE_CHECKING:
+    from quire.cache.cache import Cache
+
+__all__ = ["Explanation", "Reason", "explain"]
+
+Reason = Literal[
+    "complete",
+    "expired",
+    "evicted",
+    "forgotten",
+    "other namespace",
+    "other fingerprint",
+    "differs",
+    "never seen",
+]
+_TIERS_S = 5.0  # how long the tiers' answer is waited for
+_SHOWN = 8  # tokens on each side of a difference
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How far a prompt is known, and why not further.
+
+    num_hit_tokens: found in memory. num_tier_tokens: by tier, those beyond that a tier has. stop: the first token that
+    nothing has; None where all but the last token, which is always computed, is found. reason: the first that holds, in
+    the order of `Reason`. nearest: int32, what is stored in place of the block with the first token missing in memory.
+    lost_s_ago, idle_s: seconds since it was lost, and from its last use till then. lost_for, by: the tenant for whose
+    need, and whose namespace it is in: for the administrator. is_log_full: older losses are not remembered.
+    """
+
+    num_tokens: int
+    num_hit_tokens: int
+    num_tier_tokens: dict[str, int]
+    num_published_tokens: int
+    stop: int | None
+    reason: Reason
+    tokens: np.ndarray = field(repr=False)
+    nearest: np.ndarray = field(repr=False)
+    differs_at: int | None = None
+    lost_s_ago: float | None = None
+    idle_s: float | None = None
+    lost_for: str | None = None
+    elsewhere: str | None = None
+    is_log_full: bool = False
+
+    def __str__(self) -> str:
+        lines = [f"{self.num_hit_tokens} of {self.num_tokens} tokens are in memory"]
+        if self.num_published_tokens:
+            lines[0] += f", {self.num_published_tokens} of them published"
+        lines += [f"{count} more in the tier {tier}" for tier, count in self.num_tier_tokens.items()]
+        return "\n".join([*lines, self._why()])
+
+    def _why(self) -> str:
+        if self.stop is None:
+            return "nothing is missing: the last token is always computed"
+        where = f"token {self.stop} is the first one missing"
+        ago = "" if self.lost_s_ago is None else f"{self.lost_s_ago:.1f} s ago"
+        if self.reason in ("evicted", "forgotten", "expired"):
+            what = (
+                "its pin expired, and it was evicted" if self.reason == "expired" else f"it was {self.reason}"
+            )
+            told = f"{where}: {what} {ago}"
+            if self.idle_s is not None:
+                told += f", unused for {self.idle_s:.1f} s"
+            return told + ("" if self.lost_for is None else f", for the need of {self.lost_for}")
+        if self.reason == "other namespace":
+            return f"{where}: it is in another namespace ({self.elsewhere})"
+        if self.reason == "other fingerprint":
+            return f"{where}: a tier has it of another model, dtype or build ({self.elsewhere})"
+        if self.reason == "differs":
+            assert self.differs_at is not None
+            at = self.differs_at
+            return f"{where}: the nearest stored prefix differs at token {at}: {self._shown(at)}"
+        more = "; the log is full, it may have been evicted long ago" if self.is_log_full else ""
+        return f"{where}: never seen{more}"
+
+    def _shown(self, at: int) -> str:
+        start = at - at % max(1, len(self.nearest)) if len(self.nearest) else at
+        stored = self.nearest[at - start : at - start + _SHOWN].tolist()
+        return f"stored {stored}, asked {self.tokens[at : at + _SHOWN].tolist()}"
+
+
+def explain(
+    cache: Cache,
+    watch: Watch,
+    tenants: Tenants,
+    tokens: np.ndarray,
+    place: Place,
+    *,
+    tenant: str | None,
+    is_administrator: bool,
+    loads: TierLoads | None = None,
+    stored_elsewhere: Callable[[np.ndarray, Place, int], tuple[Reason, str] | None] | None = None,
+) -> Explanation:
+    """stored_elsewhere: says of a prompt whether the asker has more of it than so many tokens under another name."""
+    watch.feed.collect()
+    where = {"namespace": place.namespace, "extra_keys": place.extra_keys}
+    found = cache.match(tokens, **where).num_tokens
+    by_tier = _in_tiers(loads, tokens, place, found) if loads is not None else {}
+    last = len(tokens) - 1
+    reached = found + sum(by_tier.values())
+    loss, expired_at, at, nearest = _look(watch, tokens, place, reached)
+    common = {
+        "num_tokens": len(tokens),
+        "num_hit_tokens": found,
+        "num_tier_tokens": by_tier,
+        "num_published_tokens": min(place.num_published, found),
+        "tokens": tokens,
+        "nearest": nearest,
+    }
+    if reached >= last:
+        return Explanation(**common, stop=None, reason="complete")
+    common["stop"] = reached
+    if loss is not None:
+        is_expired = expired_at is not None and expired_at <= loss.at
+        return Explanation(
+            **common,
+            reason="expired" if is_expired else "evicted" if loss.reason == "evicted" else "forgotten",
+            lost_s_ago=watch.clock() - loss.at,
+            idle_s=loss.idle_s,
+            lost_for=_name(tenants, loss.account) if is_administrator and loss.reason == "evicted" else None,
+        )
+    elsewhere = _other_namespace(cache, tenants, tokens, place, reached, tenant, is_administrator)
+    if elsewhere is not None:
+        return Explanation(**common, reason="other namespace", elsewhere=elsewhere)
+    if stored_elsewhere is not None and (found_there := stored_elsewhere(tokens, place, reached)) is not None:
+        reason, elsewhere = found_there
+        return Explanation(**common, reason=reason, elsewhere=elsewhere)
+    if len(nearest) and at:
+        return Explanation(**common, reason="differs", differs_at=at)
+    return Explanation(**common, reason="never seen", is_log_full=watch.history.num_forgotten > 0)
+
+
+def _in_tiers(loads: TierLoads, tokens: np.ndarray, place: Place, found: int) -> dict[str, int]:
+    """Tokens beyond `found` that could be loaded, by tier."""
+    search = loads.look_up(tokens, place.namespace, place.extra_keys)
+    until = time.monotonic() + _TIERS_S
+    while not search.done and time.monotonic() < until:
+        time.sleep(0.0005)
+    by_tier: dict[str, int] = {}
+    for name, tier in list(zip(search.chain, search.where, strict=False)):
+        stop = min(name.end, len(tokens) - 1)
+        if stop > found:
+            by_tier[tier] = by_tier.get(tier, 0) + stop - found
+            found = stop
+    return by_tier
+
+
+def _look(
+    watch: Watch, tokens: np.ndarray, place: Place, found: int
+) -> tuple[Loss | None, float | None, int, np.ndarray]:
+    """What became of the block in which token `found` lies; where the nearest one differs, and its tokens."""
+    mirror = watch.mirror
+    size = mirror.block_size
+    hashes = block_hashes(place.namespace, tokens, place.extra_keys, size)
+    index = found // size
+    rest = tokens[index * size : (index + 1) * size]
+    keys = {
+        at - index * size: key
+        for at, key in (place.extra_keys or {}).items()
+        if index * size <= at < (index + 1) * size
+    }
+    loss, expired_at = watch.history.loss_of(hashes, index, rest, keys)
+    siblings = mirror.roots.get(place.namespace, {}) if index == 0 else None
+    if siblings is None:
+        parent = mirror.by_hash.get(hashes[index - 1]) if index <= len(hashes) else None
+        siblings = parent.children if parent is not None else {}
+    best, nearest = -1, np.empty(0, np.int32)
+    for block in siblings.values():
+        if block.is_there and _may_be_shown(block, keys, place, index * size):
+            num = _num_common(block, rest, keys)
+            if num > best:
+                best, nearest = num, block.tokens
+    return loss, expired_at, index * size + max(best, 0), nearest
+
+
+def _may_be_shown(block: Block, keys: Mapping[int, bytes], place: Place, start: int) -> bool:
+    """In the public namespace: what is published, and what carries the asking tenant's own key."""
+    if not place.num_published:
+        return True
+    behind = place.num_published - start  # offset of the first token that is a tenant's own
+    if behind >= len(block.tokens):
+        return True
+    return behind < 0 or block.extra_keys.get(behind) == keys.get(behind)
+
+
+def _num_common(block: Block, rest: np.ndarray, keys: Mapping[int, bytes]) -> int:
+    n = min(len(rest), len(block.tokens))
+    same = rest[:n] == block.tokens[:n]
+    num = n if same.all() else int(same.argmin())
+    for at in sorted({*keys, *block.extra_keys}):
+        if at < num and keys.get(at) != block.extra_keys.get(at):
+            return at
+    return num
+
+
+def _other_namespace(
+    cache: Cache,
+    tenants: Tenants,
+    tokens: np.ndarray,
+    place: Place,
+    reached: int,
+    tenant: str | None,
+    is_administrator: bool,
+) -> str | None:
+    """A namespace that the asker may know of and that has more of it."""
+    own = [] if tenant is None else tenants.namespaces_of(tenant)
+    if is_administrator:
+        own = cache.namespaces()
+    for namespace in own:
+        if namespace == place.namespace or namespace == tenants.public:
+            continue
+        extra_keys = None if place.num_published else place.extra_keys
+        if cache.match(tokens, namespace=namespace, extra_keys=extra_keys).num_tokens > reached:
+            owner = tenants.owner_of(namespace)
+            digest = namespace_digest(namespace) or "the one without a name"
+            return f"{digest} of {owner!r}" if owner else digest
+    return None
+
+
+def _name(tenants: Tenants, account: int) -> str:
+    return next(
+        (f"tenant {tenant.name!r}" for tenant in tenants if tenant.account == account), "nobody in particular"
+    )

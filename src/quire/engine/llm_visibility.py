@@ -1,0 +1,218 @@
+"""The calls of `LLM` that show what its cache does and why: explain, subscribe, publish_events, report, figures.
+
+A part of `LLM`, which has the lock and the engine; kept apart for the reader.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quire.cache.report import aligned, report
+from quire.engine.explain import Explanation, Reason, explain
+from quire.engine.kv_events import EventBatch
+from quire.engine.kv_publisher import KVEventPublisher
+from quire.engine.prompts import encode
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.tenants import Place
+from quire.engine.tiering import world_tag
+from quire.errors import ArgumentError
+from quire.sizes import format_size
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
+    from quire.engine.tiering import OpenTiers
+    from quire.engine.watch import Watch
+
+__all__ = ["Visibility"]
+
+
+class Visibility:
+    """See the module's text."""
+
+    _lock: threading.RLock  # pyright: ignore[reportGeneralTypeIssues]
+    _publishers: list[tuple[KVEventPublisher, Callable[[], None]]]
+    _require_open: Callable[[], Any]
+    engine: Engine
+    cache: Any
+    tokenizer: Any
+    tiers: OpenTiers | None
+    watch: Watch | None
+
+    def explain(
+        self,
+        prompt: Any,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        as_administrator: bool | None = None,
+    ) -> Explanation:
+        """How much of a prompt is known, where, and why no more; `str` of it is text to read. Changes nothing.
+
+        as_administrator: whether to tell of others than this tenant; if not given, where no tenant is named.
+        *raises:* PromptError, ArgumentError.
+        """
+        with self._lock:
+            watch = self._require_watch()
+            tokens = encode(prompt, self.tokenizer).token_ids
+            params = SamplingParams(max_tokens=1)
+            checked, _, _, place = self.engine.check(tokens, params, tenant=tenant, cache_salt=cache_salt)
+            is_administrator = tenant is None if as_administrator is None else as_administrator
+            return explain(
+                self.cache,
+                watch,
+                self.engine.tenants,
+                checked,
+                place,
+                tenant=tenant,
+                is_administrator=is_administrator,
+                loads=None if self.tiers is None else self.tiers.loads,
+                stored_elsewhere=lambda asked, at, reached: self._stored_elsewhere(
+                    asked, at, reached, tenant, is_administrator
+                ),
+            )
+
+    def _stored_elsewhere(
+        self, tokens: np.ndarray, place: Place, reached: int, tenant: str | None, is_administrator: bool
+    ) -> tuple[Reason, str] | None:
+        """What the disk cache has more of under other roots: all of them, or those the tenant owns."""
+        tiers = self.tiers
+        if tiers is None or tiers.disk is None or place.num_published:
+            return None
+        from quire.tiers.keys import root_key
+        from quire.tiers.stored_prefix import stored_prefixes
+        from quire.tiers.tier import TierError
+
+        own = root_key(tiers.fingerprint, place.namespace)
+        try:
+            found = stored_prefixes(tiers.disk, tokens, place.extra_keys)
+        except TierError:
+            return None
+        for prefix in found:
+            root = prefix.root
+            is_told = is_administrator or (tenant is not None and tenant in root.owners)
+            if prefix.num_tokens > reached and root.root != own and is_told:
+                name = root.description or f"root {root.root.hex()[:12]}"
+                is_ours = world_tag(tiers.fingerprint) in root.description
+                return "other namespace" if is_ours else "other fingerprint", f"on disk: {name}"
+        return None
+
+    def subscribe(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
+        """Has `callback(batch)` told which blocks memory has: at once what there is, then what comes and goes.
+
+        It runs between two steps, and should be quick; one that raises is told no more. Returns what ends it.
+        """
+        with self._lock:
+            watch = self._require_watch()
+            watch.feed.collect()
+            return watch.subscribers.add(callback)
+
+    def publish_events(
+        self,
+        endpoint: str = "tcp://127.0.0.1:5557",
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        max_batches: int = 10_000,
+    ) -> KVEventPublisher:
+        """The same over ZeroMQ, in the shape of vLLM's KV events; ends with `close`. See `KVEventPublisher`."""
+        with self._lock:
+            self._require_watch()
+            publisher = KVEventPublisher(endpoint, replay_endpoint, topic=topic, max_batches=max_batches)
+            self._publishers.append((publisher, self.subscribe(publisher)))
+            return publisher
+
+    def _stop_publishing(self) -> None:
+        for publisher, unsubscribe in self._publishers:
+            unsubscribe()
+            publisher.close()
+        self._publishers.clear()
+
+    def report(self) -> str:
+        """The cache as a table: states of its blocks, who has them, the largest prefixes, pins, tenants, tiers."""
+        with self._lock:
+            self._require_open()
+            tenants = self.engine.tenants
+            names = {tenant.account: tenant.name for tenant in tenants}
+            if self.watch is not None:
+                self.watch.feed.collect()
+            parts = [
+                report(
+                    self.cache,
+                    mirror=None if self.watch is None else self.watch.mirror,
+                    owner_of=tenants.owner_of,
+                    name_of=lambda account: names.get(
+                        account, "nobody" if account == 0 else f"account {account}"
+                    ),
+                ),
+                self._tenants_table(),
+                self._pins_table(),
+                self._tiers_table(),
+            ]
+            return "\n\n".join(part for part in parts if part)
+
+    def _tenants_table(self) -> str:
+        size = self.cache.unit_bytes
+        rows: list[tuple[object, ...]] = [("tenant", "held", "cached", "floor", "quota", "priority")]
+        for tenant in self.engine.tenants:
+            counts = self.cache.account_counts(tenant.account)
+            quota = "-" if tenant.quota_bytes is None else format_size(tenant.quota_bytes)
+            rows.append((
+                tenant.name, format_size((counts.held + counts.leased) * size), format_size(counts.cached * size),
+                format_size(tenant.floor_bytes), quota, tenant.priority,
+            ))  # fmt: skip
+        return aligned(rows) if len(rows) > 1 else ""
+
+    def _pins_table(self) -> str:
+        pins = self.engine.pins
+        pins.expire()
+        now = pins.now()
+        rows: list[tuple[object, ...]] = [("pin of", "tokens", "bytes", "hits", "ends in")]
+        for pin in pins:
+            left = "-" if pin.expires_at is None else f"{pin.expires_at - now:.1f} s"
+            size = format_size(len(pin.units) * self.cache.unit_bytes)
+            rows.append((pin.owner or "-", len(pin.tokens), size, pin.num_hits, left))
+        return aligned(rows) if len(rows) > 1 else ""
+
+    def _tiers_table(self) -> str:
+        if self.tiers is None:
+            return ""
+        rows: list[tuple[object, ...]] = [
+            ("tier", "segments", "bytes", "hits", "misses", "evicted", "failures")
+        ]
+        for tier in self.tiers.stack.stats().tiers:
+            size = "?" if tier.bytes < 0 else format_size(tier.bytes)
+            values = "?" if tier.values < 0 else tier.values
+            rows.append((tier.name, values, size, tier.hits, tier.misses, tier.evicted, tier.failures))
+        return aligned(rows)
+
+    def _visible_stats(self) -> dict[str, Any]:
+        """Hit tokens and bytes by tier, losses and uses, pins."""
+        tiers = () if self.tiers is None else self.tiers.stack.stats().tiers
+        loaded = {} if self.tiers is None else dict(self.tiers.loads.loaded_tokens)
+        stats = self.engine.stats()
+        by_tier = {"memory": max(0, stats["num_cached_tokens"] - sum(loaded.values()))}
+        by_tier |= {tier.name: loaded.get(tier.name, 0) for tier in tiers}
+        size = self.cache.unit_bytes
+        num_bytes = {"memory": (stats["cached"] + stats["held"] + stats["leased"] + stats["pinned"]) * size}
+        num_bytes |= {tier.name: tier.bytes for tier in tiers}
+        return {
+            "hit_tokens_by_tier": by_tier,
+            "bytes_by_tier": num_bytes,
+            "num_pins": len(self.engine.pins),
+            "pinned_bytes": stats["pinned"] * size,
+            "num_tenants": len(self.engine.tenants),
+            **({} if self.watch is None else self.watch.stats()),
+        }
+
+    def _require_watch(self) -> Watch:
+        self._require_open()
+        if self.watch is None:
+            raise ArgumentError(
+                "expected a cache that shares prefixes, got one that does not; use storage paged or virtual, with "
+                "prefix_caching"
+            )
+        return self.watch

@@ -1,0 +1,71 @@
+"""What an engine remembers of its cache beside it: the mirror, the log of losses, those who are told of events.
+
+Costs what its parts do, see there; engines made without one have none of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quire.cache.feed import EventFeed
+from quire.cache.history import History
+from quire.cache.mirror import TreeMirror
+from quire.cache.pins import Pin
+from quire.cache.steady_clock import SteadyClock
+from quire.engine.kv_events import Subscribers
+from quire.engine.request import Request
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """feed: the cache's, which others may listen to as well. max_blocks: lost ones that are remembered."""
+
+    def __init__(
+        self,
+        cache: Any,
+        feed: EventFeed,
+        *,
+        max_blocks: int = 65536,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.feed = feed
+        self.clock = SteadyClock(clock)
+        self.mirror = TreeMirror(cache, self.clock)
+        self.history = History(self.mirror, max_blocks)
+        self.subscribers = Subscribers(self.mirror, wall_clock)
+        self._clock = clock
+        feed.listen(self.mirror.apply)
+
+    def served(self, request: Request) -> None:
+        """A request has ended."""
+        if request.started_s is None:
+            return
+        began_at = self.clock() - max(0.0, self._clock() - request.started_s)
+        self.history.used(
+            request.namespace,
+            request.samples[0].token_ids(),
+            request.extra_keys,
+            request.num_cached_tokens,
+            began_at,
+        )
+
+    def pin_expired(self, pin: Pin) -> None:
+        self.history.expired(pin.namespace, pin.tokens, pin.extra_keys)
+
+    def stats(self) -> dict[str, Any]:
+        history = self.history
+        return {
+            "num_known_blocks": len(self.mirror.by_id),
+            "num_evictions": history.evictions.count,
+            "eviction_idle_s": history.evictions.mean_s,
+            "eviction_idle_below_s": dict(
+                zip(history.evictions.BOUNDS, history.evictions.below, strict=False)
+            ),
+            "num_reuses": history.reuse_gaps.count,
+            "reuse_gap_s": history.reuse_gaps.mean_s,
+            "reuse_gap_below_s": dict(zip(history.reuse_gaps.BOUNDS, history.reuse_gaps.below, strict=False)),
+        }

@@ -1,0 +1,181 @@
+"""The mirror of the tree, the log of what was lost, and the figures made of them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from support.cache_case import BACKENDS, FULL, advance, make, prompt, store
+
+from quire.cache.feed import EventFeed
+from quire.cache.history import History, Spans
+from quire.cache.mirror import TreeMirror, block_hashes, namespace_digest
+from quire.cache.report import aligned, report
+from quire.spec import Retention
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched(cache, max_blocks: int = 100):
+    clock = Clock()
+    feed, mirror = EventFeed(cache), TreeMirror(cache, clock)
+    feed.listen(mirror.apply)
+    return clock, feed, mirror, History(mirror, max_blocks)
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, Retention("window", 5)), (Retention("window", 5),)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_mirror_is_the_tree_at_any_time(backend: str, groups: tuple[Retention, ...]) -> None:
+    """Random work: after every call the mirror has exactly the full nodes there are, in their places."""
+    rng = random.Random(5)
+    cache = make(backend, *groups, num_blocks=14)
+    _, feed, mirror, history = watched(cache)
+    told: dict[bytes, bool] = {}
+    mirror.listeners.append(
+        lambda changes: [told.update({c.block.hash: c.kind == "stored"}) for c in changes if c.block]
+    )
+    held = []
+    for step in range(400):
+        tokens = [*prompt(8, rng.randrange(3)), *prompt(rng.randrange(1, 12), rng.randrange(4))]
+        where = {"namespace": rng.choice([b"", b"a"]), "account": rng.choice([0, 1])}
+        if rng.random() < 0.1:
+            where["extra_keys"] = {rng.randrange(8): b"key"}
+        action = rng.random()
+        if action < 0.7:
+            sequence = cache.open(tokens, **where)
+            if cache.reserve([sequence], [sequence.num_tokens - sequence.num_computed_tokens]) is None:
+                cache.close(sequence)
+            else:
+                cache.commit(sequence, sequence.num_tokens)
+                held.append(sequence)
+        elif action < 0.75:
+            cache.drop(tokens[:6], namespace=where["namespace"])
+        elif action < 0.77 and not held:
+            cache.reset()
+        while len(held) > rng.randrange(3):
+            cache.close(held.pop(rng.randrange(len(held))))
+        feed.collect()
+        tree = cache.tree()
+        full = {
+            int(tree.node_ids[i]): tuple(tree.units[i].tolist())
+            for i in np.flatnonzero(tree.num_tokens == cache.block_size)
+            if (tree.units[i] >= 0).any()
+        }
+        assert {node: tuple(block.units) for node, block in mirror.by_id.items()} == full
+        assert {block.hash for block in mirror.by_id.values() if block.is_there} == {
+            h for h, there in told.items() if there
+        }
+        found = cache.match([*tokens, 1], **{k: v for k, v in where.items() if k != "account"}).num_tokens
+        if groups[0] == FULL and len(groups) == 1:
+            path = mirror.path(block_hashes(where["namespace"], np.array(tokens), where.get("extra_keys"), 4))
+            assert len(path) == min(found, len(tokens)) // 4
+        assert not set(history.losses) & {b.hash for b in mirror.by_id.values() if b.is_there}, step
+    assert mirror.snapshot()[0].kind == "cleared"
+    assert len(mirror.snapshot()) == 1 + sum(block.is_there for block in mirror.by_id.values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_was_lost_is_remembered_with_when_why_and_for_whom(backend: str) -> None:
+    cache = make(backend, num_blocks=6)
+    clock, feed, _, history = watched(cache)
+    store(cache, prompt(12))
+    feed.collect()
+    clock.now = 10
+    history.used(b"", prompt(12), None, 0, 10)
+    clock.now = 14
+    sequence = cache.open(prompt(16, 1), account=7)
+    advance(cache, sequence)
+    feed.collect()
+    hashes = block_hashes(b"", prompt(12), None, 4)
+    loss, expired_at = history.loss_of(hashes, 2, prompt(12)[8:], {})
+    assert loss is not None
+    assert (loss.at, loss.reason, loss.account, loss.idle_s, loss.age_s) == (14, "evicted", 7, 4, 14)
+    assert expired_at is None
+    assert history.loss_of(hashes, 0, prompt(12)[:4], {}) == (None, None)
+    # A prompt that ends within the block that was lost: it is found by its beginning.
+    tail = history.loss_of(hashes[:2], 2, prompt(12)[8:10], {})
+    assert tail[0] is loss
+    assert history.loss_of(hashes[:2], 2, prompt(12, 9)[8:10], {}) == (None, None)
+    assert history.evictions.count == len(history.losses) == 1
+    cache.close(sequence)
+    store(cache, prompt(12))
+    feed.collect()
+    assert history.loss_of(hashes, 2, prompt(12)[8:], {}) == (None, None), "it is there again"
+    cache.drop(prompt(12)[:4])
+    cache.reset()
+    feed.collect()
+    assert {loss.reason for loss in history.losses.values()} >= {"forgotten", "cleared"}
+
+
+def test_the_log_is_bounded() -> None:
+    cache = make("python", num_blocks=8)
+    _, feed, mirror, history = watched(cache, max_blocks=5)
+    for seed in range(20):
+        store(cache, prompt(16, seed))
+        feed.collect()
+    assert len(history.losses) == 5
+    assert history.num_forgotten == history.evictions.count - 5 > 0
+    assert sum(map(len, history._lost_below.values())) <= 5
+    history.expired(b"", prompt(400), None)
+    assert len(history._expired) == 5
+    assert len(mirror.by_id) <= 8
+
+
+def test_reuse_gaps_are_from_the_last_use_to_the_beginning_of_the_next() -> None:
+    cache = make("python")
+    clock, feed, _, history = watched(cache)
+    store(cache, prompt(12))
+    feed.collect()
+    clock.now = 20
+    history.used(b"", prompt(12), None, num_hit_tokens=11, began_at=15)
+    assert (history.reuse_gaps.count, history.reuse_gaps.mean_s) == (1, 15)
+    clock.now = 30
+    history.used(b"", prompt(12), None, num_hit_tokens=3, began_at=30)  # less than a block: no reuse of one
+    assert history.reuse_gaps.count == 1
+    spans = Spans()
+    for seconds in (0.5, 5, 5, 20000):
+        spans.add(seconds)
+    assert (spans.below, spans.most_s) == ([1, 2, 0, 0, 0, 1], 20000)
+
+
+def test_names_of_blocks_depend_on_all_that_identifies_them() -> None:
+    tokens = prompt(8)
+    names = [
+        block_hashes(*asked, 4)[-1]
+        for asked in (
+            (b"", tokens, None), (b"a", tokens, None), (b"", tokens, {0: b"k"}), (b"", tokens, {1: b"k"}),
+            (b"", tokens, {7: b"k"}), (b"", tokens + 1, None), (b"", tokens[:4], None),
+        )
+    ]  # fmt: skip
+    assert len(set(names)) == len(names)
+    assert block_hashes(b"", tokens[:7], None, 4) == block_hashes(b"", tokens[:4], None, 4)
+    assert namespace_digest(b"") == ""
+    assert len(namespace_digest(b"a")) == 16 != namespace_digest(b"b")
+
+
+def test_a_report_is_a_table_of_what_there_is() -> None:
+    cache = make("python", num_blocks=20)
+    clock, feed, mirror, _ = watched(cache)
+    store(cache, prompt(12), namespace=b"tenant")
+    store(cache, [*prompt(8), 1, 2, 3, 4], namespace=b"tenant")
+    store(cache, prompt(4, 1))
+    cache.pins.add(prompt(4, 1))
+    feed.collect()
+    clock.now = 90
+    text = report(cache, mirror=mirror, owner_of=lambda name: "alice" if name else "")
+    lines = [line.split() for line in text.splitlines()]
+    assert ["pinned", "1", "128B", "5%"] in lines
+    assert ["cached", "4", "512B", "20%"] in lines
+    owners = next(line for line in lines if line[:2] == [namespace_digest(b"tenant"), "alice"])
+    assert owners[2:6] == ["16", "4", "0", "512B"]
+    trunk = next(line for line in text.splitlines() if "alice" in line and "..." in line)
+    assert trunk.split("...")[1].split() == ["alice", "8", "16", "2", "1.5", "min", "1.5", "min"]
+    assert aligned([("a", 1), ("bcd", 22)]) == "a     1\nbcd  22"
+    assert cache.report().splitlines()[:7] == text.splitlines()[:7]

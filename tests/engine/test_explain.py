@@ -1,0 +1,166 @@
+"""Why a prompt is found no further: every reason, and nothing of another tenant's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import tiny_llm
+from support.cache_case import BACKENDS
+
+from quire import LLM, SamplingParams
+
+ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+SECRET = b"a secret of the server's"
+
+
+def tokens_of(seed: int, n: int) -> list[int]:
+    return [100 + seed, *np.random.default_rng(seed).integers(5, 90, n - 1).tolist()]
+
+
+@pytest.fixture(params=BACKENDS)
+def llm(request: pytest.FixtureRequest) -> Any:
+    with tiny_llm.llm(backend=request.param, kv_memory="192KiB", max_num_seqs=4) as made:
+        made.add_tenant("alice")
+        made.add_tenant("bob")
+        yield made
+
+
+def serve(llm: LLM, prompt: list[int], **options: Any) -> None:
+    llm.generate([prompt], ONE, **options)
+
+
+def test_never_seen_differs_and_complete(llm: LLM) -> None:
+    prompt = tokens_of(0, 60)
+    answer = llm.explain(prompt)
+    assert (answer.num_hit_tokens, answer.stop, answer.reason) == (0, 0, "never seen")
+    serve(llm, prompt)
+    answer = llm.explain(prompt)
+    assert (answer.num_hit_tokens, answer.stop, answer.reason) == (59, None, "complete")
+    assert "nothing is missing" in str(answer)
+    other = [*prompt[:37], 1, 2, 3, *prompt[40:]]
+    answer = llm.explain(other)
+    assert (answer.num_hit_tokens, answer.stop, answer.reason, answer.differs_at) == (37, 37, "differs", 37)
+    assert answer.nearest.tolist() == prompt[32:48]
+    assert f"differs at token 37: stored {prompt[37:45]}, asked {other[37:45]}" in str(answer)
+    answer = llm.explain([*prompt, 9, 9, 9])
+    assert (answer.num_hit_tokens, answer.stop, answer.reason) == (60, 60, "never seen")
+    before = llm.cache.stats()
+    llm.explain(other)
+    assert llm.cache.stats() == before
+
+
+def test_evicted_when_and_for_whom(llm: LLM) -> None:
+    prompt = tokens_of(0, 60)
+    serve(llm, prompt, tenant="alice")
+    for seed in range(1, 6):
+        serve(llm, tokens_of(seed, 150), tenant="bob")
+    told = llm.explain(prompt, tenant="alice")
+    assert (told.reason, told.lost_for) == ("evicted", None)
+    assert told.lost_s_ago is not None
+    assert "was evicted" in str(told)
+    assert "bob" not in str(told)
+    all_told = llm.explain(prompt, tenant="alice", as_administrator=True)
+    assert all_told.lost_for == "tenant 'bob'"
+    assert "for the need of tenant 'bob'" in str(all_told)
+    llm.cache.reset()
+    assert llm.explain(tokens_of(5, 150), tenant="bob").reason == "forgotten"
+
+
+def test_a_pin_that_expired(llm: LLM) -> None:
+    now = [0.0]
+    llm.engine.pins.use_clock(lambda: now[0])
+    prompt = tokens_of(0, 40)
+    llm.pin(prompt, ttl=5)
+    now[0] = 6
+    assert llm.pins == []
+    assert llm.explain(prompt).reason == "complete"
+    for seed in range(1, 6):
+        serve(llm, tokens_of(seed, 150))
+    answer = llm.explain(prompt)
+    assert answer.reason == "expired"
+    assert "its pin expired, and it was evicted" in str(answer)
+
+
+def test_other_namespaces_are_told_to_their_owner_alone(llm: LLM) -> None:
+    prompt = tokens_of(0, 40)
+    serve(llm, prompt, tenant="alice", cache_salt="chat 1")
+    owner = llm.explain(prompt, tenant="alice")
+    assert (owner.num_hit_tokens, owner.reason) == (0, "other namespace")
+    assert "'alice'" in str(owner)
+    assert llm.explain(prompt, tenant="bob").reason == "never seen"
+    assert llm.explain(prompt, tenant="bob", as_administrator=True).reason == "other namespace"
+    assert llm.explain(prompt).reason == "other namespace"
+    assert str(llm.explain(prompt, tenant="bob")) == str(llm.explain(tokens_of(9, 40), tenant="bob"))
+
+
+def test_behind_what_is_published_nothing_of_others_shows(llm: LLM) -> None:
+    system = tokens_of(50, 37)
+    llm.publish(system)
+    mine, theirs = [*system, *tokens_of(1, 30)], [*system, *tokens_of(2, 30)]
+    serve(llm, theirs, tenant="bob")
+    for asked in (mine, theirs):
+        answer = llm.explain(asked, tenant="alice")
+        assert (answer.num_hit_tokens, answer.num_published_tokens, answer.stop) == (37, 37, 37)
+        assert not set(answer.nearest.tolist()) & set(theirs[37:])
+        assert answer.reason == "never seen" or answer.nearest.tolist() == system[32:]
+    assert llm.explain(theirs, tenant="bob").reason == "complete"
+
+
+def test_tiers_and_other_models(tmp_path: Path) -> None:
+    prompt = tokens_of(0, 60)
+    options: dict[str, Any] = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "tenant_secret": SECRET}
+    with tiny_llm.llm(**options) as llm:
+        llm.add_tenant("alice")
+        serve(llm, prompt)
+        serve(llm, tokens_of(1, 60), tenant="alice")
+    with tiny_llm.llm(**options) as llm:
+        llm.add_tenant("alice")
+        llm.add_tenant("bob")
+        answer = llm.explain(prompt)
+        assert (answer.num_hit_tokens, answer.num_tier_tokens) == (0, {"disk": 48})
+        assert (answer.stop, answer.reason) == (48, "never seen")
+        assert "48 more in the tier disk" in str(answer)
+        assert llm.explain(tokens_of(1, 60), tenant="alice").num_tier_tokens == {"disk": 48}
+        assert llm.explain(tokens_of(1, 60), tenant="bob").reason == "never seen"
+        assert llm.explain(tokens_of(1, 60)).reason == "other namespace"
+        assert llm.generate([tokens_of(1, 60)], ONE, tenant="alice")[0].num_tier_tokens == {"disk": 48}
+    with LLM((tiny_llm.model(1), tiny_llm.tokenizer()), kv_memory="2MiB", **options) as llm:
+        llm.add_tenant("alice")
+        llm.add_tenant("bob")
+        answer = llm.explain(prompt)
+        assert (answer.num_tier_tokens, answer.reason) == ({}, "other fingerprint")
+        assert llm.explain(tokens_of(1, 60), tenant="alice").reason == "other fingerprint"
+        assert llm.explain(tokens_of(1, 60), tenant="bob").reason == "never seen"
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_command(tmp_path: Path, as_json: bool) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "quire", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    folder = str(tmp_path / "disk")
+    missing = run("explain", "def f(", "--disk-cache", folder)
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert "expected a folder with a disk cache, got none" in missing.stderr
+    assert "expected a place to look at" in run("explain", "def f(").stderr
+    text = "def add(a, b):\n    return a + b\n\n" * 12
+    stored = run("generate", text, "--max-tokens", "1", "--disk-cache", folder, "--kv-memory", "64MiB")
+    assert stored.returncode == 0, stored.stderr
+    flags = ["--json"] if as_json else []
+    found = run("explain", text, "--disk-cache", folder, *flags)
+    assert found.returncode == 0, found.stderr
+    if as_json:
+        fields = json.loads(found.stdout)
+        assert fields["num_hit_tokens"] == 0
+        assert fields["num_tier_tokens"]["disk"] >= fields["num_tokens"] - 17
+    else:
+        assert "more in the tier disk" in found.stdout
+        other = run("explain", "import os\n" + text, "--disk-cache", folder)
+        assert "is the first one missing" in other.stdout

@@ -1,0 +1,412 @@
+"""Tenants: nobody finds another's content, quotas and floors hold, and one who waits for itself delays nobody else."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from support import tiny_llm
+from support.cache_case import BACKENDS
+from support.fake_engine import FakeEngine
+from support.fake_model import expected_tokens
+
+from quire import SamplingParams
+from quire.engine.tenants import Tenants
+from quire.errors import ArgumentError, CapacityError
+
+ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+SECRET = b"a secret of the server's"
+
+
+def tokens_of(seed: int, n: int) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 90, n).tolist()
+
+
+def fake(num_blocks: int = 32, **options: Any) -> FakeEngine:
+    engine = FakeEngine(num_blocks=num_blocks, **options)
+    engine.size = engine.cache.unit_bytes  # type: ignore[attr-defined]
+    return engine
+
+
+def add(engine: FakeEngine, name: str, quota: int | None = None, floor: int = 0, priority: int = 0) -> int:
+    """Limits in units; its account."""
+    size = engine.cache.unit_bytes
+    tenant = engine.engine.tenants.add(
+        name, quota=None if quota is None else quota * size, floor=floor * size, priority=priority
+    )
+    return tenant.account
+
+
+# -- who finds what --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_another_tenant_has_costs_as_much_as_what_nobody_has(backend: str) -> None:
+    """The same tokens are computed in the same number of steps, whether another tenant has them or nobody."""
+    seen: dict[str, list[tuple[int, ...]]] = {"another's": [], "nobody's": [], "one's own": []}
+    with tiny_llm.llm(backend=backend, tenant_secret=SECRET, kv_memory="16MiB") as llm:
+        for name in ("alice", "bob"):
+            llm.add_tenant(name)
+        published = llm.publish(tokens_of(1000, 21))
+        for seed in range(30):
+            prompt = [100 + 2 * seed, *tokens_of(seed, 40 + seed)]
+            if seed % 2:
+                prompt = [*published.tokens.tolist(), *prompt]
+            salts: list[dict[str, str]] = [{}, {"cache_salt": "s"}]
+            for options in (
+                {"tenant": "alice"},
+                {"tenant": "alice", "cache_salt": "s"},
+                {},
+                {"cache_salt": "s"},
+            ):
+                llm.generate([prompt], ONE, **options)
+            never = [101 + 2 * seed, *tokens_of(5000 + seed, 40 + seed)]
+            if seed % 2:
+                never = [*published.tokens.tolist(), *never]
+            for kind, asked, options in (
+                ("another's", prompt, {"tenant": "bob", **salts[seed % 3 == 0]}),
+                ("nobody's", never, {"tenant": "bob", **salts[seed % 3 == 0]}),
+                ("one's own", prompt, {"tenant": "alice"}),
+            ):
+                before = llm.stats()
+                output = llm.generate([asked], ONE, **options)[0]
+                after = llm.stats()
+                counted = ("num_computed_tokens", "num_steps", "evicted_blocks")
+                seen[kind].append(
+                    (output.num_cached_tokens, *(after[name] - before[name] for name in counted))
+                )
+    assert seen["another's"] == seen["nobody's"]
+    assert {found for found, *_ in seen["another's"]} == {0, 21}
+    assert all(own[0] > other[0] for own, other in zip(seen["one's own"], seen["another's"], strict=True))
+
+
+@pytest.mark.ci
+def test_time_tells_nothing_of_what_another_tenant_has() -> None:
+    """A rank test of measured times: at most one in a thousand fair runs would fail."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    with tiny_llm.llm(kv_memory="16MiB") as llm:
+        llm.add_tenant("alice")
+        llm.add_tenant("bob")
+        prompts = [tokens_of(seed, 160) for seed in range(400)]
+        for prompt in prompts[::2]:
+            llm.generate([prompt], ONE, tenant="alice")
+        order = list(enumerate(prompts))
+        random.Random(7).shuffle(order)
+        for index, prompt in order:
+            began = time.perf_counter()
+            output = llm.generate([prompt], ONE, tenant="bob")[0]
+            times[index % 2 == 0].append(time.perf_counter() - began)
+            assert output.num_cached_tokens == 0
+            # Two random prompts may begin alike: what bob has himself is not the question.
+            llm.cache.drop([], namespace=llm.engine.tenants.namespace("bob"))
+        for prompt in prompts[:50]:
+            llm.generate([prompt], ONE, tenant="bob")
+        own = [llm.generate([prompt], ONE, tenant="bob")[0].timings.total_s or 0.0 for prompt in prompts[:50]]
+    a, b = np.array(times[True]), np.array(times[False])
+    rank_sum = float((a[:, None] > b[None, :]).sum() + 0.5 * (a[:, None] == b[None, :]).sum())
+    mean, deviation = len(a) * len(b) / 2, (len(a) * len(b) * (len(a) + len(b) + 1) / 12) ** 0.5
+    assert abs(rank_sum - mean) / deviation < 3.3
+    assert statistics.median(own) < statistics.median(times[True]) / 2, "a hit could have been told"
+
+
+def test_a_namespace_comes_from_the_secret_and_not_from_the_request() -> None:
+    engine, other = FakeEngine(), FakeEngine()
+    mine = Tenants(engine.cache, engine.engine.share, SECRET)
+    same = Tenants(other.cache, other.engine.share, SECRET)
+    without = Tenants(engine.cache, engine.engine.share)
+    names = [mine.namespace(*parts) for parts in (("a",), ("a", "s"), ("as",), ("", "as"), ("a", "", b"s"))]
+    assert len(set(names)) == len(names)
+    assert [same.namespace("a"), same.public] == [names[0], mine.public]
+    assert without.namespace("a") != names[0]
+    place = mine.place(np.arange(9), cache_salt="s")
+    assert place.namespace == mine.namespace("", "s")
+
+
+def test_published_tokens_are_everybodys_and_what_follows_is_not() -> None:
+    with tiny_llm.llm() as llm:
+        llm.add_tenant("alice")
+        llm.add_tenant("bob", quota="64KiB")
+        system, question = tokens_of(1, 37), tokens_of(2, 30)
+
+        def found(prompt: list[int], **options: Any) -> int:
+            return llm.generate([prompt], ONE, **options)[0].num_cached_tokens
+
+        assert found(system + question, tenant="alice") == 0
+        pin = llm.publish(system)
+        assert found(system + question, tenant="alice") == 37
+        assert found(system + question, tenant="alice") == 66
+        assert found(system + question, tenant="bob") == 37
+        assert found(system + question) == 37
+        assert found(system, tenant="bob") == 0, "nothing behind it: the tenant's own"
+        longer = llm.publish(system + question[:3])
+        assert found(system + question, tenant="alice") == 40
+        for one in (pin, longer):
+            llm.unpin(one)
+        assert found(system + question, tenant="alice") == 66, "what it had before"
+        account = llm.engine.tenants["bob"].account
+        assert sum(llm.cache.account_counts(account)) * llm.cache.unit_bytes <= 64 << 10
+        llm.cache.check()
+
+
+# -- how much --------------------------------------------------------------------------------------------
+
+
+def test_what_can_never_fit_in_its_quota_fails_at_once_with_the_numbers() -> None:
+    engine = fake()
+    add(engine, "alice", quota=5)
+    with pytest.raises(
+        CapacityError,
+        match=r"fits in its tenant's quota, got one of tenant 'alice' of 25 tokens that needs 7 blocks of 5",
+    ):
+        engine.submit(tokens_of(0, 20), SamplingParams(max_tokens=6), tenant="alice")
+    engine.submit(tokens_of(0, 20), SamplingParams(max_tokens=1), tenant="alice")
+    outputs = engine.run()
+    assert len(outputs) == 1
+    request = engine.submit(tokens_of(1, 8), SamplingParams(max_tokens=None), tenant="alice")
+    assert len(engine.run()[request].outputs[0].token_ids) == 13, "as much as the quota leaves"
+
+
+@pytest.mark.parametrize("preemption", ["park", "recompute"])
+def test_every_request_gets_its_tokens_whatever_the_quotas(preemption: Any) -> None:
+    rng = random.Random(3)
+    for case in range(12):
+        engine = fake(num_blocks=24, preemption=preemption, max_num_seqs=8)
+        add(engine, "a", quota=rng.choice([9, 12, None]), floor=rng.choice([0, 6]))
+        add(engine, "b", quota=rng.choice([9, 14]), floor=rng.choice([0, 4]))
+        prompts = {}
+        for i in range(16):
+            prompt = tokens_of(100 * case + i, rng.randint(2, 16))
+            tenant = rng.choice(["a", "b", None])
+            retention = rng.choice(["keep", "normal", "discard"])
+            prompts[
+                engine.submit(prompt, SamplingParams(max_tokens=10), tenant=tenant, retention=retention)
+            ] = prompt
+        while engine.engine.has_work:
+            engine.step()
+            for tenant in engine.engine.tenants:
+                counts = engine.cache.account_counts(tenant.account)
+                if tenant.quota_bytes is not None:
+                    assert sum(counts) * engine.cache.unit_bytes <= tenant.quota_bytes
+        for request_id, prompt in prompts.items():
+            assert engine.outputs[request_id].outputs[0].token_ids == expected_tokens(engine.spec, prompt, 10)
+        engine.check_empty()
+
+
+def test_who_waits_for_its_own_units_delays_nobody_else() -> None:
+    engine = fake(num_blocks=40, max_num_seqs=16)
+    add(engine, "small", quota=6)
+    add(engine, "other")
+    first = engine.submit(tokens_of(0, 16), SamplingParams(max_tokens=8), tenant="small")
+    second = engine.submit(tokens_of(1, 12), SamplingParams(max_tokens=12), tenant="small")
+    third = engine.submit(tokens_of(2, 4), SamplingParams(max_tokens=12), tenant="small")
+    others = [
+        engine.submit(tokens_of(3 + i, 8), SamplingParams(max_tokens=4), tenant="other") for i in range(3)
+    ]
+    engine.step()
+    running = {sample.request.request_id for sample in engine.scheduler.running}
+    assert running == {first, *others}
+    ended = []
+    while engine.engine.has_work:
+        ended += [output.request_id for output in engine.step()]
+    assert ended.index(others[-1]) < ended.index(first) < ended.index(second) < ended.index(third)
+
+
+def test_a_quota_preempts_the_tenants_own_youngest() -> None:
+    engine = fake(num_blocks=40, max_num_seqs=16)
+    add(engine, "small", quota=8)
+    add(engine, "other")
+    mine = [engine.submit(tokens_of(i, 4), SamplingParams(max_tokens=20), tenant="small") for i in range(3)]
+    others = [
+        engine.submit(tokens_of(5 + i, 4), SamplingParams(max_tokens=20), tenant="other") for i in range(2)
+    ]
+    preempted: set[str] = set()
+    while engine.engine.has_work:
+        before = {s.request.request_id: s.request.num_preemptions for s in engine.scheduler.running}
+        requests = dict(engine.scheduler.requests)
+        engine.step()
+        new = {name for name, count in before.items() if requests[name].num_preemptions > count}
+        assert mine[0] not in new
+        preempted |= new
+    assert preempted
+    assert preempted <= set(mine)
+    assert not preempted & set(others)
+    engine.check_empty()
+
+
+def test_a_floor_is_not_taken_by_others_running_or_cached() -> None:
+    engine = fake(num_blocks=20, max_num_seqs=16)
+    account = add(engine, "kept", floor=6)
+    add(engine, "greedy")
+    prompt = tokens_of(0, 23)
+    engine.submit(prompt, SamplingParams(max_tokens=1), tenant="kept")
+    engine.run()
+    for i in range(20):
+        engine.submit(tokens_of(1 + i, 20), SamplingParams(max_tokens=10), tenant="greedy")
+    engine.run()
+    assert sum(engine.cache.account_counts(account)) == 6
+    again = engine.submit(prompt, SamplingParams(max_tokens=1), tenant="kept")
+    assert engine.run()[again].num_cached_tokens == 22
+    # One that runs within its floor is not preempted for others either, young as it may be.
+    for i in range(4):
+        engine.submit(tokens_of(50 + i, 4), SamplingParams(max_tokens=36), tenant="greedy")
+    young = engine.submit(tokens_of(70, 4), SamplingParams(max_tokens=16), tenant="kept")
+    request = engine.scheduler.requests[young]
+    engine.run()
+    assert engine.engine.stats()["num_preemptions"] > 0
+    assert request.num_preemptions == 0
+
+
+def test_priority_is_the_tenants_and_the_requests() -> None:
+    engine = fake(max_num_seqs=1)
+    add(engine, "slow", priority=5)
+    add(engine, "quick", priority=-5)
+    order = [
+        engine.submit(tokens_of(i, 4), SamplingParams(max_tokens=2), tenant=tenant, priority=priority)
+        for i, (tenant, priority) in enumerate([("slow", 0), ("quick", 11), ("quick", 0), (None, 0)])
+    ]
+    ended: list[str] = []
+    while engine.engine.has_work:
+        ended += [output.request_id for output in engine.step()]
+    assert ended == [order[2], order[3], order[0], order[1]]
+
+
+def test_retention_decides_what_goes_first() -> None:
+    engine = fake(num_blocks=12)
+    kept, dropped = tokens_of(1, 16), tokens_of(2, 16)
+    engine.submit(kept, SamplingParams(max_tokens=1), retention="keep")
+    engine.run()
+    engine.submit(dropped, SamplingParams(max_tokens=1), retention="discard")
+    engine.run()
+    engine.submit(tokens_of(3, 24), SamplingParams(max_tokens=1))
+    engine.run()
+    assert engine.cache.match(kept).num_tokens == 15
+    assert engine.cache.match(dropped).num_tokens < 15
+
+
+# -- what cannot be --------------------------------------------------------------------------------------
+
+
+def test_limits_that_cannot_be_are_refused() -> None:
+    with tiny_llm.llm() as llm:
+        for options, message in (
+            ({"quota": 0}, "expected a size of at least 1 byte, got 0 for the quota of tenant 'a'"),
+            (
+                {"quota": "1KiB"},
+                r"expected a quota of at least 8KiB \(1 blocks\), got '1KiB' - of tenant 'a'",
+            ),
+            (
+                {"quota": "1MiB", "floor": "1.5MiB"},
+                "expected a floor of at most the quota of 1MiB, got '1.5MiB'",
+            ),
+            ({"floor": "3MiB"}, "expected floors and pins that fit in the cache of 2MiB, got '3MiB'"),
+            ({"quota": "lots"}, "expected a size such as"),
+            ({"priority": 1.5}, "expected an integer priority, got 1.5"),
+        ):
+            with pytest.raises(ArgumentError, match=message):
+                llm.add_tenant("a", **options)
+        with pytest.raises(ArgumentError, match="expected a tenant's name, got ''"):
+            llm.add_tenant("")
+        llm.add_tenant("a/../b", floor="1.5MiB")
+        with pytest.raises(ArgumentError, match=r"expected a new tenant, got 'a/\.\./b'"):
+            llm.add_tenant("a/../b")
+        with pytest.raises(ArgumentError, match=r"where 1\.5MiB are other tenants' floors"):
+            llm.add_tenant("c", floor="1MiB")
+        with pytest.raises(
+            ArgumentError, match=r"expected a tenant that was added, got 'd' \(known: a/../b\)"
+        ):
+            llm.generate([[1, 2]], ONE, tenant="d")
+        with pytest.raises(ArgumentError, match="expected keep, normal or discard, got 'always'"):
+            llm.generate([[1, 2]], ONE, retention="always")  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="expected text as cache_salt"):
+            llm.generate([[1, 2]], ONE, cache_salt="")
+        with pytest.raises(CapacityError, match=r"expected a kv_memory of at least 1.5MiB"):
+            llm.resize("1MiB")
+        assert llm.stats()["num_blocks"] == 256
+        llm.resize("4MiB")
+        llm.add_tenant("c", floor="2MiB")
+        llm.remove_tenant("a/../b")
+        llm.resize("2MiB")
+        with pytest.raises(
+            ArgumentError, match="expected at least 16 bytes, got 5 bytes - in `tenant_secret`"
+        ):
+            tiny_llm.llm(tenant_secret=b"short")
+
+
+def test_a_tenant_that_is_removed_leaves_nothing() -> None:
+    with tiny_llm.llm() as llm:
+        llm.add_tenant("a", quota="512KiB")
+        llm.generate([tokens_of(0, 50)], ONE, tenant="a")
+        llm.generate([tokens_of(0, 50)], ONE, tenant="a", cache_salt="s")
+        llm.pin(tokens_of(1, 20), tenant="a")
+        request = llm.engine.submit(tokens_of(2, 20), ONE, tenant="a")
+        with pytest.raises(ArgumentError, match="expected a tenant without requests, got 'a' with 1"):
+            llm.remove_tenant("a")
+        llm.engine.abort(request)
+        llm.remove_tenant("a")
+        stats = llm.stats()
+        assert (stats["cached"], stats["pinned"], stats["num_tenants"]) == (0, 0, 0)
+        llm.add_tenant("a")
+        assert llm.generate([tokens_of(0, 50)], ONE, tenant="a")[0].num_cached_tokens == 0
+
+
+# -- pins ------------------------------------------------------------------------------------------------
+
+
+def test_pins_of_an_engine_hold_under_pressure_and_within_their_budget() -> None:
+    with tiny_llm.llm(kv_memory="256KiB", pin_memory="64KiB", max_num_seqs=4) as llm:
+        llm.add_tenant("a")
+        pin = llm.pin(tokens_of(0, 100), tenant="a", owner="the chat")
+        assert (pin.owner, len(pin.tokens)) == ("the chat", 100)
+        with pytest.raises(
+            CapacityError, match=r"expected a pin within the budget of 64KiB \(8 blocks\), got one that"
+        ):
+            llm.pin(tokens_of(1, 40))
+        llm.pin(tokens_of(0, 90), tenant="a")  # shares all but the last block
+        for seed in range(2, 12):
+            llm.generate([tokens_of(seed, 120)], ONE)
+        assert llm.generate([[*tokens_of(0, 100), 7]], ONE, tenant="a")[0].num_cached_tokens == 100
+        assert pin.num_hits == 1
+        stats = llm.stats()
+        assert (stats["pinned"], stats["num_pins"]) == (7, 2)
+        with pytest.raises(CapacityError, match=r"expected a kv_memory of at least .* are pinned"):
+            llm.resize(6 * llm.cache.unit_bytes)
+        llm.trim()
+        assert llm.stats()["pinned"] == 7
+        for one in llm.pins:
+            llm.unpin(one)
+        assert llm.stats()["pinned"] == 0
+        llm.cache.check()
+
+
+def test_no_pin_and_no_floor_may_strand_a_request_that_waits() -> None:
+    later = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    with tiny_llm.llm(kv_memory="192KiB", pin_memory="100%") as llm:
+        waiting = llm.engine.submit(tokens_of(0, 200), later, priority=10)
+        with pytest.raises(CapacityError, match=f"in request '{waiting}'"):
+            llm.pin(tokens_of(1, 240))
+        assert llm.stats()["num_pins"] == 0
+        with pytest.raises(CapacityError, match=f"in request '{waiting}'"):
+            llm.add_tenant("a", floor="100KiB")
+        assert llm.stats()["num_tenants"] == 0
+        while llm.engine.has_work:
+            llm.engine.step()
+        pin = llm.pin(tokens_of(1, 240))
+        with pytest.raises(CapacityError, match="15 of which pins and other tenants' floors keep"):
+            llm.generate([tokens_of(2, 240)], SamplingParams(max_tokens=16))
+        shared = llm.generate([tokens_of(1, 240)], SamplingParams(max_tokens=16, ignore_eos=True))[0]
+        assert len(shared.outputs[0].token_ids) == 16
+        llm.unpin(pin)
+
+
+def test_rows_share_nothing_to_pin() -> None:
+    with tiny_llm.llm(storage="contiguous") as llm:
+        llm.add_tenant("a")
+        llm.generate([[1, 2, 3]], ONE, tenant="a")
+        for call in (llm.pin, llm.publish, llm.explain, llm.subscribe):
+            with pytest.raises(ArgumentError, match="expected a cache that shares prefixes"):
+                call([1, 2, 3])
+        assert "token" in llm.report()

@@ -1,0 +1,81 @@
+"""Rules for the laws of the cache: pins made, hit and ended at any time; all of them stay found meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+from laws.account_rules import AccountMachine
+from laws.cache_model import WHICH, same
+from support.fake_storage import Content
+
+from quire.cache.pins import Pin
+
+
+class PinMachine(AccountMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.pinned: list[tuple[list[Pin], Content]] = []
+
+    def tick(self) -> float:
+        return self.now
+
+    @precondition(lambda self: self.committed and self.cache.prefix_caching)
+    @rule(which=WHICH, cut=st.integers(0, 6), ttl=st.sampled_from([None, 3.0, 8.0]))
+    def pin(self, which: int, cut: int, ttl: float | None) -> None:
+        content = self.committed[-1 - which % len(self.committed)].cut(cut)
+        where: dict[str, Any] = {"namespace": content.namespace, "extra_keys": content.keys}
+        for cache in self.caches:
+            if not len(cache.pins):
+                cache.pins.use_clock(self.tick)
+        longer = [*content.tokens, 0]
+        found = same(self.call(lambda _, cache: cache.match(longer, **where).num_tokens))
+        if found < len(content.tokens) or not content.tokens:
+            self.refused(lambda _, cache: cache.pins.add(content.tokens, **where))
+            return
+        account = self.options.get("account", 0)
+        pins = self.call(lambda _, cache: cache.pins.add(content.tokens, account=account, ttl_s=ttl, **where))
+        same([pin.units for pin in pins])
+        self.pinned.append((pins, content))
+
+    @precondition(lambda self: self.pinned)
+    @rule(which=WHICH)
+    def unpin(self, which: int) -> None:
+        pins, _ = self.pinned.pop(which % len(self.pinned))
+        self.call(lambda i, cache: cache.pins.remove(pins[i]))
+
+    @rule(seconds=st.sampled_from([-50.0, 0.5, 2.0, 5.0]))
+    def time_goes_by(self, seconds: float) -> None:
+        """Backwards too."""
+        if hasattr(self, "caches"):
+            self.now += seconds
+            self.call(lambda _, cache: cache.pins.expire())
+            left = same([len(cache.pins) for cache in self.caches])
+            there = {id(pin) for pin in self.cache.pins}
+            self.pinned = [entry for entry in self.pinned if id(entry[0][0]) in there]
+            assert len(self.pinned) == left
+
+    def reset(self, really: bool) -> None:
+        while really and self.pinned:
+            self.unpin(0)
+        super().reset(really)
+
+    def forget_is_whole(self) -> bool:
+        return super().forget_is_whole() and not self.pinned
+
+    @invariant()
+    def what_is_pinned_is_found(self) -> None:
+        for _, content in self.pinned:
+            longer = Content(content.namespace, [*content.tokens, 0], content.keys)
+            assert self.expect_match(longer) >= len(content.tokens)
+
+    @invariant()
+    def the_states_add_up(self) -> None:
+        if hasattr(self, "caches"):
+            stats = self.cache.stats()
+            states = ("free", "cached", "held", "leased", "pinned")
+            assert sum(stats[state] for state in states) == self.num_blocks
+            units = set().union(*(pins[0].units for pins, _ in self.pinned))
+            assert stats["pinned"] == len(units)
