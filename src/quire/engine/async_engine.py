@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.engine.llm import LLM
 from quire.engine.prompts import encode
@@ -26,6 +26,8 @@ from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError, CancelledError, QuireError
 
 __all__ = ["AsyncEngine"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -135,14 +137,25 @@ class AsyncEngine:
 
     async def stats(self) -> dict[str, Any]:
         """`LLM.stats()`, taken between two steps."""
+        return await self.between_steps(LLM.stats)
+
+    async def between_steps(self, function: Callable[[LLM], _T]) -> _T:
+        """What `function` of the LLM returns, or raises, called by the engine's thread between two steps.
+
+        The engine waits meanwhile: it has to be quick. *raises:* CancelledError once the engine is closed.
+        """
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[dict[str, Any]] = loop.create_future()
+        answer: asyncio.Future[_T] = loop.create_future()
 
-        def take() -> None:
-            counts = self.llm.stats()
-            loop.call_soon_threadsafe(lambda: None if answer.done() else answer.set_result(counts))
+        def call() -> None:
+            try:
+                tell, value = answer.set_result, function(self.llm)
+            except Exception as error:
+                tell, value = answer.set_exception, error
+            with suppress(RuntimeError):  # the loop is closed, nobody waits any more
+                loop.call_soon_threadsafe(lambda: None if answer.done() else tell(value))  # type: ignore[arg-type]
 
-        self._hand_over(take)
+        self._hand_over(call)
         return await answer
 
     def close(self) -> None:
