@@ -17,6 +17,7 @@ from quire.cli.chat import chat
 from quire.cli.compare import compare
 from quire.cli.generate import generate
 from quire.cli.serve import serve
+from quire.cli.top import top
 from quire.errors import ArgumentError, CapacityError, QuireError
 
 __all__ = ["app", "main"]
@@ -33,6 +34,7 @@ app.command()(chat)
 app.command()(compare)
 app.add_typer(cache)
 app.command()(serve)
+app.command()(top)
 
 
 # typer keeps its copy of click private; this is the root of its complaints about a command line.

@@ -1,6 +1,6 @@
 // Storages side by side: one simulation on the server, stepped from here, drawn four times.
 
-import { announce, bytes, colour, make, number, percent } from "./format.js";
+import { announce, bytes, colour, fillRows, make, number, percent } from "./format.js";
 import { keyDialog, send } from "./server.js";
 
 const COLUMNS = 32;
@@ -79,13 +79,14 @@ function draw() {
   const there = state.storages.filter((one) => one.missing === null);
   for (const one of state.storages) drawStorage($(`storage-${one.name}`), one);
   const head = make("tr", {}, make("th", { scope: "col" }, ""), ...there.map((one) => make("th", { scope: "col", className: "number" }, one.name)));
-  $("figures-table").tHead.replaceChildren(head);
-  $("figures-table").tBodies[0].replaceChildren(...ROWS.map(([name, write, rank]) => {
-    const best = rank && state.asked ? Math.max(...there.map(rank)) : null;
-    const isTold = best !== null && there.some((one) => rank(one) !== best);
-    return make("tr", {}, make("th", { scope: "row" }, name), ...there.map((one) => make("td",
-      { className: isTold && rank(one) === best ? "number best" : "number" }, write(one))));
-  }));
+  if (!$("figures-table").tHead.children.length) $("figures-table").tHead.append(head);
+  fillRows($("figures-table").tBodies[0], ROWS.map(([name, write]) => [name, ...there.map((one) => write(one))]), (cell, r, c) => {
+    const rank = ROWS[r][2];
+    if (!c || !rank) return;
+    const best = Math.max(...there.map(rank));
+    const isBest = state.asked && rank(there[c - 1]) === best && there.some((one) => rank(one) !== best);
+    cell.className = isBest ? "number best" : "number";
+  });
 }
 
 function drawStorage(section, one) {

@@ -28,7 +28,7 @@ function holderLink(one) {
 
 function tokenText(before, texts, tokens) {
   const place = make("div", { className: "tokens", lang: "" });
-  if (before) place.append(make("span", { className: "before" }, before.length > 600 ? `…${before.slice(-600)}` : before));
+  if (before) place.append(make("span", { className: "before" }, before.length > 240 ? `…${before.slice(-240)}` : before));
   tokens.forEach((token, i) => place.append(make("span", { title: `token ${token}` }, texts[i] ?? `${token}`)));
   return place;
 }

@@ -36,6 +36,22 @@ export function make(name, properties = {}, ...children) {
   return element;
 }
 
+// The rows of a table, changed in place, so that who reads it with a screen reader keeps the place. Of a row: the header's
+// text, then each cell's; `dress(cell, row, column)` may give a cell more than text.
+export function fillRows(body, rows, dress = () => {}) {
+  while (body.children.length > rows.length) body.lastElementChild.remove();
+  rows.forEach((texts, r) => {
+    const row = body.children[r] ?? body.appendChild(document.createElement("tr"));
+    while (row.children.length > texts.length) row.lastElementChild.remove();
+    texts.forEach((text, c) => {
+      const cell = row.children[c]
+        ?? row.appendChild(c ? make("td", { className: "number" }) : make("th", { scope: "row" }));
+      if (cell.textContent !== text) cell.textContent = text;
+      dress(cell, r, c);
+    });
+  });
+}
+
 export function runs(list) {
   return list.map(([first, length]) => (length === 1 ? `${first}` : `${first}–${first + length - 1}`)).join(", ");
 }

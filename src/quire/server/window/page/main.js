@@ -1,7 +1,7 @@
 // The live view: events of the server into figures, the map, sequences, the tree and memory over time.
 
 import { drawLines } from "./charts.js";
-import { announce, bytes, make, number, percent, runs, seconds } from "./format.js";
+import { announce, bytes, fillRows, make, number, percent, runs, seconds } from "./format.js";
 import { BlockMap, drawLegend } from "./map.js";
 import { Refused, keyDialog, stream } from "./server.js";
 import { showSequence, showUnits } from "./details.js";
@@ -25,7 +25,7 @@ const prompt = new Prompt((runsOfPrompt) => map.mark(runsOfPrompt));
 const FIGURES = [
   ["Generated", (s) => [number(s.rates.generated_per_s, 0), "tokens/s"], 1, "--c0"],
   ["First token, lately", (s) => [seconds(s.rates.first_token_s), ""], 2, "--c1"],
-  ["Hit rate, lately", (s) => [percent(s.rates.hit_rate), "of prompt tokens"], 3, "--c2", 1],
+  ["Hit rate, lately", (s) => [percent(s.rates.hit_rate), "of prompts"], 3, "--c2", 1],
   ["Running, waiting", (s) => [`${number(s.counts.num_running)}, ${number(s.counts.num_waiting)}`, ""]],
   ["In use", (s) => [percent((s.counts.held + s.counts.leased) / s.counts.num_blocks), `of ${s.unit}s`]],
   ["Preempted, evicted", (s) => [`${number(s.counts.num_preemptions)}, ${number(s.counts.evicted_blocks)}`, ""]],
@@ -56,17 +56,16 @@ function drawMemory() {
   const top = Math.max(memory.total, ...tiers.flatMap((one) => one.values.map((value) => value ?? 0)));
   drawLines($("memory"), [{ values: both, ink: "--cached", fill: 0.85 }, { values: used, ink: "--held", fill: 0.9 },
     ...tiers], { top, grid: true, label: text });
-  const row = (ink, name, now, of) => {
+  const rows = [["--held", "memory, in use", bytes(memory.used), bytes(memory.total)],
+    ["--cached", "memory, cached", bytes(memory.cached), bytes(memory.total)],
+    ["--gone", "taken from the system", bytes(memory.committed), bytes(memory.total)],
+    ...memory.tiers.map((tier, i) => [`--c${2 + i}`, tier.name, bytes(tier.bytes), ""])];
+  fillRows($("memory-table"), rows.map((row) => row.slice(1)), (cell, r, c) => {
+    if (c || cell.firstElementChild) return;
     const swatch = make("i", { className: "swatch" });
-    swatch.style.background = `var(${ink})`;
-    return make("tr", {}, make("th", { scope: "row" }, swatch, name),
-      make("td", { className: "number" }, now), make("td", { className: "number" }, of));
-  };
-  $("memory-table").replaceChildren(
-    row("--held", "memory, in use", bytes(memory.used), bytes(memory.total)),
-    row("--cached", "memory, cached", bytes(memory.cached), bytes(memory.total)),
-    row("--gone", "taken from the system", bytes(memory.committed), bytes(memory.total)),
-    ...memory.tiers.map((tier, i) => row(`--c${2 + i}`, tier.name, bytes(tier.bytes), "")));
+    swatch.style.background = `var(${rows[r][0]})`;
+    cell.prepend(swatch);
+  });
 }
 
 // -- the map --------------------------------------------------------------------------------------------------
@@ -121,7 +120,8 @@ function drawSequences() {
   $("sequences-count").textContent = count > sequences.length ? `${number(count)}, the first ${sequences.length} shown` : number(count);
   const cells = (row) => row.children;
   keepRows($("sequences"), sequences, (one) => `${one.id}/${one.index}`, (one) => {
-    const button = make("button", { type: "button", className: "link" }, one.index ? `${one.id} #${one.index}` : one.id);
+    const button = make("button", { type: "button", className: "link name", title: one.id },
+      one.index ? `${one.id} #${one.index}` : one.id);
     button.addEventListener("click", () => showSequence(one.id, one.index));
     return make("tr", {}, make("th", { scope: "row" }, button), make("td"), make("td", { className: "number" }),
       make("td", { className: "number" }), make("td", { className: "number" }), make("td", { className: "runs" }));

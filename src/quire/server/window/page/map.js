@@ -1,6 +1,6 @@
 // The block map: a canvas of cells, each one block or, of a large pool, the shares of many.
 
-import { announce, colour, make, number, percent } from "./format.js";
+import { announce, colour, fillRows, make, number, percent } from "./format.js";
 
 const STATES = ["free", "cached", "held", "leased"];
 const NOBODY = 255;
@@ -167,9 +167,7 @@ export function drawLegend(list, table, counts, tenants, byTenant) {
     swatch.style.background = `var(${ink})`;
     return make("li", {}, swatch, `${name} ${number(count)}`);
   }), ...(byTenant ? [make("li", { className: "muted" }, "paler: cached, held by nobody")] : []));
-  const row = (name, count) => make("tr", {}, make("th", { scope: "row" }, name),
-    make("td", { className: "number" }, number(count)),
-    make("td", { className: "number" }, percent(counts.num_blocks ? count / counts.num_blocks : 0)));
-  table.replaceChildren(...states.map(([name, count]) => row(name, count)),
-    ...tenants.map((one) => row(`tenant ${one.name}`, one.blocks)));
+  const row = (name, count) => [name, number(count), percent(counts.num_blocks ? count / counts.num_blocks : 0)];
+  fillRows(table, [...states.map(([name, count]) => row(name, count)),
+    ...tenants.map((one) => row(`tenant ${one.name}`, one.blocks))]);
 }
