@@ -2,8 +2,8 @@
 
     python benchmarks/window.py [--quick] [--blocks 100000] [--seconds 20]
 
-One process: the server on the embedded model, its pool filled with prefixes of several tenants (nothing computed: what is
-measured is looking on), and a watcher that reads the events as they come and throws them away.
+One process: the server on the embedded model, its pool filled with prefixes of several tenants (nothing computed: what
+is measured is looking on), and a watcher that reads the events as they come and throws them away.
   1. idle: processor time of the whole process with one administrator watching, less that with nobody;
   2. busy: the same while requests run, from the feed's own clock (processor time of collecting, painting, writing), and
      the tokens a second with and without a watcher, taking turns;
@@ -82,7 +82,7 @@ class Watcher:
 
 
 def fill(llm: LLM, share: float) -> None:
-    """Prefixes of 8 tenants, 64 to 512 tokens behind 32 shared beginnings each, until `share` of the blocks are cached."""
+    """Prefixes of 8 tenants, each behind one of 32 beginnings, until `share` of the blocks are cached."""
     rng, cache = np.random.default_rng(0), llm.cache
     heads = [[rng.integers(0, 500, 128).astype(np.int32) for _ in range(32)] for _ in range(8)]
     while cache.stats()["free"] > (1 - share) * cache.num_blocks:

@@ -72,7 +72,8 @@ def test_what_is_reserved_and_not_committed_has_no_content(backend: str) -> None
 def test_both_back_ends_alike(seed: int) -> None:
     retentions = [(FULL,), (FULL, Retention("window", 9))][seed % 2]
     caches = [
-        make(name, *retentions, num_blocks=24, overlapped_steps=seed % 3 == 0) for name in ("python", "native")
+        make(name, *retentions, num_blocks=24, overlapped_steps=seed % 3 == 0)
+        for name in ("python", "native")
     ]
     rng = np.random.default_rng(seed)
     pairs: list[tuple] = []
@@ -113,7 +114,11 @@ def test_both_back_ends_alike(seed: int) -> None:
             a, b = (cache.content_of(unit) for cache in caches)
             assert (a is None) == (b is None)
             if a is not None and b is not None:
-                assert (a.namespace, a.tokens.tolist(), a.num_own) == (b.namespace, b.tokens.tolist(), b.num_own)
+                assert (a.namespace, a.tokens.tolist(), a.num_own) == (
+                    b.namespace,
+                    b.tokens.tolist(),
+                    b.num_own,
+                )
 
 
 def test_rows_of_an_arena() -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.running_server import running
 
 from quire import LLM
 from quire.cli.top import frame
 from quire.server.settings import ServerSettings
 from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
-from support.running_server import running
 
 KEYS = KeyRing([(digest_of_key("alice-key"), Tenant("alice")), (digest_of_key("boss-key"), ADMIN)])
 

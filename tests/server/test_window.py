@@ -157,7 +157,6 @@ def test_without_keys_this_machine_sees_all(url: str) -> None:
         assert "".join(whole["texts"]).startswith(SECRET[:6])
         watcher.until(lambda state: state.get("tree", {}).get("nodes"))
         assert SECRET.encode() not in watcher.raw
-    state = None
 
 
 def test_another_sites_name_for_this_machine_sees_little(url: str) -> None:
@@ -249,9 +248,7 @@ def test_all_who_watch_get_the_same_bytes(url: str) -> None:
 def test_the_feed_ends_when_the_server_stops(llm: Any, serve: Any) -> None:
     with serve(ServerSettings()) as (url, app), Watcher(url) as watcher:
         app.state.service.draining = True
-        with pytest.raises(AssertionError, match="ended"):
-            for _ in range(20):
-                watcher.next()
+        assert not watcher.response.read().endswith(b"data: ")  # it comes to an end
 
 
 def test_the_cost_limits_the_rate(llm: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,9 +325,7 @@ def test_comparisons_are_bounded(url: str) -> None:
         assert (
             ask(url, f"{at}/requests", body={"count": 64, "prompt_tokens": 9, "output_tokens": 9})[0] == 200
         )
-    assert (
-        ask(url, f"{at}/requests", body={"count": 1, "prompt_tokens": 9, "output_tokens": 9})[0] == 429
-    )
+    assert ask(url, f"{at}/requests", body={"count": 1, "prompt_tokens": 9, "output_tokens": 9})[0] == 429
     for session in sessions:
         ask(url, f"/window/storages/{session}", method="DELETE")
 

@@ -98,7 +98,7 @@ def test_blocks_are_allocated_while_a_prompt_is_answered(page: Any, llm: Any) ->
     until(lambda: "in " in by_id(page, "try-status").text and "blocks:" in by_id(page, "try-status").text)
     assert by_id(page, "answer").text
     table = until(lambda: [row[5] for row in cells_of(page, "#sequences") if len(row) == 6])[0]
-    assert int(table.split(",")[0].split("–")[0]) == 0
+    assert int(table.split(",")[0].split("\u2013")[0]) == 0
     until(lambda: pixel(page, 8, 8) != free)
     blocks = [int(by_id(page, "try-status").text.split(" blocks")[0].split()[-1])]
     until(lambda: int(by_id(page, "try-status").text.split(" blocks")[0].split()[-1]) > blocks[0])
@@ -232,7 +232,9 @@ def test_keys_are_asked_for_and_nothing_is_told_to_a_tenant(browser: Any, serve:
             until(lambda: by_id(browser, "tree").is_displayed())
             until(lambda: "alice-name" in by_id(browser, "tree").text)
             assert boss not in browser.page_source
-            stored = browser.execute_script("return localStorage.length + sessionStorage.length + document.cookie.length")
+            stored = browser.execute_script(
+                "return localStorage.length + sessionStorage.length + document.cookie.length"
+            )
             assert stored == 0
         finally:
             browser.get("about:blank")

@@ -249,7 +249,7 @@ class BlockManager(Protocol):
         ...
 
     def content_of(self, unit: int) -> tuple[bytes, Int32Array, int] | None:
-        """The entries of `unit_map.UnitContent`; None where nothing is known. ValueError for an id that is none."""
+        """The entries of `unit_map.UnitContent`; None where nothing is known. ValueError: no such id."""
         ...
 
     def namespaces(self) -> list[bytes]:

@@ -426,8 +426,9 @@ class Cache:
         return TreeView.from_arrays(self._manager.tree())
 
     def unit_map(self) -> UnitMap:
-        """The state of every unit and whose content it has, for looking on. O(units + nodes), native some 10 ns each."""
-        return UnitMap(*self._manager.unit_map(), self._manager.namespaces())
+        """The state of every unit and whose content it has, for looking on. O(units + nodes)."""
+        states, namespace_index = self._manager.unit_map()
+        return UnitMap(states, namespace_index, self._manager.namespaces())
 
     def content_of(self, unit: int) -> UnitContent | None:
         """The tokens that a unit has, and those before them; None where its content is not known (yet)."""

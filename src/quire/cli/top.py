@@ -124,7 +124,7 @@ def _states(counts: dict[str, int], unit: str) -> RenderableType:
 
 
 def _map(cells: dict[str, Any], width: int, lines: int) -> RenderableType:
-    """The server's cells, gathered to what fits: how high a character stands is how much is in use, its colour of what."""
+    """The server's cells, gathered to what fits: a character's height is how much is in use, its colour of what."""
     import base64
 
     import numpy as np
@@ -230,7 +230,9 @@ def _events(url: str, key: str | None) -> Iterator[dict[str, Any]]:
     """The server's events. *raises:* QuireError in one line: no server, a wrong key, another server."""
     where = f"{url}/window/events"
     try:
-        request = urllib.request.Request(where, headers={} if key is None else {"Authorization": f"Bearer {key}"})
+        request = urllib.request.Request(
+            where, headers={} if key is None else {"Authorization": f"Bearer {key}"}
+        )
         response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
     except urllib.error.HTTPError as error:
         raise _refusal(url, error) from error

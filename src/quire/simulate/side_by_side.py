@@ -1,7 +1,7 @@
 """The storages side by side, step by step: the same requests given to each as somebody adds them.
 
-As `compare.run_simulated`: the real scheduler, cache and storage, and a clock that moves along a cost line in place of a
-model. The pool is small (`MEMORY_TOKENS` tokens), so that one sees it fill. Everything told is read from the real
+As `compare.run_simulated`: the real scheduler, cache and storage, and a clock that moves along a cost line in place of
+a model. The pool is small (`MEMORY_TOKENS` tokens), so that one sees it fill. Everything told is read from the real
 cache; nothing is computed by formula.
 
 Not thread-safe. Cost: a step some 0.3 ms a storage; `state` O(units + open sequences).
@@ -42,7 +42,7 @@ _SPEC = KVSpec(layers=(LayerSpec(Retention(), 1, 32, 32),) * 2, dtype="float32")
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: how long its prompt is, how many tokens it generates, and how many of the prompt all requests share."""
+    """A request: tokens of its prompt, of its output, and how many of the prompt all requests share."""
 
     num_prompt_tokens: int
     num_output_tokens: int
@@ -129,7 +129,7 @@ class _Lane:
         }
 
     def _cells(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each cell: the request that has most of it (or NOBODY, CACHED_CELL, LEASED_CELL), and percents computed."""
+        """For each cell the request that has most of it, or NOBODY or the like, and percents computed."""
         owners, filled = self._units()
         cells = np.arange(NUM_CELLS)
         starts = cells * len(owners) // NUM_CELLS

@@ -75,13 +75,9 @@ def _tokens_at(llm: LLM, sample: Sample, unit: int) -> tuple[Any, int]:
 
 
 def sequence_details(llm: LLM, request_id: str, index: int) -> dict[str, Any]:
-    """A running sample with its whole block table and its tokens. *raises:* ApiError where it does not run (any more)."""
+    """A running sample with its whole block table and its tokens. *raises:* ApiError where it has ended."""
     for sample in llm.engine.scheduler.running:
-        if (
-            sample.request.request_id == request_id
-            and sample.index == index
-            and sample.sequence is not None
-        ):
+        if sample.request.request_id == request_id and sample.index == index and sample.sequence is not None:
             tokens = sample.sequence.tokens
             return {
                 **_holder(sample),

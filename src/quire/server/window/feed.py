@@ -1,8 +1,9 @@
 """One snapshot for all who watch: taken while somebody does, as often as its cost allows.
 
-Every update is measured (processor time of the engine's thread, the painting and the writing), and the next one comes no
-sooner than keeps the window below `MAX_SHARE` of a core: every 0.25 s at best, every 5 s at worst. The prefix tree and the
-committed bytes, which cost more, come more rarely and have a share of their own. Without a watcher there is no task and no cost.
+Every update is measured (processor time of the engine's thread, the painting and the writing), and the next one comes
+no sooner than keeps the window below `MAX_SHARE` of a core: every 0.25 s at best, every 5 s at worst. The prefix tree
+and the committed bytes, which cost more, come more rarely and have a share of their own. Without a watcher there is no
+task and no cost.
 
 Invariants
     F1  all watchers of one right get the same bytes; nobody without the right gets what only the administrator may see.

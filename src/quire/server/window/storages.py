@@ -162,9 +162,7 @@ async def add(session_id: str, body: AddRequests, request: Request) -> StoragesS
 
     def change(simulation: SideBySide) -> None:
         if simulation.num_open + body.count > _MAX_OPEN:
-            raise ApiError(
-                429, f"at most {_MAX_OPEN} requests may be open", code="too_many", retry_after_s=1
-            )
+            raise ApiError(429, f"at most {_MAX_OPEN} requests may be open", code="too_many", retry_after_s=1)
         for _ in range(body.count):
             simulation.add(asked)
 
