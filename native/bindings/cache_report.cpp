@@ -75,6 +75,12 @@ nb::dict tree(PythonBlockManager& self) {
     return arrays;
 }
 
+nb::object content_of(const PythonBlockManager& self, UnitId unit) {
+    const std::optional<UnitContent> content = self.content_of(unit);
+    if (!content) return nb::none();
+    return nb::make_tuple(bytes_of(content->name), copy_of(std::span(content->tokens)), content->num_own);
+}
+
 }  // namespace
 
 void bind_cache_report(nb::class_<PythonBlockManager>& manager) {
@@ -114,6 +120,11 @@ void bind_cache_report(nb::class_<PythonBlockManager>& manager) {
              "is_on"_a)
         .def("take_events", &take_events)
         .def("tree", &tree)
+        .def("unit_map", [](const Manager& self) {
+            const UnitMap map = self.unit_map();
+            return std::tuple(copy_of(std::span(map.states)), copy_of(std::span(map.names)));
+        })
+        .def("content_of", &content_of, "unit"_a)
         .def("namespaces", [](const Manager& self) {
             std::vector<nb::bytes> names;
             for (const std::string_view name : self.namespaces()) names.push_back(bytes_of(name));

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -99,6 +100,19 @@ struct TreeReport {
     std::vector<std::string> names;
 };
 
+// All units, by id: their state, and the root (in the order of names) below which their content is known, or kNone.
+struct UnitMap {
+    std::vector<std::uint8_t> states;
+    std::vector<std::int32_t> names;
+};
+
+// What a unit whose content is known holds: the last `num_own` of `tokens`, which begin at the root.
+struct UnitContent {
+    std::string name;
+    std::vector<Token> tokens;
+    std::int32_t num_own;
+};
+
 class BlockManager {
 public:
     BlockManager(std::vector<Retention> retentions, std::int64_t num_blocks, std::int64_t block_size,
@@ -140,6 +154,8 @@ public:
     void record_events(bool is_on);
     EventBatch take_events() noexcept { return events_.take(); }
     TreeReport tree();
+    UnitMap unit_map() const;
+    std::optional<UnitContent> content_of(UnitId unit) const;  // BadArgument for an id that is none
     std::vector<std::string_view> namespaces() const { return tree_.names(); }
 
     Counts counts() const noexcept;

@@ -173,4 +173,51 @@ TreeReport BlockManager::tree() {
     return report;
 }
 
+UnitMap BlockManager::unit_map() const {
+    constexpr std::int32_t kUnknown = -2;
+    const std::int64_t num_ids = pool_.num_ids();
+    UnitMap map;
+    map.states.reserve(static_cast<std::size_t>(num_ids));
+    map.names.reserve(static_cast<std::size_t>(num_ids));
+    // A walk up ends where an earlier one has been: every node is walked once.
+    std::vector<std::int32_t> name_of(static_cast<std::size_t>(tree_.num_records()), kUnknown);
+    std::int32_t next = 0;
+    for (const NodeId root : tree_.roots()) name_of[static_cast<std::size_t>(root)] = next++;
+    std::vector<NodeId> walked;
+    for (std::int64_t at = 0; at < num_ids; ++at) {
+        const auto unit = static_cast<UnitId>(at);
+        map.states.push_back(static_cast<std::uint8_t>(pool_.state(unit)));
+        NodeId node = pool_.node(unit);
+        if (node == kNone) {
+            map.names.push_back(kNone);
+            continue;
+        }
+        walked.clear();
+        for (; name_of[static_cast<std::size_t>(node)] == kUnknown; node = tree_.parent(node)) walked.push_back(node);
+        const std::int32_t name = name_of[static_cast<std::size_t>(node)];
+        for (const NodeId below : walked) name_of[static_cast<std::size_t>(below)] = name;
+        map.names.push_back(name);
+    }
+    return map;
+}
+
+std::optional<UnitContent> BlockManager::content_of(UnitId unit) const {
+    if (unit < 0 || unit >= pool_.num_ids())
+        throw BadArgument("expected a unit of 0 .. " + std::to_string(pool_.num_ids() - 1) + ", got " +
+                          std::to_string(unit) + " in content_of");
+    NodeId node = pool_.node(unit);
+    if (node == kNone) return std::nullopt;
+    UnitContent content{{}, {}, tree_.num_tokens(node)};
+    std::vector<NodeId> path;
+    for (; !tree_.is_root(node); node = tree_.parent(node)) path.push_back(node);
+    for (auto at = path.rbegin(); at != path.rend(); ++at) {
+        const auto tokens = tree_.tokens(*at);
+        content.tokens.insert(content.tokens.end(), tokens.begin(), tokens.end());
+    }
+    const std::vector<NodeId> roots = tree_.roots();
+    const auto place = std::find(roots.begin(), roots.end(), node) - roots.begin();
+    content.name = tree_.names()[static_cast<std::size_t>(place)];
+    return content;
+}
+
 }  // namespace quire

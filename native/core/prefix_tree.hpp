@@ -113,6 +113,7 @@ public:
     bool is_bare(NodeId node) const noexcept;
 
     std::int64_t num_nodes() const noexcept { return num_nodes_; }
+    NodeId num_records() const noexcept { return num_used_records_; }  // every node's number is below it
     std::int64_t num_visited() const noexcept { return num_visited_; }
     std::size_t capacity_bytes() const noexcept;
 

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
-import uvicorn
+from support.running_server import running
 
-from quire import LLM, AsyncEngine
-from quire.server.app import make_app
-from quire.server.run import bind
+from quire import LLM
 from quire.server.settings import ServerSettings
-
-
-@contextmanager
-def running(llm: LLM, settings: ServerSettings) -> Iterator[tuple[str, object]]:
-    """(base URL, application) of a server that serves until the block ends."""
-    listener = bind("127.0.0.1", 0)
-    engine = AsyncEngine(llm)
-    app = make_app(engine, settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        engine.close()
-        listener.close()
 
 
 @pytest.fixture(scope="module")

@@ -244,6 +244,14 @@ class BlockManager(Protocol):
         """Every node, parents before children. O(nodes)."""
         ...
 
+    def unit_map(self) -> tuple[NDArray[np.uint8], Int32Array]:
+        """The first two entries of `unit_map.UnitMap`. O(units + nodes)."""
+        ...
+
+    def content_of(self, unit: int) -> tuple[bytes, Int32Array, int] | None:
+        """The entries of `unit_map.UnitContent`; None where nothing is known. ValueError: no such id."""
+        ...
+
     def namespaces(self) -> list[bytes]:
         """Those with a root, sorted."""
         ...

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.cache.accounts import NO_QUOTA, NOBODY
 from quire.cache.backend import NORMAL, EventArrays, Int32Array, Int64Array, TreeArrays
@@ -34,6 +35,7 @@ from quire.cache.pool import NO_WRITER
 from quire.cache.reserve import Copy, Request, decide, make_plan, units_by_account
 from quire.cache.sequence import GIVEN_UP, SequenceState
 from quire.cache.tree_view import tree_arrays
+from quire.cache.unit_map import content_of, unit_map
 from quire.spec import Retention
 
 __all__ = ["PythonBlockManager"]
@@ -380,6 +382,12 @@ class PythonBlockManager:
 
     def tree(self) -> TreeArrays:
         return tree_arrays(self)
+
+    def unit_map(self) -> tuple[NDArray[np.uint8], Int32Array]:
+        return unit_map(self)
+
+    def content_of(self, unit: int) -> tuple[bytes, Int32Array, int] | None:
+        return content_of(self, unit)
 
     def namespaces(self) -> list[bytes]:
         return sorted(self.blocks.tree.roots)

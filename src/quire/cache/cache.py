@@ -25,6 +25,7 @@ from quire.cache.memory_use import MemoryUse
 from quire.cache.pins import Pins
 from quire.cache.report import report
 from quire.cache.tree_view import TreeView
+from quire.cache.unit_map import UnitContent, UnitMap
 from quire.cache.units import max_tokens_for, num_units_for
 from quire.errors import ArgumentError, SequenceClosedError
 from quire.sizes import format_size, parse_size
@@ -426,6 +427,16 @@ class Cache:
     def tree(self) -> TreeView:
         """Every node of the prefix tree as arrays, for reports. O(nodes)."""
         return TreeView.from_arrays(self._manager.tree())
+
+    def unit_map(self) -> UnitMap:
+        """The state of every unit and whose content it has, for looking on. O(units + nodes)."""
+        states, namespace_index = self._manager.unit_map()
+        return UnitMap(states, namespace_index, self._manager.namespaces())
+
+    def content_of(self, unit: int) -> UnitContent | None:
+        """The tokens that a unit has, and those before them; None where its content is not known (yet)."""
+        content = self._call("content_of", arguments.count(unit, "a unit", 0))
+        return None if content is None else UnitContent(*content)
 
     def namespaces(self) -> list[bytes]:
         """Those in which content is known or a sequence is open, sorted."""

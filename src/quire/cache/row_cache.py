@@ -82,6 +82,17 @@ class RowCache(Cache):
             arguments.count(max_num_tokens, "max_num_tokens", 1)
         return self._opened(self._manager.open(tokens, max_num_tokens, account))
 
+    # Where rows lie
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(sequence id, first unit, units) of all that is out; id -1: leased. See `RowManager.spans`."""
+        return self._manager.spans()
+
+    def computed_share(self, sequence_id: int) -> float:
+        """Of what the sequence's place has room for, the share whose K and V are computed."""
+        row = self._manager.rows[sequence_id]
+        return row.num_computed / row.room if row.room else 0.0
+
     # What fits
 
     def units_alone(self, num_tokens: int) -> int:

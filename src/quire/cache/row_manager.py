@@ -23,12 +23,14 @@ Cost: open and append O(tokens), reserve O(sequences + tables + new tokens), the
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.cache.backend import EventArrays, Int32Array, Int64Array, TreeArrays
 from quire.cache.event_log import EventLog
 from quire.cache.row_plan import RowPlan
 from quire.cache.row_space import Place, Row, RowSpace
 from quire.cache.tree_view import empty_tree
+from quire.cache.unit_map import FREE, HELD, LEASED
 from quire.errors import InvariantError
 
 __all__ = ["RowManager"]
@@ -335,6 +337,31 @@ class RowManager:
             "deduplicated_blocks": 0,
             "moved_tokens": self.num_moved_tokens,
         }
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(row, first unit, units) of all that is out; row -1: leased. Buffers lie in many lanes of address space: they
+        stand one after another here."""
+        out = [(row.id, row.place, None) for row in self.rows.values() if row.place is not None]
+        out += [(-1, place, kept) for _, place, kept in self._leases]
+        spans: list[tuple[int, int, int]] = []
+        end = 0
+        for owner, place, kept in out:
+            units = self.space.units_of(place, kept)
+            spans.append((owner, end if self.space.grows else int(place.starts[0]), units))
+            end += units
+        return spans
+
+    def unit_map(self) -> tuple[NDArray[np.uint8], Int32Array]:
+        states = np.full(self.space.num_units, FREE, np.uint8)
+        for owner, start, units in self.spans():
+            states[start : start + units] = HELD if owner >= 0 else LEASED
+        return states, np.full(len(states), -1, np.int32)
+
+    def content_of(self, unit: int) -> None:
+        return None  # nothing is found again
+
+    def namespaces(self) -> list[bytes]:
+        return []
 
     def check(self) -> None:
         places = [row.place for row in self.rows.values() if row.place is not None]

@@ -18,6 +18,7 @@ from quire.cli.compare import compare
 from quire.cli.explain import explain
 from quire.cli.generate import generate
 from quire.cli.serve import serve
+from quire.cli.top import top
 from quire.errors import ArgumentError, CapacityError, QuireError
 
 __all__ = ["app", "main"]
@@ -35,6 +36,7 @@ app.command()(compare)
 app.command()(explain)
 app.add_typer(cache)
 app.command()(serve)
+app.command()(top)
 
 
 # typer keeps its copy of click private; this is the root of its complaints about a command line.

@@ -508,16 +508,21 @@ class LLM(Sharing, Visibility):
 
     def stats(self) -> dict[str, Any]:
         """Counts of the cache and of the engine since the start, see `docs/architecture.md`."""
-        storage, use = self._storage, self.cache.memory_use()
+        use = self.cache.memory_use()
         return {
             **self.engine.stats(),
             **self._visible_stats(),
             "kv_memory_bytes": self.kv_memory_bytes,
-            "kv_committed_bytes": storage.bytes_committed if storage is not None else 0,
+            "kv_committed_bytes": self.kv_committed_bytes,
             "kv_reserved_bytes": use.reserved,
             "kv_used_bytes": use.used,
             "kv_peak_bytes": use.peak,
         }
+
+    @property
+    def kv_committed_bytes(self) -> int:
+        """Memory that the cache has taken from the system; 0 once closed."""
+        return 0 if self._storage is None else self._storage.bytes_committed
 
     def close(self) -> None:
         """Ends all requests, stores in the tiers what they lack, gives the cache's memory back and the model as it was.

@@ -10,6 +10,8 @@ from quire.server.body_limit import BodyLimit
 from quire.server.errors import install_handlers
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
+from quire.server.window import routes as window
+from quire.server.window import storages
 
 __all__ = ["make_app"]
 
@@ -28,5 +30,7 @@ def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.include_router(chat.router)
     app.include_router(models.router)
     app.include_router(models.health_router)
+    app.include_router(storages.router)
+    app.include_router(window.router)
     app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes)
     return app

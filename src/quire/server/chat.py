@@ -175,7 +175,9 @@ class _Writer:
         readers = [CallReader(self._form) for _ in range(self._params.n)]
         begun: set[int] = set()
         write = ChoiceEvents(self._head)
-        async with aclosing(self._service.outputs(tenant, self._body, prompt, self._params)) as outputs:
+        async with aclosing(
+            self._service.outputs(tenant, self._body, prompt, self._params, self._head["id"])
+        ) as outputs:
             async for output in outputs:
                 answer.num_prompt_tokens = len(output.prompt_token_ids)
                 answer.num_cached_tokens = output.num_cached_tokens

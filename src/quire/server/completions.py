@@ -191,7 +191,7 @@ class _Writer:
         """The outputs of all prompts as they come, each with its prompt's place."""
         if len(prompts) == 1:
             async with aclosing(
-                self._service.outputs(tenant, self._body, prompts[0], self._params)
+                self._service.outputs(tenant, self._body, prompts[0], self._params, self._head["id"])
             ) as outputs:
                 async for output in outputs:
                     yield 0, output

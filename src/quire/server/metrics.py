@@ -71,6 +71,15 @@ class Metrics:
         self._engine_stats = engine_stats
         return generate_latest(self.registry)
 
+    def first_tokens(self) -> tuple[float, float]:
+        """(seconds from arrival to the first token, summed; how many) since the start."""
+        values = {
+            sample.name.rpartition("_")[2]: sample.value
+            for family in self.time_to_first_token.collect()
+            for sample in family.samples
+        }
+        return values["sum"], values["count"]
+
     def collect(self) -> Iterator[Any]:
         """The engine's part, for the registry."""
         stats = self._engine_stats

@@ -169,9 +169,16 @@ class Service:
         )
 
     async def outputs(
-        self, tenant: Tenant, body: SamplingBody, prompt: Any, params: SamplingParams
+        self,
+        tenant: Tenant,
+        body: SamplingBody,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of one prompt as it grows, each with what is new; the request is already admitted."""
+        """The outputs of one prompt as it grows, each with what is new; the request is already admitted.
+
+        request_id: what the engine calls it, as the client does; a name of its own where there is none."""
         self.num_open += 1
         self._open_of[tenant.name] = self._open_of.get(tenant.name, 0) + 1
         began = time.monotonic()
@@ -181,6 +188,7 @@ class Service:
             generated = self.engine.generate(
                 prompt,
                 params,
+                request_id=request_id,
                 priority=tenant.priority + (body.priority or 0),
                 namespace=tenant.namespace(body.cache_salt),
                 deltas=True,

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 
 from quire.errors import ArgumentError
 
-__all__ = ["ADMIN", "ANYBODY", "KeyRing", "Tenant", "digest_of_key"]
+__all__ = ["ADMIN", "ANYBODY", "KeyRing", "Tenant", "digest_of_key", "tenant_of_namespace"]
+
+
+_MARK = b"tenant"
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,16 @@ class Tenant:
         """The namespace of its content: nobody else's requests can name it, whatever salt they send."""
         name = self.name.encode()
         salt = b"" if cache_salt is None else cache_salt.encode()
-        return b"tenant" + len(name).to_bytes(4, "little") + name + salt
+        return _MARK + len(name).to_bytes(4, "little") + name + salt
+
+
+def tenant_of_namespace(namespace: bytes) -> str:
+    """The name of the tenant whose namespace it is; never the salt. Content that no tenant asked for: "-"."""
+    head = len(_MARK) + 4
+    if not namespace.startswith(_MARK) or len(namespace) < head:
+        return "-"
+    size = int.from_bytes(namespace[len(_MARK) : head], "little")
+    return namespace[head : head + size].decode("utf-8", "replace")
 
 
 ANYBODY = Tenant("default")

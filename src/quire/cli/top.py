@@ -1,0 +1,267 @@
+"""`quire top`: the window into a running server, in a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.errors import ArgumentError, QuireError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["frame", "top"]
+
+_TIMEOUT_S = 30.0  # between two events; the server sends one every 5 s at least
+_KEY_VARIABLE = "QUIRE_API_KEY"
+_STATES = (("held", "yellow"), ("leased", "magenta"), ("cached", "blue"), ("free", "bright_black"))
+_SHADES = " ▁▂▃▄▅▆▇█"
+
+
+def top(
+    url: Annotated[
+        str, typer.Argument(metavar="[URL]", help="The server's address.")
+    ] = "http://127.0.0.1:8000",
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help=f"File with the key on its first line; the environment variable {_KEY_VARIABLE} if not given.",
+        ),
+    ] = None,
+) -> None:
+    """Shows what the cache of a running server does now: blocks, sequences, speed, memory by tier."""
+    from rich.console import Console
+
+    events = _events(_checked(url), _key(api_key))
+    console = Console()
+    state: dict[str, Any] = {}
+    if once:
+        for event in events:
+            state |= event
+            # The first one has no rates yet: they need two.
+            if event["kind"] == "update":
+                break
+        console.print(frame(state, console.width, 24))
+        return
+    if not sys.stdout.isatty():
+        raise ArgumentError("expected a terminal, got a file or pipe; give --once")
+    from rich.live import Live
+
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            for event in events:
+                state |= event
+                live.update(frame(state, console.width, max(3, console.height - 6)), refresh=True)
+    except KeyboardInterrupt:  # how one leaves
+        return
+    raise QuireError("the server has stopped")
+
+
+# -- what is shown -----------------------------------------------------------------------------------------
+
+
+def frame(state: dict[str, Any], width: int, height: int) -> RenderableType:
+    """One frame of `width` columns; the map and the sequences share `height` lines."""
+    from rich.console import Group
+    from rich.text import Text
+
+    counts, rates, memory = state["counts"], state["rates"], state["memory"]
+    head = Text.assemble(
+        ("quire top", "bold"),
+        f"  {state['model']}  ",
+        f"{_number(rates['generated_per_s'])} tokens/s  ",
+        f"first token {_seconds(rates['first_token_s'])}  ",
+        f"hit rate {_percent(rates['hit_rate'])}  ",
+        f"running {counts['num_running']}, waiting {counts['num_waiting']}  ",
+        f"preempted {counts['num_preemptions']}, evicted {counts['evicted_blocks']}",
+    )
+    num_sequences = len(state.get("sequences", ()))
+    map_lines = max(1, height - min(num_sequences + 3, height // 2)) if "sequences" in state else height
+    parts: list[RenderableType] = [
+        head,
+        _bar(counts, width),
+        _states(counts, state["unit"]),
+        _map(state["map"], width, map_lines),
+    ]
+    parts.append(_memory(memory))
+    if "sequences" in state:
+        parts.append(_sequences(state, max(1, height - map_lines - 2)))
+    else:
+        parts.append(Text("sequences and tenants are shown to the administrator", "dim"))
+    return Group(*parts)
+
+
+def _bar(counts: dict[str, int], width: int) -> RenderableType:
+    from rich.text import Text
+
+    bar, end, total = Text(), 0, 0
+    for name, colour in _STATES:
+        total += counts[name]
+        stop = round(width * total / max(1, counts["num_blocks"]))
+        bar.append("█" * (stop - end), colour)
+        end = stop
+    return bar
+
+
+def _states(counts: dict[str, int], unit: str) -> RenderableType:
+    from rich.text import Text
+
+    line = Text(f"{counts['num_blocks']:,} {unit}s: ")
+    for name, colour in _STATES:
+        line.append("■ ", colour)
+        line.append(f"{name} {counts[name]:,}  ")
+    return line
+
+
+def _map(cells: dict[str, Any], width: int, lines: int) -> RenderableType:
+    """The server's cells, gathered to what fits: a character's height is how much is in use, its colour of what."""
+    import base64
+
+    import numpy as np
+    from rich.text import Text
+
+    shares = np.frombuffer(base64.b64decode(cells["cells"]), np.uint8).reshape(-1, 3).astype(float) / 255
+    per_character = max(1, -(-len(shares) // (width * lines)))
+    text = Text()
+    for at, start in enumerate(range(0, len(shares), per_character)):
+        if at and at % width == 0:
+            text.append("\n")
+        cached, held, leased = shares[start : start + per_character].mean(axis=0)
+        used = min(1.0, cached + held + leased)
+        if not used:
+            text.append("·", "bright_black")
+            continue
+        colour = max(((held, "yellow"), (leased, "magenta"), (cached, "blue")))[1]
+        text.append(_SHADES[max(1, round(8 * used))], colour)
+    return text
+
+
+def _memory(memory: dict[str, Any]) -> RenderableType:
+    from rich.text import Text
+
+    from quire.sizes import format_size
+
+    tiers = "".join(f"  {tier['name']} {format_size(max(0, tier['bytes']))}" for tier in memory["tiers"])
+    return Text(
+        f"memory {format_size(memory['used'])} in use, {format_size(memory['cached'])} cached of "
+        f"{format_size(memory['total'])}{tiers}"
+    )
+
+
+def _sequences(state: dict[str, Any], lines: int) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, expand=True, pad_edge=False)
+    for name in ("sequence", "tenant"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "cached", "blocks", "age"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("block table", no_wrap=True, overflow="ellipsis", ratio=1)
+    shown = state["sequences"][:lines]
+    for one in shown:
+        runs = ", ".join(str(a) if n == 1 else f"{a}-{a + n - 1}" for a, n in one["runs"])
+        table.add_row(
+            # Names come from clients: as text, never as markup.
+            Text(_plain(one["id"])[-20:]),
+            Text(_plain(one["tenant"])[:16]),
+            f"{one['computed']}/{one['tokens']}",
+            str(one["cached"]),
+            str(one["blocks"]),
+            f"{one['age']:.1f} s",
+            Text(runs),
+        )
+    return table
+
+
+def _plain(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "�" for c in text)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+# -- the server --------------------------------------------------------------------------------------------
+
+
+def _checked(url: str) -> str:
+    if "://" not in url:
+        url = f"http://{url}"
+    if not url.startswith(("http://", "https://")):
+        raise ArgumentError(f"expected an address as http://HOST:PORT, got {url!r}")
+    return url.rstrip("/")
+
+
+def _key(file: str | None) -> str | None:
+    """*raises:* ArgumentError, which never shows the key."""
+    if file is None:
+        return os.environ.get(_KEY_VARIABLE) or None
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"expected a readable file with an API key, got {file}: {error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys or not keys[0].isascii():
+        raise ArgumentError(f"expected an API key in {file}, got none")
+    return keys[0]
+
+
+def _events(url: str, key: str | None) -> Iterator[dict[str, Any]]:
+    """The server's events. *raises:* QuireError in one line: no server, a wrong key, another server."""
+    where = f"{url}/window/events"
+    try:
+        request = urllib.request.Request(
+            where, headers={} if key is None else {"Authorization": f"Bearer {key}"}
+        )
+        response = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+    except urllib.error.HTTPError as error:
+        raise _refusal(url, error) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise QuireError(f"no server answers at {url}: {reason}; start one with `quire serve`") from error
+    with response:
+        if not response.headers.get_content_type() == "text/event-stream":
+            raise QuireError(f"expected a Quire server at {url}, got another one")
+        try:
+            for line in response:
+                if line.startswith(b"data: "):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise QuireError(event["error"]["message"])
+                    yield event
+        except (OSError, ValueError) as error:
+            raise QuireError(f"the connection to {url} is lost: {error}") from error
+
+
+def _refusal(url: str, error: urllib.error.HTTPError) -> QuireError:
+    if error.code in (401, 403):
+        return QuireError(
+            f"the server at {url} asks for a key that it knows; give --api-key FILE or set {_KEY_VARIABLE}"
+        )
+    if error.code == 404:
+        return QuireError(f"expected a Quire server at {url}, got another one (status 404)")
+    try:
+        message = json.loads(error.read())["error"]["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        message = error.reason
+    return QuireError(f"the server at {url} refused: {message} (status {error.code})")

@@ -1,0 +1,10 @@
+"""The window into a running server: a live page, the events that feed it, and storages side by side.
+
+snapshot.py         what is taken from the engine between two steps, and what is sent of it
+prefix_summary.py   the prefix tree as some rows
+feed.py             one snapshot for all who watch, as often as its cost allows
+details.py          one unit, one sequence
+routes.py           the page and its events over HTTP
+storages.py         the comparison's sessions over HTTP
+page/               HTML, CSS and scripts as they are served; nothing is built, nothing comes from elsewhere
+"""

@@ -1,0 +1,173 @@
+// The block map: a canvas of cells, each one block or, of a large pool, the shares of many.
+
+import { announce, colour, fillRows, make, number, percent } from "./format.js";
+
+const STATES = ["free", "cached", "held", "leased"];
+const NOBODY = 255;
+const TENANT_COLOURS = 15;
+
+const decode = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+
+export class BlockMap {
+  // open(unit): somebody wants to see it
+  constructor(canvas, open) {
+    this.canvas = canvas;
+    this.open = open;
+    this.units = 0;
+    this.perCell = 1;
+    this.cells = new Uint8Array(0);
+    this.owners = null;
+    this.tenants = [];
+    this.byTenant = false;
+    this.marked = new Set(); // cells
+    this.markedRuns = [];
+    this.cursor = -1;
+    this.unit = "block";
+    canvas.addEventListener("click", (event) => this.#click(event));
+    canvas.addEventListener("keydown", (event) => this.#key(event));
+    canvas.addEventListener("blur", () => { this.cursor = -1; this.draw(); });
+    new ResizeObserver(() => this.draw()).observe(canvas);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+  }
+
+  get numCells() { return this.cells.length / 3; }
+
+  update({ map, owners, tenants }) {
+    if (map) {
+      this.units = map.units;
+      this.perCell = map.per_cell;
+      this.cells = decode(map.cells);
+      this.#remark();
+    }
+    if (owners) this.owners = decode(owners);
+    if (tenants) this.tenants = tenants;
+    this.draw();
+  }
+
+  // runs: [[first, length], ...] of units to be outlined
+  mark(runs) {
+    this.markedRuns = runs;
+    this.#remark();
+    this.draw();
+  }
+
+  #remark() {
+    this.marked = new Set();
+    for (const [first, length] of this.markedRuns)
+      for (let at = Math.floor(first / this.perCell); at <= Math.floor((first + length - 1) / this.perCell); at++)
+        this.marked.add(at);
+  }
+
+  #layout() {
+    const width = this.canvas.clientWidth || 600;
+    const wanted = Math.sqrt((width * Math.min(340, Math.max(150, width / 4))) / Math.max(1, this.numCells));
+    const size = Math.max(4, Math.min(20, Math.floor(wanted)));
+    const columns = Math.max(1, Math.floor(width / size));
+    return { width, size, columns, rows: Math.max(1, Math.ceil(this.numCells / columns)) };
+  }
+
+  draw() {
+    const { width, size, columns, rows } = this.#layout();
+    const ratio = devicePixelRatio || 1;
+    const height = rows * size + 2;
+    const [pixelsWide, pixelsHigh] = [Math.round(width * ratio), Math.round(height * ratio)];
+    if (this.canvas.width !== pixelsWide || this.canvas.height !== pixelsHigh) {
+      this.canvas.width = pixelsWide;
+      this.canvas.height = pixelsHigh;
+      this.canvas.style.height = `${height}px`;
+    }
+    const paint = this.canvas.getContext("2d");
+    paint.setTransform(ratio, 0, 0, ratio, 0, 0);
+    paint.clearRect(0, 0, width, height);
+    const gap = size >= 6 ? 1 : 0;
+    const full = size - gap;
+    const inks = STATES.map((name) => colour(`--${name}`));
+    const tenantInks = Array.from({ length: TENANT_COLOURS }, (_, i) => colour(`--c${i}`));
+    for (let at = 0; at < this.numCells; at++) {
+      const x = (at % columns) * size + 1;
+      const y = Math.floor(at / columns) * size + 1;
+      paint.fillStyle = inks[0];
+      paint.fillRect(x, y, full, full);
+      const [cached, held, leased] = this.cells.subarray(3 * at, 3 * at + 3);
+      const owner = this.byTenant && this.owners ? this.owners[at] : NOBODY;
+      let bottom = y + full;
+      for (const [share, state] of [[held, 2], [leased, 3], [cached, 1]]) {
+        if (!share) continue;
+        const high = Math.min(bottom - y, Math.max(1, (full * share) / 255));
+        paint.globalAlpha = owner !== NOBODY && state === 1 ? 0.42 : 1;
+        paint.fillStyle = owner === NOBODY ? inks[state] : tenantInks[Math.min(owner, TENANT_COLOURS - 1)];
+        paint.fillRect(x, bottom - high, full, high);
+        paint.globalAlpha = 1;
+        bottom -= high;
+      }
+    }
+    paint.strokeStyle = colour("--mark");
+    paint.lineWidth = 1.5;
+    for (const at of this.marked) {
+      if (at >= this.numCells) continue;
+      paint.strokeRect((at % columns) * size + 1, Math.floor(at / columns) * size + 1, full, full);
+    }
+    if (this.cursor >= 0) {
+      paint.strokeStyle = colour("--accent");
+      paint.lineWidth = 3;
+      paint.strokeRect((this.cursor % columns) * size, Math.floor(this.cursor / columns) * size, size + 1, size + 1);
+    }
+  }
+
+  describe(cell) {
+    const first = cell * this.perCell;
+    const last = Math.min(first + this.perCell, this.units) - 1;
+    const [cached, held, leased] = this.cells.subarray(3 * cell, 3 * cell + 3);
+    const owner = this.owners && this.owners[cell] !== NOBODY ? this.tenants[this.owners[cell]]?.name : null;
+    const of = owner ? `, of ${owner}` : "";
+    if (this.perCell === 1) {
+      const state = leased ? "leased" : held ? "held" : cached ? "cached" : "free";
+      return `${this.unit} ${first}, ${state}${of}`;
+    }
+    return `${this.unit}s ${first} to ${last}: ${percent(held / 255)} held, ${percent(cached / 255)} cached${of}`;
+  }
+
+  #click(event) {
+    const { size, columns } = this.#layout();
+    const column = Math.floor((event.offsetX - 1) / size);
+    const cell = Math.floor((event.offsetY - 1) / size) * columns + column;
+    if (column >= 0 && column < columns && cell >= 0 && cell < this.numCells) this.#choose(cell);
+  }
+
+  #key(event) {
+    const { columns } = this.#layout();
+    const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns };
+    if (event.key in steps || event.key === "Home" || event.key === "End") {
+      event.preventDefault();
+      const from = Math.max(0, this.cursor);
+      let to = this.cursor < 0 ? 0 : from + (steps[event.key] ?? 0);
+      if (event.key === "Home") to = 0;
+      if (event.key === "End") to = this.numCells - 1;
+      if (to >= 0 && to < this.numCells) this.cursor = to;
+      announce(this.describe(this.cursor));
+      this.draw();
+    } else if ((event.key === "Enter" || event.key === " ") && this.cursor >= 0) {
+      event.preventDefault();
+      this.#choose(this.cursor);
+    }
+  }
+
+  #choose(cell) {
+    this.open(cell * this.perCell, Math.min((cell + 1) * this.perCell, this.units) - 1);
+  }
+}
+
+export function drawLegend(list, table, counts, tenants, byTenant) {
+  const states = STATES.map((name) => [name, counts[name], `--${name}`]);
+  const shown = byTenant
+    ? tenants.map((one, i) => [one.name, one.blocks, `--c${Math.min(i, TENANT_COLOURS - 1)}`])
+    : states;
+  list.replaceChildren(...shown.map(([name, count, ink]) => {
+    const swatch = make("i", { className: "swatch" });
+    swatch.style.background = `var(${ink})`;
+    return make("li", {}, swatch, `${name} ${number(count)}`);
+  }), ...(byTenant ? [make("li", { className: "muted" }, "paler: cached, held by nobody")] : []));
+  const row = (name, count) => [name, number(count), percent(counts.num_blocks ? count / counts.num_blocks : 0)];
+  fillRows(table, [...states.map(([name, count]) => row(name, count)),
+    ...tenants.map((one) => row(`tenant ${one.name}`, one.blocks))]);
+}

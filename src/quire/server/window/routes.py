@@ -1,0 +1,149 @@
+"""The page and what feeds it.
+
+    /, /compare, /window/FILE                        the page: fixed files, for everybody
+    /window/events                                   server-sent events, for whoever is let in
+    /window/units/N, /window/sequences/ID/INDEX      for the administrator
+
+Everything is sent with a content security policy that allows scripts, styles and connections of this server and nothing
+else; no file has a script or a style inline. The page brings no key: whoever has one types it in, and it stays in that
+tab's memory.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi.responses import JSONResponse
+
+from quire.server.dependencies import TheService, admin_of, tenant_of
+from quire.server.errors import ApiError
+from quire.server.schemas.common import ERRORS
+from quire.server.service import Service
+from quire.server.sse import EventStream
+from quire.server.window.details import readable, sequence_details, unit_details
+from quire.server.window.feed import Feed
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["Window"], responses=ERRORS)
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+def _read_page() -> dict[str, tuple[bytes, str]]:
+    folder = resources.files("quire.server.window") / "page"
+    return {
+        file.name: (file.read_bytes(), _TYPES["." + file.name.rpartition(".")[2]])
+        for file in folder.iterdir()
+        if "." + file.name.rpartition(".")[2] in _TYPES
+    }
+
+
+_PAGE = _read_page()
+
+
+def _file(name: str) -> Response:
+    found = _PAGE.get(name)
+    if found is None:
+        raise ApiError(404, f"expected a file of the page, got {name!r}")
+    data, media_type = found
+    return Response(data, media_type=media_type, headers=_HEADERS)
+
+
+def administrator(request: Request, service: TheService) -> None:
+    """As `admin_of`; and where that asks for no key, only under a name of this machine: another site's page may have
+    its name point here."""
+    admin_of(request, service)
+    if not service.settings.keys.has_admin and _host(request) not in _LOCAL_NAMES:
+        raise ApiError(403, "expected this machine's own name or address as Host", code="not_admin")
+
+
+def _host(request: Request) -> str:
+    host = request.headers.get("host", "")
+    return host if host.endswith("]") else host.rpartition(":")[0] or host
+
+
+def _is_administrator(request: Request, service: Service) -> bool:
+    try:
+        administrator(request, service)
+    except ApiError:
+        return False
+    return True
+
+
+def _feed(request: Request, service: Service) -> Feed:
+    state = request.app.state
+    if getattr(state, "window_feed", None) is None:
+        state.window_feed = Feed(service)
+    return state.window_feed
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    return _file("index.html")
+
+
+@router.get("/compare", include_in_schema=False)
+async def compare_page() -> Response:
+    return _file("compare.html")
+
+
+@router.get("/favicon.ico", include_in_schema=False)
+async def icon() -> Response:
+    return _file("icon.svg")
+
+
+@router.get("/window/events", include_in_schema=False)  # it has no end
+async def events(request: Request, service: TheService) -> Response:
+    """What the page draws, as it changes."""
+    is_admin = _is_administrator(request, service)
+    if not is_admin:
+        tenant_of(request, service)
+    watching = _feed(request, service).watch(is_admin)
+    first = await anext(watching)  # its errors become a status
+    return EventStream(first, watching, {"X-Quire-Admin": "1" if is_admin else "0"})
+
+
+@router.get("/window/units/{unit}", dependencies=[Depends(administrator)])
+async def unit(service: TheService, unit: int = Path(ge=0, lt=2**31)) -> Response:
+    """A unit of the cache: its state, who holds it, and its tokens."""
+    details = await service.engine.between_steps(lambda: unit_details(service.engine.llm, unit))
+    return _shown(details, service)
+
+
+@router.get("/window/sequences/{request_id}/{index}", dependencies=[Depends(administrator)])
+async def sequence(service: TheService, request_id: str, index: int = Path(ge=0, lt=2**31)) -> Response:
+    """A running sequence: its whole block table and its newest tokens."""
+    details = await service.engine.between_steps(
+        lambda: sequence_details(service.engine.llm, request_id, index)
+    )
+    return _shown(details, service)
+
+
+def _shown(details: dict[str, Any], service: Service) -> Response:
+    return JSONResponse(readable(details, service.tokenizer), headers={"Cache-Control": "no-store"})
+
+
+@router.get("/window/{name}", include_in_schema=False)
+async def file(name: str) -> Response:
+    return _file(name)

@@ -1,0 +1,296 @@
+"""What the window shows at one moment: taken between two steps, then made small, in two parts.
+
+`collect` runs in the engine's thread and only copies; `Painter` makes cells and rows of it elsewhere.
+
+Who may see what
+    anybody let in      counts, rates, the map by state, memory by tier: what `/metrics` tells, drawn
+    the administrator   also tenants (the map's owners), the sequences with their block tables, the prefix tree
+
+No token, no text, no key and no salt is in either part; tokens are told one unit at a time (`details.py`).
+
+Cost, of 100 000 units: some 5 ms together (benchmarks/window.py), the tree apart (`prefix_summary.py`).
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.cache.tree_view import TreeView
+from quire.cache.unit_map import CACHED, HELD, LEASED, UnitMap
+from quire.engine.llm import LLM
+from quire.engine.request import Sample
+from quire.server.tenants import tenant_of_namespace
+
+__all__ = ["MAX_CELLS", "Painter", "Snapshot", "collect", "runs_of"]
+
+MAX_CELLS = 4096
+_MAX_SEQUENCES = 64
+_MAX_RUNS = 24  # of a block table that are sent
+_MAX_TENANTS = 14  # with a colour of their own
+_NOBODY = 255
+
+_COUNTS = (
+    "num_blocks", "free", "cached", "held", "leased", "num_running", "num_waiting", "num_finished_requests",
+    "num_preemptions", "evicted_blocks", "copied_blocks", "deduplicated_blocks", "num_steps",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SequenceRow:
+    """One running sample. table: int32, its entries in all groups, one group after another."""
+
+    id: str
+    index: int
+    namespace: bytes
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed: int
+    num_cached: int
+    age_s: float
+    table: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies: nothing in it changes any more. committed_bytes: that the cache has taken from the system, if asked.
+
+    cpu_s, slow_cpu_s: what taking it has cost; the second of the tree and the committed bytes."""
+
+    at: float
+    stats: dict[str, Any]
+    units: UnitMap
+    unit_bytes: int
+    block_size: int
+    unit: str
+    committed_bytes: int | None
+    sequences: list[SequenceRow]
+    tiers: list[tuple[str, int]]
+    tree: TreeView | None
+    cpu_s: float
+    slow_cpu_s: float
+
+
+def table_of(llm: LLM, sample: Sample) -> NDArray[np.int32]:
+    """All entries of a running sample's block tables; those behind a window left out."""
+    cache = llm.cache
+    if not cache.can_fork:  # rows: no units by number
+        return np.empty(0, np.int32)
+    tables = [sample.sequence.block_table(group) for group in range(cache.num_groups)]
+    table = tables[0] if len(tables) == 1 else np.concatenate(tables)
+    return table[table >= 0]
+
+
+def collect(llm: LLM, *, with_sequences: bool, with_tree: bool, with_committed: bool) -> Snapshot:
+    """Copies of what there is now. For the engine's thread, between two steps.
+
+    with_committed: the system is asked about every page of the pool, which takes a millisecond a GiB.
+    """
+    began = time.thread_time()
+    scheduler, now = llm.engine.scheduler, llm.engine.scheduler.clock()
+    sequences = [
+        SequenceRow(
+            id=sample.request.request_id,
+            index=sample.index,
+            namespace=sample.request.namespace,
+            num_prompt_tokens=len(sample.request.prompt_token_ids),
+            num_tokens=sample.num_tokens,
+            num_computed=sample.num_computed,
+            num_cached=sample.request.num_cached_tokens,
+            age_s=now - sample.request.arrival_s,
+            table=table_of(llm, sample),
+        )
+        for sample in (scheduler.running if with_sequences else ())
+        if sample.sequence is not None
+    ]
+    cache, tiers = llm.cache, llm.tiers
+    slow_began = time.thread_time()
+    committed_bytes = llm.kv_committed_bytes if with_committed else None
+    tree = cache.tree() if with_tree and cache.can_fork else None
+    slow_cpu_s = time.thread_time() - slow_began
+    return Snapshot(
+        at=time.time(),
+        stats=llm.engine.stats(),
+        units=cache.unit_map(),
+        unit_bytes=cache.unit_bytes,
+        block_size=cache.block_size,
+        unit=cache.unit,
+        committed_bytes=committed_bytes,
+        sequences=sequences,
+        tiers=[] if tiers is None else [(tier.name, tier.bytes) for tier in tiers.stack.stats().tiers],
+        tree=tree,
+        cpu_s=time.thread_time() - began - slow_cpu_s,
+        slow_cpu_s=slow_cpu_s,
+    )
+
+
+class Painter:
+    """Makes of each snapshot what is sent. Keeps what rates need: the counts of the last one."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, dict[str, Any]] | None = None
+        self._committed_bytes = 0
+        self._hits = _Recent()
+        self._first_tokens = _Recent()
+        self._tenants: list[str] = []
+
+    def public(self, snapshot: Snapshot, first_tokens: tuple[float, float]) -> dict[str, Any]:
+        """Counts, rates, memory and the map. first_tokens: seconds to the first token, summed, and how many."""
+        stats, at = snapshot.stats, snapshot.at
+        if snapshot.committed_bytes is not None:
+            self._committed_bytes = snapshot.committed_bytes
+        used_units = stats["held"] + stats["leased"]
+        return {
+            "at": round(at, 3),
+            "unit": snapshot.unit,
+            "block_size": snapshot.block_size,
+            "counts": {name: stats[name] for name in _COUNTS},
+            "rates": self._rates(snapshot, first_tokens),
+            "memory": {
+                "total": stats["num_blocks"] * snapshot.unit_bytes,
+                "used": used_units * snapshot.unit_bytes,
+                "cached": stats["cached"] * snapshot.unit_bytes,
+                "committed": self._committed_bytes,
+                "tiers": [{"name": name, "bytes": size} for name, size in snapshot.tiers],
+            },
+            "map": state_cells(snapshot.units.states),
+        }
+
+    def private(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Owners of the map's cells, and the sequences."""
+        return {
+            **self._owners(snapshot),
+            "sequences": [_row(one) for one in snapshot.sequences[:_MAX_SEQUENCES]],
+            "num_sequences": len(snapshot.sequences),
+        }
+
+    def _rates(self, snapshot: Snapshot, first_tokens: tuple[float, float]) -> dict[str, float | None]:
+        stats, at = snapshot.stats, snapshot.at
+        sum_s, count = first_tokens
+        if self._last is not None and at > self._last[0]:
+            then, before = self._last
+            generated = (stats["num_generated_tokens"] - before["num_generated_tokens"]) / (at - then)
+            computed = (stats["num_computed_tokens"] - before["num_computed_tokens"]) / (at - then)
+        else:
+            generated = computed = None
+        self._last = (at, stats)
+        cached, prompts = stats["num_cached_tokens"], stats["num_prompt_tokens"]
+        return {
+            "generated_per_s": None if generated is None else round(max(0.0, generated), 1),
+            "computed_per_s": None if computed is None else round(max(0.0, computed), 1),
+            "hit_rate": self._hits.share(at, cached, prompts),
+            "first_token_s": self._first_tokens.share(at, sum_s, count),
+        }
+
+    def _owners(self, snapshot: Snapshot) -> dict[str, Any]:
+        """The tenant that has most of each cell's units, as bytes; 255: nobody has any, 254: one without a colour."""
+        units = snapshot.units
+        names = [tenant_of_namespace(name) for name in units.namespaces]
+        running = [tenant_of_namespace(one.namespace) for one in snapshot.sequences]
+        for name in (*names, *running):
+            if name not in self._tenants:  # they keep their colours
+                self._tenants.append(name)
+        place = {name: min(i, _MAX_TENANTS) for i, name in enumerate(self._tenants)}
+        of_namespace = np.array([place[name] for name in names] + [_NOBODY], np.uint8)
+        owners = of_namespace[units.namespace_index]  # -1 is the last
+        for one, name in zip(snapshot.sequences, running, strict=True):
+            mine = one.table[owners[one.table] == _NOBODY]
+            owners[mine] = place[name]
+        num_tenants = min(len(self._tenants), _MAX_TENANTS + 1)
+        per_cell, num_cells = _cells(len(owners))
+        cell = np.full(num_cells, _NOBODY, np.uint8)
+        if per_cell == 1:
+            cell = owners
+        elif num_tenants:
+            counts = np.stack([_per_cell(owners == tenant, per_cell) for tenant in range(num_tenants)])
+            best = counts.argmax(axis=0).astype(np.uint8)
+            cell = np.where(counts.max(axis=0) > 0, best, _NOBODY).astype(np.uint8)
+        blocks = np.bincount(owners, minlength=256)
+        tenants = [
+            {"name": name, "blocks": int(blocks[i])} for i, name in enumerate(self._tenants[:_MAX_TENANTS])
+        ]
+        if len(self._tenants) > _MAX_TENANTS:
+            tenants.append({"name": "others", "blocks": int(blocks[_MAX_TENANTS])})
+        return {"owners": _base64(cell), "tenants": tenants}
+
+
+class _Recent:
+    """A share of counts that only grow, over the last 10 seconds or, where nothing happened, before."""
+
+    _SECONDS = 10.0
+
+    def __init__(self) -> None:
+        self._points: list[tuple[float, float, float]] = []
+
+    def share(self, at: float, part: float, whole: float) -> float | None:
+        """part / whole of what came lately; None while there is nothing."""
+        points = self._points
+        points.append((at, part, whole))
+        while len(points) > 2 and points[1][0] <= at - self._SECONDS and points[1][2] < whole:
+            del points[0]
+        if len(points) > 256:
+            del points[1::2]
+        _, first_part, first_whole = points[0]
+        if whole > first_whole:
+            return round((part - first_part) / (whole - first_whole), 4)
+        return round(part / whole, 4) if whole else None
+
+
+def state_cells(states: NDArray[np.uint8]) -> dict[str, Any]:
+    """The map: for each cell the shares of its units that are cached, held and leased, 0 .. 255, three bytes a cell."""
+    per_cell, num_cells = _cells(len(states))
+    cells = np.empty((num_cells, 3), np.uint8)
+    sizes = np.full(num_cells, per_cell)
+    sizes[-1] = len(states) - per_cell * (num_cells - 1)
+    for column, state in enumerate((CACHED, HELD, LEASED)):
+        # Rounded up, so that one unit of many shows.
+        cells[:, column] = -(-_per_cell(states == state, per_cell) * 255 // sizes)
+    return {"units": len(states), "per_cell": per_cell, "cells": _base64(cells)}
+
+
+def _cells(num_units: int) -> tuple[int, int]:
+    per_cell = -(-num_units // MAX_CELLS)
+    return per_cell, -(-num_units // per_cell)
+
+
+def _per_cell(is_counted: NDArray[np.bool_], per_cell: int) -> NDArray[np.int64]:
+    """How many units of each cell are."""
+    if per_cell == 1:
+        return is_counted.astype(np.int64)
+    starts = np.arange(0, len(is_counted), per_cell)
+    return np.add.reduceat(is_counted, starts, dtype=np.int64)
+
+
+def runs_of(table: NDArray[np.int32]) -> list[list[int]]:
+    """A block table as [first, length] of runs of consecutive ids, in order."""
+    if not len(table):
+        return []
+    starts = np.flatnonzero(np.diff(table, prepend=table[0] - 2) != 1)
+    lengths = np.diff(starts, append=len(table))
+    return np.stack([table[starts], lengths], axis=1).tolist()
+
+
+def _row(one: SequenceRow) -> dict[str, Any]:
+    runs = runs_of(one.table)
+    return {
+        "id": one.id,
+        "index": one.index,
+        "tenant": tenant_of_namespace(one.namespace),
+        "prompt": one.num_prompt_tokens,
+        "tokens": one.num_tokens,
+        "computed": one.num_computed,
+        "cached": one.num_cached,
+        "age": round(one.age_s, 2),
+        "blocks": len(one.table),
+        "runs": runs[-_MAX_RUNS:],
+        "hidden_runs": max(0, len(runs) - _MAX_RUNS),
+    }
+
+
+def _base64(array: NDArray[np.uint8]) -> str:
+    return base64.b64encode(array.tobytes()).decode()

@@ -1,0 +1,234 @@
+"""The storages side by side, step by step: the same requests given to each as somebody adds them.
+
+As `compare.run_simulated`: the real scheduler, cache and storage, and a clock that moves along a cost line in place of
+a model. The pool is small (`MEMORY_TOKENS` tokens), so that one sees it fill. Everything told is read from the real
+cache; nothing is computed by formula.
+
+Not thread-safe. Cost: a step some 0.3 ms a storage; `state` O(units + open sequences).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.cache.row_cache import RowCache
+from quire.cache.unit_map import CACHED, LEASED
+from quire.engine.engine import Engine
+from quire.engine.sampling_params import SamplingParams
+from quire.engine.storages import STORAGES, StorageOptions
+from quire.errors import ArgumentError, CapacityError, QuireError
+from quire.simulate.cost_line import CostLine
+from quire.simulate.meter import SimulatedClock, SimulatedRunner
+from quire.spec import KVSpec, LayerSpec, Retention
+
+__all__ = ["MAX_MODEL_LEN", "MEMORY_TOKENS", "NUM_CELLS", "Asked", "SideBySide"]
+
+MAX_MODEL_LEN = 512
+MEMORY_TOKENS = 8 * MAX_MODEL_LEN
+NUM_CELLS = 256  # of a storage's map: 16 tokens each
+NOBODY, CACHED_CELL, LEASED_CELL = -1, -2, -3  # owners of cells that no request has
+
+_MAX_NUM_SEQS = 64
+_MAX_BATCH_TOKENS = 512
+_VOCAB_SIZE = 1 << 20
+# Two layers of one head of 32: 512 bytes a token, and pages of 4 KiB that hold 32 tokens of a layer's keys.
+_SPEC = KVSpec(layers=(LayerSpec(Retention(), 1, 32, 32),) * 2, dtype="float32")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: tokens of its prompt, of its output, and how many of the prompt all requests share."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_shared_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_shared_tokens <= self.num_prompt_tokens or self.num_output_tokens < 1:
+            raise ArgumentError(f"expected shared tokens within the prompt, and some output, got {self}")
+
+    def tokens(self, number: int) -> NDArray[np.int32]:
+        """Token ids; those behind what is shared are this request's own."""
+        shared = np.arange(1, self.num_shared_tokens + 1, dtype=np.int32)
+        own = np.random.default_rng(number).integers(
+            1024, _VOCAB_SIZE, self.num_prompt_tokens - self.num_shared_tokens, dtype=np.int32
+        )
+        return np.concatenate([shared, own])
+
+
+class _Lane:
+    """One storage with an engine of its own."""
+
+    def __init__(self, name: str) -> None:
+        options = StorageOptions(name, kv_memory=MEMORY_TOKENS * _SPEC.bytes_per_token, piece_size="4KiB")
+        opened = options.open(_SPEC, max_model_len=MAX_MODEL_LEN, max_num_seqs=_MAX_NUM_SEQS)
+        self.name = name
+        self.storage, self.cache = opened.storage, opened.cache
+        self.clock = SimulatedClock()
+        self.engine = Engine(
+            SimulatedRunner(self.storage, CostLine(), self.clock),
+            self.cache,
+            vocab_size=_VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            max_batch_tokens=_MAX_BATCH_TOKENS,
+            max_num_seqs=_MAX_NUM_SEQS,
+            clock=self.clock,
+        )
+        self.num_refused = self.num_done = 0
+        self.num_running_sum = self.num_steps = 0
+
+    def add(self, number: int, asked: Asked) -> None:
+        params = SamplingParams(max_tokens=asked.num_output_tokens, temperature=0, ignore_eos=True)
+        try:
+            self.engine.submit(asked.tokens(number), params, request_id=str(number))
+        except (CapacityError, ArgumentError):
+            self.num_refused += 1  # it can never fit here
+
+    def step(self) -> None:
+        if not self.engine.has_work:
+            return
+        for output in self.engine.step():
+            self.num_done += output.error is None
+        self.num_steps += 1
+        self.num_running_sum += len(self.engine.scheduler.running)
+
+    def finish(self, number: int) -> None:
+        output = self.engine.abort(str(number))
+        if output is not None:
+            self.num_done += 1
+
+    def state(self) -> dict[str, Any]:
+        use, scheduler, stats = self.cache.memory_use(), self.engine.scheduler, self.engine.stats()
+        owners, fills = self._cells()
+        return {
+            "name": self.name,
+            "missing": None,
+            "owners": owners.tolist(),
+            "fills": fills.tolist(),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "done": self.num_done,
+            "refused": self.num_refused,
+            "preemptions": scheduler.num_preemptions,
+            "running_mean": round(self.num_running_sum / self.num_steps, 1) if self.num_steps else 0.0,
+            "reserved": use.reserved,
+            "used": use.used,
+            "cached": use.cached,
+            "external": use.external,
+            "total": use.total,
+            "waste_share": round(use.waste_share, 4),
+            "generated": stats["num_generated_tokens"],
+            "prefix_tokens": stats["num_cached_tokens"],
+            "seconds": round(self.clock.now, 3),
+            "requests": [int(sample.request.request_id) for sample in scheduler.running],
+        }
+
+    def _cells(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each cell the request that has most of it, or NOBODY or the like, and percents computed."""
+        owners, filled = self._units()
+        cells = np.arange(NUM_CELLS)
+        starts = cells * len(owners) // NUM_CELLS
+        stops = np.maximum(starts + 1, (cells + 1) * len(owners) // NUM_CELLS)
+        owner = np.empty(NUM_CELLS, np.int64)
+        fill = np.empty(NUM_CELLS, np.int64)
+        for cell, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+            inside = owners[start:stop]
+            names, counts = np.unique(inside, return_counts=True)
+            owner[cell] = names[counts.argmax()]
+            fill[cell] = round(100 * float(filled[start:stop].mean()))
+        return owner, fill
+
+    def _units(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Of every unit: who has it, and what share of it is computed."""
+        cache = self.cache
+        requests = {s.sequence.id: int(s.request.request_id) for s in self.engine.scheduler.running}
+        units = cache.unit_map()
+        owners = np.full(len(units.states), NOBODY, np.int64)
+        filled = np.zeros(len(units.states))
+        owners[units.states == CACHED], filled[units.states == CACHED] = CACHED_CELL, 1.0
+        owners[units.states == LEASED] = LEASED_CELL
+        if isinstance(cache, RowCache):
+            for sequence_id, start, count in cache.spans():
+                if sequence_id in requests:
+                    owners[start : start + count] = requests[sequence_id]
+                    done = cache.computed_share(sequence_id) * count
+                    filled[start : start + count] = np.clip(done - np.arange(count), 0, 1)
+            return owners, filled
+        for sample in self.engine.scheduler.running:
+            table = sample.sequence.block_table()
+            number = requests[sample.sequence.id]
+            # What several share is shown with the first of them.
+            owners[table] = np.where(owners[table] >= 0, owners[table], number)
+            share = np.clip(sample.num_computed / cache.block_size - np.arange(len(table)), 0, 1)
+            filled[table] = np.maximum(filled[table], share)
+        return owners, filled
+
+    def close(self) -> None:
+        self.engine.abort_all()
+        self.storage.close()
+
+
+class SideBySide:
+    """All storages that this machine has, each with the same memory and the same requests."""
+
+    def __init__(self, names: Sequence[str] = STORAGES) -> None:
+        self._lanes: list[_Lane] = []
+        self._missing: dict[str, str] = {}
+        self._names = tuple(names)
+        self._num_asked = 0
+        self.num_steps = 0
+        for name in self._names:
+            try:
+                self._lanes.append(_Lane(name))
+            except QuireError as error:  # this machine cannot do it: said, and the others go on
+                self._missing[name] = str(error)
+
+    def add(self, asked: Asked) -> int:
+        """Gives every storage the request; its number."""
+        number = self._num_asked
+        self._num_asked += 1
+        for lane in self._lanes:
+            lane.add(number, asked)
+        return number
+
+    def finish(self, number: int) -> None:
+        """Ends a request wherever it still runs or waits."""
+        for lane in self._lanes:
+            lane.finish(number)
+
+    def finish_all(self) -> None:
+        for lane in self._lanes:
+            for name in list(lane.engine.scheduler.requests):
+                lane.finish(int(name))
+
+    @property
+    def num_open(self) -> int:
+        """Requests of the storage that has most of them left."""
+        return max((len(lane.engine.scheduler.requests) for lane in self._lanes), default=0)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.num_steps += 1
+            for lane in self._lanes:
+                lane.step()
+
+    def state(self) -> dict[str, Any]:
+        """{"steps", "asked", "open", "storages": one entry each, with "missing" saying why where it is not there}"""
+        states = {lane.name: lane.state() for lane in self._lanes}
+        missing = {name: {"name": name, "missing": reason} for name, reason in self._missing.items()}
+        return {
+            "steps": self.num_steps,
+            "asked": self._num_asked,
+            "open": self.num_open,
+            "storages": [(states | missing)[name] for name in self._names],
+        }
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+        self._lanes = []

@@ -1,0 +1,124 @@
+"""`quire top`: a frame of a real server, and one line where there is none, another one, or a wrong key."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.running_server import running
+
+from quire import LLM
+from quire.cli.top import frame
+from quire.server.settings import ServerSettings
+from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
+
+KEYS = KeyRing([(digest_of_key("alice-key"), Tenant("alice")), (digest_of_key("boss-key"), ADMIN)])
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with LLM(kv_memory="16MiB") as llm, running(llm, ServerSettings(keys=KEYS)) as (one, _):
+        yield one
+
+
+def top(*arguments: str, key: str | None = None) -> subprocess.CompletedProcess[str]:
+    import os
+
+    environment = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1"}
+    environment.pop("QUIRE_API_KEY", None)
+    if key is not None:
+        environment["QUIRE_API_KEY"] = key
+    command = [sys.executable, "-m", "quire", "top", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_one_frame(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("# mine\nboss-key\n")
+    done = top(url, "--once", "--api-key", str(file))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "341 blocks" in done.stdout
+    assert "held 0" in done.stdout
+    assert "block table" in done.stdout
+    assert "boss-key" not in done.stdout
+
+
+def test_a_tenants_frame_has_no_sequences(url: str) -> None:
+    done = top(url, "--once", key="alice-key")
+    assert done.returncode == 0
+    assert "shown to the administrator" in done.stdout
+    assert "block table" not in done.stdout
+
+
+@pytest.mark.parametrize("key", [None, "wrong-key"])
+def test_a_wrong_key_is_one_line(url: str, key: str | None) -> None:
+    done = top(url, "--once", key=key)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "--api-key" in done.stderr
+    assert "wrong-key" not in done.stderr
+
+
+def test_no_server() -> None:
+    done = top("127.0.0.1:9", "--once")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("quire: no server answers at http://127.0.0.1:9:")
+    assert done.stderr.count("\n") == 1
+
+
+def test_another_server() -> None:
+    other = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    try:
+        done = top(f"http://127.0.0.1:{other.server_port}", "--once")
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+    finally:
+        other.shutdown()
+        other.server_close()
+
+
+@pytest.mark.parametrize("arguments", [("ftp://x", "--once"), ("--once", "--api-key", "/nonexistent")])
+def test_wrong_arguments(arguments: tuple[str, ...]) -> None:
+    done = top(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+
+
+def test_not_a_terminal(url: str) -> None:
+    done = top(url, key="boss-key")
+    assert done.returncode == 2
+    assert "--once" in done.stderr
+
+
+def test_names_from_clients_move_no_cursor_and_are_no_markup() -> None:
+    import base64
+
+    state: dict[str, Any] = {
+        "model": "m",
+        "unit": "block",
+        "counts": dict.fromkeys(
+            ("free", "cached", "held", "leased", "num_running", "num_waiting", "num_preemptions", "evicted_blocks"), 1
+        )
+        | {"num_blocks": 4},
+        "rates": {"generated_per_s": 1.0, "first_token_s": None, "hit_rate": 0.5},
+        "memory": {"used": 1, "cached": 1, "total": 4, "tiers": []},
+        "map": {"cells": base64.b64encode(bytes(12)).decode()},
+        "sequences": [
+            {"id": "\x1b[2J[red]x", "tenant": "t", "computed": 1, "tokens": 2, "cached": 0, "blocks": 1,
+             "age": 1.0, "runs": [[0, 1]]}
+        ],
+    }  # fmt: skip
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    console.print(frame(state, 100, 10))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in text
+    assert "[red]x" in text

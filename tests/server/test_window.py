@@ -1,0 +1,362 @@
+"""The window over HTTP: who sees what, headers, details, one snapshot for all, and nothing computed for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from quire.server.settings import ServerSettings
+from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
+from quire.server.window.feed import MAX_SHARE, Feed
+
+ALICE, BOSS = "key-of-alice-5f2c", "key-of-the-boss-77aa"
+SECRET = "xyzzy plugh secret"
+KEYS = KeyRing([(digest_of_key(ALICE), Tenant("alice-the-tenant")), (digest_of_key(BOSS), ADMIN)])
+
+
+def ask(
+    url: str, path: str, key: str | None = None, body: Any = None, method: str | None = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None
+    if body is not None:
+        data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+    request = urllib.request.Request(url + path, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return response.status, dict(response.headers), response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, dict(error.headers), error.read()
+
+
+class Watcher:
+    """A connection to the events."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(url + "/window/events", headers=headers)
+        self.response = urllib.request.urlopen(request, timeout=30)
+        self.raw = b""
+        self.state: dict[str, Any] = {}
+        self.next()
+
+    def next(self) -> dict[str, Any]:
+        while True:
+            line = self.response.readline()
+            assert line, "the stream has ended"
+            self.raw += line
+            if line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                self.state |= event
+                return event
+
+    def until(self, is_reached: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+        for _ in range(100):
+            if is_reached(self.state):
+                return self.state
+            self.next()
+        raise AssertionError(f"not reached: {sorted(self.state)}")
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.response.close()
+
+
+class Generating:
+    """A request that runs until the block ends."""
+
+    def __init__(self, url: str, prompt: str, key: str | None = None) -> None:
+        host = url.removeprefix("http://")
+        self.connection = http.client.HTTPConnection(host, timeout=60)
+        body = {"prompt": prompt, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        self.connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        self.response = self.connection.getresponse()
+        assert self.response.status == 200
+        line = self.response.readline()
+        self.id = json.loads(line[6:])["id"]
+
+    def __enter__(self) -> Generating:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.response.close()
+        self.connection.close()
+
+
+@pytest.fixture
+def keyed(serve: Any, llm: Any) -> Iterator[tuple[str, Any]]:
+    llm.cache.reset()  # what tests before have left
+    with serve(ServerSettings(keys=KEYS)) as one:
+        yield one
+
+
+def test_the_page_allows_nothing_from_elsewhere(url: str) -> None:
+    for path in ("/", "/compare", "/window/main.js", "/window/page.css", "/favicon.ico"):
+        status, headers, body = ask(url, path)
+        assert status == 200
+        policy = headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        text = body.decode()
+        if headers["content-type"].startswith("text/html"):
+            assert "<style" not in text
+            assert " style=" not in text
+            assert " on" + "click=" not in text
+            assert text.count("<script") == 1
+            assert '<script type="module" src="/window/' in text
+        assert "//" not in text.replace("http://www.w3.org/2000/svg", "") or path.endswith(".js")
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "routes.py", "..%2f__init__.py", "%2e%2e/feed.py"])
+def test_only_files_of_the_page_are_served(url: str, name: str) -> None:
+    status, _, body = ask(url, f"/window/{name}")
+    assert status == 404
+    assert b"import" not in body
+
+
+def test_without_keys_this_machine_sees_all(url: str) -> None:
+    with Watcher(url) as watcher, Generating(url, SECRET) as running:
+        state = watcher.until(lambda state: state.get("sequences"))
+        (sequence,) = state["sequences"]
+        assert sequence["id"] == running.id
+        assert sequence["tenant"] == "default"
+        watcher.until(lambda state: state["sequences"] and state["sequences"][0]["tokens"] > 40)
+        (sequence,) = watcher.state["sequences"]
+        units = [unit for first, length in sequence["runs"] for unit in range(first, first + length)]
+        assert len(units) == sequence["blocks"] >= 3
+
+        status, _, body = ask(url, f"/window/units/{units[0]}")
+        details = json.loads(body)
+        assert status == 200
+        assert details["state"] == "held"
+        assert [one["id"] for one in details["holders"]] == [running.id]
+        assert details["tenant"] == "default"
+        assert len(details["texts"]) == len(details["tokens"]) == 16
+        assert "".join(details["texts"]).startswith(SECRET[:6])
+
+        status, _, body = ask(url, f"/window/sequences/{running.id}/0")
+        whole = json.loads(body)
+        assert status == 200
+        assert [whole["runs"][0][0]] == units[:1]
+        assert "".join(whole["texts"]).startswith(SECRET[:6])
+        watcher.until(lambda state: state.get("tree", {}).get("nodes"))
+        assert SECRET.encode() not in watcher.raw
+
+
+def test_another_sites_name_for_this_machine_sees_little(url: str) -> None:
+    status, _, _ = ask(url, "/window/units/0", Host="evil.example:8000")
+    assert status == 403
+    with Watcher(url) as watcher:
+        assert watcher.response.headers["X-Quire-Admin"] == "1"
+    request = urllib.request.Request(url + "/window/events", headers={"Host": "evil.example"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        assert response.headers["X-Quire-Admin"] == "0"
+
+
+def test_a_tenant_sees_counts_and_no_more(keyed: tuple[str, Any]) -> None:
+    url, _ = keyed
+    assert ask(url, "/window/events")[0] == 401
+    assert ask(url, "/window/events", "a-wrong-key")[0] == 401
+    assert ask(url, "/window/units/0", ALICE)[0] == 403
+    assert ask(url, "/window/units/0")[0] == 403
+    assert ask(url, "/window/sequences/x/0", ALICE)[0] == 403
+    assert ask(url, "/")[0] == 200
+    with (
+        Generating(url, SECRET, ALICE) as running,
+        Watcher(url, BOSS) as boss,
+        Watcher(url, ALICE) as alice,
+    ):
+        boss.until(lambda state: state.get("sequences") and state.get("tree", {}).get("rows"))
+        assert boss.state["sequences"][0]["tenant"] == "alice-the-tenant"
+        assert [one["name"] for one in boss.state["tenants"]] == ["alice-the-tenant"]
+        alice.until(lambda state: state["counts"]["held"] > 0)
+        for _ in range(3):
+            alice.next()
+        assert not {"sequences", "tree", "owners", "tenants", "num_sequences"} & set(alice.state)
+        for secret in (SECRET, "xyzzy", "alice-the-tenant", running.id, ALICE, BOSS):
+            assert secret.encode() not in alice.raw
+        for secret in (SECRET, "xyzzy", ALICE, BOSS, digest_of_key(ALICE).hex()):
+            assert secret.encode() not in boss.raw
+        unit = boss.state["sequences"][0]["runs"][0][0]
+        details = json.loads(ask(url, f"/window/units/{unit}", BOSS)[2])
+        assert details["tenant"] == "alice-the-tenant"
+
+
+def test_no_such_unit_or_sequence(url: str, llm: Any) -> None:
+    status, _, body = ask(url, f"/window/units/{llm.cache.num_block_ids}")
+    assert (status, json.loads(body)["error"]["code"]) == (404, "no_such_unit")
+    assert ask(url, "/window/units/-1")[0] == 400
+    assert ask(url, "/window/units/x")[0] == 400
+    assert ask(url, "/window/sequences/nobody/0")[0] == 404
+
+
+def test_what_is_cached_is_told_and_by_nobody_held(url: str) -> None:
+    prompt = "A block that stays when its request has gone, long enough for two of them or more."
+    ask(url, "/v1/completions", body={"prompt": prompt, "max_tokens": 2})
+    with Watcher(url) as watcher:
+        rows = watcher.until(lambda state: state.get("tree", {}).get("rows"))["tree"]["rows"]
+        for row in rows:
+            details = json.loads(ask(url, f"/window/units/{row['unit']}")[2])
+            if (details["before"] + "".join(details["texts"])).startswith(prompt[:20]):
+                break
+        else:
+            raise AssertionError("no row leads to the prompt")
+    assert details["state"] == "cached"
+    assert details["num_holders"] == 0
+
+
+def test_nothing_is_taken_while_nobody_watches(server: tuple[str, Any]) -> None:
+    url, app = server
+    with Watcher(url) as watcher:
+        watcher.next()
+    feed: Feed = app.state.window_feed
+    deadline = time.monotonic() + 10
+    while feed.num_watchers and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert feed.num_watchers == 0
+    number = feed.number
+    time.sleep(0.8)
+    assert feed.number == number
+    with Watcher(url) as watcher:
+        assert watcher.state["number"] > number
+
+
+def test_all_who_watch_get_the_same_bytes(url: str) -> None:
+    with Watcher(url) as first, Watcher(url) as second:
+        for _ in range(4):
+            first.next(), second.next()
+    lines = [{line for line in one.raw.splitlines() if b'"update"' in line} for one in (first, second)]
+    assert len(lines[0] & lines[1]) >= 2
+
+
+def test_the_feed_ends_when_the_server_stops(llm: Any, serve: Any) -> None:
+    with serve(ServerSettings()) as (url, app), Watcher(url) as watcher:
+        app.state.service.draining = True
+        assert not watcher.response.read().endswith(b"data: ")  # it comes to an end
+
+
+def test_the_cost_limits_the_rate(llm: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that costs 9 ms comes every 0.6 s at most, whatever the machine."""
+    real = Feed._paint
+
+    def dear(self: Feed, *args: Any) -> tuple[float, float]:
+        cost, slow = real(self, *args)
+        return cost + 0.009, slow
+
+    monkeypatch.setattr(Feed, "_paint", dear)
+    with serve(ServerSettings()) as (url, _), Watcher(url) as watcher:
+        began = time.monotonic()
+        for _ in range(3):
+            watcher.next()
+        assert time.monotonic() - began >= 2 * 0.009 / MAX_SHARE
+
+
+def test_too_many_watchers_are_refused(server: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    url, _ = server
+    monkeypatch.setattr("quire.server.window.feed._MAX_WATCHERS", 1)
+    with Watcher(url):
+        status, headers, _ = ask(url, "/window/events")
+        assert status == 429
+        assert "retry-after" in {name.lower() for name in headers}
+
+
+# -- storages side by side -----------------------------------------------------------------------------------
+
+
+def test_a_comparison_over_http(url: str) -> None:
+    status, _, body = ask(url, "/window/storages", body={})
+    assert status == 200
+    state = json.loads(body)
+    at = f"/window/storages/{state['id']}"
+    assert [one["name"] for one in state["storages"]] == ["paged", "contiguous", "growing", "virtual"]
+    ask(url, f"{at}/requests", body={"count": 20, "prompt_tokens": 60, "output_tokens": 30})
+    state = json.loads(ask(url, f"{at}/step", body={"steps": 10})[2])
+    by_name = {one["name"]: one for one in state["storages"]}
+    assert by_name["contiguous"]["running"] == 8
+    assert by_name["paged"]["running"] == 20
+    assert by_name["contiguous"]["waste_share"] > 0.5 > by_name["paged"]["waste_share"]
+    state = json.loads(ask(url, f"{at}/finish", body={"request": 0})[2])
+    assert {one["done"] for one in state["storages"]} == {1}
+    state = json.loads(ask(url, f"{at}/finish", body={})[2])
+    assert state["open"] == 0
+    assert ask(url, at, method="DELETE")[0] == 204
+    assert ask(url, f"{at}/step", body={})[0] == 404
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"count": 65, "prompt_tokens": 1, "output_tokens": 1},
+        {"prompt_tokens": 0, "output_tokens": 1},
+        {"prompt_tokens": 10**9, "output_tokens": 1},
+        {"prompt_tokens": 4, "output_tokens": 1, "shared_tokens": 5},
+        {},
+    ],
+)
+def test_what_cannot_be_asked_of_a_comparison(url: str, body: dict[str, int]) -> None:
+    session = json.loads(ask(url, "/window/storages", body={})[2])["id"]
+    assert ask(url, f"/window/storages/{session}/requests", body=body)[0] == 400
+    ask(url, f"/window/storages/{session}", method="DELETE")
+
+
+def test_comparisons_are_bounded(url: str) -> None:
+    first = json.loads(ask(url, "/window/storages", body={})[2])["id"]
+    sessions = [json.loads(ask(url, "/window/storages", body={})[2])["id"] for _ in range(16)]
+    assert ask(url, f"/window/storages/{first}/step", body={})[0] == 404
+    assert ask(url, f"/window/storages/{sessions[0]}/step", body={})[0] == 200
+    at = f"/window/storages/{sessions[-1]}"
+    for _ in range(4):
+        assert (
+            ask(url, f"{at}/requests", body={"count": 64, "prompt_tokens": 9, "output_tokens": 9})[0] == 200
+        )
+    assert ask(url, f"{at}/requests", body={"count": 1, "prompt_tokens": 9, "output_tokens": 9})[0] == 429
+    for session in sessions:
+        ask(url, f"/window/storages/{session}", method="DELETE")
+
+
+def test_calls_of_one_comparison_at_once(url: str) -> None:
+    session = json.loads(ask(url, "/window/storages", body={})[2])["id"]
+    at = f"/window/storages/{session}"
+    ask(url, f"{at}/requests", body={"count": 8, "prompt_tokens": 40, "output_tokens": 40})
+    found: list[int] = []
+
+    def step() -> None:
+        found.append(ask(url, f"{at}/step", body={"steps": 4})[0])
+
+    threads = [threading.Thread(target=step) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [200] * 8
+    assert json.loads(ask(url, f"{at}/step", body={"steps": 1})[2])["steps"] == 33
+    ask(url, at, method="DELETE")
+
+
+def test_between_steps_tells_errors(llm: Any) -> None:
+    from quire import AsyncEngine
+
+    async def run() -> None:
+        async with AsyncEngine(llm) as engine:
+            assert await engine.between_steps(lambda: engine.llm is llm)
+            with pytest.raises(ZeroDivisionError):
+                await engine.between_steps(lambda: 1 // 0)
+            assert (await engine.stats())["held"] == 0
+
+    asyncio.run(run())

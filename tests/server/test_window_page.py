@@ -1,0 +1,263 @@
+"""The page in a real browser: what a person sees, hears and can do with a keyboard."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from quire.server.settings import ServerSettings
+from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+if not CHROMIUM or not DRIVER:
+    pytest.skip("chromium and its driver are not installed", allow_module_level=True)
+webdriver = pytest.importorskip("selenium.webdriver")
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+
+HTML = "<img src=x onerror=\"document.title='owned'\"><b>bold</b><script>document.title='owned'</script>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    # No sandbox: these tests also run as root, where Chromium's does not work. Only our own page is opened.
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.add_argument("--window-size=1300,1000")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser: Any, url: str) -> Iterator[Any]:
+    browser.get_log("browser")
+    browser.get(url)
+    until(lambda: browser.find_element(By.ID, "status").text == "live")
+    yield browser
+    errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    browser.get("about:blank")  # else it goes on watching
+    assert not errors
+
+
+def until(is_reached: Callable[[], Any], seconds: float = 20) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := is_reached()):
+        assert time.monotonic() < end, "not reached"
+        time.sleep(0.05)
+    return value
+
+
+def by_id(browser: Any, name: str) -> Any:
+    return browser.find_element(By.ID, name)
+
+
+def cells_of(browser: Any, body: str) -> list[list[str]]:
+    """The texts of a table's rows, read at one moment."""
+    return browser.execute_script(
+        "return [...document.querySelectorAll(arguments[0] + ' tr')].map(r => [...r.children].map(c => c.textContent))",
+        body,
+    )
+
+
+def pixel(browser: Any, cell_x: int, cell_y: int) -> list[int]:
+    return browser.execute_script(
+        "const m = document.getElementById('map'); const r = devicePixelRatio;"
+        "return [...m.getContext('2d').getImageData(arguments[0] * r, arguments[1] * r, 1, 1).data];",
+        cell_x,
+        cell_y,
+    )
+
+
+def complete(url: str, prompt: str, **more: Any) -> None:
+    body = json.dumps({"prompt": prompt, "max_tokens": 2, **more}).encode()
+    request = urllib.request.Request(
+        url + "/v1/completions", body, {"Content-Type": "application/json", **more.pop("headers", {})}
+    )
+    urllib.request.urlopen(request, timeout=60).read()
+
+
+def test_blocks_are_allocated_while_a_prompt_is_answered(page: Any, llm: Any) -> None:
+    llm.cache.reset()
+    until(lambda: by_id(page, "legend").text.startswith("free") and "held 0" in by_id(page, "legend").text)
+    free = pixel(page, 8, 8)
+    by_id(page, "max-tokens").clear()
+    by_id(page, "max-tokens").send_keys("400")
+    by_id(page, "send").click()
+    until(lambda: "in " in by_id(page, "try-status").text and "blocks:" in by_id(page, "try-status").text)
+    assert by_id(page, "answer").text
+    table = until(lambda: [row[5] for row in cells_of(page, "#sequences") if len(row) == 6])[0]
+    assert int(table.split(",")[0].split("\u2013")[0]) == 0
+    until(lambda: pixel(page, 8, 8) != free)
+    blocks = [int(by_id(page, "try-status").text.split(" blocks")[0].split()[-1])]
+    until(lambda: int(by_id(page, "try-status").text.split(" blocks")[0].split()[-1]) > blocks[0])
+    by_id(page, "stop").click()
+    until(lambda: by_id(page, "try-status").text == "stopped")
+    until(lambda: "held 0" in by_id(page, "legend").text)  # given back
+    assert "tokens/s" in by_id(page, "figures").text
+
+
+def test_a_prompt_with_markup_is_shown_as_text(page: Any, url: str, llm: Any) -> None:
+    llm.cache.reset()
+    by_id(page, "prompt").clear()
+    by_id(page, "prompt").send_keys(HTML)
+    by_id(page, "max-tokens").clear()
+    by_id(page, "max-tokens").send_keys("3")
+    by_id(page, "send").click()
+    until(lambda: "ended" in by_id(page, "try-status").text)
+    by_id(page, "find-unit").send_keys("1")
+    page.find_element(By.CSS_SELECTOR, "#find button").click()
+    until(lambda: by_id(page, "details").is_displayed())
+    shown = page.find_element(By.CSS_SELECTOR, "#details .tokens").get_attribute("textContent")
+    assert shown.startswith(HTML[:30])
+    assert not page.find_elements(By.CSS_SELECTOR, "#details img, #details b, #details script, #answer *")
+    assert page.title == "Quire: what the cache does now"
+
+
+def test_with_the_keyboard(page: Any, url: str, llm: Any) -> None:
+    llm.cache.reset()
+    complete(url, "Some content to look at with a keyboard, a few blocks of it.")
+    until(lambda: "cached 0" not in by_id(page, "legend").text)
+    by_id(page, "map").send_keys(Keys.ARROW_RIGHT)
+    until(lambda: by_id(page, "announce").get_attribute("textContent").startswith("block 0, cached"))
+    by_id(page, "map").send_keys(Keys.ARROW_RIGHT)
+    until(lambda: by_id(page, "announce").get_attribute("textContent").startswith("block 1, cached"))
+    assert "of default" in by_id(page, "announce").get_attribute("textContent")
+    by_id(page, "map").send_keys(Keys.ENTER)
+    until(lambda: by_id(page, "details-title").text == "Block 1")
+    assert page.switch_to.active_element.get_attribute("id") == "details"
+    assert "cached" in by_id(page, "details-body").text
+    by_id(page, "details-close").send_keys(Keys.ENTER)
+    assert not by_id(page, "details").is_displayed()
+    assert page.switch_to.active_element.get_attribute("id") == "map"
+
+
+def test_the_map_as_a_table_says_what_the_cache_counts(page: Any, url: str, llm: Any) -> None:
+    llm.cache.reset()
+    complete(url, "Counted in a table for those who do not see the map.")
+    page.find_element(By.TAG_NAME, "summary").click()
+    stats = llm.cache.stats()
+    wanted = {name: str(stats[name]) for name in ("cached", "held", "leased")}
+
+    def told() -> dict[str, str]:
+        return {row[0]: row[1] for row in cells_of(page, "#map-table")}
+
+    until(lambda: wanted.items() <= told().items())
+    assert told()["tenant default"] == wanted["cached"]
+
+
+def test_the_prefix_tree_leads_to_tokens(page: Any, url: str, llm: Any) -> None:
+    llm.cache.reset()
+    complete(url, "A common beginning that several prompts share, one block and more. First.")
+    complete(url, "A common beginning that several prompts share, one block and more. Second, other.")
+    rows = until(
+        lambda: len(found := page.find_elements(By.CSS_SELECTOR, "#tree tr button")) >= 3 and found, 30
+    )
+    rows[0].click()
+    until(lambda: by_id(page, "details").is_displayed())
+    shown = page.find_element(By.CSS_SELECTOR, "#details .tokens").get_attribute("textContent")
+    assert shown.startswith("A common beginning")
+
+
+def test_landmarks_names_and_languages(page: Any) -> None:
+    assert page.find_element(By.TAG_NAME, "html").get_attribute("lang") == "en"
+    for name in ("header", "main", "nav", "h1"):
+        assert len(page.find_elements(By.TAG_NAME, name)) == 1, name
+    nameless = page.execute_script(
+        "return [...document.querySelectorAll('input, textarea, canvas:not([aria-hidden]), section, button, nav')]"
+        ".filter(e => !(e.labels?.length || e.textContent.trim() || e.getAttribute('aria-label')"
+        "  || (e.getAttribute('aria-labelledby') && document.getElementById(e.getAttribute('aria-labelledby')))))"
+        ".map(e => e.outerHTML.slice(0, 80));"
+    )
+    assert nameless == []
+    assert by_id(page, "announce").get_attribute("aria-live") == "polite"
+    assert by_id(page, "status").get_attribute("role") == "status"
+
+
+def test_light_and_dark(page: Any) -> None:
+    def background(scheme: str) -> list[float]:
+        page.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        )
+        colour = page.execute_script(
+            "return [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+        )
+        return [sum(int(c) for c in text.split("(")[1].rstrip(")").split(",")[:3]) for text in colour]
+
+    (light_back, light_text), (dark_back, dark_text) = background("light"), background("dark")
+    assert light_back > 600 > 200 > light_text
+    assert dark_back < 200 < 600 < dark_text
+
+
+def test_a_narrow_screen_does_not_scroll_sideways(page: Any) -> None:
+    metrics = {"width": 360, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 360
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_keys_are_asked_for_and_nothing_is_told_to_a_tenant(browser: Any, serve: Any, llm: Any) -> None:
+    alice, boss = "key-of-alice-11", "key-of-the-boss-22"
+    keys = KeyRing([(digest_of_key(alice), Tenant("alice-name")), (digest_of_key(boss), ADMIN)])
+    with serve(ServerSettings(keys=keys)) as (url, _):
+        browser.get(url)
+        until(lambda: by_id(browser, "key-dialog").is_displayed())
+        try:
+            by_id(browser, "key").send_keys(alice + Keys.ENTER)
+            until(lambda: by_id(browser, "status").text == "live")
+            assert by_id(browser, "no-admin").is_displayed()
+            assert not by_id(browser, "sequences").is_displayed()
+            by_id(browser, "max-tokens").clear()
+            by_id(browser, "max-tokens").send_keys("3")
+            by_id(browser, "send").send_keys(Keys.ENTER)
+            until(lambda: "ended" in by_id(browser, "try-status").text)  # a tenant may send prompts
+            assert "alice-name" not in browser.page_source
+            assert alice not in browser.page_source
+
+            by_id(browser, "key-button").click()
+            by_id(browser, "key").send_keys(boss + Keys.ENTER)
+            until(lambda: by_id(browser, "tree").is_displayed())
+            until(lambda: "alice-name" in by_id(browser, "tree").text)
+            assert boss not in browser.page_source
+            stored = browser.execute_script(
+                "return localStorage.length + sessionStorage.length + document.cookie.length"
+            )
+            assert stored == 0
+        finally:
+            browser.get("about:blank")
+
+
+def test_storages_side_by_side(page: Any, url: str) -> None:
+    page.get(url + "/compare")
+    until(lambda: len(page.find_elements(By.CSS_SELECTOR, ".storage")) == 4)
+    for _ in range(3):
+        page.find_elements(By.CSS_SELECTOR, "button[data-shared]")[0].click()
+
+    def row(name: str) -> list[str]:
+        return {cells[0]: cells[1:] for cells in cells_of(page, "#figures-table tbody")}.get(name, [])
+
+    until(lambda: row("Running now")[1:2] == ["8"])
+    until(lambda: int(row("Running now")[0]) > 8)
+    by_id(page, "run").click()
+    assert by_id(page, "run").get_attribute("aria-pressed") == "false"
+    waste = [float(text.split()[0]) for text in row("Reserved and empty")]
+    assert waste[1] > waste[0]
+    page.find_elements(By.CSS_SELECTOR, "button[data-prompt='600']")[0].click()
+    until(lambda: row("Refused: can never fit") == ["1", "1", "1", "1"])
+    by_id(page, "finish").click()
+    until(lambda: row("Running now") == ["0", "0", "0", "0"])
+    page.get(url)
+    until(lambda: by_id(page, "status").text == "live")

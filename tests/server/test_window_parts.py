@@ -1,0 +1,141 @@
+"""The window's arithmetic: cells against counting one by one, runs, the prefix tree's rows against a walk, ages."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire import Cache, KVSpec
+from quire.cache.unit_map import CACHED, FREE, HELD, LEASED
+from quire.server.tenants import Tenant, tenant_of_namespace
+from quire.server.window.prefix_summary import Births, summarize
+from quire.server.window.snapshot import MAX_CELLS, runs_of, state_cells
+from quire.spec import LayerSpec, Retention
+
+SPEC = KVSpec(layers=(LayerSpec(Retention(), 1, 8, 8),))
+
+
+@pytest.mark.parametrize("num_units", [1, 341, MAX_CELLS, MAX_CELLS + 1, 100_003])
+def test_cells_tell_shares_of_their_units(num_units: int) -> None:
+    states = np.random.default_rng(num_units).integers(0, 5, num_units).astype(np.uint8)
+    told = state_cells(states)
+    cells = np.frombuffer(base64.b64decode(told["cells"]), np.uint8).reshape(-1, 3)
+    assert len(cells) <= MAX_CELLS
+    assert told["units"] == num_units
+    size = told["per_cell"]
+    assert len(cells) == -(-num_units // size)
+    for cell in {0, len(cells) // 2, len(cells) - 1}:
+        inside = states[cell * size : (cell + 1) * size].tolist()
+        for column, state in enumerate((CACHED, HELD, LEASED)):
+            share = 255 * inside.count(state) / len(inside)
+            assert share <= cells[cell, column] < share + 1
+
+
+def test_one_held_unit_of_many_shows() -> None:
+    states = np.full(1_000_000, FREE, np.uint8)
+    states[77] = HELD
+    told = state_cells(states)
+    cells = np.frombuffer(base64.b64decode(told["cells"]), np.uint8).reshape(-1, 3)
+    assert (cells[:, 1] > 0).sum() == 1
+
+
+def test_runs() -> None:
+    assert runs_of(np.array([], np.int32)) == []
+    assert runs_of(np.array([4], np.int32)) == [[4, 1]]
+    assert runs_of(np.array([4, 5, 6, 2, 3, 9], np.int32)) == [[4, 3], [2, 2], [9, 1]]
+    table = np.random.default_rng(0).integers(0, 9, 200).astype(np.int32)
+    back = [unit for first, length in runs_of(table) for unit in range(first, first + length)]
+    assert back == table.tolist()
+
+
+def test_a_namespace_tells_its_tenant_and_never_the_salt() -> None:
+    assert tenant_of_namespace(Tenant("åsa").namespace("s3cret")) == "åsa"
+    assert tenant_of_namespace(Tenant("tenant").namespace(None)) == "tenant"
+    assert tenant_of_namespace(b"") == tenant_of_namespace(b"tenant") == tenant_of_namespace(b"other") == "-"
+
+
+def store(cache: Cache, tokens: list[int], namespace: bytes = b"") -> None:
+    sequence = cache.open(tokens, namespace=namespace)
+    assert cache.reserve([sequence], [len(tokens) - sequence.num_computed_tokens]) is not None
+    cache.commit(sequence, len(tokens))
+    cache.close(sequence)
+
+
+def test_rows_of_a_tree() -> None:
+    cache = Cache(SPEC, num_blocks=64, block_size=4)
+    name = Tenant("alice").namespace("salt")
+    store(cache, [1] * 8 + [2] * 8, name)
+    store(cache, [1] * 8 + [3] * 4, name)
+    store(cache, [9] * 4, Tenant("bob").namespace(None))
+    found = summarize(cache.tree(), Births(), 0.0)
+    told = [(row["level"], row["tenant"], row["blocks"], row["tokens"], row["size"]) for row in found["rows"]]
+    assert told == [
+        (0, "alice", 2, 8, 20),
+        (1, "alice", 2, 8, 8),
+        (1, "alice", 1, 4, 4),
+        (0, "bob", 1, 4, 4),
+    ]
+    assert (found["nodes"], found["hidden"]) == (6, 0)
+    assert all(row["cached"] == row["blocks"] for row in found["rows"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_a_random_tree(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cache = Cache(SPEC, num_blocks=4096, block_size=2)
+    for _ in range(300):
+        tokens = rng.integers(0, 3, rng.integers(1, 24)).tolist()
+        store(cache, tokens, Tenant(f"t{rng.integers(0, 3)}").namespace(None))
+    tree = cache.tree()
+    found = summarize(tree, Births(), 0.0)
+    rows = found["rows"]
+    assert len(rows) <= 200
+    assert sum(row["blocks"] for row in rows) + found["hidden"] == found["nodes"] == len(tree)
+
+    below: dict[int, list[int]] = {}
+    for place, parent in enumerate(tree.parent_ids.tolist()):
+        below.setdefault(parent, []).append(place)
+
+    def size(place: int) -> int:
+        node = int(tree.node_ids[place])
+        return int(tree.num_tokens[place]) + sum(size(child) for child in below.get(node, []))
+
+    place_of = {node: place for place, node in enumerate(tree.node_ids.tolist())}
+    for row in rows:
+        assert row["size"] == size(place_of[row["node"]])
+    # Who stands below whom: the chain above ends where this one's parent is.
+    path: list[dict[str, Any]] = []
+    for row in rows:
+        del path[row["level"] :]
+        parent = int(tree.parent_ids[place_of[row["node"]]])
+        if not path:
+            assert parent == -1
+        else:
+            last = path[-1]["node"]
+            for _ in range(path[-1]["blocks"] - 1):
+                (only,) = below[last]
+                last = int(tree.node_ids[only])
+            assert parent == last
+        path.append(row)
+
+
+def test_an_empty_tree_has_no_rows() -> None:
+    cache = Cache(SPEC, num_blocks=4, block_size=2)
+    assert summarize(cache.tree(), Births(), 0.0) == {"rows": [], "nodes": 0, "hidden": 0}
+
+
+def test_ages_from_looking_now_and_then() -> None:
+    births = Births()
+    births.look(10, 100.0)
+    births.look(10, 105.0)
+    births.look(20, 110.0)
+    assert births.age(3, 120.0) == (20.0, True)
+    assert births.age(10, 120.0) == (10.0, False)
+    assert births.age(19, 120.0) == (10.0, False)
+    for step in range(2000):
+        births.look(21 + step, 111.0 + step)
+    age, _ = births.age(21 + 1500, 111.0 + 2000)
+    assert 480 <= age <= 499  # made between two looks, of which some were forgotten
