@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
-from quire.server.dependencies import TheService, TheTenant, unless_gone
+from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import completion_logprobs
 from quire.server.schemas.common import ERRORS, Usage
@@ -24,7 +24,7 @@ from quire.server.tenants import Tenant
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], dependencies=[Depends(text_only)])
 
 
 @router.post(
