@@ -48,7 +48,7 @@ def with_litellm(base_url: str, model: str) -> dict:
         litellm.completion(messages=MESSAGES, max_tokens=12, **{**common, "model": "openai/gpt-17"})
         error = None
     except litellm.exceptions.NotFoundError as one:
-        error = type(one).__name__
+        error = one.status_code
     return {
         "chat": whole.choices[0].message.content,
         "completion_tokens": whole.usage.completion_tokens,
@@ -82,7 +82,7 @@ def with_langchain(base_url: str, model: str) -> dict:
         ChatOpenAI(model="gpt-17", **common).invoke("a")
         error = None
     except openai.NotFoundError as one:
-        error = type(one).__name__
+        error = one.status_code
     return {
         "chat": whole.content,
         "completion_tokens": whole.usage_metadata["output_tokens"],

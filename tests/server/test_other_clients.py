@@ -58,7 +58,7 @@ def test_client(url: str, client: str) -> None:
     assert said["completion_tokens"] == expected["usage"]["completion_tokens"]
     assert said["arguments"]["a"] in (1, 2)
     assert said["arguments"]["b"] in (3, 4)
-    assert said["error"] == "NotFoundError"
+    assert said["error"] == 404
     assert 0 <= said.get("age", 0) <= 99
 
 

@@ -194,6 +194,9 @@ class _Writer:
                     if dumped is not None and not deltas:
                         deltas = [{"content": ""}]
                     for delta in deltas:
+                        if dumped is None and len(delta) == 1 and "content" in delta:
+                            yield write.content(index, delta["content"])
+                            continue
                         yield write.choice(_choice(index, delta, logprobs=dumped))
                         dumped = None
                     if reason is not None:
