@@ -144,7 +144,9 @@ def test_the_short_way_to_decode_is_the_tokenizers_own() -> None:
     draw = np.random.default_rng(3)
     for length in range(1, 40):
         ids = draw.integers(0, len(tokenizer), length).tolist()
-        assert short(ids) == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert short(ids) == tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     class Other(TokenizersBackend):
         def _decode(self, *arguments: object, **options: object) -> str:

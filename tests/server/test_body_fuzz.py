@@ -7,16 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-FEW = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 TEXTS = st.text(st.characters(), max_size=20) | st.sampled_from(
@@ -111,78 +104,97 @@ def body_of(optional: dict[str, Any], required: dict[str, Any]) -> st.SearchStra
     return st.one_of(some, some.flatmap(lambda body: st.just({**body, "n": 1, "model": None})))
 
 
-class TestBodies:
-    @FEW
-    @given(path=st.sampled_from(PATHS), content=st.binary(max_size=64) | JSON.map(encoded))
-    @example("/v1/completions", b'{"prompt": "\xff\xfe"}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "seed": NaN}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "seed": ' + b"9" * 5000 + b"}")
-    @example("/v1/completions", b"[" * 100_000)
-    @example("/v1/completions", b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}")
-    @example("/v1/completions", b'{"prompt": [[[1]]]}')
-    @example("/v1/completions", b'{"prompt": [1, "a", [2]]}')
-    @example("/v1/completions", b'{"prompt": ["a", [1, 2], ""], "max_tokens": 1}')
-    @example("/v1/completions", b'{"prompt": [true], "max_tokens": 1}')
-    @example(
-        "/v1/completions",
-        b'{"prompt": "a", "max_tokens": 1, "json_schema": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
-    )
-    @example("/v1/completions", b'{"prompt": "\\ud800", "max_tokens": 1}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "stop": ["", "a"]}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "stop": ""}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "cache_salt": "\\udfff"}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "model": "\\ud800"}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "logit_bias": {"9223372036854775808": 1}}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "json_schema": {"enum": ["\\ud800"]}}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "regex": "\\ud800"}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "temperature": 5e-324}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "temperature": 1e-200, "top_p": 1e-300}')
-    @example("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "repetition_penalty": 5e-324}')
-    @example(
-        "/v1/completions",
-        b'{"prompt": "a", "max_tokens": 1, "repetition_penalty": 0.01, "logit_bias": {"1": 100}}',
-    )
-    @example("/detokenize", b'{"tokens": [2147483647]}')
-    def test_any_bytes_and_any_json(self, small_server, path: str, content: bytes) -> None:
-        ask(small_server[0], path, content)
+def schema_request(schema: Any, where: str) -> tuple[str, bytes]:
+    """A request in which the server has to make a grammar of `schema`."""
+    common: dict[str, Any] = {"max_tokens": 2}
+    if where == "json_schema":
+        return "/v1/completions", encoded({**common, "prompt": "a", "json_schema": schema})
+    body = {**common, "messages": [{"role": "user", "content": "a"}]}
+    if where == "response_format":
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    else:
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        body |= {"tools": [tool], "tool_choice": "auto" if where == "tools" else "required"}
+    return "/v1/chat/completions", encoded(body)
 
-    @FEW
-    @given(
-        body=body_of(FIELDS, {"prompt": TEXTS | st.lists(TEXTS | st.lists(st.integers(0, 300)), max_size=3)})
+
+PROMPTS = TEXTS | st.lists(TEXTS | st.lists(st.integers(0, 300)), max_size=3)
+KINDS: dict[str, st.SearchStrategy[tuple[str, bytes]]] = {
+    "any bytes": st.tuples(st.sampled_from(PATHS), st.binary(max_size=64)),
+    "any JSON": st.tuples(st.sampled_from(PATHS), JSON.map(encoded)),
+    "completions": st.tuples(st.just(PATHS[0]), body_of(FIELDS, {"prompt": PROMPTS}).map(encoded)),
+    "chat": st.tuples(st.just(PATHS[1]), body_of(FIELDS, {"messages": MESSAGES}).map(encoded)),
+    "schemas": st.builds(
+        schema_request, SCHEMAS, st.sampled_from(["json_schema", "response_format", "tools", "required"])
+    ),
+}
+
+
+def run(url: str, kind: str, num_examples: int, *, derandomize: bool) -> None:
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        derandomize=derandomize,
+        database=None,
+        suppress_health_check=list(HealthCheck),
     )
-    def test_completions(self, small_server, body: dict[str, Any]) -> None:
-        ask(small_server[0], "/v1/completions", encoded(body))
+    @given(KINDS[kind])
+    def send(request: tuple[str, bytes]) -> None:
+        ask(url, *request)
 
-    @FEW
-    @given(body=body_of(FIELDS, {"messages": MESSAGES}))
-    def test_chat(self, small_server, body: dict[str, Any]) -> None:
-        ask(small_server[0], "/v1/chat/completions", encoded(body))
+    send()
 
-    @FEW
-    @given(schema=SCHEMAS, where=st.sampled_from(["json_schema", "response_format", "tools", "required"]))
-    def test_schemas(self, small_server, schema: Any, where: str) -> None:
-        common: dict[str, Any] = {"max_tokens": 2}
-        if where == "json_schema":
-            body = {**common, "prompt": "a", "json_schema": schema}
-            ask(small_server[0], "/v1/completions", encoded(body))
-            return
-        body = {**common, "messages": [{"role": "user", "content": "a"}]}
-        if where == "response_format":
-            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-        else:
-            tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-            body |= {"tools": [tool], "tool_choice": "auto" if where == "tools" else "required"}
-        ask(small_server[0], "/v1/chat/completions", encoded(body))
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bodies(small_server, kind: str) -> None:
+    run(small_server[0], kind, 60, derandomize=True)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", KINDS)
+def test_bodies_at_full_size(small_server, kind: str) -> None:
+    run(small_server[0], kind, 1000, derandomize=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/v1/completions", b'{"prompt": "\xff\xfe"}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "seed": NaN}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "seed": ' + b"9" * 5000 + b"}"),
+        ("/v1/completions", b"[" * 100_000),
+        ("/v1/completions", b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+        ("/v1/completions", b'{"prompt": [[[1]]]}'),
+        ("/v1/completions", b'{"prompt": [1, "a", [2]]}'),
+        ("/v1/completions", b'{"prompt": ["a", [1, 2], ""], "max_tokens": 1}'),
+        ("/v1/completions", b'{"prompt": [true], "max_tokens": 1}'),
+        (
+            "/v1/completions",
+            b'{"prompt": "a", "max_tokens": 1, "json_schema": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
+        ),
+        ("/v1/completions", b'{"prompt": "\\ud800", "max_tokens": 1}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "stop": ["", "a"]}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "stop": ""}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "cache_salt": "\\udfff"}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "model": "\\ud800"}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "logit_bias": {"9223372036854775808": 1}}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "json_schema": {"enum": ["\\ud800"]}}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "regex": "\\ud800"}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "temperature": 5e-324}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "temperature": 1e-200, "top_p": 1e-300}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "repetition_penalty": 5e-324}'),
+        (
+            "/v1/completions",
+            b'{"prompt": "a", "max_tokens": 1, "repetition_penalty": 0.01, "logit_bias": {"1": 100}}',
+        ),
+        ("/detokenize", b'{"tokens": [2147483647]}'),
+    ],
+)
+def test_known_trouble(small_server, path: str, content: bytes) -> None:
+    ask(small_server[0], path, content)
 
 
 def test_a_length_that_asks_for_everything_is_cut(small_server) -> None:
     body = {"prompt": "a", "max_tokens": 2**31 - 1, "ignore_eos": True}
     data = ask(small_server[0], "/v1/completions", encoded(body)).json()
     assert data["usage"]["total_tokens"] <= 48
-
-
-@pytest.mark.ci
-def test_every_body_at_full_size(small_server) -> None:
-    many = settings(FEW, max_examples=1500, derandomize=False)
-    for name in ("test_any_bytes_and_any_json", "test_completions", "test_chat", "test_schemas"):
-        many(getattr(TestBodies, name))(TestBodies(), small_server)
