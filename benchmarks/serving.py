@@ -168,8 +168,9 @@ class Server:
         raise SystemExit(self.log)
 
     def cpu_s(self) -> float:
-        values = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+        """Of all its threads; those that have ended meanwhile are not in it, and there are none to speak of."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
     def resident_bytes(self) -> int:
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
@@ -183,13 +184,13 @@ class Server:
 
 
 @contextmanager
-def serving(model: str | None, **server_settings: Any) -> Iterator[Server]:
+def serving(model: str | None, *, kv_memory: str = "1GiB", **server_settings: Any) -> Iterator[Server]:
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write("[server]\n" + "".join(f"{name} = {value}\n" for name, value in server_settings.items()))
         file.flush()
         command = [sys.executable, "-m", "quire", "serve", *([model] if model else [])]
         process = subprocess.Popen(
-            [*command, "--port", "0", "--kv-memory", "1GiB", "--config", file.name],
+            [*command, "--port", "0", "--kv-memory", kv_memory, "--config", file.name],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -306,7 +307,9 @@ async def drops(arguments: argparse.Namespace, texts: Texts) -> None:
         for _ in range(count):
             await drop(port)
 
-    with serving(arguments.model) as server:
+    # Little memory, so that the cache has all of it soon, and what grows is something else.
+    with serving(arguments.model, kv_memory="128MiB") as server:
+        await several(server.port, num // 20)
         began, before = time.perf_counter(), server.resident_bytes()
         await asyncio.gather(*[several(server.port, num // at_once + 1) for _ in range(at_once)])
         seconds, ended = time.perf_counter() - began, time.perf_counter()
@@ -328,7 +331,7 @@ async def drops(arguments: argparse.Namespace, texts: Texts) -> None:
 
 async def overload(arguments: argparse.Namespace, texts: Texts) -> None:
     draw, seconds = random.Random(4), 3.0 if arguments.quick else 30.0
-    with serving(arguments.model, max_waiting=64) as server:
+    with serving(arguments.model, kv_memory="128MiB", max_waiting=64) as server:
         bodies = [_body(texts, draw) for _ in range(64)]
         began = time.perf_counter()
         await asyncio.gather(*[ask(server.port, body) for body in bodies])

@@ -110,7 +110,6 @@ class Detokenizer:
             self._num_context = _CONTEXT_TOKENS
         return after[len(before) :]
 
-
     def _give(self, new: str) -> str:
         """Moves text out of `_held` + `new`, up to a stop string or what may become one."""
         text = self._held + new
