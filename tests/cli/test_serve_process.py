@@ -125,7 +125,7 @@ def test_a_busy_port() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--port", "x"], "x"),
+        (["--port", "x"], "--port"),
         (["--port", "70000"], "70000"),
         (["--colour", "red"], "--colour"),
         (["--host", "0.0.0.0"], "--insecure"),
