@@ -30,7 +30,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int], prompt_tail: Sequence[int] 
     return detokenizer.push(token_ids) + detokenizer.finish()
 
 
-def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+def _decoder(tokenizer: Any) -> Callable[[list[int]], Any]:
     """`tokenizer.decode` of a list, special tokens left out and nothing cleaned up.
 
     Where that is the decode of transformers' own class, which then only calls the one of `tokenizers`, it is called

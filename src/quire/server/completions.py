@@ -193,7 +193,7 @@ class _Writer:
 
     def _outputs(
         self, tenant: Tenant, prompts: list[Any]
-    ) -> AsyncGenerator[RequestOutput] | AsyncGenerator[tuple[int, RequestOutput]]:
+    ) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:
         """The outputs of all prompts as they come: of several, each with its prompt's place."""
         if len(prompts) == 1:  # the common case, without a layer more
             return self._service.outputs(tenant, self._body, prompts[0], self._params)
