@@ -44,7 +44,7 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], Any]:
         and kind.decode is TokenizersBackend.decode
         and kind._decode is TokenizersBackend._decode
     ):
-        return tokenizer._tokenizer.decode  # it leaves special tokens out unless told otherwise
+        return tokenizer.backend_tokenizer.decode  # it leaves special tokens out unless told otherwise
     return functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
