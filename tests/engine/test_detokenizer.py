@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from quire.engine.detokenizer import Detokenizer, decode
+from quire.engine.detokenizer import Detokenizer, _decoder, decode
 
 
 def _byte_level() -> Any:
@@ -132,3 +133,24 @@ def test_new_text_is_given_out_once() -> None:
     assert detokenizer.take_new() == ""
     detokenizer.push(ids_of("c"))
     assert (detokenizer.take_new(), detokenizer.text) == ("c", "abc")
+
+
+def test_the_short_way_to_decode_is_the_tokenizers_own() -> None:
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    tokenizer = _byte_level()
+    short = _decoder(tokenizer)
+    assert short == tokenizer._tokenizer.decode
+    draw = np.random.default_rng(3)
+    for length in range(1, 40):
+        ids = draw.integers(0, len(tokenizer), length).tolist()
+        assert short(ids) == tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    class Other(TokenizersBackend):
+        def _decode(self, *arguments: object, **options: object) -> str:
+            return "other"
+
+    tokenizer.__class__ = Other
+    assert _decoder(tokenizer)([1]) == "other"

@@ -150,6 +150,14 @@ def test_forbidding_every_token_fails_the_sample() -> None:
     assert "no token possible" in str(sample.error)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-6])
+def test_a_temperature_next_to_nothing_is_greedy(temperature: float) -> None:
+    rows = logits(3)
+    samples = [make_sample(temperature=temperature, top_p=1e-300) for _ in range(3)]
+    assert draw(rows, *samples) == rows.argmax(-1).tolist()
+    assert all(sample.error is None for sample in samples)
+
+
 def test_the_logits_are_not_changed() -> None:
     rows = logits(2)
     before = rows.clone()

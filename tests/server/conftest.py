@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
+import httpx
 import pytest
 from support.running_server import running
 
@@ -26,6 +28,31 @@ def server(llm: LLM) -> Iterator[tuple[str, object]]:
 @pytest.fixture(scope="module")
 def url(server: tuple[str, object]) -> str:
     return server[0]
+
+
+@pytest.fixture(scope="module")
+def small_llm() -> Iterator[LLM]:
+    """Whatever a request asks for, it gets few tokens."""
+    with LLM(kv_memory="16MiB", max_model_len=48) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def small_server(small_llm: LLM) -> Iterator[tuple[str, object]]:
+    """A server that has nothing under way, and holds no block, when its module's tests have ended."""
+    with running(small_llm, ServerSettings()) as (url, app):
+        yield url, app
+        end = time.monotonic() + 10
+        while app.state.service.num_open or not is_idle(small_llm):
+            assert time.monotonic() < end, "requests or blocks are left"
+            time.sleep(0.01)
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def is_idle(llm: LLM) -> bool:
+    """Whether no sequence is open and no block in use."""
+    counts = llm.cache.stats()
+    return counts["held"] == counts["leased"] == counts["num_sequences"] == 0
 
 
 @pytest.fixture

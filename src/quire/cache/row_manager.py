@@ -342,7 +342,7 @@ class RowManager:
         """(row, first unit, units) of all that is out; row -1: leased. Buffers lie in many lanes of address space: they
         stand one after another here."""
         out = [(row.id, row.place, None) for row in self.rows.values() if row.place is not None]
-        out += [(-1, place, kept) for _, place, kept in self._leases]
+        out += [(-1, place, kept) for _, place, kept, _ in self._leases]
         spans: list[tuple[int, int, int]] = []
         end = 0
         for owner, place, kept in out:
@@ -359,9 +359,6 @@ class RowManager:
 
     def content_of(self, unit: int) -> None:
         return None  # nothing is found again
-
-    def namespaces(self) -> list[bytes]:
-        return []
 
     def check(self) -> None:
         places = [row.place for row in self.rows.values() if row.place is not None]

@@ -46,6 +46,12 @@ def serve(
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     packed_weights: options.PackedWeights = None,
+    host_cache: options.HostCache = None,
+    disk_cache: options.DiskCache = None,
+    disk_cache_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="As of `quire generate`.")
+    ] = None,
+    remote_cache: options.RemoteCache = None,
 ) -> None:
     """Serves MODEL over the OpenAI API."""
     from quire.server.settings import load_config
@@ -59,7 +65,8 @@ def serve(
         "model": model, "kv_memory": kv_memory, "storage": storage, "block_size": block_size, "dtype": dtype,
         "max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "max_batch_tokens": max_batch_tokens,
         "backend": backend, "revision": revision, "trust_remote_code": trust_remote_code or None,
-        "packed_weights": packed_weights,
+        "packed_weights": packed_weights, "host_cache": host_cache, "disk_cache": disk_cache,
+        "disk_cache_size": disk_cache_size, "remote_cache": remote_cache,
     }  # fmt: skip
     model_options = {**table, **{name: value for name, value in given.items() if value is not None}}
     options.check_names(model_options, f"[model] of {config}")

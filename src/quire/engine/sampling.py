@@ -70,6 +70,10 @@ def sample_tokens(logits: torch.Tensor, samples: Sequence[Sample], rows: np.ndar
     return tokens
 
 
+# Temperatures below are the limit they stand for: logits divided by them would overflow.
+_GREEDY_BELOW = 1e-5
+
+
 def _fail(sample: Sample, reason: str) -> None:
     sample.error = QuireError(
         f"expected finite logits, got none to choose from: {reason} - in request {sample.request.request_id!r} "
@@ -93,7 +97,7 @@ def _sample_others(scores: torch.Tensor, samples: list[Sample]) -> np.ndarray:
     for (temperature, top_k, top_p, min_p), members in groups.items():
         # No copy where one setting serves all, the common case.
         group = scores if len(members) == len(samples) else scores[members]
-        if temperature == 0.0:
+        if temperature < _GREEDY_BELOW:
             tokens[members] = torch.argmax(group, dim=-1).numpy()
             continue
         group = _warp(group, temperature, top_k, top_p, min_p)

@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from quire.engine.sampling_params import SamplingParams
-from quire.server.dependencies import TheService, TheTenant, unless_gone
+from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_logprobs
 from quire.server.messages import render
@@ -32,7 +32,7 @@ from quire.server.tools import CallReader, ToolForm, form_of, grammar_of
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], dependencies=[Depends(text_only)])
 
 
 @router.post(
@@ -196,6 +196,9 @@ class _Writer:
                     if dumped is not None and not deltas:
                         deltas = [{"content": ""}]
                     for delta in deltas:
+                        if dumped is None and len(delta) == 1 and "content" in delta:
+                            yield write.content(index, delta["content"])
+                            continue
                         yield write.choice(_choice(index, delta, logprobs=dumped))
                         dumped = None
                     if reason is not None:

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
-from quire.server.dependencies import TheService, TheTenant, unless_gone
+from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import completion_logprobs
 from quire.server.schemas.common import ERRORS, Usage
@@ -24,7 +24,7 @@ from quire.server.tenants import Tenant
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], dependencies=[Depends(text_only)])
 
 
 @router.post(
@@ -154,7 +154,8 @@ class _Writer:
         offsets: dict[int, int] = {}
         write = ChoiceEvents(self._head)
         async with aclosing(self._outputs(tenant, prompts)) as outputs:
-            async for place, output in outputs:
+            async for one in outputs:
+                place, output = one if isinstance(one, tuple) else (0, one)
                 answer = answers[place]
                 answer.num_prompt_tokens = len(output.prompt_token_ids)
                 answer.num_cached_tokens = output.num_cached_tokens
@@ -166,6 +167,9 @@ class _Writer:
                     answer.token_ids[part.index] += part.token_ids
                     answer.finish_reasons[part.index] = part.finish_reason
                     index = place * self._params.n + part.index
+                    if part.finish_reason is None and not part.logprobs:
+                        yield write.text(index, part.new_text)
+                        continue
                     choice: dict[str, Any] = {
                         "index": index,
                         "text": part.new_text,
@@ -187,15 +191,17 @@ class _Writer:
             yield event({**self._head, "choices": [], "usage": _usage(answers).model_dump()})
         yield DONE
 
-    async def _outputs(self, tenant: Tenant, prompts: list[Any]) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """The outputs of all prompts as they come, each with its prompt's place."""
-        if len(prompts) == 1:
-            async with aclosing(
-                self._service.outputs(tenant, self._body, prompts[0], self._params, self._head["id"])
-            ) as outputs:
-                async for output in outputs:
-                    yield 0, output
-            return
+    def _outputs(
+        self, tenant: Tenant, prompts: list[Any]
+    ) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:
+        """The outputs of all prompts as they come: of several, each with its prompt's place."""
+        if len(prompts) == 1:  # the common case, without a layer more
+            return self._service.outputs(tenant, self._body, prompts[0], self._params, self._head["id"])
+        return self._outputs_of_several(tenant, prompts)
+
+    async def _outputs_of_several(
+        self, tenant: Tenant, prompts: list[Any]
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
 
         async def feed(place: int, prompt: Any) -> None:

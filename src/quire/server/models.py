@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
-from quire.server.dependencies import TheService, tenant_of
+from quire.server.dependencies import TheService, tenant_of, text_only
 from quire.server.errors import ApiError
 from quire.server.messages import render
 from quire.server.schemas.chat import ChatMessage
@@ -16,7 +16,7 @@ from quire.server.service import Service
 
 __all__ = ["health_router", "router"]
 
-router = APIRouter(dependencies=[Depends(tenant_of)], responses=ERRORS)
+router = APIRouter(dependencies=[Depends(tenant_of), Depends(text_only)], responses=ERRORS)
 health_router = APIRouter(tags=["Health"])
 
 

@@ -103,6 +103,7 @@ async def _serve(llm: LLM, settings: ServerSettings, listener: socket.socket) ->
             async with asyncio.timeout(settings.drain_seconds):
                 while service.num_open and num_signals < 2:
                     await asyncio.sleep(0.02)
+        server.force_exit = bool(service.num_open)  # else uvicorn would wait for them without end
         server.should_exit = True
 
     draining = asyncio.create_task(drain())

@@ -19,6 +19,7 @@ __all__ = ["DONE", "ChoiceEvents", "EventStream", "event"]
 
 DONE = b"data: [DONE]\n\n"
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_quoted = json.encoder.encode_basestring
 
 
 def event(data: Mapping[str, Any]) -> bytes:
@@ -30,6 +31,20 @@ class ChoiceEvents:
 
     def __init__(self, head: Mapping[str, Any]) -> None:
         self._front = b"data: " + _dumps(head)[:-1].encode() + b',"choices":['
+
+    def text(self, index: int, text: str) -> bytes:
+        """`choice` of a plain piece of a completion's text, the event there are most of, in a third of the time."""
+        return (
+            b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n'
+            % (self._front, index, _quoted(text).encode("utf-8", "replace"))
+        )  # fmt: skip
+
+    def content(self, index: int, text: str) -> bytes:
+        """Likewise of a chat message's content."""
+        return (
+            b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n'
+            % (self._front, index, _quoted(text).encode("utf-8", "replace"))
+        )  # fmt: skip
 
     def choice(self, choice: Mapping[str, Any]) -> bytes:
         return self._front + _dumps(choice).encode("utf-8", "replace") + b"]}\n\n"

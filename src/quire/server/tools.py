@@ -277,7 +277,9 @@ class _Call:
         deltas: list[CallDelta] = []
         end = self._end.find(self.text)
         if self.name is None and (found := self._name.search(self.text)) is not None:
-            self.name = json.loads(found[1])
+            self.name = (
+                json.loads(found[1]).encode("utf-8", "replace").decode()
+            )  # half a surrogate pair is no text
             deltas.append(CallDelta(self._index, self.name, ""))
         if (
             self.name is not None

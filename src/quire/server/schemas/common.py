@@ -30,7 +30,7 @@ class SamplingBody(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="Ours: 0 or -1 for all tokens.")
     min_p: float | None = Field(None, ge=0, le=1, description="Ours.")
-    repetition_penalty: float | None = Field(None, gt=0, le=100, description="Ours.")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Ours.")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None

@@ -1,0 +1,188 @@
+"""`quire serve` as a process: it ends as it is told, says in one line why it does not start, and keeps its secrets."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from support.serve_process import ServeProcess, serving
+
+SHORT = {"prompt": "def f(", "max_tokens": 2, "temperature": 0}
+LONG = {"prompt": "def f(", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+def stream_of(server: ServeProcess, body: dict) -> socket.socket:
+    """A connection on which the answer to `body` has begun."""
+    parts = urlsplit(server.url)
+    connection = socket.create_connection((parts.hostname, parts.port), timeout=60)
+    content = json.dumps(body).encode()
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(content) + content
+    )
+    assert connection.recv(12) == b"HTTP/1.1 200"
+    return connection
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    data = b""
+    try:
+        while piece := connection.recv(65536):
+            data += piece
+    except ConnectionResetError:
+        pass
+    return data
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_lets_requests_finish(number: signal.Signals) -> None:
+    with serving("--kv-memory", "32MiB") as server:
+        connection = stream_of(server, LONG)
+        server.process.send_signal(number)
+        end = time.monotonic() + 10
+        while (ready := httpx.get(f"{server.url}/ready").status_code) == 200:
+            assert time.monotonic() < end
+        assert ready == 503
+        refused = httpx.post(f"{server.url}/v1/completions", json=SHORT)
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+        whole = rest_of(connection)
+        assert b"[DONE]" in whole
+        assert whole.count(b'"text":') >= 300
+        assert server.wait() == 0
+        assert "Traceback" not in server.log()
+
+
+def test_the_second_signal_stops_at_once(tmp_path: Path) -> None:
+    config = tmp_path / "quire.toml"
+    config.write_text("[server]\ndrain_seconds = 300\n")
+    with serving("--kv-memory", "64MiB", "--config", str(config)) as server:
+        connections = [stream_of(server, {**LONG, "max_tokens": 1900}) for _ in range(8)]
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert time.monotonic() - began < 10
+        assert any(b"[DONE]" not in rest_of(connection) for connection in connections)
+        assert "Traceback" not in server.log()
+
+
+def test_what_drains_too_long_is_ended(tmp_path: Path) -> None:
+    config = tmp_path / "quire.toml"
+    config.write_text("[server]\ndrain_seconds = 0.3\n")
+    with serving("--kv-memory", "64MiB", "--config", str(config)) as server:
+        connections = [stream_of(server, {**LONG, "max_tokens": 1900}) for _ in range(8)]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert any(b"[DONE]" not in rest_of(connection) for connection in connections)
+
+
+def test_what_was_cached_is_on_disk_after_the_end(tmp_path: Path) -> None:
+    body = {"prompt": list(range(3, 200)), "max_tokens": 2, "temperature": 0}
+    cached = []
+    for _ in range(2):
+        with serving("--kv-memory", "32MiB", "--disk-cache", str(tmp_path / "kv")) as server:
+            usage = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+            server.process.send_signal(signal.SIGTERM)
+            assert server.wait() == 0
+    assert cached[0] == 0
+    assert cached[1] >= 128
+
+
+# -- what does not start -------------------------------------------------------------------------------
+
+
+def refusal(*arguments: str) -> tuple[int, str]:
+    """(exit status, the one line) of a `quire serve` that does not start."""
+    done = subprocess.run(
+        [sys.executable, "-m", "quire", "serve", *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("quire: ")
+    return done.returncode, line
+
+
+def test_a_busy_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, line = refusal("--port", str(port))
+    assert status == 2
+    assert str(port) in line
+    assert "in use" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--port", "x"], "--port"),
+        (["--port", "70000"], "70000"),
+        (["--colour", "red"], "--colour"),
+        (["--host", "0.0.0.0"], "--insecure"),
+        (["--host", "203.0.113.9", "--insecure", "--port", "0"], "203.0.113.9"),
+        (["--config", "/nowhere/at/all.toml"], "/nowhere/at/all.toml"),
+        (["--api-key-file", "/nowhere/keys"], "/nowhere/keys"),
+        (["--port", "0", "--kv-memory", "lots"], "lots"),
+        (["--port", "0", "--storage", "cloud"], "cloud"),
+        (["--port", "0", "/nowhere/model"], "/nowhere/model"),
+    ],
+)
+def test_bad_flags(arguments: list[str], said: str) -> None:
+    status, line = refusal(*arguments)
+    assert status in (1, 2)
+    assert status == 2 or "model" in said
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[server\n", "TOML"),
+        ("\udcff", "TOML"),
+        ("[server]\nprot = 1\n", "prot"),
+        ('[server]\nport = "a"\n', "port"),
+        ("[model]\nkv_memroy = 1\n", "kv_memroy"),
+        ("[[tenants]]\nname = 'a'\n", "keys"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['secret-1', 'secret-1']\n", "twice"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['sha256:secret']\n", "64"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['env:QUIRE_NOT_SET']\n", "QUIRE_NOT_SET"),
+    ],
+)
+def test_bad_configurations(tmp_path: Path, text: str, said: str) -> None:
+    config = tmp_path / "quire.toml"
+    config.write_bytes(text.encode("utf-8", "surrogateescape"))
+    status, line = refusal("--config", str(config))
+    assert status == 2
+    assert said in line
+    assert "secret" not in line
+
+
+def test_keys_are_nowhere_to_be_read(tmp_path: Path) -> None:
+    secrets = {"TENANT_KEY": "sesame-tenant-51c1", "ADMIN_KEY": "sesame-admin-9d2e"}
+    config = tmp_path / "quire.toml"
+    config.write_text(
+        '[server]\nadmin_key = "env:ADMIN_KEY"\n[[tenants]]\nname = "a"\nkeys = ["env:TENANT_KEY", "sesame-plain-77"]\n'
+    )
+    with serving("--kv-memory", "32MiB", "--config", str(config), env=secrets) as server:
+        seen = ""
+        for key in (*secrets.values(), "sesame-plain-77", "sesame-wrong-1"):
+            headers = {"Authorization": f"Bearer {key}"}
+            for path in ("/metrics", "/health", "/ready", "/v1/models", "/openapi.json", "/nothing"):
+                seen += httpx.get(server.url + path, headers=headers).text
+            for body in (SHORT, {"prompt": ""}, {"prompt": "a", "model": "b"}):
+                seen += httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).text
+        assert '"text"' in seen
+        server.process.send_signal(signal.SIGTERM)
+        server.wait()
+        assert "sesame" not in seen
+        assert "sesame" not in server.log()

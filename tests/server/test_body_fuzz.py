@@ -1,0 +1,201 @@
+"""Bodies and tool schemas that nobody would send: a plain answer to each, never a 5xx, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+CLIENT = httpx.Client(verify=False, timeout=60)  # one: what httpx.post makes anew costs more than the request
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+
+TEXTS = st.text(st.characters(), max_size=20) | st.sampled_from(
+    ["", "\0", "\ud800", "a\udfffb", "\ufeff", "\U0010ffff", "e\u0301", "<|im_end|>", "{{ x }}", "\r\n\r\n"]
+)
+NUMBERS = (
+    st.integers() | st.floats() | st.sampled_from([2**31, 2**63, 2**64, -(2**63) - 1, 10**400, 1e308, -0.0])
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS: dict[str, Any] = {
+    "model": TEXTS,
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0, 1),
+    "top_k": st.integers(-1, 2**31 - 1),
+    "min_p": st.floats(0, 1),
+    "repetition_penalty": st.floats(0, 100),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "logit_bias": st.dictionaries(
+        st.integers().map(str) | TEXTS | st.sampled_from(["1_0", "\u0663", " 7", "-0", "9" * 5000]),
+        st.floats(-100, 100),
+        max_size=3,
+    ),
+    "seed": st.integers(0, 2**64),
+    "stop": TEXTS | st.lists(TEXTS, max_size=4),
+    "stop_token_ids": st.lists(st.integers(0, 2**31 - 1), max_size=4),
+    "n": st.integers(0, 3),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
+    "cache_salt": TEXTS,
+    "priority": st.integers(0, 2**20),
+    "max_tokens": st.sampled_from([0, 1, 2, 3, 2**31 - 1, 2**31, 2**63]),
+    "logprobs": st.integers(0, 3) | st.booleans(),
+    "top_logprobs": st.integers(0, 3),
+    "echo": st.booleans(),
+    "regex": TEXTS | st.sampled_from(["(", "[ab]{1,3}", "(a*)*b", r"\p{L}+", "(?=a)", "a{1000000}"]),
+}  # fmt: skip
+SCHEMAS = (
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(["object", "string", "integer", "array", "null", "thing"]) | JSON,
+            "properties": st.dictionaries(TEXTS, JSON, max_size=3),
+            "required": st.lists(TEXTS, max_size=2) | JSON,
+            "items": JSON,
+            "enum": st.lists(JSON, max_size=3) | JSON,
+            "pattern": TEXTS,
+            "$ref": st.sampled_from(["#", "#/nothing", "http://127.0.0.1:1/x", "file:///etc/passwd"]),
+            "minimum": NUMBERS,
+            "maxLength": NUMBERS,
+            "anyOf": st.lists(JSON, max_size=2),
+        },
+    )
+    | JSON
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "system", "assistant", "tool"]) | TEXTS, "content": TEXTS | JSON},
+        optional={"tool_calls": JSON, "name": TEXTS, "tool_call_id": TEXTS},
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def encoded(body: Any) -> bytes:
+    """As JSON, lone surrogates and numbers beyond JSON's own included."""
+    return json.dumps(body).encode()
+
+
+def ask(url: str, path: str, content: bytes) -> httpx.Response:
+    answer = CLIENT.post(url + path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code < 500, answer.text
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        events = [line for line in answer.text.split("\n\n") if line]
+        assert events[-1] == "data: [DONE]", events[-1]
+        assert all("error" not in json.loads(event[6:]) for event in events[:-1])
+    else:
+        data = json.loads(answer.content)
+        assert answer.status_code == 200 or data["error"]["message"], data
+    return answer
+
+
+def body_of(optional: dict[str, Any], required: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Mostly sensible bodies, in which any field may be any JSON."""
+    fields = {name: st.one_of(strategy, strategy, JSON) for name, strategy in optional.items()}
+    some = st.fixed_dictionaries(required, optional=fields)
+    return st.one_of(some, some.flatmap(lambda body: st.just({**body, "n": 1, "model": None})))
+
+
+def schema_request(schema: Any, where: str) -> tuple[str, bytes]:
+    """A request in which the server has to make a grammar of `schema`."""
+    common: dict[str, Any] = {"max_tokens": 2}
+    if where == "json_schema":
+        return "/v1/completions", encoded({**common, "prompt": "a", "json_schema": schema})
+    body = {**common, "messages": [{"role": "user", "content": "a"}]}
+    if where == "response_format":
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    else:
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        body |= {"tools": [tool], "tool_choice": "auto" if where == "tools" else "required"}
+    return "/v1/chat/completions", encoded(body)
+
+
+PROMPTS = TEXTS | st.lists(TEXTS | st.lists(st.integers(0, 300)), max_size=3)
+KINDS: dict[str, st.SearchStrategy[tuple[str, bytes]]] = {
+    "any bytes": st.tuples(st.sampled_from(PATHS), st.binary(max_size=64)),
+    "any JSON": st.tuples(st.sampled_from(PATHS), JSON.map(encoded)),
+    "completions": st.tuples(st.just(PATHS[0]), body_of(FIELDS, {"prompt": PROMPTS}).map(encoded)),
+    "chat": st.tuples(st.just(PATHS[1]), body_of(FIELDS, {"messages": MESSAGES}).map(encoded)),
+    "schemas": st.builds(
+        schema_request, SCHEMAS, st.sampled_from(["json_schema", "response_format", "tools", "required"])
+    ),
+}
+
+
+def run(url: str, kind: str, num_examples: int, *, derandomize: bool) -> None:
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        derandomize=derandomize,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(KINDS[kind])
+    def send(request: tuple[str, bytes]) -> None:
+        ask(url, *request)
+
+    send()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bodies(small_server, kind: str) -> None:
+    run(small_server[0], kind, 60, derandomize=True)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", KINDS)
+def test_bodies_at_full_size(small_server, kind: str) -> None:
+    run(small_server[0], kind, 1000, derandomize=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/v1/completions", b'{"prompt": "\xff\xfe"}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "seed": NaN}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "seed": ' + b"9" * 5000 + b"}"),
+        ("/v1/completions", b"[" * 100_000),
+        ("/v1/completions", b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+        ("/v1/completions", b'{"prompt": [[[1]]]}'),
+        ("/v1/completions", b'{"prompt": [1, "a", [2]]}'),
+        ("/v1/completions", b'{"prompt": ["a", [1, 2], ""], "max_tokens": 1}'),
+        ("/v1/completions", b'{"prompt": [true], "max_tokens": 1}'),
+        (
+            "/v1/completions",
+            b'{"prompt": "a", "max_tokens": 1, "json_schema": ' + b'{"a":' * 900 + b"1" + b"}" * 901,
+        ),
+        ("/v1/completions", b'{"prompt": "\\ud800", "max_tokens": 1}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "stop": ["", "a"]}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "stop": ""}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "cache_salt": "\\udfff"}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "model": "\\ud800"}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "logit_bias": {"9223372036854775808": 1}}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "json_schema": {"enum": ["\\ud800"]}}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "regex": "\\ud800"}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "temperature": 5e-324}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "temperature": 1e-200, "top_p": 1e-300}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "repetition_penalty": 5e-324}'),
+        (
+            "/v1/completions",
+            b'{"prompt": "a", "max_tokens": 1, "repetition_penalty": 0.01, "logit_bias": {"1": 100}}',
+        ),
+        ("/detokenize", b'{"tokens": [2147483647]}'),
+    ],
+)
+def test_known_trouble(small_server, path: str, content: bytes) -> None:
+    ask(small_server[0], path, content)
+
+
+def test_a_length_that_asks_for_everything_is_cut(small_server) -> None:
+    body = {"prompt": "a", "max_tokens": 2**31 - 1, "ignore_eos": True}
+    data = ask(small_server[0], "/v1/completions", encoded(body)).json()
+    assert data["usage"]["total_tokens"] <= 48

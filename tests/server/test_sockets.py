@@ -1,0 +1,141 @@
+"""What clients do below HTTP: odd headers, halves of requests, closed halves, reading slowly or not at all."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+import httpx
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+STREAM = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+def connect(url: str) -> socket.socket:
+    parts = urlsplit(url)
+    return socket.create_connection((parts.hostname, parts.port), timeout=10)
+
+
+def request(
+    body: object, path: str = "/v1/completions", headers: bytes = b"", length: int | None = None
+) -> bytes:
+    content = json.dumps(body).encode()
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content) if length is None else length}\r\n".encode()
+        + headers
+        + b"Connection: close\r\n\r\n"
+        + content
+    )
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    while piece := connection.recv(65536):
+        data += piece
+    return data
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def serves(url: str) -> bool:
+    body = {"prompt": "a", "max_tokens": 1}
+    return httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+
+
+@settings(
+    max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+@given(
+    name=st.sampled_from(
+        [b"Authorization", b"X-Api-Key", b"Accept", b"Expect", b"Transfer-Encoding", b"Upgrade"]
+    )
+    | st.binary(min_size=1, max_size=12),
+    value=st.binary(max_size=60) | st.just(b"x" * 70_000),
+)
+@example(b"Authorization", b"Bearer \xff\xfe\0")
+@example(b"Authorization", b"Bearer " + "\u00e9".encode())
+@example(b"Transfer-Encoding", b"chunked")
+@example(b"Content-Length", b"-1")
+@example(b"Content-Length", b"99999999999999999999999")
+@example(b"Expect", b"100-continue")
+@example(b"Upgrade", b"websocket")
+def test_any_header(small_server, name: bytes, value: bytes) -> None:
+    with connect(small_server[0]) as connection:
+        connection.sendall(request({"prompt": "a", "max_tokens": 1}, headers=name + b": " + value + b"\r\n"))
+        connection.shutdown(socket.SHUT_WR)
+        try:
+            answer = read_all(connection)
+        except ConnectionResetError:  # what is refused need not be read to its end
+            answer = b""
+    assert not answer or status_of(answer) < 500, answer
+
+
+def test_halves_of_requests(small_server) -> None:
+    url, app = small_server
+    whole = request(STREAM)
+    for length in (0, 1, 20, whole.index(b"\r\n\r\n") + 2, len(whole) - 1):
+        with connect(url) as connection:
+            connection.sendall(whole[:length])
+            connection.shutdown(socket.SHUT_WR)
+            answer = read_all(connection)
+            assert not answer or status_of(answer) < 500
+    with connect(url) as connection:  # a body longer than it says, one shorter
+        connection.sendall(request(STREAM, length=5))
+        assert status_of(read_all(connection)) == 400
+    assert app.state.service.num_open == 0
+    assert serves(url)
+
+
+def test_a_client_that_has_closed_its_half_is_gone(small_server) -> None:
+    """uvicorn ends a connection whose other side sends no more: what it asked for is aborted, nothing is left."""
+    url, app = small_server
+    for _ in range(20):
+        with connect(url) as connection:
+            connection.sendall(request(STREAM))
+            connection.shutdown(socket.SHUT_WR)
+            answer = read_all(connection)
+            assert not answer or status_of(answer) == 200
+    end = time.monotonic() + 5
+    while app.state.service.num_open:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert serves(url)
+
+
+def test_a_slow_writer_gets_its_answer(small_server) -> None:
+    with connect(small_server[0]) as connection:
+        for byte in request({"prompt": "a", "max_tokens": 2}):
+            connection.sendall(bytes([byte]))
+            time.sleep(0.001)
+        assert status_of(read_all(connection)) == 200
+
+
+def test_slow_readers_keep_nobody_waiting(small_server) -> None:
+    """Those who do not read get no more sent, and others are served beside them."""
+    url, app = small_server
+    slow = []
+    for _ in range(20):
+        parts = urlsplit(url)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect((parts.hostname, parts.port))
+        connection.settimeout(10)
+        connection.sendall(request(STREAM))
+        slow.append(connection)
+    assert serves(url)
+    whole = read_all(slow[0])  # at last
+    assert whole.count(b"data: ") >= 40
+    assert b"[DONE]" in whole
+    for connection in slow:
+        connection.close()
+    end = time.monotonic() + 10
+    while app.state.service.num_open:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert serves(url)

@@ -1,0 +1,69 @@
+"""`quire serve` as a process of its own: started, listened to, and ended whatever happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = ["ServeProcess", "serving"]
+
+
+class ServeProcess:
+    """A running `quire serve`; `url` once it serves. `log()`: all it has written, stdout and stderr together."""
+
+    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quire", "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        self._lines: list[str] = []
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.append(line)
+
+    @property
+    def url(self) -> str:
+        """Where it serves; waits for it, for 120 s at most."""
+        end = time.monotonic() + 120
+        while (found := re.search(r" on (http://\S+) ", self.log())) is None:
+            assert self.process.poll() is None, self.log()
+            assert time.monotonic() < end, self.log()
+            time.sleep(0.02)
+        return found[1]
+
+    def log(self) -> str:
+        return "".join(self._lines)
+
+    def wait(self, seconds: float = 30) -> int:
+        """Its exit status."""
+        status = self.process.wait(seconds)
+        self._reading.join(10)
+        return status
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.wait()
+
+
+@contextmanager
+def serving(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[ServeProcess]:
+    """`quire serve --port 0 ARGUMENTS` until the block ends."""
+    server = ServeProcess("--port", "0", *arguments, env=env)
+    try:
+        yield server
+    finally:
+        server.close()
