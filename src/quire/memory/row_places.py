@@ -8,19 +8,31 @@ Cost: numpy over the tables given.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 
 from quire.errors import ArgumentError
 from quire.memory.placement import PlacementHeap
+from quire.memory.storage import Placement
 from quire.memory.view import KVView
 from quire.spec import KVGroup, Retention
 
-__all__ = ["RowPlaces"]
+__all__ = ["RowPlaces", "RowShape", "placements"]
+
+
+class RowShape(NamedTuple):
+    """What the rows of all groups have alike: `num_rows` of `units_per_row` units of `block_size` tokens each."""
+
+    num_rows: int
+    units_per_row: int
+    block_size: int
+    dtype: torch.dtype
 
 
 class RowPlaces:
-    """`num_rows` rows of `units_per_row` positions, each for one sequence.
+    """A group's rows, each of `units_per_row` positions for one sequence.
 
     piece_bytes: of a position in each lane of the heap, 0 where the group has none.
 
@@ -34,15 +46,11 @@ class RowPlaces:
         heap: PlacementHeap,
         group: KVGroup,
         piece_bytes: list[int],
-        dtype: torch.dtype,
-        *,
-        num_rows: int,
-        units_per_row: int,
-        block_size: int,
+        shape: RowShape,
     ) -> None:
-        self.group, self.dtype = group, dtype
-        self.num_rows, self.units_per_row, self.block_size = num_rows, units_per_row, block_size
-        self.row_tokens = units_per_row * block_size
+        self.group = group
+        self.num_rows, self.units_per_row, self.block_size, self.dtype = shape
+        self.row_tokens = self.units_per_row * self.block_size
         self._reserve(heap, piece_bytes)
 
     def _reserve(self, heap: PlacementHeap, piece_bytes: list[int]) -> None:
@@ -103,3 +111,18 @@ class RowPlaces:
 
     def check(self) -> None:
         """Prove the invariants. *raises:* InvariantError."""
+
+
+def placements(plan: Any, entries: list[np.ndarray], row_tokens: int) -> list[Placement]:
+    """A step's tables and slots, of rows that begin at these entries: an int64 [sequences] for each table."""
+    contexts = plan.context_lengths.astype(np.int64)
+    starts = plan.query_start
+    if starts[-1] == len(contexts):  # a token each
+        positions, sequence = contexts - 1, np.arange(len(contexts))
+    else:
+        lengths = np.diff(starts)
+        positions = np.arange(starts[-1]) + np.repeat(contexts - lengths - starts[:-1], lengths)
+        sequence = np.repeat(np.arange(len(contexts)), lengths)
+    return [
+        Placement(one.astype(np.int32)[:, None], one[sequence] * row_tokens + positions) for one in entries
+    ]

@@ -34,6 +34,7 @@ from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory.heap import physical_bytes
 from quire.memory.placement import DEFAULT_PIECE_BYTES, PlacementBackend, PlacementHeap, why_not
 from quire.memory.placement.memfd import MemfdBackend
+from quire.memory.row_places import RowShape, placements
 from quire.memory.rows import Rows
 from quire.memory.storage import Capabilities, Placement
 from quire.memory.unit_bytes import UnitPlaces, read_units, write_units
@@ -56,8 +57,7 @@ class VirtualStorage:
         max_model_len: tokens of a sequence at most: how long a row is. max_num_seqs: rows.
         max_blocks: units `resize` can reach; as many as the machine's memory holds if not given.
         backend: of the placement heap; this machine's memory if not given.
-        step_tokens: tokens at most that a step adds to a sequence, lookahead included. If given, groups with a window
-            or a chunk have mirror rings, where those are shorter than rows.
+        step_tokens: tokens that a step adds to a sequence at most, lookahead too: then groups that forget have rings.
 
     Raises:
         ArgumentError: an argument out of range.
@@ -111,22 +111,13 @@ class VirtualStorage:
         num_slots = max(len(group.layers) for group in spec.groups)
         piece_bytes = [piece_bytes_of(group, num_slots, block_size, self.dtype) for group in spec.groups]
         lanes = [max(sizes) for sizes in zip(*piece_bytes, strict=True)]
-        self._units_per_row = -(-max_model_len // block_size)
-        self.row_tokens = self._units_per_row * block_size
+        shape = RowShape(max_num_seqs, -(-max_model_len // block_size), block_size, self.dtype)
+        self.row_tokens = shape.units_per_row * block_size
         self.max_blocks = max_blocks or max(num_blocks, physical_bytes() // sum(lanes))
         self._heap = PlacementHeap(lanes, max_units=self.max_blocks, backend=backend)
         try:
             self._places = [
-                places_for(
-                    self._heap,
-                    group,
-                    sizes,
-                    self.dtype,
-                    num_rows=max_num_seqs,
-                    units_per_row=self._units_per_row,
-                    block_size=block_size,
-                    step_tokens=step_tokens,
-                )
+                places_for(self._heap, group, sizes, shape, step_tokens)
                 for group, sizes in zip(spec.groups, piece_bytes, strict=True)
             ]
         except CapacityError as error:
@@ -140,8 +131,7 @@ class VirtualStorage:
         self._table_of = [[kinds[i] for i in self._first_of_table].index(kind) for kind in kinds]
         self._rows = Rows(max_num_seqs)
         self._held = np.zeros(self.max_blocks, bool)
-        # Sequences, the cache's tables and our entries (of each table of ours, a sequence each) of the step before, as
-        # long as rows lead there.
+        # Sequences, the cache's tables and our tables' entries of the step before, as long as rows lead there.
         self._last: tuple[list[int], list[np.ndarray], list[np.ndarray]] | None = None
 
     @classmethod
@@ -188,6 +178,11 @@ class VirtualStorage:
         return self._heap.committed_bytes
 
     @property
+    def bytes_reserved(self) -> int:
+        """Bytes of addresses its rows take, mapped or not."""
+        return sum(address_range.num_bytes for address_range in self._ranges)
+
+    @property
     def num_mappings(self) -> int:
         """Memory mappings it uses of the process's, at most."""
         return self._heap.num_mappings
@@ -215,18 +210,7 @@ class VirtualStorage:
         entries = self._entries_of_last(ids, tables)  # as in most steps
         if entries is None or any(len(group.copies) for group in groups):
             entries = self._find_entries(ids, tables, groups)
-        contexts = plan.context_lengths.astype(np.int64)
-        starts = plan.query_start
-        if starts[-1] == len(ids):  # a token each
-            position, entry_of_token = contexts - 1, np.arange(len(ids))
-        else:
-            lengths = np.diff(starts)
-            position = np.arange(starts[-1]) + np.repeat(contexts - lengths - starts[:-1], lengths)
-            entry_of_token = np.repeat(np.arange(len(ids)), lengths)
-        return [
-            Placement(one.astype(np.int32)[:, None], one[entry_of_token] * self.row_tokens + position)
-            for one in entries
-        ]
+        return placements(plan, entries, self.row_tokens)
 
     def settle(self, plan: Any) -> None:
         """See `UnitStorage.settle`: the units held, with memory behind all of each, and the plan's copies."""

@@ -37,7 +37,7 @@ import torch
 
 from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.memory.placement import PlacementHeap
-from quire.memory.row_places import RowPlaces
+from quire.memory.row_places import RowPlaces, RowShape
 from quire.spec import KVGroup
 
 __all__ = ["WindowRing", "places_for"]
@@ -47,29 +47,31 @@ def places_for(
     heap: PlacementHeap,
     group: KVGroup,
     piece_bytes: list[int],
-    dtype: torch.dtype,
-    *,
-    num_rows: int,
-    units_per_row: int,
-    block_size: int,
+    shape: RowShape,
     step_tokens: int | None,
 ) -> RowPlaces:
     """A group's rings, where it forgets, steps are bounded, and a ring and its mirror are shorter than a row."""
-    shape = {"num_rows": num_rows, "units_per_row": units_per_row, "block_size": block_size}
     if step_tokens is not None and group.retention.kind != "full":
         # What a sequence keeps is a window before its first new token; its first and last blocks may be kept in part.
-        ring_units = (group.retention.size - 2 + step_tokens) // block_size + 2
-        if 2 * ring_units < units_per_row:
-            return WindowRing(heap, group, piece_bytes, dtype, **shape, ring_units=ring_units)
-    return RowPlaces(heap, group, piece_bytes, dtype, **shape)
+        ring_units = (group.retention.size - 2 + step_tokens) // shape.block_size + 2
+        if 2 * ring_units < shape.units_per_row:
+            return WindowRing(heap, group, piece_bytes, shape, ring_units)
+    return RowPlaces(heap, group, piece_bytes, shape)
 
 
 class WindowRing(RowPlaces):
     """Rows of a group with a window (or a chunk); see the module's text. ring_units: positions of a ring."""
 
-    def __init__(self, *args: object, ring_units: int, **options: object) -> None:
+    def __init__(
+        self,
+        heap: PlacementHeap,
+        group: KVGroup,
+        piece_bytes: list[int],
+        shape: RowShape,
+        ring_units: int,
+    ) -> None:
         self.ring_units = ring_units
-        super().__init__(*args, **options)  # type: ignore[arg-type]
+        super().__init__(heap, group, piece_bytes, shape)
 
     def _reserve(self, heap: PlacementHeap, piece_bytes: list[int]) -> None:
         self.retention = self.group.retention
