@@ -9,6 +9,8 @@ sequence  a sequence of at most 40 960 tokens in the shape of Qwen3-4B (36 layer
 growing   the same growth by buffers that are replaced: torch copies 4 096 tokens of 72 buffers into larger ones.
 calls     microseconds of taking memory, mapping, unmapping and giving back one piece, by size.
 fork      8 192 tokens (and half a piece) in the shape of Qwen3-0.6B, pieces of 2 MiB, mapped a second time.
+window    8 layers with a window of 1 024 tokens (4 KV heads of 256, bfloat16), in rows and in rings: a prompt of
+          130 560 tokens in chunks of 2 048, then 512 one by one; addresses for 64 sequences, memory of one.
 idle      the share of the memory that goes back when all sequences have ended: st_blocks, and PSS of the process.
 All but smaps are medians. Nothing is computed; two threads do not help.
 """
@@ -33,7 +35,7 @@ from machine import emit, emit_machine
 from quire import Cache
 from quire.memory import VirtualStorage
 from quire.memory.placement import AddressRange, Change, MemfdBackend, PlacementHeap
-from quire.spec import KVSpec
+from quire.spec import KVSpec, LayerSpec, Retention
 
 MIB = 1 << 20
 QWEN3_4B = KVSpec.uniform(num_layers=36, num_kv_heads=8, head_dim=128)
@@ -233,6 +235,35 @@ def run_fork(repetitions: int, num_layers: int) -> None:
     heap.close()
 
 
+def run_window(chunk: int) -> None:
+    spec = KVSpec((LayerSpec(Retention("window", 1024), 4, 256, 256),) * 8, "bfloat16")
+    for what, step_tokens in (("rows", None), ("rings", chunk)):
+        storage = VirtualStorage(
+            spec, 1000, 32, max_model_len=131072, max_num_seqs=64, step_tokens=step_tokens
+        )
+        cache = Cache(spec, num_blocks=1000, block_size=32, prefix_caching=False)
+        sequence = cache.open(np.arange(131072, dtype=np.int32))
+        (places,) = storage._places
+        peak, times = 0, []
+        steps = [chunk] * ((131072 - 512) // chunk)
+        for count in [*steps, 131072 - 512 - sum(steps), *[1] * 512]:
+            if not count:
+                continue
+            plan = cache.reserve([sequence], [count])
+            time_us = timed_us(partial(storage.prepare, plan, np.array([sequence.id])))
+            cache.commit(sequence, sequence.num_computed_tokens + count)
+            peak = max(peak, storage.bytes_committed)
+            if count == 1 and sequence.num_computed_tokens % 32 == 1:
+                times.append(time_us)
+        found = smaps(places.range.address, places.range.address + places.range.num_bytes)
+        emit(
+            benchmark="virtual_memory", part="window", what=what, reserved_bytes=storage.bytes_reserved,
+            committed_bytes=peak, units_led_to=len(np.unique(places.range.entries)) - 1,
+            counted_mappings=storage.num_mappings, new_unit_us=statistics.median(times), **found,
+        )  # fmt: skip
+        storage.close()
+
+
 def run_idle(num_sequences: int) -> None:
     storage = VirtualStorage.build(
         QWEN3_4B, kv_memory=2 << 30, max_model_len=MAX_MODEL_LEN, max_num_seqs=num_sequences
@@ -272,6 +303,7 @@ def main() -> None:
     run_growing(1 if quick else options.repetitions, 512 if quick else 4096)
     run_calls(16 if quick else 512)
     run_fork(1 if quick else options.repetitions, 2 if quick else 28)
+    run_window(2048)
     run_idle(1 if quick else 8)
 
 

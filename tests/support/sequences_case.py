@@ -20,12 +20,13 @@ NAN = float("nan")
 
 
 class Sequences:
-    """Open sequences of `cache`; `content[id]`: the seeds of their computed tokens."""
+    """Open sequences of `cache`; entries[id]: of the tables of the last step they were in."""
 
     def __init__(self, cache: Cache, storage: Storage) -> None:
         self.cache, self.storage = cache, storage
         self.open: list[Any] = []
         self.closed: list[int] = []
+        self.entries: dict[int, list[int]] = {}
 
     def step(self, sequences: list[Any], num_new: list[int], lookahead: int = 0) -> bool:
         """Reserve, prepare, write, commit; whether there was room."""
@@ -37,6 +38,7 @@ class Sequences:
         ids = np.array([sequence.id for sequence in sequences], np.int64)
         placements = self.storage.prepare(plan, ids)
         for index, sequence in enumerate(sequences):
+            self.entries[sequence.id] = [int(placement.block_tables[index, 0]) for placement in placements]
             stop = int(plan.context_lengths[index])
             seeds = _seeds(sequence.tokens[:stop])[stop - num_new[index] :]
             rows = slice(int(plan.query_start[index]), int(plan.query_start[index + 1]))
@@ -56,15 +58,19 @@ class Sequences:
         self.closed.append(sequence.id)
         self.cache.close(sequence)
 
-    def check_rows(self, sequences: list[Any], rows: list[int]) -> None:
-        """The tokens that each group still keeps are in the sequences' rows, in every layer."""
-        for sequence, row in zip(sequences, rows, strict=True):
+    def check_rows(self, sequences: list[Any], rows: list[int] | None = None) -> None:
+        """The tokens that each group still keeps are in the sequences' rows, in every layer.
+
+        rows: of the views, the same in every layer; those of their last step's tables if not given.
+        """
+        for at, sequence in enumerate(sequences):
             stop = sequence.num_computed_tokens
             seeds = _seeds(sequence.tokens[:stop])
             for group in self.cache.spec.groups:
                 first = group.retention.first_needed(stop)
                 for layer in group.layers:
                     view = self.storage.view(layer)
+                    row = rows[at] if rows else self.entries[sequence.id][self.storage.table_of(layer)]
                     for kind, pool in enumerate((view.k, view.v)):
                         got = pool[row, :, first:stop].transpose(0, 1)
                         want = _values(

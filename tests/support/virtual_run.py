@@ -29,6 +29,8 @@ class VirtualRun(EngineRun):
         num_blocks: int,
         max_batch_tokens: int = 11,
         max_num_seqs: int = 4,
+        prefix_caching: bool = True,
+        step_tokens: int | None = None,
     ) -> None:
         self.prompts, self.max_tokens = prompts, max_tokens
         loaded = load((model, None))
@@ -41,9 +43,16 @@ class VirtualRun(EngineRun):
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_blocks=num_blocks,
+            step_tokens=step_tokens,
         )
         self.storage.fill(float("nan"))
-        cache = Cache(loaded.spec, num_blocks=num_blocks, block_size=self.storage.block_size, backend=backend)
+        cache = Cache(
+            loaded.spec,
+            num_blocks=num_blocks,
+            block_size=self.storage.block_size,
+            prefix_caching=prefix_caching,
+            backend=backend,
+        )
         _shuffle(cache, num_blocks)
         self._recording = _Recording(Runner(self.prepared, self.storage))
         engine = Engine(

@@ -178,7 +178,12 @@ class LLM(Sharing, Visibility):
             self.block_size = block_size
             self.max_num_seqs = max_num_seqs
             self.max_model_len: int = max_model_len or prepared.max_model_len
-            opened = options.open(loaded.spec, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs)
+            opened = options.open(
+                loaded.spec,
+                max_model_len=self.max_model_len,
+                max_num_seqs=max_num_seqs,
+                step_tokens=max_batch_tokens,
+            )
             self.storage = opened.name
             self._storage_options = options
             self._storage = opened.storage

@@ -64,17 +64,22 @@ class StorageOptions:
         self._growth_and_step()
         kv_memory_bytes(self.kv_memory, most_useful_bytes=2**62)
 
-    def open(self, spec: KVSpec, *, max_model_len: int, max_num_seqs: int) -> OpenStorage:
-        """The storage and the cache of a model. *raises:* ArgumentError, CapacityError; nothing is kept then."""
+    def open(
+        self, spec: KVSpec, *, max_model_len: int, max_num_seqs: int, step_tokens: int | None = None
+    ) -> OpenStorage:
+        """The storage and the cache of a model. *raises:* ArgumentError, CapacityError; nothing is kept then.
+
+        step_tokens: tokens of a step at most, if that is known: a bound for what a window's memory must hold.
+        """
         if self.name == "auto":
             return replace(self, name=_chosen()).open(
-                spec, max_model_len=max_model_len, max_num_seqs=max_num_seqs
+                spec, max_model_len=max_model_len, max_num_seqs=max_num_seqs, step_tokens=step_tokens
             )
         makers = {
             "paged": self._paged,
             "contiguous": self._contiguous,
             "growing": self._growing,
-            "virtual": self._virtual,
+            "virtual": functools.partial(self._virtual, step_tokens=step_tokens),
         }
         make = makers[self.name]
         return make(spec, max_model_len, max_num_seqs)
@@ -97,11 +102,21 @@ class StorageOptions:
 
         return self._with_cache(PagedStorage(spec, 1, self.block_size), spec, max_model_len, max_num_seqs)
 
-    def _virtual(self, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
+    def _virtual(
+        self, spec: KVSpec, max_model_len: int, max_num_seqs: int, step_tokens: int | None
+    ) -> OpenStorage:
         from quire.memory.virtual import VirtualStorage, virtual_block_size
 
         block_size = virtual_block_size(spec, parse_size(self.piece_size, where="piece_size"))
-        storage = VirtualStorage(spec, 1, block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+        storage = VirtualStorage(
+            spec,
+            1,
+            block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            # With a prefix cache a parked row that is adopted whole is worth more than a short one.
+            step_tokens=None if self.prefix_caching else step_tokens,
+        )
         return replace(self, block_size=block_size)._with_cache(storage, spec, max_model_len, max_num_seqs)
 
     def _with_cache(self, storage: Any, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:

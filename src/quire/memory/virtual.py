@@ -7,14 +7,15 @@ sequence, and needs no block table.
 A unit is `block_size` tokens: in every layer of its group one piece of keys and one of values, whole pages, at a place
 of the placement heap that its number fixes. So consecutive units are one mapping. Rows are token-major, [token,
 kv_head, head_dim], and `row_tokens` long, of which only what is mapped costs memory; a table has one entry, the row;
-slot = row * row_tokens + position. All groups of layers use the same rows, so there is one table.
+slot = row * row_tokens + position. All groups of layers use the same rows, so there is one table: `row_places`. With
+`step_tokens`, rows of groups that forget are mirror rings, with a table for each kind of window: `window_ring`.
 
     used    a row of an open sequence
     parked  of one that has ended: still mapped, adopted whole by the next sequence that finds most of its units in it
 
 Invariants
     U1  after `prepare`, the row of each of the step's sequences leads to its units, in every layer of every group, and
-        nothing is mapped where a window has given units back.
+        in a row that is no ring nothing is mapped where a window has given units back.
     U2  the heap holds a unit from the first time a step needs it until `give_back` or `resize`: its bytes stay.
     U3  a `prepare` that fails has changed no row of an open sequence.
 
@@ -24,7 +25,6 @@ about 10 us for each piece that is new, two pieces a layer (docs/virtual-memory.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,13 @@ from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory.heap import physical_bytes
 from quire.memory.placement import DEFAULT_PIECE_BYTES, PlacementBackend, PlacementHeap, why_not
 from quire.memory.placement.memfd import MemfdBackend
+from quire.memory.row_places import RowShape, placements
+from quire.memory.rows import Rows
 from quire.memory.storage import Capabilities, Placement
 from quire.memory.unit_bytes import UnitPlaces, read_units, write_units
 from quire.memory.view import KVView
+from quire.memory.virtual_sizes import check_block_size, piece_bytes_of, virtual_block_size
+from quire.memory.window_ring import places_for
 from quire.spec import KVGroup, KVSpec
 
 __all__ = ["VirtualStorage", "virtual_block_size"]
@@ -53,6 +57,7 @@ class VirtualStorage:
         max_model_len: tokens of a sequence at most: how long a row is. max_num_seqs: rows.
         max_blocks: units `resize` can reach; as many as the machine's memory holds if not given.
         backend: of the placement heap; this machine's memory if not given.
+        step_tokens: tokens that a step adds to a sequence at most, lookahead too: then groups that forget have rings.
 
     Raises:
         ArgumentError: an argument out of range.
@@ -74,11 +79,13 @@ class VirtualStorage:
         max_num_seqs: int,
         max_blocks: int | None = None,
         backend: PlacementBackend | None = None,
+        step_tokens: int | None = None,
     ) -> None:
         for name, value in (
             ("num_blocks", num_blocks),
             ("max_model_len", max_model_len),
             ("max_num_seqs", max_num_seqs),
+            ("step_tokens", 1 if step_tokens is None else step_tokens),
         ):
             if value < 1:
                 raise ArgumentError(f"expected a {name} of at least 1, got {value}")
@@ -98,31 +105,34 @@ class VirtualStorage:
         self._home = {
             layer: (group, slot) for group in spec.groups for slot, layer in enumerate(group.layers)
         }
-        self._check_block_size(backend.page_bytes)
+        check_block_size(block_size, spec, self.dtype, backend.page_bytes)
 
         # Lanes: keys and values of slot j, where the j-th layer of every group lies, as large as the largest group's.
         num_slots = max(len(group.layers) for group in spec.groups)
-        piece_bytes = [self._piece_bytes(group, num_slots) for group in spec.groups]
+        piece_bytes = [piece_bytes_of(group, num_slots, block_size, self.dtype) for group in spec.groups]
         lanes = [max(sizes) for sizes in zip(*piece_bytes, strict=True)]
-        self._units_per_row = -(-max_model_len // block_size)
-        self.row_tokens = self._units_per_row * block_size
+        shape = RowShape(max_num_seqs, -(-max_model_len // block_size), block_size, self.dtype)
+        self.row_tokens = shape.units_per_row * block_size
         self.max_blocks = max_blocks or max(num_blocks, physical_bytes() // sum(lanes))
         self._heap = PlacementHeap(lanes, max_units=self.max_blocks, backend=backend)
         try:
-            self._ranges = [
-                self._heap.reserve(max_num_seqs * self._units_per_row, sizes) for sizes in piece_bytes
+            self._places = [
+                places_for(self._heap, group, sizes, shape, step_tokens)
+                for group, sizes in zip(spec.groups, piece_bytes, strict=True)
             ]
         except CapacityError as error:
             raise CapacityError(
                 f"{error} - {max_num_seqs} rows of {self.row_tokens} tokens; lower max_model_len or max_num_seqs"
             ) from error
-        # [rows, units of a row]: the unit plus one that each place leads to, of each group.
-        self._entries = [r.entries[1:-1].reshape(max_num_seqs, self._units_per_row) for r in self._ranges]
-        self._rows: dict[int, int] = {}  # of open sequences
-        self._parked = list(range(max_num_seqs))  # never used ones first, then in the order they were left
+        self._ranges = [places.range for places in self._places]
+        # A table for each way to lie: plain rows, rings of each kind of window. The first group of each stands for all.
+        kinds = [places.retention for places in self._places]
+        self._first_of_table = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
+        self._table_of = [[kinds[i] for i in self._first_of_table].index(kind) for kind in kinds]
+        self._rows = Rows(max_num_seqs)
         self._held = np.zeros(self.max_blocks, bool)
-        # Sequences, tables and rows of the step before, as long as those rows lead there.
-        self._last: tuple[list[int], list[np.ndarray], np.ndarray] | None = None
+        # Sequences, the cache's tables and our tables' entries of the step before, as long as rows lead there.
+        self._last: tuple[list[int], list[np.ndarray], list[np.ndarray]] | None = None
 
     @classmethod
     def build(
@@ -152,10 +162,10 @@ class VirtualStorage:
 
     @property
     def num_tables(self) -> int:
-        return 1
+        return len(self._first_of_table)
 
     def table_of(self, layer: int) -> int:
-        return 0
+        return self._table_of[self._group_and_slot(layer)[0].index]
 
     @property
     def unit_bytes(self) -> int:
@@ -168,34 +178,27 @@ class VirtualStorage:
         return self._heap.committed_bytes
 
     @property
+    def bytes_reserved(self) -> int:
+        """Bytes of addresses its rows take, mapped or not."""
+        return sum(address_range.num_bytes for address_range in self._ranges)
+
+    @property
     def num_mappings(self) -> int:
         """Memory mappings it uses of the process's, at most."""
         return self._heap.num_mappings
 
     def row_of(self, sequence_id: int) -> int | None:
-        """The row of an open sequence that has been in a step: `view(layer).k[row]` are its keys."""
-        return self._rows.get(sequence_id)
+        """The row of an open sequence that has been in a step: `view(layer).k[row]` are its keys, if no ring's."""
+        return self._rows.of.get(sequence_id)
 
     def view(self, layer: int) -> KVView:
         """The keys and values of decoder layer `layer` (of the layer whose KV it shares, where it does).
 
-        [max_num_seqs, kv_heads, row_tokens, head_dim]; only what a step mapped may be touched.
+        [entries, kv_heads, row_tokens, head_dim]; only what a step mapped may be touched. An entry is a row, or a
+        stretch of a ring.
         """
-        if not 0 <= layer < len(self.spec.layers):
-            raise ArgumentError(f"expected a layer of 0 to {len(self.spec.layers) - 1}, got {layer}")
-        owner = self.spec.layers[layer].shares_kv_with
-        group, slot = self._home[layer if owner is None else owner]
-        heads = group.num_kv_heads
-        k, v = (
-            self._ranges[group.index]
-            .tensor(2 * slot + kind, self.dtype)
-            .as_strided(
-                (self.max_num_seqs, heads, self.row_tokens, dim),
-                (self.row_tokens * heads * dim, dim, heads * dim, 1),
-            )
-            for kind, dim in enumerate((group.k_head_dim, group.v_head_dim))
-        )
-        return KVView(k, v, self.row_tokens)
+        group, slot = self._group_and_slot(layer)
+        return self._places[group.index].view(slot)
 
     # Steps
 
@@ -204,18 +207,10 @@ class VirtualStorage:
         ids = np.asarray(sequence_ids).tolist()
         groups = [plan.group(index) for index in range(len(self._ranges))]
         tables = [group.block_tables for group in groups]
-        rows = self._rows_of_last(ids, tables)  # as in most steps
-        if rows is None or any(len(group.copies) for group in groups):
-            rows = self._find_rows(ids, tables, groups)
-        contexts = plan.context_lengths.astype(np.int64)
-        starts = plan.query_start
-        if starts[-1] == len(ids):  # a token each
-            slots = rows * self.row_tokens + contexts - 1
-        else:
-            lengths = np.diff(starts)
-            first = rows * self.row_tokens + contexts - lengths - starts[:-1]
-            slots = np.arange(starts[-1]) + np.repeat(first, lengths)
-        return [Placement(rows.astype(np.int32)[:, None], slots)]
+        entries = self._entries_of_last(ids, tables)  # as in most steps
+        if entries is None or any(len(group.copies) for group in groups):
+            entries = self._find_entries(ids, tables, groups)
+        return placements(plan, entries, self.row_tokens)
 
     def settle(self, plan: Any) -> None:
         """See `UnitStorage.settle`: the units held, with memory behind all of each, and the plan's copies."""
@@ -245,7 +240,7 @@ class VirtualStorage:
 
     def forget(self, sequence_ids: Any) -> None:
         """Park the rows of sequences that have ended: still mapped, for the next ones."""
-        self._park([sequence for sequence in np.asarray(sequence_ids).tolist() if sequence in self._rows])
+        self._park([sequence for sequence in np.asarray(sequence_ids).tolist() if sequence in self._rows.of])
 
     # Memory given back
 
@@ -308,30 +303,38 @@ class VirtualStorage:
             self._heap.release(every)
 
     def check(self) -> None:
-        """Prove the heap's invariants. *raises:* InvariantError."""
+        """Prove the heap's invariants and the rings'. *raises:* InvariantError."""
         self._heap.check()
+        for places in self._places:
+            places.check()
 
     def close(self) -> None:
         """Give all memory back; views must not be touched any more. Twice is harmless."""
         self._heap.close()
         self._last = None
-        self._rows.clear()
+        self._rows.of.clear()
         self._held[:] = False
 
     # How
 
-    def _rows_of_last(self, ids: list[int], tables: list[np.ndarray]) -> np.ndarray | None:
-        """The rows, where they lead to just these units since the step before."""
+    def _group_and_slot(self, layer: int) -> tuple[KVGroup, int]:
+        if not 0 <= layer < len(self.spec.layers):
+            raise ArgumentError(f"expected a layer of 0 to {len(self.spec.layers) - 1}, got {layer}")
+        owner = self.spec.layers[layer].shares_kv_with
+        return self._home[layer if owner is None else owner]
+
+    def _entries_of_last(self, ids: list[int], tables: list[np.ndarray]) -> list[np.ndarray] | None:
+        """The entries, where rows lead to just these units since the step before."""
         if self._last is None or self._last[0] != ids:
             return None
         same = all(np.array_equal(table, last) for table, last in zip(tables, self._last[1], strict=True))
         return self._last[2] if same else None
 
-    def _find_rows(self, ids: list[int], tables: list[np.ndarray], groups: list[Any]) -> np.ndarray:
+    def _find_entries(self, ids: list[int], tables: list[np.ndarray], groups: list[Any]) -> list[np.ndarray]:
         """Have the rows of these sequences lead to the units of their tables, and copy what is to be copied."""
         self._last = None
-        adopted = self._adopt(ids, tables)
-        rows = np.array([self._rows[sequence] for sequence in ids], np.int64)
+        adopted = self._rows.adopt(ids, tables, self._places)
+        rows = np.array([self._rows.of[sequence] for sequence in ids], np.int64)
         try:
             self._lead(rows, tables)
             for index, group in enumerate(groups):
@@ -339,53 +342,25 @@ class VirtualStorage:
         except BaseException:
             self._park(adopted)
             raise
-        self._last = ids, tables, rows
-        return rows
-
-    def _adopt(self, ids: list[int], tables: list[np.ndarray]) -> list[int]:
-        """Give rows to the sequences that have none, each the parked one that leads to most of its units already."""
-        new = [(at, sequence) for at, sequence in enumerate(ids) if sequence not in self._rows]
-        if len(new) > len(self._parked):
-            raise CapacityError(
-                f"expected at most {self.max_num_seqs} sequences at once, got {len(self._rows) + len(new)}; close some "
-                "or raise max_num_seqs"
-            )
-        for at, sequence in new:
-            matches = np.zeros(len(self._parked), np.int64)
-            for entries, table in zip(self._entries, tables, strict=True):
-                wanted = table[at] + 1
-                there = entries[self._parked, : len(wanted)]
-                matches += ((there == wanted) & (wanted > 0)).sum(1)
-            # Of equals the one parked longest, first of all one that was never used.
-            self._rows[sequence] = self._parked.pop(int(matches.argmax()))
-        return [sequence for _, sequence in new]
+        entries = [self._places[index].entries(rows, tables[index]) for index in self._first_of_table]
+        self._last = ids, tables, entries
+        return entries
 
     def _park(self, sequences: list[int]) -> None:
         if sequences:
             self._last = None
-        self._parked += [self._rows.pop(sequence) for sequence in sequences]
+        self._rows.park(sequences)
 
     def _lead(self, rows: np.ndarray, tables: list[np.ndarray]) -> None:
         """Map what the rows do not lead to yet, and unmap what a window has given back (U1)."""
         changes = []
-        for address_range, entries, table in zip(self._ranges, self._entries, tables, strict=True):
-            width = table.shape[1]
-            if width > self._units_per_row:
-                raise ArgumentError(
-                    f"expected sequences of at most {self.row_tokens} tokens, got {width} units of {self.block_size}"
-                )
+        for places, table in zip(self._places, tables, strict=True):
+            places.check_table(table)
             if not table.size:
                 continue
-            there = entries[rows, :width]
-            differ = there != table + 1
-            # Beyond a sequence's end the table is -1 too: what a parked row has there does no harm.
-            ends = width - (table[:, ::-1] >= 0).argmax(1)
-            differ &= (table >= 0) | (np.arange(width) < ends[:, None])
-            which, place = np.nonzero(differ)
-            if len(which):
-                changes.append(
-                    (address_range, rows[which] * self._units_per_row + place, table[which, place])
-                )
+            positions, units = places.differing(rows, table)
+            if len(positions):
+                changes.append((places.range, positions, units))
         if not changes:
             return
         wanted = np.concatenate([units for _, _, units in changes])
@@ -411,10 +386,9 @@ class VirtualStorage:
 
     def _unmap_parked(self) -> None:
         changes = []
-        for address_range, entries in zip(self._ranges, self._entries, strict=True):
-            which, place = np.nonzero(entries[self._parked])
-            at = np.asarray(self._parked, np.int64)[which] * self._units_per_row + place
-            changes.append((address_range, at, np.full(len(at), -1)))
+        for places in self._places:
+            at = places.mapped(self._rows.parked)
+            changes.append((places.range, at, np.full(len(at), -1)))
         self._heap.map(changes)
 
     def _copy(self, copies: Any, index: int) -> None:
@@ -423,65 +397,3 @@ class VirtualStorage:
             token_bytes = [size // self.block_size for size in self._ranges[index].piece_bytes]
             for source, target, tokens in np.asarray(copies).tolist():
                 self._heap.copy(source, target, [tokens * size for size in token_bytes])
-
-    def _piece_bytes(self, group: KVGroup, num_slots: int) -> list[int]:
-        """Of keys and values in each slot, 0 where the group has no layer."""
-        sizes = [self.block_size * size for size in _token_bytes(group, self.dtype)]
-        return sizes * len(group.layers) + [0, 0] * (num_slots - len(group.layers))
-
-    def _check_block_size(self, page: int) -> None:
-        least = _least_block_size(self.spec, self.dtype, page)
-        if self.block_size < 1 or self.block_size % least:
-            raise ArgumentError(
-                f"expected a block size in multiples of {least}, so that a unit's keys and values of a layer are whole "
-                f"pages of {page} bytes, got {self.block_size}"
-            )
-
-
-def virtual_block_size(
-    spec: KVSpec,
-    piece_bytes: int = DEFAULT_PIECE_BYTES,
-    *,
-    dtype: torch.dtype | None = None,
-    page_bytes: int = 4096,
-    most: int = 4096,
-) -> int:
-    """Tokens of a unit whose keys (or values) of one layer take `piece_bytes`, or the next less that is whole pages.
-
-    Where the shape needs more for whole pages, the least that does. most: tokens of a unit at most, the cache's limit.
-
-    *raises:* ArgumentError: a piece below a page or not a multiple of it, or a shape no unit of `most` tokens fits.
-    """
-    if piece_bytes < page_bytes or piece_bytes % page_bytes or piece_bytes > max(2 << 20, page_bytes):
-        raise ArgumentError(
-            f"expected a piece size of {page_bytes} bytes to 2MiB, a multiple of the page of {page_bytes}, "
-            f"got {piece_bytes}"
-        )
-    element = dtype if dtype is not None else getattr(torch, spec.dtype)
-    least = _least_block_size(spec, element, page_bytes)
-    if least > most:
-        raise ArgumentError(
-            f"expected keys and values that fill whole pages of {page_bytes} bytes within {most} tokens, got "
-            f"a shape that needs {least}; use storage paged"
-        )
-    largest = max(size for group in spec.groups for size in _token_bytes(group, element))
-    return max(least, min(piece_bytes // largest, most) // least * least)
-
-
-def _token_bytes(group: KVGroup, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of a token's keys and of its values in one layer."""
-    return (
-        group.num_kv_heads * group.k_head_dim * dtype.itemsize,
-        group.num_kv_heads * group.v_head_dim * dtype.itemsize,
-    )
-
-
-def _least_block_size(spec: KVSpec, dtype: torch.dtype, page_bytes: int) -> int:
-    """The fewest tokens whose keys, and whose values, are whole pages in every layer."""
-    return math.lcm(
-        *(
-            page_bytes // math.gcd(page_bytes, size)
-            for group in spec.groups
-            for size in _token_bytes(group, dtype)
-        )
-    )

@@ -65,7 +65,10 @@ class Run:
 def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: CostLine) -> Run:
     """The scheduler, the cache and `storage` for real, `cost` in place of a model. Tokens a second are not told."""
     opened = comparison.options(storage).open(
-        spec, max_model_len=comparison.max_model_len, max_num_seqs=comparison.max_num_seqs
+        spec,
+        max_model_len=comparison.max_model_len,
+        max_num_seqs=comparison.max_num_seqs,
+        step_tokens=comparison.max_batch_tokens,
     )
     try:
         clock = SimulatedClock()

@@ -5,7 +5,8 @@ Not an owner of memory: what lies behind an address is the heap's. `PlacementHea
 
 A range has a *lane* for each of the heap's lanes it uses (the keys of a layer, say): `num_positions` pieces of
 addresses in a row. Position p of every lane is mapped together, to one unit's piece of that lane; so what was stored
-one position after another is one contiguous tensor in each lane. The lanes lie one after another in one reservation.
+one position after another is one contiguous tensor in each lane. The lanes lie one after another in one reservation,
+between two margins where nothing is ever mapped: tensors may begin before a lane and end behind it.
 
 Invariants
     A1  an address never changes; tensors made of a range keep its reservation, also after `PlacementHeap.release`.
@@ -51,15 +52,21 @@ class AddressRange:
     """Made by `PlacementHeap.reserve`. piece_bytes: bytes of a position in each lane of the heap, 0 where unused."""
 
     def __init__(
-        self, backend: PlacementBackend, num_positions: int, piece_bytes: Sequence[int], alignment: int
+        self,
+        backend: PlacementBackend,
+        num_positions: int,
+        piece_bytes: Sequence[int],
+        alignment: int,
+        margin_bytes: int = 0,
     ) -> None:
         self.num_positions = num_positions
         self.piece_bytes = tuple(piece_bytes)
         self.offsets: list[int] = []
-        num_bytes = 0
+        self._margin_bytes = num_bytes = -(-margin_bytes // alignment) * alignment
         for size in self.piece_bytes:
             self.offsets.append(num_bytes)
             num_bytes += -(-num_positions * size // alignment) * alignment
+        num_bytes += self._margin_bytes
         self.num_bytes = num_bytes
         self._backend = backend
         self._reservation = _Reservation(backend, num_bytes, alignment)
@@ -89,16 +96,21 @@ class AddressRange:
         stop = self.num_positions if stop is None else stop
         return self.entries[start + 1 : stop + 1] - 1
 
-    def tensor(self, lane: int, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, lane: int, dtype: torch.dtype, *, before: int = 0, behind: int = 0) -> torch.Tensor:
         """All addresses of a lane as one 1-D tensor, num_positions x piece_bytes[lane] bytes; touches none of them.
 
-        It sees whatever is mapped, now and later.
+        It sees whatever is mapped, now and later. before, behind: bytes in front of the lane and after it that the
+        tensor names too, up to the range's margin; they are other lanes' or nobody's.
         """
+        if not (0 <= before <= self._margin_bytes and 0 <= behind <= self._margin_bytes):
+            raise ArgumentError(
+                f"expected up to {self._margin_bytes} bytes before and behind a lane, got {before} and {behind}"
+            )
         if not 0 <= lane < len(self.piece_bytes) or not self.piece_bytes[lane]:
             used = [index for index, size in enumerate(self.piece_bytes) if size]
             raise ArgumentError(f"expected a lane that the range uses, of {used}, got {lane}")
-        num_bytes = self.num_positions * self.piece_bytes[lane]
-        buffer: Any = self._backend.buffer(self.address + self.offsets[lane], num_bytes)
+        num_bytes = before + self.num_positions * self.piece_bytes[lane] + behind
+        buffer: Any = self._backend.buffer(self.address + self.offsets[lane] - before, num_bytes)
         buffer.reservation = (
             self._reservation
         )  # A1: the tensor keeps the buffer, and that keeps the addresses

@@ -94,8 +94,10 @@ class PlacementHeap:
 
     # Address ranges
 
-    def reserve(self, num_positions: int, piece_bytes: Sequence[int] | None = None) -> AddressRange:
-        """Addresses for `num_positions` units in a row, nothing mapped.
+    def reserve(
+        self, num_positions: int, piece_bytes: Sequence[int] | None = None, *, margin_bytes: int = 0
+    ) -> AddressRange:
+        """Addresses for `num_positions` units in a row, nothing mapped; `margin_bytes` more before and behind all.
 
         piece_bytes: what of each lane's piece is mapped, whole pages, 0 for a lane that is not used; all of it if not
         given.
@@ -116,7 +118,7 @@ class PlacementHeap:
                 )
         self._budget.check(1)
         try:
-            made = AddressRange(self._backend, num_positions, sizes, self._files.alignment)
+            made = AddressRange(self._backend, num_positions, sizes, self._files.alignment, margin_bytes)
         except (OSError, OverflowError) as error:
             raise CapacityError(
                 f"cannot reserve {num_positions * sum(sizes)} bytes of address space: {error}; ask for fewer or "
