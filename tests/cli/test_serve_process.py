@@ -15,6 +15,8 @@ import httpx
 import pytest
 from support.serve_process import ServeProcess, serving
 
+pytestmark = pytest.mark.ci  # a process takes seconds to start
+
 SHORT = {"prompt": "def f(", "max_tokens": 2, "temperature": 0}
 LONG = {"prompt": "def f(", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
 

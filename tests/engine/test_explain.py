@@ -139,6 +139,7 @@ def test_tiers_and_other_models(tmp_path: Path) -> None:
         assert llm.explain(tokens_of(1, 60), tenant="bob").reason == "never seen"
 
 
+@pytest.mark.ci  # two processes
 @pytest.mark.parametrize("as_json", [True, False])
 def test_the_command(tmp_path: Path, as_json: bool) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
