@@ -59,6 +59,8 @@ def test_length_ends_before_the_grammar(llm: LLM) -> None:
     [
         ({"json_schema": {"type": "nonsense"}}, "json_schema"),
         ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": {"type": "string", "minLength": 3, "maxLength": 2}}, "json_schema"),
+        ({"json_schema": {"enum": []}}, "json_schema"),
         ({"regex": "("}, "regex"),
         ({"grammar": "start: ("}, "grammar"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos"),

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from quire.engine.sampling_params import SamplingParams
-from quire.errors import ArgumentError, QuireError
+from quire.errors import ArgumentError
 
 __all__ = ["Grammars", "Matcher"]
 
@@ -66,7 +66,12 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_lark(text)
             else:
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE)
-            if problem := LLMatcher.validate_grammar(grammar, vocabulary):
+            problem = LLMatcher.validate_grammar(grammar, vocabulary)
+            if not problem:  # validation alone lets through what no text satisfies
+                begun = LLMatcher(vocabulary, grammar)
+                begun.compute_bitmask()
+                problem = _first_line(begun.get_error())
+            if problem:
                 raise ValueError(problem)
         except ValueError as error:
             raise ArgumentError(
@@ -118,15 +123,22 @@ class Matcher:
     def mask(self, row: torch.Tensor) -> None:
         """Forbids what may not come next, in a row of logits [vocab].
 
-        *raises:* QuireError: the grammar cannot go on (its limits were exceeded).
+        *raises:* ArgumentError: the grammar cannot go on (nothing satisfies it from here, or it is too large).
         """
         matcher = self._matcher
         matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if matcher.is_error():
-            raise QuireError(f"the answer cannot follow its grammar any more: {matcher.get_error()}")
+            raise ArgumentError(
+                f"the answer cannot follow its grammar any more: {_first_line(matcher.get_error())}"
+            )
         allowed = np.unpackbits(self._bits.view(np.uint8), count=row.shape[0], bitorder="little")
         row.masked_fill_(torch.from_numpy(allowed == 0), float("-inf"))
 
     def accept(self, token: int) -> None:
         """Takes the token that was drawn from a masked row."""
         self._matcher.consume_token(token)
+
+
+def _first_line(text: str) -> str:
+    """Of an error with the library's state behind it."""
+    return text.strip().split("\n", 1)[0]
