@@ -54,6 +54,8 @@ class TierMachine(RuleBasedStateMachine):
         self.names = names
         self.stored: set[bytes] = set()  # at any time
         self.sure: set[bytes] = set()  # in the dict tier, whole
+        # Stored while the disk lied: what is there is only refreshed later, so it may stay wrong.
+        self.doubtful: set[bytes] = set()
         self.disturbed = False  # a fault has hit the dict tier during this call
 
     def _due(self, fault: tuple[str, int, str] | None, call: str) -> str | None:
@@ -95,8 +97,9 @@ class TierMachine(RuleBasedStateMachine):
         self.stored |= keys
         if self.disturbed:
             self.sure -= keys
+            self.doubtful |= keys
         elif "disk" in self.names:
-            self.sure |= keys
+            self.sure |= keys - self.doubtful
         assert self.stack.flush(0)
 
     @rule(which=st.integers(0, NUM_CHAINS - 1), first=st.integers(0, LENGTH - 1), kept=st.booleans())
