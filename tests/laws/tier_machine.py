@@ -54,8 +54,6 @@ class TierMachine(RuleBasedStateMachine):
         self.names = names
         self.stored: set[bytes] = set()  # at any time
         self.sure: set[bytes] = set()  # in the dict tier, whole
-        # Stored while the disk lied: what is there is only refreshed later, so it may stay wrong.
-        self.doubtful: set[bytes] = set()
         self.disturbed = False  # a fault has hit the dict tier during this call
 
     def _due(self, fault: tuple[str, int, str] | None, call: str) -> str | None:
@@ -90,6 +88,8 @@ class TierMachine(RuleBasedStateMachine):
     )
     def store(self, which: int, first: int, count: int) -> None:
         names = CHAINS[which][first : first + count]
+        # Kept while the disk lied: what is there is only refreshed, until a load finds it damaged and removes it.
+        damaged = set(self.disk.values) - self.sure
         self._begin()
         assert self.stack.store(with_payloads(names), retention=which % 3) == len(names)
         self._end()
@@ -97,9 +97,8 @@ class TierMachine(RuleBasedStateMachine):
         self.stored |= keys
         if self.disturbed:
             self.sure -= keys
-            self.doubtful |= keys
         elif "disk" in self.names:
-            self.sure |= keys - self.doubtful
+            self.sure |= keys - damaged
         assert self.stack.flush(0)
 
     @rule(which=st.integers(0, NUM_CHAINS - 1), first=st.integers(0, LENGTH - 1), kept=st.booleans())

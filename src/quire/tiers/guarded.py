@@ -170,6 +170,8 @@ class GuardedTier:
             with self._lock:
                 self._waiting.pop(key, None)
         if kept:
+            if self._refused == key:
+                self._refused = None  # it has room for it now, and so for what continues it
             self.count("stored")
             self.count("stored_bytes", outgoing.num_bytes)
             self.count("promoted", int(promoted))
