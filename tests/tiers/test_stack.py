@@ -275,6 +275,17 @@ def test_a_tier_too_small_for_a_chain_keeps_its_head() -> None:
     assert stack.stats().tiers[0].refused == 12 - num_kept
 
 
+def test_what_was_refused_once_and_is_kept_later_may_be_continued() -> None:
+    answers = iter(["nothing"])
+    tier = DictTier("disk", lambda operation: next(answers, None) if operation == "store" else None)
+    stack = TierStack([tier], SHAPE, workers=0)
+    names = chain(2)
+    stack.store(with_payloads(names[:1]))
+    assert not tier.values
+    stack.store(with_payloads(names))
+    assert stack.lookup([name.key for name in names]).num_found == 2
+
+
 def test_damage_is_a_miss_counted_and_removed_and_the_next_tier_is_asked() -> None:
     host, disk = DictTier("host"), DictTier("disk")
     names = chain(3)
