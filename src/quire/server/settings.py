@@ -18,6 +18,8 @@
     max_requests = 64
     requests_per_minute = 600
 
+quota and floor are read and checked; the engine does not enforce them yet.
+
 A file that says something unknown is refused: a limit with a wrong name is no limit.
 """
 
