@@ -5,6 +5,12 @@
 
 namespace quire {
 
+namespace {
+
+constexpr std::int64_t kMaxOthers = 64;
+
+}  // namespace
+
 BlockView Prompt::block(std::int64_t start, std::int64_t count) const noexcept {
     BlockView view{tokens.subspan(static_cast<std::size_t>(start), static_cast<std::size_t>(count)), {}, start};
     if (!keys.empty()) {
@@ -26,6 +32,8 @@ bool BlockManager::is_valid_hit(std::int64_t num_tokens) const noexcept {
 }
 
 // The longest valid hit; path_ holds a node for each of its blocks, the partial one last. Only the scratch changes.
+// Where the closest child has lost a unit, kMaxOthers siblings in all that share less and have theirs are looked at:
+// content that a pin keeps stays found beside what a window left behind.
 std::int64_t BlockManager::find_hit(const Prompt& prompt) {
     const std::int64_t limit = static_cast<std::int64_t>(prompt.tokens.size()) - 1;
     path_.clear();
@@ -34,20 +42,34 @@ std::int64_t BlockManager::find_hit(const Prompt& prompt) {
     path_.reserve(static_cast<std::size_t>(num_blocks_for(limit)));
     std::fill(missing_.begin(), missing_.end(), -1);
     std::int64_t longest = 0;
+    std::int64_t num_others = kMaxOthers;
+    NodeId last = kNone;
     for (std::int64_t start = 0; start < limit; start += block_size_) {
         const std::int64_t count = std::min(block_size_, limit - start);
         const BlockView view = prompt.block(start, count);
-        const auto [child, num_common] = tree_.longest(tree_.find(node, view), view);
+        const Neighbours near = tree_.find(node, view);
+        const auto [child, num_common] = tree_.longest(near, view);
         if (child == kNone) break;
         const std::int64_t block = start / block_size_;
         path_.push_back(child);
+        if (!tree_.is_whole(child) && is_valid_hit(start + count)) {
+            const auto [other, num_shared] = tree_.longest_whole(near, view, num_others);
+            if (other != kNone && is_valid_hit(start + num_shared)) {
+                longest = start + num_shared;
+                last = other;
+            }
+        }
         for (std::int32_t group = 0; group < num_groups(); ++group)
             if (tree_.unit(child, group) == kNone) missing_[static_cast<std::size_t>(group)] = block;
-        if (is_valid_hit(start + num_common)) longest = start + num_common;
+        if (is_valid_hit(start + num_common)) {
+            longest = start + num_common;
+            last = child;
+        }
         if (num_common < block_size_) break;
         node = child;
     }
     path_.resize(static_cast<std::size_t>(num_blocks_for(longest)));
+    if (longest != 0) path_.back() = last;
     return longest;
 }
 

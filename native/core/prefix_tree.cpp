@@ -161,6 +161,26 @@ std::pair<NodeId, std::int32_t> PrefixTree::longest(const Neighbours& near, cons
     return before > after ? std::pair{near.before, before} : std::pair{near.after, after};
 }
 
+std::pair<NodeId, std::int32_t> PrefixTree::longest_whole(const Neighbours& near, const BlockView& block,
+                                                          std::int64_t& left) const noexcept {
+    std::pair<NodeId, std::int32_t> best{kNone, 0};
+    // Whether to go on to the next one on this side: what they have in common only becomes shorter.
+    const auto look = [&](NodeId node) noexcept {
+        --left;
+        ++num_visited_;
+        const std::int32_t common = num_common(node, block);
+        if (common <= best.second) return false;
+        if (!is_whole(node)) return true;
+        best = {node, common};
+        return false;
+    };
+    const bool is_there = near.equal != kNone;
+    for (NodeId at = is_there ? near.equal : near.after; at != kNone && left != 0 && look(at);) at = next_sibling(at);
+    for (NodeId at = is_there ? previous_sibling(near.equal) : near.before; at != kNone && left != 0 && look(at);)
+        at = previous_sibling(at);
+    return best;
+}
+
 bool PrefixTree::is_covered(const Neighbours& near, const BlockView& block) const noexcept {
     if (near.equal != kNone) return true;
     return near.after != kNone && num_common(near.after, block) == static_cast<std::int32_t>(block.tokens.size());
@@ -251,6 +271,12 @@ void PrefixTree::add_end(NodeId node) noexcept {
 
 void PrefixTree::drop_end(NodeId node) noexcept {
     if (nodes_[index(node)].num_ends < kMaxEnds) nodes_[index(node)].num_ends -= 1;
+}
+
+bool PrefixTree::is_whole(NodeId node) const noexcept {
+    for (std::int32_t group = 0; group < num_groups_; ++group)
+        if (unit(node, group) == kNone) return false;
+    return true;
 }
 
 bool PrefixTree::is_bare(NodeId node) const noexcept {

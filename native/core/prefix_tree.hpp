@@ -80,6 +80,10 @@ public:
     Neighbours find(NodeId parent, const BlockView& block) const noexcept;
     // Of the neighbours the one that shares the longest prefix with the block (of two equals the later one), and how long.
     std::pair<NodeId, std::int32_t> longest(const Neighbours& near, const BlockView& block) const noexcept;
+    // As `longest` among the children that have all their units, of which it looks at no more than `left`, counted down:
+    // from where the block stands outwards, to the right first.
+    std::pair<NodeId, std::int32_t> longest_whole(const Neighbours& near, const BlockView& block,
+                                                  std::int64_t& left) const noexcept;
     std::int32_t num_common(NodeId node, const BlockView& block) const noexcept;
     // Whether a child, given where the block stands among them, starts with the whole block.
     bool is_covered(const Neighbours& near, const BlockView& block) const noexcept;
@@ -109,6 +113,7 @@ public:
     void add_end(NodeId node) noexcept;
     void drop_end(NodeId node) noexcept;
     std::int64_t num_ends(NodeId node) const noexcept { return nodes_[index(node)].num_ends; }
+    bool is_whole(NodeId node) const noexcept;  // has a unit in each group
     // No unit, no children, no sequence that ends in it.
     bool is_bare(NodeId node) const noexcept;
 

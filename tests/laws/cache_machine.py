@@ -250,7 +250,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.stats() == before
             sequence, num_new = chosen[0]
             num_blocks = -(-(sequence.computed + num_new + num_lookahead) // self.size)
-            if len(self.open_sequences) == 1 and not self.pending:
+            if len(self.open_sequences) == 1 and not self.pending and self.has_nothing_kept():
                 most = self.cache.max_units(sequence.account)
                 assert num_blocks * self.num_groups > most, "what fits runs alone"
             return False
@@ -280,6 +280,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.pending.append(step)
         if not self.overlapped:
             self.run_steps(self.newest_step)
+        return True
+
+    def has_nothing_kept(self) -> bool:
+        """Whether what is held is held by open sequences alone."""
         return True
 
     def fits(self, chosen: list[tuple[Open, int]], needed: int, num_left: int, available: int) -> bool | None:
@@ -379,11 +383,13 @@ class CacheMachine(RuleBasedStateMachine):
         calls = misuses(sequence, self.newest_step)
         self.refused(calls[kind % len(calls)])
 
-    def refused(self, call: Callable[[int, Cache], Any]) -> None:
+    def refused(
+        self, call: Callable[[int, Cache], Any], errors: tuple[type[Exception], ...] = (ValueError,)
+    ) -> None:
         before = self.cache.stats()
         try:
             self.call(call)
-        except ValueError:
+        except errors:
             assert self.cache.stats() == before
         else:
             raise AssertionError("misuse was not refused")

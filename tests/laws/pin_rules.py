@@ -35,7 +35,9 @@ class PinMachine(AccountMachine):
         longer = [*content.tokens, 0]
         found = same(self.call(lambda _, cache: cache.match(longer, **where).num_tokens))
         if found < len(content.tokens) or not content.tokens:
-            self.refused(lambda _, cache: cache.pins.add(content.tokens, **where))
+            # More than the pool holds is refused before anybody looks whether it is there.
+            errors = (ValueError, CapacityError)
+            self.refused(lambda _, cache: cache.pins.add(content.tokens, **where), errors)
             return
         account = self.options.get("account", 0)
         try:
@@ -71,6 +73,9 @@ class PinMachine(AccountMachine):
         while really and self.pinned:
             self.unpin(0)
         super().reset(really)
+
+    def has_nothing_kept(self) -> bool:
+        return super().has_nothing_kept() and not self.pinned
 
     def forget_is_whole(self) -> bool:
         return super().forget_is_whole() and not self.pinned

@@ -7,7 +7,8 @@ a window only those that the window covers, for a chunk only those since the chu
 `first_needed` never falls as h grows. So inside one block the largest h is valid if any is, and it is enough
 to try the wanted number of tokens and then the block boundaries below it.
 
-Cost: O(groups x blocks) and one binary search among siblings per block. Nothing here changes anything.
+Cost: O(groups x blocks), one binary search among siblings per block and at most `MAX_OTHERS` more siblings. Nothing
+here changes anything.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import numpy as np
 
 from quire.cache.backend import Int32Array
 from quire.cache.content import ExtraKeys, decode, encode
-from quire.cache.prefix import Node, PrefixTree
+from quire.cache.prefix import HOLE, Node, PrefixTree
 from quire.spec import Retention
 
 __all__ = ["Hit", "explain_hit", "find_hit", "longest_valid_hit"]
+
+MAX_OTHERS = 64
 
 
 @dataclass
@@ -43,24 +46,49 @@ def find_hit(
     tokens: Int32Array,
     extra_keys: ExtraKeys,
 ) -> Hit:
-    """The longest valid hit below `root`, which always leaves the last token to compute."""
+    """The longest valid hit below `root`, which always leaves the last token to compute.
+
+    Where the closest child has lost a unit, other children that share a shorter beginning and have all of theirs are
+    looked at, `MAX_OTHERS` of them in all: content that a pin keeps stays found beside what a window left behind.
+    """
     size = tree.block_size
     num_usable = len(tokens) - 1
-    num_matched = 0
+    num_matched = num_tokens = 0
+    num_others = MAX_OTHERS
+    missing = [-1] * len(retentions)  # by group, the deepest block of the path without a unit
     path: list[Node] = []
+    last: Node | None = None
+
+    def is_valid(num_hit: int) -> bool:
+        return all(
+            retention.first_needed(num_hit) // size > block
+            for retention, block in zip(retentions, missing, strict=True)
+        )
+
     node = root
     while node is not None and num_matched < num_usable:
-        rest = encode(tokens, extra_keys, num_matched, min(num_matched + size, num_usable))
-        node, num_common = tree.closest_child(node, rest)
-        if node is not None:
-            path.append(node)
-            num_matched += num_common
-            if num_common < size:
-                break
-    units = np.array([node.units for node in path], np.int32).reshape(len(path), len(retentions)).T
-    num_tokens = longest_valid_hit(retentions, units, num_matched, size)
+        stop = min(num_matched + size, num_usable)
+        rest = encode(tokens, extra_keys, num_matched, stop)
+        child, num_common = tree.closest_child(node, rest)
+        if child is None:
+            break
+        holes = [group for group, unit in enumerate(child.units) if unit == HOLE]
+        if holes and is_valid(stop):
+            other, num_shared, num_seen = tree.closest_whole_child(node, rest, num_others)
+            num_others -= num_seen
+            if other is not None and is_valid(num_matched + num_shared):
+                num_tokens, last = num_matched + num_shared, other
+        for group in holes:
+            missing[group] = num_matched // size
+        path.append(child)
+        num_matched += num_common
+        if is_valid(num_matched):
+            num_tokens, last = num_matched, child
+        node = child if num_common == size else None
     num_full, num_blocks = num_tokens // size, -(-num_tokens // size)
-    return Hit(num_tokens, path[num_full - 1] if num_full else root, units[:, :num_blocks])
+    found = [*path[: num_blocks - 1], last] if last is not None else []
+    units = np.array([node.units for node in found], np.int32).reshape(num_blocks, len(retentions)).T
+    return Hit(num_tokens, found[num_full - 1] if num_full else root, units)
 
 
 def explain_hit(

@@ -153,25 +153,18 @@ class Pins:
         self.check(tokens, ttl_s, namespace=namespace, extra_keys=extra_keys)
         cache = self._cache
         # The last token of a prompt is never taken from the cache: one more, so that all of these are.
+        probe = np.append(tokens, np.int32(0))
+        # Looked up before it is opened: what a sequence referred to and gave back may be leased to the running step.
+        found = min(cache.match(probe, namespace=namespace, extra_keys=extra_keys).num_tokens, len(tokens))
+        if found < len(tokens):
+            raise ArgumentError(
+                f"expected {len(tokens)} tokens that are in the cache, of these it has {found}; compute them first"
+            )
         sequence = cache.open(
-            np.append(tokens, np.int32(0)),
-            namespace=namespace,
-            extra_keys=extra_keys,
-            account=account,
-            retention=NORMAL,
+            probe, namespace=namespace, extra_keys=extra_keys, account=account, retention=NORMAL
         )
-        try:
-            found = min(sequence.num_cached_tokens, len(tokens))
-            if found < len(tokens):
-                raise ArgumentError(
-                    f"expected {len(tokens)} tokens that are in the cache, of these it has {found}; compute them first"
-                )
-            tables = [sequence.block_table(group) for group in range(cache.num_groups)]
-            units = frozenset(unit for table in tables for unit in table.tolist() if unit >= 0)
-            self._require_room(len(units - self._num_references.keys()), self.num_units)
-        except BaseException:
-            cache.close(sequence)
-            raise
+        tables = [sequence.block_table(group) for group in range(cache.num_groups)]
+        units = frozenset(unit for table in tables for unit in table.tolist() if unit >= 0)
         now = self.now()
         pin = Pin(
             owner, namespace, tokens.copy(), dict(extra_keys or {}), account, ttl_s, now,
@@ -208,7 +201,7 @@ class Pins:
     def units_shared(
         self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> int:
-        """Pinned units of whole blocks that a prompt begins with: it needs none of its own for them."""
+        """Pinned units of whole blocks that a prompt begins with, at least: it needs none of its own for them."""
         size = self._cache.block_size
         same = [pin.num_common(tokens, extra_keys) for pin in self._pins if pin.namespace == namespace]
         return self._cache.units_later(max(same, default=0) // size * size, 0)

@@ -112,6 +112,30 @@ class PrefixTree:
                 best, num_common = child, common
         return best, num_common
 
+    def closest_whole_child(self, parent: Node, content: bytes, most: int) -> tuple[Node | None, int, int]:
+        """As `closest_child` among those that have all their units, and how many were looked at, at most `most`.
+
+        From the insertion point outwards, to the right first: what is in common only becomes shorter on each side.
+        """
+        index = self.insertion_point(parent, content)
+        best, num_common, num_seen = None, 0, 0
+        for side in (
+            parent.children[index : index + most],
+            parent.children[max(0, index - most) : index][::-1],
+        ):
+            for child in side:
+                if num_seen == most:
+                    break
+                num_seen += 1
+                self.num_visited += 1
+                common = num_common_elements(child.content, content)
+                if common <= num_common:
+                    break
+                if HOLE not in child.units:
+                    best, num_common = child, common
+                    break
+        return best, num_common, num_seen
+
     def nearest_child(self, parent: Node, content: bytes) -> tuple[Node | None, int]:
         """As `closest_child`, but a neighbour even where nothing is common; None if there are no children."""
         node, num_common = self.closest_child(parent, content)
