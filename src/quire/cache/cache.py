@@ -20,14 +20,13 @@ import numpy as np
 from quire.backends import choose_backend, native_module
 from quire.cache import arguments
 from quire.cache.backend import NORMAL, BlockManager, Int32Array, Int64Array, StepPlan
-from quire.cache.events import CacheEvents
+from quire.cache.inspection import InspectedCache
 from quire.cache.memory_use import MemoryUse
+from quire.cache.open_sequence import Sequence
 from quire.cache.pins import Pins
 from quire.cache.report import report
-from quire.cache.tree_view import TreeView
-from quire.cache.unit_map import UnitContent, UnitMap
 from quire.cache.units import max_tokens_for, num_units_for
-from quire.errors import ArgumentError, SequenceClosedError
+from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_size
 from quire.spec import KVSpec
 
@@ -67,50 +66,7 @@ class AccountCounts(NamedTuple):
     leased: int
 
 
-class Sequence:
-    """An open sequence of a cache: its tokens and how far they are computed. Made by `Cache.open` and `fork`."""
-
-    __slots__ = ("_cache", "id")
-
-    def __init__(self, cache: Cache, sequence_id: int) -> None:
-        self._cache = cache
-        self.id = sequence_id
-
-    def __repr__(self) -> str:
-        return f"Sequence(id={self.id})"
-
-    @property
-    def tokens(self) -> Int32Array:
-        """A copy of the known tokens, int32."""
-        return self._cache._call("tokens", self.id)
-
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens: those opened with and those appended."""
-        return self._cache._call("num_tokens", self.id)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens taken from the cache. Until the sequence first reserves, reading this takes what others have
-        committed since it was opened."""
-        return self._cache._call("num_cached_tokens", self.id)
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens whose K and V are there: cached ones and committed ones. Reading it looks as above."""
-        return self._cache._call("num_computed_tokens", self.id)
-
-    def append(self, token_ids: Any) -> None:
-        """More known tokens: the prompt's continuation, sampled ones, or a draft's."""
-        self._cache._call("append", self.id, arguments.token_array(token_ids))
-
-    def block_table(self, group: int = 0) -> Int32Array:
-        """A copy of the group's block table, int32, reserved blocks included; -1 behind a window."""
-        group = arguments.count(group, "group", 0, self._cache.num_groups - 1)
-        return self._cache._call("block_table", self.id, group)
-
-
-class Cache:
+class Cache(InspectedCache):
     """A paged KV cache with a prefix tree over `num_blocks` units.
 
     A unit holds one block of `block_size` tokens for the layers of one group (`spec.groups`): a token of a model
@@ -409,39 +365,6 @@ class Cache:
         """Units the account is sure to get once nobody else holds any: all but others' floors, at most its quota."""
         return self._manager.max_units(arguments.account_number(account))
 
-    # What happened, and what there is
-
-    def record_events(self, is_on: bool) -> None:
-        """Whether to note what happens to full blocks from now on; at first it is off, which costs nothing.
-
-        Turned on, the events begin with `cleared` and every full block there is; turned off, those not taken are lost.
-        They take memory (4 bytes a token and some 50 an event) until they are taken.
-        """
-        self._manager.record_events(bool(is_on))
-
-    def take_events(self) -> CacheEvents:
-        """What has happened since the last call, in order (`events.py`). Take them after each `reserve`, before its
-        copies are done: the bytes of what was evicted are still there."""
-        return CacheEvents.from_arrays(self._manager.take_events())
-
-    def tree(self) -> TreeView:
-        """Every node of the prefix tree as arrays, for reports. O(nodes)."""
-        return TreeView.from_arrays(self._manager.tree())
-
-    def unit_map(self) -> UnitMap:
-        """The state of every unit and whose content it has, for looking on. O(units + nodes)."""
-        states, namespace_index = self._manager.unit_map()
-        return UnitMap(states, namespace_index, self._manager.namespaces())
-
-    def content_of(self, unit: int) -> UnitContent | None:
-        """The tokens that a unit has, and those before them; None where its content is not known (yet)."""
-        content = self._call("content_of", arguments.count(unit, "a unit", 0))
-        return None if content is None else UnitContent(*content)
-
-    def namespaces(self) -> list[bytes]:
-        """Those in which content is known or a sequence is open, sorted."""
-        return self._manager.namespaces()
-
     # What fits
 
     def units_alone(self, num_tokens: int) -> int:
@@ -495,41 +418,9 @@ class Cache:
         """Units that one sequence could be given now: here, where units may lie anywhere, all that are available."""
         return self.num_free_blocks
 
-    @property
-    def num_free_blocks(self) -> int:
-        """Units that could be handed out: free ones and cached ones."""
-        free, cached, _, _ = self._manager.counts()
-        return free + cached
-
-    @property
-    def num_held_blocks(self) -> int:
-        """Units that open sequences refer to, pinned ones among them."""
-        return self._manager.counts()[2]
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Units with findable content that no sequence holds."""
-        return self._manager.counts()[1]
-
-    @property
-    def usage(self) -> float:
-        """Share of the units that are in use, 0 .. 1; cached ones are not."""
-        return 1.0 - self.num_free_blocks / self.num_blocks
-
-    def stats(self) -> dict[str, int]:
-        """Figures now (num_blocks, free, cached, held, leased, pinned, num_sequences, num_nodes) and counted since the
-        start (hit_tokens, query_tokens, evicted_blocks, copied_blocks, deduplicated_blocks)."""
-        stats, pinned = self._manager.stats(), self.pins.num_units
-        return {**stats, "held": stats["held"] - pinned, "pinned": pinned}
-
     def report(self) -> str:
         """What there is, in tables that a person can read: states, owners. O(nodes)."""
         return report(self)
-
-    def check(self) -> None:
-        """Prove every invariant; `InvariantError` with the numbers where one does not hold."""
-        self._manager.check()
-        self.pins.prove()
 
     # Arguments
 
@@ -557,18 +448,6 @@ class Cache:
                 f"expected one number of new tokens for each sequence, got {len(counts)} for {len(ids)} sequences"
             )
         return ids, counts, arguments.count(num_lookahead_tokens, "num_lookahead_tokens", 0)
-
-    def _call(self, method: str, *args: Any) -> Any:
-        """A call to the back end, its errors in the cache's terms."""
-        try:
-            return getattr(self._manager, method)(*args)
-        except KeyError as error:
-            raise SequenceClosedError(
-                f"expected an open sequence, got sequence {error.args[0]}, which is closed or was never opened, "
-                f"in {method}"
-            ) from None
-        except ValueError as error:
-            raise ArgumentError(str(error)) from None
 
 
 def _make_manager(backend: str, *args: Any) -> BlockManager:
