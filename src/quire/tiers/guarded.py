@@ -25,6 +25,7 @@ from quire.tiers.workers import Workers
 __all__ = ["GuardedTier", "Outgoing", "TierCounts"]
 
 _log = logging.getLogger("quire")
+_NICE = 5  # storing can wait, a step should not
 _LOADS = ("hits", "misses", "skipped", "loaded_bytes")
 _STORES = ("stored", "stored_bytes", "promoted", "refused", "dropped")
 _COUNTED = (*_LOADS, *_STORES, "damaged", "failures")
@@ -87,7 +88,7 @@ class GuardedTier:
     def __init__(self, tier: Tier, num_threads: int, max_bytes: int, clock: Callable[[], float]) -> None:
         self.tier = tier
         self.name = tier.name
-        self.writer = Workers(f"quire-{tier.name}", num_threads, max_bytes)
+        self.writer = Workers(f"quire-{tier.name}", num_threads, max_bytes, nice=_NICE)
         self._clock = clock
         self._lock = threading.Lock()
         self._speed = Speed()
