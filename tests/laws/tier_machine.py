@@ -54,6 +54,7 @@ class TierMachine(RuleBasedStateMachine):
         self.names = names
         self.stored: set[bytes] = set()  # at any time
         self.sure: set[bytes] = set()  # in the dict tier, whole
+        self.doubtful: set[bytes] = set()  # perhaps refused by it: then what continues them is not even offered
         self.disturbed = False  # a fault has hit the dict tier during this call
 
     def _due(self, fault: tuple[str, int, str] | None, call: str) -> str | None:
@@ -97,8 +98,12 @@ class TierMachine(RuleBasedStateMachine):
         self.stored |= keys
         if self.disturbed:
             self.sure -= keys
+            self.doubtful |= keys
+        elif first and CHAINS[which][first - 1].key in self.doubtful:
+            self.doubtful |= keys
         elif "disk" in self.names:
             self.sure |= keys - damaged
+            self.doubtful -= keys
         assert self.stack.flush(0)
 
     @rule(which=st.integers(0, NUM_CHAINS - 1), first=st.integers(0, LENGTH - 1), kept=st.booleans())
