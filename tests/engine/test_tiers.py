@@ -88,6 +88,60 @@ def test_what_was_evicted_is_loaded_bit_for_bit(
     assert stats["held"] == 0
 
 
+class LateTier(HostTier):
+    """Stores nothing before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 24)
+        self.go = threading.Event()
+
+    def store(self, key: bytes, value: Any, info: Any) -> bool:
+        assert self.go.wait(60)
+        return super().store(key, value, info)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_waits_to_be_stored_is_loaded_bit_for_bit(
+    backend: str, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow a disk is."""
+    tier = LateTier()
+    monkeypatch.setattr("quire.engine.tiering.TierOptions._host", lambda _: tier)
+    with tiny_llm.llm(backend=backend, host_cache="16MiB", **SMALL_POOL) as llm:
+        assert answers(llm) == alone[backend]
+        assert answers(llm) == alone[backend]
+        assert llm.stats()["num_loaded_tokens"] > 0
+        assert tier.stats().num_values == 0
+        tier.go.set()
+        llm.flush()
+        assert tier.stats().num_values > 0
+
+
+@pytest.mark.parametrize("segment_blocks", [1, 2, 3, 100])
+@pytest.mark.parametrize("num_kept", [4, 8, 13, 20])
+def test_a_tail_is_loaded_whose_head_is_in_memory_and_in_no_tier(segment_blocks: int, num_kept: int) -> None:
+    """An eviction stores the tail of a prefix first: what is before it was never stored."""
+    engine = FakeEngine(num_blocks=16, tiers=[HostTier(1 << 20)], segment_blocks=segment_blocks)
+    prompt = [(i * i + 3 * i) % 90 for i in range(40)]
+    engine.submit(prompt, SamplingParams(max_tokens=1))
+    engine.run()
+    assert engine.cache.match(prompt).num_tokens == 39
+    hold = engine.cache.open(prompt[:num_kept])
+    others = engine.cache.open([91] * (64 - -(-num_kept // 4) * 4))  # takes the place of all else
+    assert engine.cache.reserve([others], [others.num_tokens]) is not None
+    assert engine.stores is not None
+    engine.stores.collect()
+    engine.cache.close(others)
+    engine.cache.close(hold)
+    in_memory = engine.cache.match(prompt).num_tokens
+    assert 0 < in_memory < 39
+    request_id = engine.submit(prompt, SamplingParams(max_tokens=3))
+    output = engine.run()[request_id]
+    assert output.outputs[0].token_ids == expected_tokens(engine.spec, prompt, 3)
+    assert output.num_cached_tokens == 39
+    assert output.num_tier_tokens == {"host": 39 - in_memory}
+
+
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda s: s["storage"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_second_engine_finds_what_the_first_one_stored(

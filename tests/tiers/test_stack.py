@@ -119,6 +119,7 @@ def test_lookup_says_where_each_segment_is() -> None:
     lookup = stack.lookup(keys, on_done=ended.append)
     assert lookup.wait(30)
     assert lookup.where == ("host", "disk", "disk", "host")
+    assert lookup.found == ("host", "disk", "disk", "host", None, "host")
     assert lookup.num_found == 4
     assert lookup.by_tier == {"host": 1, "disk": 4}
     short = stack.lookup(keys[:1])
@@ -253,6 +254,51 @@ def test_a_full_queue_drops_and_never_waits() -> None:
     assert stack.close()
 
 
+def test_what_waits_to_be_stored_is_found_and_loaded() -> None:
+    slow, above = GatedTier("remote"), DictTier("disk")
+    names = chain(4)
+    keys = [name.key for name in names]
+    stack = TierStack([above, slow], SHAPE, max_bytes_in_flight=3 * SEGMENT_BYTES)
+    stack.store(with_payloads(names[:3]))
+    assert stack._tiers[0].writer.wait(30)
+    above.values.clear()
+    assert slow.reached.wait(30)
+    lookup = stack.lookup(keys[:3])
+    assert lookup.wait(30)
+    assert lookup.where == ("remote",) * 3
+    load = stack.load(names[:3])
+    assert load.wait(30)
+    assert (load.outcome, load.tiers) == ("complete", ["remote"] * 3)
+    assert all(
+        np.array_equal(found, payload(name)) for name, found in zip(names, load.payloads, strict=False)
+    )
+    assert not any(found.flags.writeable for found in load.payloads)
+    assert stack._tiers[0].writer.wait(30)
+    assert list(above.values) == keys[:3]  # promoted
+    assert stack.estimate_seconds(SEGMENT_BYTES, "remote") == 0  # nothing was measured
+    slow.gate.set()
+    assert stack.flush(30)
+    assert slow.values == above.values
+    assert stack.stats().tiers[1].hits == 3
+    assert stack.close()
+
+
+def test_what_a_tier_refuses_is_gone_when_its_turn_came() -> None:
+    slow = GatedTier()
+    slow.fault = lambda operation: "nothing" if operation == "store" else None
+    stack = TierStack([slow], SHAPE)
+    stack.store(with_payloads(chain(2)))
+    lookup = stack.lookup([name.key for name in chain(2)])
+    assert lookup.wait(30)
+    assert lookup.num_found == 2
+    slow.gate.set()
+    assert stack.flush(30)
+    load = stack.load(chain(2))
+    assert load.wait(30)
+    assert (load.outcome, load.num_loaded) == ("missing", 0)
+    assert stack.close()
+
+
 def test_what_waits_already_is_not_queued_again() -> None:
     slow = GatedTier()
     stack = TierStack([slow], SHAPE, max_bytes_in_flight=2 * SEGMENT_BYTES)
@@ -383,7 +429,7 @@ def test_close_ends_what_is_under_way_and_stores_what_waits() -> None:
     tier = GatedTier()
     stack = TierStack([tier], SHAPE)
     stack.store(with_payloads(chain(3)))
-    load = stack.load(chain(3))
+    load = stack.load(chain(3, 1))  # not of the queue: it hangs in the tier
     assert tier.reached.wait(30)
     threading.Timer(0.05, tier.gate.set).start()
     assert stack.close(30)

@@ -161,7 +161,7 @@ def _in_tiers(loads: TierLoads, tokens: np.ndarray, place: Place, found: int) ->
     while not search.done and time.monotonic() < until:
         time.sleep(0.0005)
     by_tier: dict[str, int] = {}
-    for name, tier in list(zip(search.chain, search.where, strict=False)):
+    for name, tier in search.beyond(found) if search.done else []:
         stop = min(name.end, len(tokens) - 1)
         if stop > found:
             by_tier[tier] = by_tier.get(tier, 0) + stop - found

@@ -43,7 +43,7 @@ class LoadingQueue:
     def may_start(self, waiting: list[Sample]) -> bool:
         """Whether a tier has something of one of those who wait."""
         return any(
-            sample.search is not None and sample.search.done and sample.search.num_tokens
+            sample.search is not None and sample.search.done and sample.search.stored
             for sample in waiting[:_MAX_LOOKED_AT]
         )
 
@@ -67,7 +67,7 @@ class LoadingQueue:
             if not sample.is_searched or sample.waits_for_commit:
                 continue
             search = sample.search
-            if search is None or sample.parked is not None or not search.num_tokens:
+            if search is None or sample.parked is not None or not search.stored:
                 promised += cache.units_alone(sample.num_tokens)
                 continue
             tokens = sample.token_ids()

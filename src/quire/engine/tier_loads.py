@@ -5,7 +5,9 @@ that is expected to take less time than computing it: its sequence is opened, th
 threads write each segment into them. When the load has ended, by whatever way, what has arrived is committed as if it
 had been computed; the rest is computed.
 
-The names of a chain: whole segments of `segment_tokens`, then single blocks behind the last whole one that is there.
+The names of a chain: whole segments of `segment_tokens`, and single blocks where a prefix may end within one: behind
+the leading ones that are there, behind the last one that is, and where memory ended when the search began. What memory
+has need not be in a tier: with policy "eviction" the tail of a prefix is stored long before its head.
 
 Invariants
     U1  only the units of the loading sequence are written, only beyond what it found in memory, and never after
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,14 +46,28 @@ class Search:
     tokens: np.ndarray
     extra_keys: tuple[tuple[int, bytes], ...]
     root: bytes
-    chain: list[SegmentName] = field(default_factory=list)
-    where: list[str] = field(default_factory=list)  # the tier of each
+    stored: list[tuple[SegmentName, str]] = field(
+        default_factory=list
+    )  # with the tier of each, in order, with holes
     done: bool = False
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that could be loaded: the last one known is always computed."""
-        return min(self.chain[-1].end, len(self.tokens) - 1) if self.chain else 0
+    def beyond(self, found: int) -> list[tuple[SegmentName, str]]:
+        """What could be loaded behind the `found` tokens that memory has: without a hole, from the token `found` on."""
+        run: list[tuple[SegmentName, str]] = []
+        at = found
+        for name, tier in self.stored:
+            if name.end <= at:
+                continue
+            if name.start > at:
+                break
+            run.append((name, tier))
+            at = name.end
+        return run
+
+    def num_tokens(self, found: int) -> int:
+        """Tokens that there would be then: the last one known is always computed."""
+        run = self.beyond(found)
+        return max(found, min(run[-1][0].end, len(self.tokens) - 1)) if run else found
 
 
 @dataclass(eq=False)
@@ -103,55 +119,69 @@ class TierLoads:
         )
         whole = len(tokens) // self._segment_tokens * self._segment_tokens
         names = segment_names(search.root, tokens[:whole], self._segment_tokens, extra_keys=search.extra_keys)
-        self._ask(search, names, is_tail=False)
+        in_memory = self._cache.match(tokens, namespace=namespace, extra_keys=extra_keys).num_tokens
+        self._ask(
+            names,
+            lambda found: self._ask_tails(search, names, found, in_memory // self._segment_tokens),
+        )
         return search
 
-    def _ask(self, search: Search, names: list[SegmentName], *, is_tail: bool) -> None:
+    def _ask(self, names: list[SegmentName], then: Callable[[tuple[str | None, ...]], None]) -> None:
+        """then: called in some thread, with the tier of each name."""
         if not names:
-            self._asked(search, names, (), is_tail)
+            then(())
             return
-        self._stack.lookup(
-            [name.key for name in names],
-            on_done=lambda lookup: self._asked(search, names, lookup.where, is_tail),
+        self._stack.lookup([name.key for name in names], on_done=lambda lookup: then(lookup.found))
+
+    def _ask_tails(
+        self, search: Search, names: list[SegmentName], found: tuple[str | None, ...], in_memory: int
+    ) -> None:
+        """Some thread's: notes which whole segments there are, and asks for single blocks of some that are not.
+
+        in_memory: whole segments that memory has.
+        """
+        search.stored += [(name, tier) for name, tier in zip(names, found, strict=True) if tier is not None]
+        there = [tier is not None for tier in found]
+        leading = there.index(False) if False in there else len(there)
+        behind_last = len(there) - there[::-1].index(True) if True in there else 0
+        tails: list[SegmentName] = []
+        if self._segment_tokens > self._block_size:
+            for index in sorted({leading, behind_last, in_memory}):
+                if index >= len(there) or not there[index]:
+                    tails += self._blocks(search, names, index)
+        self._ask(tails, lambda where: self._asked_tails(search, tails, where))
+
+    def _blocks(self, search: Search, names: list[SegmentName], index: int) -> list[SegmentName]:
+        """The names of the single blocks that the segment `index` of a search consists of."""
+        start = index * self._segment_tokens
+        stop = min(start + self._segment_tokens, len(search.tokens)) // self._block_size * self._block_size
+        return segment_names(
+            search.root,
+            search.tokens[start:stop],
+            self._block_size,
+            start=start,
+            parent=names[index - 1].key if index else None,
+            extra_keys=search.extra_keys,
         )
 
-    def _asked(
-        self, search: Search, names: list[SegmentName], where: tuple[str, ...] | list[str], is_tail: bool
-    ) -> None:
-        """Some thread's: notes the answer, and goes on with the single blocks behind the last whole segment."""
-        search.chain += names[: len(where)]
-        search.where += where
-        if not is_tail and self._segment_tokens > self._block_size:
-            start = search.chain[-1].end if search.chain else 0
-            stop = (
-                min(start + self._segment_tokens, len(search.tokens)) // self._block_size * self._block_size
-            )
-            behind = search.chain[-1].key if search.chain else None
-            tail = segment_names(
-                search.root,
-                search.tokens[start:stop],
-                self._block_size,
-                start=start,
-                parent=behind,
-                extra_keys=search.extra_keys,
-            )
-            self._ask(search, tail, is_tail=True)
-            return
+    def _asked_tails(self, search: Search, names: list[SegmentName], found: tuple[str | None, ...]) -> None:
+        search.stored += [(name, tier) for name, tier in zip(names, found, strict=True) if tier is not None]
+        search.stored.sort(key=lambda one: one[0].start)
         search.done = True
         self.changed.set()
 
     def num_worth_loading(self, sample: Sample, found: int) -> int:
         """Tokens that the sample, of which memory has `found`, had better have after loading; `found` if none."""
         search = sample.search
-        if search is None or not search.done or search.num_tokens <= found:
+        if search is None or not search.done:
             return found
+        stop = search.num_tokens(found)
         num_bytes: Counter[str] = Counter()
         per_token = self._cache.spec.bytes_per_token
-        for name, tier in zip(search.chain, search.where, strict=True):
-            if name.end > found:
-                num_bytes[tier] += per_token * len(name.tokens)
+        for name, tier in search.beyond(found):
+            num_bytes[tier] += per_token * len(name.tokens)
         load_s = sum(self._stack.estimate_seconds(count, tier) for tier, count in num_bytes.items())
-        return search.num_tokens if load_s <= self._speeds.compute_s(search.num_tokens - found) else found
+        return stop if load_s <= self._speeds.compute_s(stop - found) else found
 
     def begin(self, sample: Sample, sequence: Any, plan: Any, num_tokens: int) -> None:
         """Starts to load up to `num_tokens` into the sequence, for which the plan has reserved them."""
@@ -159,7 +189,7 @@ class TierLoads:
         self._storage.settle(plan)
         search = sample.search
         assert search is not None
-        chain = [name for name in search.chain if name.end > found]
+        chain = [name for name, _ in search.beyond(found)]
         tables = np.stack([sequence.block_table(group) for group in range(self._cache.num_groups)])
         size = self._block_size
 

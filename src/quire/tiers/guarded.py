@@ -2,7 +2,9 @@
 
 Invariants
     L1  no call raises, whatever the tier does: a failure is False or None, counted, and logged once per kind.
-    L2  `fetch` returns only what `segment.decode` has verified; a value that fails its check is removed and counted.
+    L2  `fetch` returns only what `segment.decode` has verified, or what was handed in and waits to be stored; a value
+        that fails its check is removed and counted.
+    L3  from `store` on a value can be found and fetched: while it waits in the queue from there, however slow the tier.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from quire.tiers.speed import Speed
 from quire.tiers.tier import DamagedError, SegmentInfo, Tier, TierStats, UnavailableError
 from quire.tiers.workers import Workers
 
-__all__ = ["GuardedTier", "Outgoing", "TierCounts"]
+__all__ = ["Fetched", "GuardedTier", "Outgoing", "TierCounts"]
 
 _log = logging.getLogger("quire")
 _NICE = 5  # storing can wait, a step should not
@@ -32,14 +34,24 @@ _COUNTED = (*_LOADS, *_STORES, "damaged", "failures")
 
 
 class Outgoing:
-    """A segment on its way into tiers, its value made once for all of them, when the first of them asks for it."""
+    """A segment on its way into tiers, its value made once for all of them, when the first of them asks for it.
+
+    payload: uint8, what the value holds; num_bytes: that the queue counts for it.
+    """
 
     def __init__(
-        self, name: SegmentName, info: SegmentInfo, num_bytes: int, make: Callable[[], list[memoryview]]
+        self,
+        name: SegmentName,
+        info: SegmentInfo,
+        payload: np.ndarray,
+        make: Callable[[], list[memoryview]],
+        num_bytes: int | None = None,
     ) -> None:
         self.name = name
         self.info = info
-        self.num_bytes = num_bytes
+        self.payload = payload.view()
+        self.payload.flags.writeable = False
+        self.num_bytes = payload.nbytes if num_bytes is None else num_bytes
         self._make = make
         self._parts: list[memoryview] | None = None
         self._lock = threading.Lock()
@@ -50,6 +62,16 @@ class Outgoing:
             if self._parts is None:
                 self._parts = self._make()
             return self._parts
+
+
+@dataclass(frozen=True, eq=False)
+class Fetched:
+    """payload: uint8, read-only. num_bytes, make: of the whole value. was_queued: not asked of the tier itself."""
+
+    payload: np.ndarray
+    num_bytes: int
+    make: Callable[[], list[memoryview]]
+    was_queued: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,19 +115,23 @@ class GuardedTier:
         self._lock = threading.Lock()
         self._speed = Speed()
         self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
-        self._waiting: dict[bytes, int] = {}  # retention of what is queued
+        self._waiting: dict[bytes, Outgoing] = {}  # what is queued
         self._refused: bytes | None = None  # the last one the tier said no to
         self._logged: set[tuple[str, ...]] = set()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of them are there; none where the tier fails."""
-        started = self._clock()
-        found = self._guard("contains", lambda: self._ask(keys))
-        if found is None:
-            return [False] * len(keys)
+        """Which of them are there, or queued; of the others none where the tier fails."""
         with self._lock:
-            self._speed.add_round_trip(self._clock() - started)
-        return found
+            found = {key for key in keys if key in self._waiting}
+        rest = [key for key in keys if key not in found]
+        if rest or not keys:
+            started = self._clock()
+            there = self._guard("contains", lambda: self._ask(rest))
+            if there is not None:
+                found.update(key for key, is_there in zip(rest, there, strict=True) if is_there)
+                with self._lock:
+                    self._speed.add_round_trip(self._clock() - started)
+        return [key in found for key in keys]
 
     def _ask(self, keys: Sequence[bytes]) -> list[bool]:
         found = [bool(there) for there in self.tier.contains(keys)]
@@ -113,8 +139,14 @@ class GuardedTier:
             raise ValueError(f"expected an answer for each of {len(keys)} keys, got {len(found)}")
         return found
 
-    def fetch(self, name: SegmentName, shape: SegmentShape) -> tuple[np.ndarray, memoryview] | None:
-        """The payload of a segment, verified, uint8 and read-only, and the value that it is part of; None: a miss."""
+    def fetch(self, name: SegmentName, shape: SegmentShape) -> Fetched | None:
+        """A segment, verified; None: a miss."""
+        with self._lock:
+            queued = self._waiting.get(name.key)
+        if queued is not None and queued.payload.nbytes == len(name.tokens) * shape.bytes_per_token:  # L3
+            self.count("hits")
+            self.count("loaded_bytes", queued.payload.nbytes)
+            return Fetched(queued.payload, queued.num_bytes, queued.parts, was_queued=True)
         try:
             value = self.tier.load(name.key)
         except Exception as error:
@@ -136,7 +168,7 @@ class GuardedTier:
             return None
         self.count("hits")
         self.count("loaded_bytes", payload.nbytes)
-        return payload, view
+        return Fetched(payload, view.nbytes, partial(list, [view]))
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """A load took so long, delivery included."""
@@ -147,13 +179,17 @@ class GuardedTier:
         """Queues it; whether it is queued, now or already. A full queue drops it."""
         key, retention = outgoing.name.key, outgoing.info.retention
         with self._lock:
-            if self._waiting.get(key, -1) >= retention:
+            queued = self._waiting.get(key)
+            if queued is not None and queued.info.retention >= retention:
                 return True
-            self._waiting[key] = retention
+            self._waiting[key] = outgoing
         if self.writer.submit(lambda: self._store_now(outgoing, promoted), outgoing.num_bytes):
             return True
         with self._lock:
-            self._waiting.pop(key, None)
+            if queued is not None:
+                self._waiting[key] = queued  # with the lower retention, but there
+            else:
+                self._waiting.pop(key, None)
         self.count("dropped")
         return False
 
@@ -169,7 +205,8 @@ class GuardedTier:
                 )
         finally:
             with self._lock:
-                self._waiting.pop(key, None)
+                if self._waiting.get(key) is outgoing:  # else it is queued once more, to be kept longer
+                    del self._waiting[key]
         if kept:
             if self._refused == key:
                 self._refused = None  # it has room for it now, and so for what continues it
@@ -213,6 +250,8 @@ class GuardedTier:
     def close(self, timeout: float | None) -> bool:
         """Ends what is queued, or gives it up and counts it; closes the tier. Whether nothing was left undone."""
         in_time, num_given_up = self.writer.close(timeout)
+        with self._lock:
+            self._waiting.clear()
         self.count("dropped", num_given_up)
         self._guard("close", self.tier.close)
         return in_time

@@ -103,14 +103,15 @@ class TierStack:
     ) -> int:
         """Queues segments and their payloads (uint8, `segment` module) for every tier; how many some tier has queued.
 
-        The payloads belong to the stack from now on: nobody writes to them again. Returns at once.
+        The payloads belong to the stack from now on: nobody writes to them again. Returns at once; what is queued
+        can be looked up and loaded from now on.
         """
         num_queued = 0
         for name, payload in segments:
             outgoing = Outgoing(
                 name,
                 name.info(retention=retention, owner=owner),
-                payload.nbytes,
+                payload,
                 partial(self._encode, name, payload),
             )
             queued = [tier.store(outgoing) for tier in self._tiers]
@@ -227,6 +228,7 @@ class TierStack:
             found = tier.contains(lookup.keys)
             lookup.by_tier[tier.name] = len(list(takewhile(bool, found)))
             where = [name or (tier.name if there else None) for name, there in zip(where, found, strict=True)]
+        lookup.found = tuple(where)
         lookup.where = tuple(name for name in takewhile(bool, where) if name)
         lookup._end("complete")
 
@@ -245,13 +247,13 @@ class TierStack:
             started = self._clock()
             fetched = tier.fetch(name, self.shape)
             if fetched is not None:
-                payload, value = fetched
-                if not load._deliver(payload, tier.name):
+                if not load._deliver(fetched.payload, tier.name):
                     return
-                tier.loaded(payload.nbytes, self._clock() - started)
+                if not fetched.was_queued:
+                    tier.loaded(fetched.payload.nbytes, self._clock() - started)
                 if self._promote and depth:
                     info = name.info(retention=retention, owner=owner)
-                    outgoing = Outgoing(name, info, value.nbytes, partial(list, [value]))
+                    outgoing = Outgoing(name, info, fetched.payload, fetched.make, fetched.num_bytes)
                     for above in self._tiers[:depth]:
                         above.store(outgoing, promoted=True)
                 self._go_on(load, retention, owner)

@@ -64,8 +64,9 @@ class _Handle(Generic[_Self]):
 class Lookup(_Handle["Lookup"]):
     """How far tiers have a chain of keys. Read the results when `done` is set.
 
-    where: for each leading key that some tier has, the name of the topmost tier that has it; ends before the first
-        key that none has. by_tier: how many leading keys each tier that was asked has on its own.
+    found: for each key the name of the topmost tier that has it, None where none has. where: the same of the leading
+        keys; ends before the first key that none has. by_tier: how many leading keys each tier that was asked has on
+        its own.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Lookup(_Handle["Lookup"]):
     ) -> None:
         super().__init__(on_end, on_done)
         self.keys = tuple(keys)
+        self.found: tuple[str | None, ...] = (None,) * len(self.keys)
         self.where: tuple[str, ...] = ()
         self.by_tier: dict[str, int] = {}
 
