@@ -9,7 +9,6 @@ Not thread-safe: one owner at a time. Cost: checking is O(tokens given) or O(seq
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -124,7 +123,7 @@ class Cache:
     Not thread-safe: one owner at a time.
 
     unit_bytes: what a unit takes in the storage, for `memory_use`; `spec.unit_bytes(block_size)` unless set.
-    reserve_seconds: spent in `reserve` so far. pins: what stays whatever happens (`pins.py`).
+    pins: what stays whatever happens (`pins.py`).
     """
 
     unit = "block"  # what messages call a unit
@@ -205,9 +204,7 @@ class Cache:
         )
 
     def _set_up(self) -> None:
-        self.reserve_seconds = 0.0
         self._open_ids: set[int] = set()
-        self._peak_units = 0
         self.pins = Pins(self)
 
     def __repr__(self) -> str:
@@ -294,14 +291,8 @@ class Cache:
         All or nothing: None if the units do not suffice, and nothing has changed. Without a commit in between,
         reserving again starts from the same computed tokens. See `backend.StepPlan` for the plan's arrays.
         """
-        began = time.perf_counter()
         ids, counts, lookahead = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
-        plan = self._call("reserve", ids, counts, lookahead)
-        if plan is not None:
-            _, _, held, leased = self._manager.counts()
-            self._peak_units = max(self._peak_units, held + leased)
-        self.reserve_seconds += time.perf_counter() - began
-        return plan
+        return self._call("reserve", ids, counts, lookahead)
 
     def num_blocks_needed(
         self,
@@ -419,6 +410,11 @@ class Cache:
         """
         self._manager.record_events(bool(is_on))
 
+    @property
+    def num_events(self) -> int:
+        """How many `take_events` would give now: in most steps none."""
+        return self._manager.num_events
+
     def take_events(self) -> CacheEvents:
         """What has happened since the last call, in order (`events.py`). Take them after each `reserve`, before its
         copies are done: the bytes of what was evicted are still there."""
@@ -486,7 +482,7 @@ class Cache:
             later=0,
             external=0,
             cached=cached * self.unit_bytes,
-            peak=self._peak_units * self.unit_bytes,
+            peak=self._manager.most_units * self.unit_bytes,
             total=self.num_blocks * self.unit_bytes,
         )
 
