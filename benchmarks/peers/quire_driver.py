@@ -1,6 +1,12 @@
-"""Quire: `quire.LLM` on the directory of transformers, its engine stepped so that the time of each token is seen."""
+"""Quire: `quire.LLM` on the directory of transformers, its engine stepped so that the time of each token is seen.
+
+Its packed weights are kept beside that directory; who measures a start starts it once before, as each peer's model is
+converted before.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from driver import Clock, Driver, Options, serve
 
@@ -15,6 +21,7 @@ class Quire(Driver):
             kv_memory=options.kv_bytes,
             num_threads=options.threads,
             max_model_len=options.max_len,
+            packed_weights=Path(options.model).with_name("quire"),
         )
 
     def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:

@@ -262,6 +262,7 @@ void bind_cache(nb::module_& module) {
                  return self.use(0, [&] { return copy_of(self.block_table(sequence, group)); });
              },
              "sequence"_a, "group"_a)
+        .def_prop_ro("most_units", [](const Manager& self) { return self.stats().most_units; })
         .def_prop_ro("num_visited", &Manager::num_visited, "Tree nodes compared so far: what look-ups have cost.")
         .def_prop_ro("capacity_bytes", &Manager::capacity_bytes,
                      "Address space of pool and tree; memory is taken by what has been in use.");

@@ -118,6 +118,7 @@ void bind_cache_report(nb::class_<PythonBlockManager>& manager) {
              "account"_a)
         .def("record_events", [](Manager& self, bool is_on) { self.use(0, [&] { self.record_events(is_on); }); },
              "is_on"_a)
+        .def_prop_ro("num_events", [](const Manager& self) { return self.num_events(); })
         .def("take_events", &take_events)
         .def("tree", &tree)
         .def("unit_map", [](const Manager& self) {

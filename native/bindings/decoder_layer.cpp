@@ -36,10 +36,11 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address);  // NOLINT: the interface is addresses
 }
 
-// Layers with all that stays the same from step to step.
-struct LayerStack {
+// Layers and what stands around them, with all that stays the same from step to step.
+struct DecoderStack {
     std::vector<StackedLayer> layers;
     std::vector<std::size_t> tables;
+    DecoderEnds ends;
 };
 
 template <typename Kind>
@@ -143,11 +144,12 @@ void bind_decoder_layer(nb::module_& m) {
             [](const MlpParts& self, Int rows, Address hidden, Address out) { run_mlp(self, rows, at<const void>(hidden), at<void>(out)); },
             nb::arg("rows"), nb::arg("hidden"), nb::arg("out"), release, "out [rows, width] may be hidden.");
 
-    nb::class_<LayerStack>(m, "LayerStack", "Layers one after another over one cache; keeps nothing of what it is given alive.")
+    nb::class_<DecoderStack>(m, "Decoder", "Layers one after another over one cache, and what stands around them; keeps nothing of what it is given alive.")
         .def("__init__",
-             [](LayerStack* self, const std::vector<std::pair<const AttentionParts*, const MlpParts*>>& blocks,
+             [](DecoderStack* self, const std::vector<std::pair<const AttentionParts*, const MlpParts*>>& blocks,
                 const std::vector<const PagedView*>& views, const std::vector<const AttentionOptions*>& options,
-                const std::vector<std::size_t>& tables) {
+                const std::vector<std::size_t>& tables, const PackedWeight* embedding, const Norm& norm, const PackedWeight& head,
+                Address head_bias) {
                  if (views.size() != blocks.size() || options.size() != blocks.size() || tables.size() != blocks.size()) {
                      throw std::invalid_argument("expected views, options and tables of " + std::to_string(blocks.size()) + " layers, got " +
                                                  std::to_string(views.size()) + ", " + std::to_string(options.size()) + " and " +
@@ -157,13 +159,15 @@ void bind_decoder_layer(nb::module_& m) {
                  for (std::size_t i = 0; i < blocks.size(); ++i) {
                      layers.push_back({blocks[i].first, blocks[i].second, views[i], nullptr, options[i], nullptr});
                  }
-                 new (self) LayerStack{std::move(layers), tables};
+                 new (self) DecoderStack{std::move(layers), tables, {embedding, norm, {&head, at<const void>(head_bias)}}};
              },
-             nb::arg("blocks"), nb::arg("views"), nb::arg("options"), nb::arg("tables"),
-             "tables: which of a step's tables leads to each layer.")
+             nb::arg("blocks"), nb::arg("views"), nb::arg("options"), nb::arg("tables"), nb::arg("embedding").none(), nb::arg("norm"),
+             nb::arg("head"), nb::arg("head_bias"),
+             "tables: which of a step's tables leads to each layer. embedding: None where the caller brings the embedded rows.")
         .def("run",
-             [](LayerStack& self, const std::vector<const AttentionBatch*>& batches, const std::vector<Address>& slots, Int rows, Address cos,
-                Address sin, Int table_width, Address hidden) {
+             [](DecoderStack& self, const std::vector<const AttentionBatch*>& batches, const std::vector<Address>& slots, Int rows, Address ids,
+                Address hidden, Address positions, Address cos, Address sin, Int table_width, Int num_positions, Address logit_rows,
+                Int num_logits, Address logits) {
                  for (std::size_t i = 0; i < self.layers.size(); ++i) {
                      if (self.tables[i] >= batches.size() || self.tables[i] >= slots.size()) {
                          throw std::invalid_argument("expected a batch and slots of table " + std::to_string(self.tables[i]) + ", got " +
@@ -173,12 +177,16 @@ void bind_decoder_layer(nb::module_& m) {
                      self.layers[i].slots = at<const Int>(slots[self.tables[i]]);
                  }
                  const nb::gil_scoped_release released;
-                 run_layers(self.layers.data(), static_cast<Int>(self.layers.size()),
-                            {rows, nullptr, nullptr, nullptr, nullptr, at<const void>(cos), at<const void>(sin), table_width}, at<void>(hidden));
+                 run_decoder(self.ends, self.layers.data(), static_cast<Int>(self.layers.size()),
+                             {rows, at<const Int>(ids), at<void>(hidden), at<const Int>(positions), at<const void>(cos), at<const void>(sin),
+                              table_width, num_positions, at<const Int>(logit_rows), num_logits},
+                             at<void>(logits));
              },
-             nb::arg("batches"), nb::arg("slots"), nb::arg("rows"), nb::arg("cos"), nb::arg("sin"), nb::arg("table_width"), nb::arg("hidden"),
-             "Runs the layers on hidden [rows, width], in place; batches and slots: of each table. Raises ValueError for a slot or a "
-             "block outside a view.");
+             nb::arg("batches"), nb::arg("slots"), nb::arg("rows"), nb::arg("ids"), nb::arg("hidden"), nb::arg("positions"), nb::arg("cos"),
+             nb::arg("sin"), nb::arg("table_width"), nb::arg("num_positions"), nb::arg("logit_rows"), nb::arg("num_logits"), nb::arg("logits"),
+             "From token ids [rows], or embedded rows [rows, width] that are written over, to logits [num_logits, outputs] of logit_rows. "
+             "batches and slots: of each table; cos and sin [num_positions, table_width]: a row takes its position's. Raises IndexError for "
+             "a token, a position or a row that is not there, ValueError for a slot or a block outside a view.");
 
     m.def(
         "argmax_rows",

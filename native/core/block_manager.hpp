@@ -68,6 +68,7 @@ struct Stats {
     std::int64_t evicted_blocks = 0;
     std::int64_t copied_blocks = 0;
     std::int64_t deduplicated_blocks = 0;
+    std::int64_t most_units = 0;  // held and leased together at the end of a reserve()
 };
 
 // How far a prompt's walk through the tree comes.
@@ -152,6 +153,7 @@ public:
     // Forgets what begins with the prompt and is not held; the number of units made free.
     std::int64_t drop(const Prompt& prompt);
     void record_events(bool is_on);
+    std::int64_t num_events() const noexcept { return events_.size(); }
     EventBatch take_events() noexcept { return events_.take(); }
     TreeReport tree();
     UnitMap unit_map() const;

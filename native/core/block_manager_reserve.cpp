@@ -183,6 +183,7 @@ std::shared_ptr<const StepPlan> BlockManager::reserve(std::span<const SequenceId
     for (std::int64_t copy = 0; copy < num_copies; ++copy)
         for (const GroupPlan& group : plan->groups) release(group.copies[static_cast<std::size_t>(copy)].source);
     stats_.copied_blocks += num_copies * num_groups();
+    stats_.most_units = std::max(stats_.most_units, pool_.num_held() + pool_.num_leased());
     return plan;
 }
 

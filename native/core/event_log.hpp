@@ -84,6 +84,7 @@ public:
             batch_.keys.push_back({static_cast<std::int64_t>(batch_.events.size()) - 1, std::move(key)});
     }
 
+    std::int64_t size() const noexcept { return static_cast<std::int64_t>(batch_.events.size()); }
     EventBatch take() noexcept { return std::exchange(batch_, {}); }
 
 private:

@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kSerialElements = 1 << 14;  // below, waking another thread costs more than it saves
 constexpr std::int64_t kMlpRows = 480;  // rows of an MLP at a time: bounds the scratch; two passes over the weights anyway
 
-thread_local GrownBuffer layer_scratch;
+thread_local GrownBuffer layer_scratch, decoder_scratch;
 
 // Cuts the thread's scratch into buffers of rows.
 class Buffers {
@@ -203,6 +203,48 @@ void run_layers(const StackedLayer* layers, std::int64_t num_layers, const Decod
                       hidden, hidden);
         run_mlp(*layer.mlp, step.rows, hidden, hidden);
     }
+}
+
+void run_decoder(const DecoderEnds& ends, const StackedLayer* layers, std::int64_t num_layers, const DecoderInput& input, void* logits) {
+    const PackedWeight& head = *ends.head.weight;
+    const Element element = head.element();
+    const RowOps& ops = row_ops(head.isa(), element);
+    const std::int64_t bytes = element_bytes(element), rows = input.rows, row_bytes = head.num_inputs() * bytes;
+    const std::int64_t angles_bytes = input.table_width * bytes;
+    fit(ends.embedding == nullptr || (ends.embedding->num_inputs() == head.num_inputs() && ends.embedding->element() == element),
+        "an embedding of other rows than the vocabulary projection takes");
+    for (std::int64_t i = 0; i < input.num_logits; ++i) {
+        if (input.logit_rows[i] < 0 || input.logit_rows[i] >= rows) throw std::out_of_range("expected logits of a row of the step, got another");
+    }
+    for (std::int64_t row = 0; angles_bytes > 0 && row < rows; ++row) {
+        if (input.positions[row] < 0 || input.positions[row] >= input.num_positions) {
+            throw std::out_of_range("expected positions in [0, " + std::to_string(input.num_positions) + "), got " +
+                                    std::to_string(input.positions[row]));
+        }
+    }
+    const auto lines = [](std::int64_t size) { return (size + 63) / 64 * 64; };
+    const std::int64_t hidden_bytes = input.hidden == nullptr ? lines(rows * row_bytes) : 0;
+    unsigned char* scratch = decoder_scratch.get(
+        static_cast<std::size_t>(hidden_bytes + 2 * lines(rows * angles_bytes) + lines(input.num_logits * row_bytes)));
+    auto* hidden = static_cast<unsigned char*>(input.hidden);
+    if (hidden == nullptr) {
+        hidden = scratch;
+        ends.embedding->gather_rows(input.ids, rows, hidden);
+    }
+    unsigned char *cos = scratch + hidden_bytes, *sin = cos + lines(rows * angles_bytes), *normed = sin + lines(rows * angles_bytes);
+    for (std::int64_t row = 0; angles_bytes > 0 && row < rows; ++row) {
+        const std::int64_t at = input.positions[row] * angles_bytes;
+        std::copy_n(static_cast<const unsigned char*>(input.cos) + at, angles_bytes, cos + row * angles_bytes);
+        std::copy_n(static_cast<const unsigned char*>(input.sin) + at, angles_bytes, sin + row * angles_bytes);
+    }
+    run_layers(layers, num_layers, {rows, nullptr, nullptr, nullptr, nullptr, cos, sin, input.table_width}, hidden);
+    {
+        const Span span(Operator::fused);
+        each_row(input.num_logits, head.num_inputs(), [&](std::int64_t i) {
+            ops.norm(hidden + input.logit_rows[i] * row_bytes, ends.norm, normed + i * row_bytes, head.num_inputs());
+        });
+    }
+    head.multiply(normed, input.num_logits, ends.head.bias, logits);
 }
 
 void run_norm(const Norm& norm, Element element, Isa isa, const void* x, std::int64_t rows, std::int64_t width, void* out) {

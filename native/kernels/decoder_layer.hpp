@@ -85,6 +85,30 @@ struct StackedLayer {
 };
 void run_layers(const StackedLayer* layers, std::int64_t num_layers, const DecoderStep& step, void* hidden);
 
+// What stands around the layers. `embedding` is null where the caller brings the hidden rows.
+struct DecoderEnds {
+    const PackedWeight* embedding;
+    Norm norm;
+    Product head;
+};
+
+// A forward: token ids to the logits of some rows.
+struct DecoderInput {
+    std::int64_t rows;
+    const std::int64_t* ids;        // [rows]; not read without an embedding
+    void* hidden;                   // [rows, width]: the embedded rows without one, else null
+    const std::int64_t* positions;  // [rows]
+    const void* cos;                // [num_positions, table_width]: a row takes that of its position
+    const void* sin;
+    std::int64_t table_width, num_positions;  // of no width where nothing turns
+    const std::int64_t* logit_rows;  // [num_logits], of the rows
+    std::int64_t num_logits;
+};
+
+// logits [num_logits, head outputs]. Throws std::out_of_range for a token, a row or a position that is not there, before
+// anything but scratch is written.
+void run_decoder(const DecoderEnds& ends, const StackedLayer* layers, std::int64_t num_layers, const DecoderInput& input, void* logits);
+
 // `norm` of each row of x [rows, width].
 void run_norm(const Norm& norm, Element element, Isa isa, const void* x, std::int64_t rows, std::int64_t width, void* out);
 

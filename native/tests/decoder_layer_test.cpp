@@ -1,7 +1,9 @@
 // The fused decoder layer of every variant that runs here, in buffers of exactly the size it was promised: its rows in
-// company and alone, its KV in the slots, the MLP in more than one piece, the argmax of a row.
+// company and alone, its KV in the slots, the MLP in more than one piece, the argmax of a row; and a decoder of one layer.
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "kernels/decoder_layer.hpp"
@@ -108,6 +110,68 @@ void test_mlp_in_pieces(Isa isa, Random& random) {
     }
 }
 
+// From ids to logits, against the same operators called one by one.
+void test_decoder(Element element, Isa isa, Random& random) {
+    constexpr std::int64_t kRows = 7, kVocabulary = 45, kPositions = 9, kLogits = 2;
+    const std::int64_t bytes = element_bytes(element), row_bytes = kHidden * bytes, angle_bytes = kWidth * bytes;
+    const Layer layer(element, isa, random);
+    const PackedWeight embedding = Layer::make(element, kVocabulary, kHidden, isa, random), head = Layer::make(element, kVocabulary, kHidden, isa, random);
+    Buffer cos(element, kPositions * kWidth), sin(element, kPositions * kWidth), taken_cos(element, kRows * kWidth), taken_sin(element, kRows * kWidth);
+    cos.fill(random);
+    sin.fill(random);
+    std::vector<std::int64_t> ids{0, 44, 7, 7, 31, 32, 1}, positions{0, 1, 2, 3, 4, 8, 6};
+    const std::vector<std::int64_t> logit_rows{6, 2};
+    for (std::int64_t row = 0; row < kRows; ++row) {
+        std::memcpy(taken_cos.data.get() + row * angle_bytes, cos.data.get() + positions[row] * angle_bytes, static_cast<std::size_t>(angle_bytes));
+        std::memcpy(taken_sin.data.get() + row * angle_bytes, sin.data.get() + positions[row] * angle_bytes, static_cast<std::size_t>(angle_bytes));
+    }
+    const std::int64_t pool_size = kBlocks * kKvHeads * 2 * kBlock * kWidth;
+    Buffer pool(element, pool_size), hidden(element, kRows * kHidden), normed(element, kLogits * kHidden), want(element, kLogits * kVocabulary);
+    for (std::int64_t i = 0; i < pool_size; ++i) pool.set(i, NAN);
+    embedding.gather_rows(ids.data(), kRows, hidden.data.get());
+    const Buffer out = run(layer, element, hidden, taken_cos, taken_sin, 0, kRows, pool);
+    const DecoderEnds ends{&embedding, layer.mlp.around.before, {&head, nullptr}};
+    for (std::int64_t i = 0; i < kLogits; ++i) {
+        run_norm(ends.norm, element, isa, out.data.get() + logit_rows[i] * row_bytes, 1, kHidden, normed.data.get() + i * row_bytes);
+    }
+    head.multiply(normed.data.get(), kLogits, nullptr, want.data.get());
+
+    const std::int64_t head_size = 2 * kBlock * kWidth;
+    const PagedView view{{pool.data.get(), kKvHeads * head_size, head_size, kWidth, kWidth},
+                         {pool.data.get() + kBlock * kWidth * bytes, kKvHeads * head_size, head_size, kWidth, kWidth},
+                         element, kBlocks, kKvHeads, kBlock};
+    const std::int32_t table[3] = {3, 1, 4}, query_start[2] = {0, kRows}, context[1] = {kRows};
+    const AttentionBatch batch(query_start, context, table, 1, 3, 2);
+    const AttentionOptions options{0.3f, 0, 0, 0.0f, nullptr};
+    const std::vector<std::int64_t> slots{12, 13, 14, 15, 4, 5, 6};
+    const StackedLayer stacked{&layer.attention, &layer.mlp, &view, &batch, &options, slots.data()};
+    const auto logits_of = [&](const DecoderEnds& around, void* given) {
+        Buffer got(element, kLogits * kVocabulary);
+        run_decoder(around, &stacked, 1,
+                    {kRows, ids.data(), given, positions.data(), cos.data.get(), sin.data.get(), kWidth, kPositions, logit_rows.data(), kLogits},
+                    got.data.get());
+        return got;
+    };
+    const auto size = static_cast<std::size_t>(kLogits * kVocabulary * bytes);
+    EXPECT(std::memcmp(logits_of(ends, nullptr).data.get(), want.data.get(), size) == 0);
+    EXPECT(std::memcmp(logits_of({nullptr, ends.norm, ends.head}, hidden.data.get()).data.get(), want.data.get(), size) == 0);
+
+    const auto refused = [&](std::vector<std::int64_t>& numbers, std::int64_t wrong) {
+        const std::int64_t right = std::exchange(numbers[5], wrong);
+        bool thrown = false;
+        try {
+            logits_of(ends, nullptr);
+        } catch (const std::out_of_range&) {
+            thrown = true;
+        }
+        numbers[5] = right;
+        return thrown;
+    };
+    EXPECT(refused(positions, kPositions));
+    EXPECT(refused(positions, -1));
+    EXPECT(refused(ids, kVocabulary));
+}
+
 void test_argmax(Element element, Isa isa, Random& random) {
     for (const std::int64_t width : {1, 15, 64, 1025, 2051}) {
         Buffer x(element, 3 * width);
@@ -135,6 +199,7 @@ int main() {
         for (const Element element : {Element::f32, Element::bf16, Element::f16}) {
             test_rows_alone_and_in_company(element, isa, random);
             test_argmax(element, isa, random);
+            test_decoder(element, isa, random);
         }
         test_mlp_in_pieces(isa, random);
     }

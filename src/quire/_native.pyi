@@ -111,6 +111,8 @@ class BlockManager:
         self, sequence: int, group: int
     ) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
     @property
+    def most_units(self) -> int: ...
+    @property
     def num_visited(self) -> int:
         """Tree nodes compared so far: what look-ups have cost."""
 
@@ -143,6 +145,8 @@ class BlockManager:
     def num_available(self, account: int) -> int: ...
     def max_units(self, account: int) -> int: ...
     def record_events(self, is_on: bool) -> None: ...
+    @property
+    def num_events(self) -> int: ...
     def take_events(self) -> dict: ...
     def tree(self) -> dict: ...
     def unit_map(
@@ -402,9 +406,9 @@ class MlpBlock:
     def run(self, rows: int, hidden: int, out: int) -> None:
         """out [rows, width] may be hidden."""
 
-class LayerStack:
+class Decoder:
     """
-    Layers one after another over one cache; keeps nothing of what it is given alive.
+    Layers one after another over one cache, and what stands around them; keeps nothing of what it is given alive.
     """
 
     def __init__(
@@ -413,21 +417,33 @@ class LayerStack:
         views: Sequence[PagedView],
         options: Sequence[AttentionOptions],
         tables: Sequence[int],
+        embedding: PackedWeight | None,
+        norm: Norm,
+        head: PackedWeight,
+        head_bias: int,
     ) -> None:
-        """tables: which of a step's tables leads to each layer."""
+        """
+        tables: which of a step's tables leads to each layer. embedding: None where the caller brings the embedded rows.
+        """
 
     def run(
         self,
         batches: Sequence[AttentionBatch],
         slots: Sequence[int],
         rows: int,
+        ids: int,
+        hidden: int,
+        positions: int,
         cos: int,
         sin: int,
         table_width: int,
-        hidden: int,
+        num_positions: int,
+        logit_rows: int,
+        num_logits: int,
+        logits: int,
     ) -> None:
         """
-        Runs the layers on hidden [rows, width], in place; batches and slots: of each table. Raises ValueError for a slot or a block outside a view.
+        From token ids [rows], or embedded rows [rows, width] that are written over, to logits [num_logits, outputs] of logit_rows. batches and slots: of each table; cos and sin [num_positions, table_width]: a row takes its position's. Raises IndexError for a token, a position or a row that is not there, ValueError for a slot or a block outside a view.
         """
 
 def argmax_rows(

@@ -61,6 +61,16 @@ def test_a_block_that_fills_up_in_decoding_is_stored_once(backend: str) -> None:
     assert events[0].tokens.tolist() == [*prompt(3), 0]
 
 
+def test_events_are_counted_until_they_are_taken(backend: str) -> None:
+    cache = make(backend)
+    assert cache.num_events == 0
+    cache.record_events(True)
+    assert cache.num_events == 1  # cleared
+    store(cache, prompt(10))
+    assert cache.num_events == 3 == len(cache.take_events())
+    assert cache.num_events == 0
+
+
 def test_content_computed_twice_is_stored_once(backend: str) -> None:
     cache = make(backend)
     cache.record_events(True)

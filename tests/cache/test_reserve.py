@@ -208,3 +208,16 @@ def test_reserve_does_not_look_for_a_longer_hit(backend: str) -> None:
     assert second.num_cached_tokens == 0
     cache.commit(second, 9)
     cache.check()
+
+
+def test_the_peak_is_of_the_fullest_reservation(backend: str) -> None:
+    cache = make(backend, num_blocks=8)
+    peaks = []
+    for length, keep in ((6, True), (13, False), (3, True)):
+        sequence = compute(cache, prompt(length, seed=length))
+        peaks.append(cache.memory_use().peak // cache.unit_bytes)
+        if not keep:
+            cache.close(sequence)
+    assert cache.open(prompt(40)) is not None
+    assert peaks == [2, 6, 6]
+    assert cache.memory_use().peak == 6 * cache.unit_bytes

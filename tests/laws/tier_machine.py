@@ -54,7 +54,9 @@ class TierMachine(RuleBasedStateMachine):
         self.names = names
         self.stored: set[bytes] = set()  # at any time
         self.sure: set[bytes] = set()  # in the dict tier, whole
-        self.doubtful: set[bytes] = set()  # perhaps refused by it: then what continues them is not even offered
+        self.doubtful: set[bytes] = (
+            set()
+        )  # perhaps refused by it: then what continues them is not even offered
         self.disturbed = False  # a fault has hit the dict tier during this call
 
     def _due(self, fault: tuple[str, int, str] | None, call: str) -> str | None:

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 _MAX_TOKEN = 2**31 - 1
+_INT64 = np.dtype(np.int64)
 
 
 def _integer_array(values: Any, what: str) -> np.ndarray:
@@ -53,7 +54,14 @@ def token_array(token_ids: Any) -> Int32Array:
 
 
 def count_array(values: Any, what: str) -> Int64Array:
-    """One-dimensional contiguous int64 of `what`."""
+    """One-dimensional contiguous int64 of `what`; the caller's own array if it is that already."""
+    if (
+        type(values) is np.ndarray
+        and values.dtype == _INT64
+        and values.ndim == 1
+        and values.flags.c_contiguous
+    ):
+        return values  # as an engine's step brings it
     return np.ascontiguousarray(_integer_array(values, f"a one-dimensional array of {what}"), np.int64)
 
 

@@ -236,6 +236,11 @@ class BlockManager(Protocol):
         """Turned on, the log begins with `cleared` and every full node there is; turned off, it forgets all."""
         ...
 
+    @property
+    def num_events(self) -> int:
+        """Those that `take_events` would give."""
+        ...
+
     def take_events(self) -> EventArrays:
         """What happened to the full nodes since the last call; nothing while off."""
         ...
@@ -258,6 +263,11 @@ class BlockManager(Protocol):
 
     def counts(self) -> tuple[int, int, int, int]:
         """Units now (free, cached, held, leased); they add up to num_blocks."""
+        ...
+
+    @property
+    def most_units(self) -> int:
+        """The most units that were held and leased together at the end of a `reserve`."""
         ...
 
     def stats(self) -> dict[str, int]:

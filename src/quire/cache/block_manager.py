@@ -64,6 +64,7 @@ class PythonBlockManager:
         self.num_admitted = 0
         self.num_hit_tokens = self.num_query_tokens = 0
         self.num_copied = self.num_deduplicated = 0
+        self.most_units = 0
 
     # Finding a prefix
 
@@ -189,6 +190,8 @@ class PythonBlockManager:
             self.num_admitted += 1
             self.num_hit_tokens += sequence.num_cached
             self.num_query_tokens += sequence.num_tokens
+        pool = self.blocks.pool
+        self.most_units = max(self.most_units, pool.num_held + len(pool.leased))
         return make_plan(requests, copies, self.blocks.newest_step, self.block_size)
 
     def _fits(self, needs: dict[int, int], num_left: int) -> bool:
@@ -376,6 +379,10 @@ class PythonBlockManager:
 
     def record_events(self, is_on: bool) -> None:
         self.blocks.record_events(is_on)
+
+    @property
+    def num_events(self) -> int:
+        return len(self.blocks.events)
 
     def take_events(self) -> EventArrays:
         return self.blocks.events.take()

@@ -9,7 +9,6 @@ Not thread-safe: one owner at a time. Cost: checking is O(tokens given) or O(seq
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -80,7 +79,7 @@ class Cache(InspectedCache):
     Not thread-safe: one owner at a time.
 
     unit_bytes: what a unit takes in the storage, for `memory_use`; `spec.unit_bytes(block_size)` unless set.
-    reserve_seconds: spent in `reserve` so far. pins: what stays whatever happens (`pins.py`).
+    pins: what stays whatever happens (`pins.py`).
     """
 
     unit = "block"  # what messages call a unit
@@ -161,9 +160,7 @@ class Cache(InspectedCache):
         )
 
     def _set_up(self) -> None:
-        self.reserve_seconds = 0.0
         self._open_ids: set[int] = set()
-        self._peak_units = 0
         self.pins = Pins(self)
 
     def __repr__(self) -> str:
@@ -250,14 +247,8 @@ class Cache(InspectedCache):
         All or nothing: None if the units do not suffice, and nothing has changed. Without a commit in between,
         reserving again starts from the same computed tokens. See `backend.StepPlan` for the plan's arrays.
         """
-        began = time.perf_counter()
         ids, counts, lookahead = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
-        plan = self._call("reserve", ids, counts, lookahead)
-        if plan is not None:
-            _, _, held, leased = self._manager.counts()
-            self._peak_units = max(self._peak_units, held + leased)
-        self.reserve_seconds += time.perf_counter() - began
-        return plan
+        return self._call("reserve", ids, counts, lookahead)
 
     def num_blocks_needed(
         self,
@@ -409,7 +400,7 @@ class Cache(InspectedCache):
             later=0,
             external=0,
             cached=cached * self.unit_bytes,
-            peak=self._peak_units * self.unit_bytes,
+            peak=self._manager.most_units * self.unit_bytes,
             total=self.num_blocks * self.unit_bytes,
         )
 

@@ -58,6 +58,9 @@ class EventLog:
         if self.is_on and is_full:
             self._events.append(event)
 
+    def __len__(self) -> int:
+        return len(self._events)
+
     def take(self) -> EventArrays:
         events, self._events = self._events, []
         stored = {index: event.node for index, event in enumerate(events) if event.kind == "stored"}

@@ -34,7 +34,8 @@ class EventFeed:
 
         To be called after every reservation, before anything is written to its units, and after commits.
         """
-        events: list[CacheEvent] = list(self._cache.take_events()) if self._listeners else []
-        if events:
-            for listener in self._listeners:
-                listener(events, keep_forgotten)
+        if not self._listeners or not self._cache.num_events:
+            return
+        events: list[CacheEvent] = list(self._cache.take_events())
+        for listener in self._listeners:
+            listener(events, keep_forgotten)

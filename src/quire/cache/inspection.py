@@ -34,6 +34,11 @@ class InspectedCache:
         """
         self._manager.record_events(bool(is_on))
 
+    @property
+    def num_events(self) -> int:
+        """How many `take_events` would give now: in most steps none."""
+        return self._manager.num_events
+
     def take_events(self) -> CacheEvents:
         """What has happened since the last call, in order (`events.py`). Take them after each `reserve`, before its
         copies are done: the bytes of what was evicted are still there."""

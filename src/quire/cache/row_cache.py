@@ -131,7 +131,7 @@ class RowCache(Cache):
             later=later * token_bytes,
             external=(self.space.num_free - self.space.largest_free) * unit_bytes,
             cached=0,
-            peak=self._peak_units * unit_bytes,
+            peak=self._manager.most_units * unit_bytes,
             total=self.num_blocks * unit_bytes,
         )
 

@@ -305,6 +305,10 @@ class RowManager:
     def record_events(self, is_on: bool) -> None:
         pass
 
+    @property
+    def num_events(self) -> int:
+        return 0
+
     def take_events(self) -> EventArrays:
         return EventLog(self.space.num_tables, self.row_tokens).take()
 

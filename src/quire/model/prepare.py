@@ -124,17 +124,18 @@ class PreparedModel:
         if cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
         cache.begin(step)
-        if self.fused is not None:
-            self.fused.active = True
         try:
+            if self.decoder is not None and (logits := self.decoder(step, cache)) is not None:
+                return logits
+            if self.fused is not None:
+                self.fused.active = True
             with (
                 torch.inference_mode(),
                 self._switched(),
                 self._threads(),
                 self._watch or nullcontext(),
             ):
-                logits = None if self.decoder is None else self.decoder(step, cache)
-                return self._own_forward(step, cache) if logits is None else logits
+                return self._own_forward(step, cache)
         finally:
             cache.end()
             if self.fused is not None:

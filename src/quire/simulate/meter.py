@@ -100,7 +100,7 @@ class Figures:
 
 @dataclass
 class Meter:
-    """Takes a run's figures, one `step` after another."""
+    """Takes a run's figures, one `step` after another. The cache's `reserve` is timed from now on."""
 
     cache: Any
     runner: PreparingRunner
@@ -109,10 +109,23 @@ class Meter:
     times: list[float] = field(default_factory=list)
     alloc_seconds: list[float] = field(default_factory=list)
     _allocated: float = 0.0
+    _reserve_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        reserve = self.cache.reserve
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return reserve(*args, **kwargs)
+            finally:
+                self._reserve_seconds += time.perf_counter() - began
+
+        self.cache.reserve = timed
 
     def step(self, num_running: int, now: float) -> None:
         """After a step in which `num_running` requests ran."""
-        allocated = self.cache.reserve_seconds + self.runner.prepare_seconds
+        allocated = self._reserve_seconds + self.runner.prepare_seconds
         self.alloc_seconds.append(allocated - self._allocated)
         self._allocated = allocated
         self.running.append(num_running)

@@ -1,50 +1,67 @@
-"""Rotary angles by position: the model's own module computes them once, a step gathers its rows.
+"""Rotary angles by position: the model's own module computes them once, the kernels take each row's.
 
 A dozen small operators a step otherwise. The same bits: an angle is a function of its position alone
 (docs/exactness.md), and the decoder's proof compares (`quire.model.prepare`).
 Not for modules that look at more than positions: `cos` and `sin` [1, T, width] is the only form it knows.
 
-Cost of a call: two gathers, about 10 us. Memory: two rows a position of the longest sequence seen, up to twice as many.
+Cost of a call: about 3 us. Memory: two rows a position of the longest sequence seen, up to twice as many.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-__all__ = ["RotaryRows"]
+from quire.torch_threads import one_torch_thread
+
+__all__ = ["Angles", "RotaryRows"]
 
 _FEWEST, _MOST = 1 << 10, 1 << 16  # positions; beyond the most the module computes them, step by step
 
 
+class Angles(NamedTuple):
+    """cos, sin: [n, width], contiguous. rows: int64 [T], which of the n each token takes."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    rows: torch.Tensor
+
+
 class RotaryRows:
-    """The answers of `module`, a rotary embedding, kept by position."""
+    """The answers of `module`, a rotary embedding, to rows of `dtype`, kept by position."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._num_positions = 0
-        self._cos = self._sin = torch.empty(0)
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module, self._like = module, torch.empty(1, 1, 1, dtype=dtype)
+        self._cos = self._sin = torch.empty(0, 0)
 
-    def __call__(self, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
-        """What the module answers for hidden [T, width] at positions int64 [T]."""
-        largest = int(positions.max())
-        if largest >= self._num_positions and not self._grow(hidden, largest + 1):
-            return self._module(hidden[None], positions[None])
-        return self._cos[positions][None], self._sin[positions][None]
+    def __call__(self, positions: torch.Tensor) -> Angles | None:
+        """What the module answers at positions int64 [T], contiguous; None if that is of another form."""
+        largest = int(positions.numpy().max())
+        if largest < self._cos.shape[0]:
+            return Angles(self._cos, self._sin, positions)
+        if largest >= _MOST:
+            tables = self._tables(positions)
+            return None if tables is None else Angles(*tables, torch.arange(positions.numel()))
+        tables = self._tables(torch.arange(min(_MOST, max(_FEWEST, 2 * (largest + 1)))))
+        if tables is None:
+            return None
+        self._cos, self._sin = tables
+        return Angles(self._cos, self._sin, positions)
 
-    def _grow(self, hidden: torch.Tensor, least: int) -> bool:
-        """Has `least` positions at hand; False if that is too many, or the answer of another form."""
-        if least > _MOST:
-            return False
-        num_positions = min(_MOST, max(_FEWEST, 2 * least))
-        answer = self._module(hidden[None], torch.arange(num_positions)[None])
+    def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        with torch.inference_mode(), one_torch_thread():
+            answer = self._module(self._like, positions[None])
         if not isinstance(answer, tuple) or len(answer) != 2:
-            return False
-        if any(
-            not isinstance(table, torch.Tensor) or table.shape[:-1] != (1, num_positions) for table in answer
-        ):
-            return False
-        self._num_positions, (self._cos, self._sin) = num_positions, (answer[0][0], answer[1][0])
-        return True
+            return None
+        cos, sin = answer
+        for table in answer:
+            if (
+                not isinstance(table, torch.Tensor)
+                or table.dtype is not self._like.dtype
+                or table.shape != (1, positions.numel(), cos.shape[-1])
+                or not table.is_contiguous()
+            ):
+                return None
+        return cos[0], sin[0]
