@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 from support import tiny_llm
+from support.architectures import VOCAB_SIZE, tiny
 from support.cache_case import BACKENDS
 from support.faulty_calls import FaultyCalls
 
-from quire import SamplingParams
+from quire import LLM, SamplingParams
 from quire.engine import storages
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory import placement, virtual
+from quire.memory.window_ring import WindowRing
 
 PROMPTS = ["A quire is", "a gathering of leaves. " * 4, "a gathering of leaves. " * 4 + "Quire", "x"]
 
@@ -38,6 +40,36 @@ def test_answers_are_those_of_the_paged_storage(backend: str, piece_size: str) -
         assert llm.stats()["kv_committed_bytes"] <= llm.kv_memory_bytes
         llm._storage.check()
     assert got == again == want
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+def test_windows_in_rings_answer_bit_for_bit_as_pages_do(name: str) -> None:
+    """Windows of 8 tokens in rings of 64, two at most are a row; prompts and answers go round several times."""
+    pytest.importorskip("quire._native")
+    model = tiny(name)
+    params = SamplingParams(max_tokens=50, temperature=0.8, n=2, seed=5, ignore_eos=True, logprobs=3)
+    prompts = [[7 + (i * i) % (VOCAB_SIZE - 9) for i in range(length)] for length in (170, 3, 90, 41)]
+    options: dict[str, Any] = {
+        "prefix_caching": False,
+        "max_batch_tokens": 24,
+        "max_num_seqs": 8,
+        "kv_memory": "16MiB",
+    }
+    options["max_model_len"] = 256
+
+    def answers(**more: Any) -> list[Any]:
+        with LLM((model, None), **options, **more) as llm:
+            if more["storage"] == "virtual":
+                kinds = [places.group.retention.kind for places in llm._storage._places]
+                rings = [isinstance(places, WindowRing) for places in llm._storage._places]
+                assert any(rings)
+                assert rings == [kind == "window" for kind in kinds]
+            outputs = llm.generate(prompts, params)
+            if more["storage"] == "virtual":
+                llm._storage.check()
+            return [(one.token_ids, one.logprobs) for output in outputs for one in output.outputs]
+
+    assert answers(storage="virtual", piece_size="4KiB") == answers(storage="paged")
 
 
 def test_a_machine_that_cannot_is_refused_and_auto_falls_back(

@@ -12,6 +12,7 @@ import pytest
 from quire.cli.app import main
 from quire.engine.storages import STORAGES
 from quire.errors import ArgumentError
+from quire.memory import placement, virtual
 from quire.simulate import CostLine, Lengths, TraceRequest, Workload, synthetic
 from quire.simulate.compare import Comparison, Run, run_simulated
 from quire.spec import KVSpec
@@ -193,3 +194,20 @@ def test_bad_options_are_one_line_and_status_2(
 def test_a_comparison_refuses_what_no_storage_knows() -> None:
     with pytest.raises(ArgumentError, match="reservation"):
         simulated(Workload("one", (TraceRequest(0.0, 2, 2),)), "contiguous", 64, reservation="half")
+
+
+def test_virtual_waits_where_mappings_run_out_and_loses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget in which one request can live at its worst, but not all that the memory holds."""
+    if (reason := placement.why_not()) is not None:
+        pytest.skip(reason)
+    workload = synthetic(Lengths.parse("uniform:100-400/uniform:20-100"), 24, seed=2)
+    budget = placement.MappingBudget(30, "mappings")
+    monkeypatch.setattr(virtual, "MemfdBackend", lambda: placement.MemfdBackend(budget=budget))
+    most: list[int] = []
+    check = budget.check
+    monkeypatch.setattr(budget, "check", lambda more: (most.append(budget.used + more), check(more))[1])
+    comparison = Comparison(workload, 64 << 20, max_model_len=512, max_num_seqs=8)
+    run = run_simulated(comparison, "virtual", SPEC, CostLine())
+    assert max(most) > 30  # it did run out
+    assert run.errors == []
+    assert run.figures.requests_done == 24

@@ -32,6 +32,7 @@ from quire.hf.cache import QuireCache
 from quire.hf.layers import RowLayer
 from quire.hf.row_storage import RowStorage
 from quire.model import rope
+from quire.model.holding import hold, let_go, require_free
 from quire.model.linear import pack_linears
 from quire.model.load import load
 from quire.model.prepare import PreparedModel
@@ -55,7 +56,7 @@ class Acceleration:
     reason: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Accelerated:
     done: Acceleration
     undo: Callable[[], None]
@@ -70,7 +71,7 @@ def accelerate(model: PreTrainedModel) -> Acceleration:
     Done twice, nothing happens the second time.
 
     Raises:
-        ArgumentError: not a transformers model, or one that is not on the CPU.
+        ArgumentError: not a transformers model, one that is not on the CPU, or one that an open LLM runs.
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(f"expected a transformers model to accelerate, got {type(model).__name__}")
@@ -83,6 +84,7 @@ def accelerate(model: PreTrainedModel) -> Acceleration:
             f"expected a model on the CPU to accelerate, got weights on {', '.join(sorted(elsewhere))}; move it with "
             "model.to('cpu')"
         )
+    require_free(model)
     training = model.training
     prepared: PreparedModel | None = None
     reason: str | None = None
@@ -97,6 +99,7 @@ def accelerate(model: PreTrainedModel) -> Acceleration:
         reason = str(error)
     if prepared is None:
         accelerated = _Accelerated(Acceleration("linears", reason), pack_linears(model))
+        hold(model, accelerated, [accelerated.undo])
     else:
         accelerated = _Accelerated(Acceleration("whole"), _install(model, prepared))
     model.train(training)
@@ -110,6 +113,7 @@ def restore(model: PreTrainedModel) -> None:
     if accelerated is not None:
         training = model.training
         accelerated.undo()
+        let_go(model, accelerated)
         model.train(training)
 
 

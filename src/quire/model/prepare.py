@@ -33,6 +33,7 @@ from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.storage import Storage
 from quire.model import attention_function, rope, row_invariant
 from quire.model.experts import pack_experts
+from quire.model.holding import hold, let_go
 from quire.model.kept_proof import KeptProof
 from quire.model.linear import choose_packing, pack_linears, weights_to_pack
 from quire.model.load import LoadedModel
@@ -64,6 +65,7 @@ class PreparedModel:
             found (`kept_proof`).
 
     Raises:
+        ArgumentError: another one has prepared this very model and was not given back (`holding`).
         UnsupportedModelError: the model cannot be run exactly, with its type and the reason; it is left as it was.
     """
 
@@ -90,6 +92,7 @@ class PreparedModel:
         self._parameters = _forward_parameters(loaded)
         self._configs = _attention_configs(loaded.model)
         attention_function.register()
+        hold(loaded.model, self, self._undo)
         try:
             with self._threads():
                 self._change(loaded.model, packed_weights)
@@ -182,6 +185,7 @@ class PreparedModel:
         self._cache = self.decoder = None
         while self._undo:
             self._undo.pop()()
+        let_go(self._model, self)
 
     def _change(self, model: PreTrainedModel, packed_weights: Path | None) -> None:
         training = model.training

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from quire.cache.memory_use import MemoryUse
-from quire.engine.scheduled_step import ScheduledStep
+from quire.engine.scheduled_step import ScheduledStep, StepRefusedError
+from quire.errors import CapacityError
 from quire.simulate.cost_line import CostLine
 
 __all__ = ["Clock", "Figures", "Meter", "PreparingRunner", "SimulatedClock", "SimulatedRunner"]
@@ -68,7 +69,10 @@ class SimulatedRunner:
     def run(self, step: ScheduledStep) -> torch.Tensor:
         began = time.perf_counter()
         self._storage.forget(step.closed_ids)
-        self._storage.prepare(step.plan, step.sequence_ids)
+        try:
+            self._storage.prepare(step.plan, step.sequence_ids)
+        except CapacityError as error:  # as the runner of a model: nobody is lost, somebody waits
+            raise StepRefusedError from error
         self.prepare_seconds += time.perf_counter() - began
         num_context_tokens = int(step.plan.context_lengths.sum())
         self._clock.now += self._cost.seconds(len(step.input_ids), num_context_tokens)
