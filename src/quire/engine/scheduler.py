@@ -43,6 +43,7 @@ from quire.errors import CapacityError
 __all__ = ["Scheduler"]
 
 _MAX_LOOKED_AT = 1024  # waiting samples that one step looks at
+_LONGEST_WAIT = 64  # steps, after steps that the storage refused
 
 
 class Scheduler:
@@ -88,7 +89,9 @@ class Scheduler:
         self._failed: list[Sample] = []
         self._closed: list[int] = []  # cache sequences closed since the last step
         self._chunk_limit = max_batch_tokens  # lowered while one sample alone has too little memory
-        self._refused = False  # whether the last step was: until one is computed nobody joins those that run
+        # Steps to compute until somebody joins those that run again, after one was refused, and how many it will be
+        # after the next: twice as many, until somebody has ended, so that who joins is not turned out every time.
+        self._steps_to_wait, self._next_wait = 0, 1
         self._refused_alone: Sample | None = None
 
     # -- requests in and out ---------------------------------------------------------------------------
@@ -155,6 +158,7 @@ class Scheduler:
         elif state is SampleState.RUNNING:
             self.running.remove(sample)
             self._close(sample)
+            self._steps_to_wait, self._next_wait = min(1, self._steps_to_wait), 1
         elif state is SampleState.LOADING:
             self._stop_loading(sample)
         sample.search = None
@@ -230,7 +234,7 @@ class Scheduler:
         its end. A sample with `error` set ends with it.
         """
         cache, now = self._cache, self.clock()
-        self._refused, self._refused_alone = False, None
+        self._steps_to_wait, self._refused_alone = max(0, self._steps_to_wait - 1), None
         # Nothing but decodes, as it mostly is: one call for all of them.
         together = step.is_decode and all(s.state is SampleState.RUNNING for s in step.samples)
         if together:
@@ -283,7 +287,8 @@ class Scheduler:
             self._unadmit(sample)
         if not copying and len(self.running) > 1:
             self._preempt_last()
-        self._refused, self._refused_alone = True, alone
+        self._steps_to_wait, self._refused_alone = self._next_wait, alone
+        self._next_wait = min(2 * self._next_wait, _LONGEST_WAIT)
         return ended
 
     # -- choosing --------------------------------------------------------------------------------------
@@ -310,7 +315,7 @@ class Scheduler:
     def _admit(self, chosen: list[tuple[Sample, int]], budget: int) -> list[tuple[Sample, int]]:
         """Waiting samples that join the step, opened and moved to `running`."""
         room = self.max_num_seqs - len(self.running)
-        if self._refused:
+        if self._steps_to_wait:
             room = 0 if self.running else 1
         if not self.waiting or room <= 0 or budget <= 0:
             return []
