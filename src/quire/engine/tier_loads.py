@@ -199,7 +199,8 @@ class TierLoads:
             count = min(name.end, num_tokens) - name.start
             self._storage.write_units(units, payload, count, first=max(0, found - name.start))
 
-        load = self._stack.load(chain, into=write, on_done=lambda _: self.changed.set())
+        retention = sample.request.retention
+        load = self._stack.load(chain, into=write, on_done=lambda _: self.changed.set(), retention=retention)
         sample.load = TierLoad(load, chain, found, num_tokens)
 
     def finish(self, sample: Sample) -> dict[str, int]:

@@ -152,7 +152,7 @@ class TierStack:
 
         into(index, payload): takes each one, in order, in a thread of the stack (X2 says until when); the payload is
         uint8, read-only, and valid while referred to. Without it they are kept in `Load.payloads`. retention, owner: of
-        what is promoted. Loads under way take turns by segment.
+        what is promoted; with retention 0 (discard) nothing is. Loads under way take turns by segment.
         """
         load = Load(chain, self.shape.bytes_per_token, into, self._ended, on_done)
         with self._lock:
@@ -165,6 +165,15 @@ class TierStack:
         """Removes values from every tier, after what was queued to be stored before."""
         for tier in self._tiers:
             tier.evict(tuple(keys))
+
+    def queue(self, tier: str, operation: str, job: Callable[[], object]) -> None:
+        """Has a tier's own thread do something behind what is queued to be stored there, and before what comes.
+
+        operation: for the log, where it fails.
+        """
+        for one in self._tiers:
+            if one.name == tier:
+                one.queue(operation, job)
 
     def estimate_seconds(self, num_bytes: int, tier: str | None = None) -> float:
         """How long a load of so many bytes of payload is expected to take from a tier (None: the slowest measured).
@@ -251,7 +260,7 @@ class TierStack:
                     return
                 if not fetched.was_queued:
                     tier.loaded(fetched.payload.nbytes, self._clock() - started)
-                if self._promote and depth:
+                if self._promote and depth and retention:
                     info = name.info(retention=retention, owner=owner)
                     outgoing = Outgoing(name, info, fetched.payload, fetched.make, fetched.num_bytes)
                     for above in self._tiers[:depth]:
