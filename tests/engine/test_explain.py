@@ -198,3 +198,18 @@ def test_what_a_killed_process_stored_is_named_rightly(tmp_path: Path) -> None:
         assert llm.explain(prompt, tenant="alice").num_tier_tokens == {"disk": 48}
     with LLM((tiny_llm.model(1), tiny_llm.tokenizer()), kv_memory="2MiB", **options) as llm:
         assert llm.explain(prompt).reason == "other fingerprint"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_tier_has_given_up_is_said(backend: str, tmp_path: Path) -> None:
+    prompt = tokens_of(0, 60)
+    with tiny_llm.llm(backend=backend, kv_memory="128KiB", host_cache="64KiB") as llm:
+        serve(llm, prompt)
+        for seed in range(1, 12):
+            serve(llm, tokens_of(seed, 60))
+        llm.flush()
+        answer = llm.explain(prompt)
+        assert (answer.num_hit_tokens, answer.num_tier_tokens, answer.reason) == (0, {}, "evicted")
+        assert list(answer.tier_losses) == ["host"]
+        assert ", from the tier host " in str(answer)
+        assert llm.explain(tokens_of(20, 60)).tier_losses == {}

@@ -79,6 +79,7 @@ def test_a_later_use_decides_too(policy: Policy) -> None:
     serve(engine, prompt(0), retention="keep")
     for first in range(10, 16):
         serve(engine, prompt(first))
+    engine.stores.flush()
     assert retentions(engine, tier, prompt(0)) == [2] * 4
 
 
@@ -149,14 +150,15 @@ def test_a_load_leaves_the_floors_of_others_alone() -> None:
     serve(engine, other, tenant="large")
     engine.cache.reset()
     tenants.add("small", floor=8 * unit)
-    engine.submit(prompt(3, 17), SamplingParams(max_tokens=12))
+    kept = prompt(5)
+    serve(engine, kept, tenant="small")
+    first = engine.submit(prompt(3, 17), SamplingParams(max_tokens=12))
     engine.step()
     waits = engine.submit(other, SamplingParams(max_tokens=1), tenant="large")
-    engine.step()
-    engine.step()
-    assert not engine.scheduler.loading  # 30 blocks of 40, of which 8 are another's and 5 or more are taken
-    quick = engine.submit(prompt(4, 16), SamplingParams(max_tokens=1), tenant="small")
-    while quick not in engine.outputs:
+    while first not in engine.outputs:
+        # It needs 30 blocks of 40, of which 8 are another's floor and 5 or more are taken.
+        assert not engine.scheduler.loading
+        assert waits not in engine.outputs
         engine.step()
-    assert waits not in engine.outputs
     assert engine.run()[waits].num_tier_tokens == {"host": 119}
+    assert serve(engine, kept, tenant="small").num_cached_tokens == 31

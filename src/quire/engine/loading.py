@@ -69,9 +69,7 @@ class LoadingQueue:
         accounts have limits; changed here.
         """
         cache = self._cache
-        short: set[int] = (
-            set()
-        )  # accounts of which one waits for units of its own: nobody of them overtakes it
+        short: set[int] = set()  # accounts of which one waits for units: nobody of them overtakes it
         under_way = PrefixesUnderWay(running + self.samples, cache.block_size)
         for sample in waiting[:_MAX_LOOKED_AT]:
             if promised >= cache.num_free_blocks or len(self.samples) >= most:
@@ -99,6 +97,10 @@ class LoadingQueue:
             stop = self._loads.num_worth_loading(sample, found)
             if stop == found:
                 sample.search = None  # better computed
+                cache.close(sequence)
+                promised += alone
+                promised_to[account] += alone
+                continue
             is_first = not (running or self.samples)
             units = cache.num_blocks_needed([sequence], [stop - found])
             units += cache.units_later(sample.num_tokens, stop)
@@ -109,7 +111,7 @@ class LoadingQueue:
                 promised += units if limit == "others" else 0
                 continue
             plan = None
-            if stop > found and (is_first or promised + units <= cache.num_free_blocks):
+            if is_first or promised + units <= cache.num_free_blocks:
                 plan = self._reserve(sequence, stop - found)
             if plan is None:
                 cache.close(sequence)

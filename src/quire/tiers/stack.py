@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,8 @@ from quire.tiers.transfer import Load, Lookup
 from quire.tiers.workers import Workers
 
 __all__ = ["StackStats", "TierStack"]
+
+_MAX_LOSSES = 65536  # values given up by tiers that are remembered
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,9 @@ class TierStack:
         self._tiers = [GuardedTier(tier, min(workers, 1), max_bytes_in_flight, clock) for tier in tiers]
         self._readers = Workers("quire-tiers", workers)
         self._lock = threading.Lock()
+        self._losses: OrderedDict[bytes, dict[str, float]] = OrderedDict()  # when which tier gave a value up
+        for tier in tiers:
+            tier.on_evicted = partial(self._note_loss, tier.name)
         self._running: set[Load | Lookup] = set()
         self._num_lookups = 0
         self._num_loads = 0
@@ -182,6 +188,24 @@ class TierStack:
         """
         expected = [one.seconds(num_bytes) for one in self._tiers if tier in (None, one.name)]
         return max((seconds for seconds in expected if seconds is not None), default=0.0)
+
+    def losses(self, keys: Sequence[bytes]) -> dict[str, float]:
+        """Which tiers have given one of these values up, and how many seconds ago the last of them; bounded memory."""
+        found: dict[str, float] = {}
+        now = self._clock()
+        with self._lock:
+            for key in keys:
+                for tier, at in self._losses.get(key, {}).items():
+                    found[tier] = min(found.get(tier, now - at), now - at)
+        return found
+
+    def _note_loss(self, tier: str, key: bytes) -> None:
+        now = self._clock()
+        with self._lock:
+            self._losses.setdefault(key, {})[tier] = now
+            self._losses.move_to_end(key)
+            if len(self._losses) > _MAX_LOSSES:
+                self._losses.popitem(last=False)
 
     def stats(self) -> StackStats:
         """Counts of every tier; no round trip to a server."""
