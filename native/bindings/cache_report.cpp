@@ -45,6 +45,7 @@ nb::dict take_events(PythonBlockManager& self) {
     arrays["node_ids"] = column<std::int64_t>(batch.events, [](const Event& event) { return event.node; });
     arrays["parent_ids"] = column<std::int64_t>(batch.events, [](const Event& event) { return event.parent; });
     arrays["accounts"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.account; });
+    arrays["retentions"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.retention; });
     arrays["namespace_index"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.name; });
     arrays["units"] = rows_of(copy_of(std::span(batch.units)), self.num_groups());
     arrays["tokens"] = rows_of(copy_of(std::span(batch.tokens)), self.block_size());

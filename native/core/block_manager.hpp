@@ -213,6 +213,7 @@ private:
     void evict(UnitId victim, std::int32_t account, Event::Reason reason) noexcept;
     UnitId allocate(const Sequence& sequence) noexcept;
     UnitId* note_removed(NodeId node, std::int32_t account, Event::Reason reason) noexcept;
+    std::int32_t highest_retention(std::span<const UnitId> units) const noexcept;
     void move_end(Sequence& sequence, NodeId node) noexcept;
     void ensure_lease_room(std::int64_t num_released);
 

@@ -144,7 +144,7 @@ void BlockManager::note_stored(const Sequence& sequence, std::int64_t block, Nod
     const auto first = std::find_if(units.begin(), units.end(), [](UnitId unit) { return unit != kNone; });
     const std::int64_t parent = tree_.is_root(sequence.node) ? -1 : tree_.id(sequence.node);
     UnitId* const noted = events_.add({Event::Kind::stored, Event::Reason::none, tree_.id(node), parent,
-                                       pool_.order().number_of(*first), event_name_});
+                                       pool_.order().number_of(*first), event_name_, highest_retention(units)});
     std::copy(units.begin(), units.end(), noted);
     events_.add_block(tree_.tokens(node), std::move(event_keys_[static_cast<std::size_t>(block - event_block_)]));
 }

@@ -141,10 +141,12 @@ void BlockManager::record_events(bool is_on) {
             if (tree_.unit(node, group) != kNone) first = tree_.unit(node, group);
         if (!tree_.is_full(node) || first == kNone) continue;
         const NodeId parent = tree_.parent(node);
-        UnitId* const noted =
-            events_.add({Event::Kind::stored, Event::Reason::none, tree_.id(node),
-                         tree_.is_root(parent) ? -1 : tree_.id(parent), pool_.order().number_of(first), names.at(node)});
-        for (std::int32_t group = 0; group < num_groups(); ++group) noted[group] = tree_.unit(node, group);
+        std::vector<UnitId> units;
+        for (std::int32_t group = 0; group < num_groups(); ++group) units.push_back(tree_.unit(node, group));
+        UnitId* const noted = events_.add({Event::Kind::stored, Event::Reason::none, tree_.id(node),
+                                           tree_.is_root(parent) ? -1 : tree_.id(parent), pool_.order().number_of(first),
+                                           names.at(node), highest_retention(units)});
+        std::copy(units.begin(), units.end(), noted);
         events_.add_block(tree_.tokens(node), std::move(keys[at]));
     }
 }

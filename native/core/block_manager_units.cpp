@@ -121,7 +121,18 @@ UnitId BlockManager::allocate(const Sequence& sequence) noexcept {
 // The units of an event of units that leave the node, to be written; null where there is none to tell.
 UnitId* BlockManager::note_removed(NodeId node, std::int32_t account, Event::Reason reason) noexcept {
     if (!events_.is_on() || !tree_.is_full(node)) return nullptr;
-    return events_.add({Event::Kind::removed, reason, tree_.id(node), -1, account});
+    std::int32_t retention = kDiscard;
+    for (std::int32_t group = 0; group < num_groups(); ++group)
+        if (const UnitId unit = tree_.unit(node, group); unit != kNone)
+            retention = std::max(retention, pool_.order().retention_of(unit));
+    return events_.add({Event::Kind::removed, reason, tree_.id(node), -1, account, -1, retention});
+}
+
+std::int32_t BlockManager::highest_retention(std::span<const UnitId> units) const noexcept {
+    std::int32_t retention = kDiscard;
+    for (const UnitId unit : units)
+        if (unit != kNone) retention = std::max(retention, pool_.order().retention_of(unit));
+    return retention;
 }
 
 // Makes `node` the one in which the sequence's full committed blocks end.

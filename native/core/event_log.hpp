@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/eviction_order.hpp"
 #include "core/prefix_tree.hpp"
 
 namespace quire {
@@ -27,6 +28,7 @@ struct Event {
     std::int64_t parent = -1;
     std::int32_t account = 0;
     std::int32_t name = -1;  // index of the namespace
+    std::int32_t retention = kNormal;  // the highest of the units: of stored those told of, of removed the node's
 };
 
 // The key of a position in the block of an event.

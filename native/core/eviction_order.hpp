@@ -27,6 +27,7 @@
 
 namespace quire {
 
+inline constexpr std::int32_t kDiscard = 0;
 inline constexpr std::int32_t kNormal = 1;
 inline constexpr std::int32_t kNumRetentions = 3;
 inline constexpr std::int64_t kNoQuota = -1;

@@ -47,6 +47,27 @@ def test_full_blocks_are_stored_and_removed_with_all_that_is_known_of_them(backe
     assert [event.kind for event in cache.take_events()] == ["stored", "stored"]
 
 
+def test_events_say_how_content_is_kept(backend: str) -> None:
+    """As it was stored, and as it was when it went: a use in between may have raised it."""
+    cache = make(backend, num_blocks=3)
+    cache.record_events(True)
+    store(cache, prompt(8), retention=0)
+    assert [event.retention for event in cache.take_events() if event.kind == "stored"] == [0, 0]
+    store(cache, [*prompt(4), 9], retention=2)
+    assert len(cache.take_events()) == 0
+    sequence = cache.open(prompt(8, seed=1))
+    assert cache.reserve([sequence], [8]) is not None
+    assert [(event.kind, event.retention) for event in cache.take_events()] == [("removed", 0)]
+    cache.commit(sequence, 8)
+    assert [(event.kind, event.retention) for event in cache.take_events()] == [("stored", 1)] * 2
+    cache.close(sequence)
+    cache.drop(prompt(4)[:1])
+    assert [(event.kind, event.retention) for event in cache.take_events()] == [("removed", 2)]
+    cache.record_events(False)
+    cache.record_events(True)
+    assert [event.retention for event in cache.take_events()][1:] == [1, 1]
+
+
 def test_a_block_that_fills_up_in_decoding_is_stored_once(backend: str) -> None:
     cache = make(backend)
     cache.record_events(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -165,3 +166,50 @@ def test_the_command(tmp_path: Path, as_json: bool) -> None:
         assert "more in the tier disk" in found.stdout
         other = run("explain", "import os\n" + text, "--disk-cache", folder)
         assert "is the first one missing" in other.stdout
+
+
+_KILLED = """
+import os, signal, sys
+from support import tiny_llm
+from quire import SamplingParams
+llm = tiny_llm.llm(disk_cache=sys.argv[1], disk_cache_size="64MiB", tenant_secret=b"a secret of the server's")
+llm.add_tenant("alice")
+llm.generate([eval(sys.argv[2])], SamplingParams(max_tokens=1, temperature=0), tenant="alice")
+llm.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_stored_is_named_rightly(tmp_path: Path) -> None:
+    """It is of another namespace, and not of another model, though nobody took leave."""
+    prompt = tokens_of(1, 60)
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(tmp_path), str(prompt)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -9, done.stderr
+    options: dict[str, Any] = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "tenant_secret": SECRET}
+    with tiny_llm.llm(**options) as llm:
+        llm.add_tenant("alice")
+        assert llm.explain(prompt).reason == "other namespace"
+        assert llm.explain(prompt, tenant="alice").num_tier_tokens == {"disk": 48}
+    with LLM((tiny_llm.model(1), tiny_llm.tokenizer()), kv_memory="2MiB", **options) as llm:
+        assert llm.explain(prompt).reason == "other fingerprint"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_tier_has_given_up_is_said(backend: str, tmp_path: Path) -> None:
+    prompt = tokens_of(0, 60)
+    with tiny_llm.llm(backend=backend, kv_memory="128KiB", host_cache="64KiB") as llm:
+        serve(llm, prompt)
+        for seed in range(1, 12):
+            serve(llm, tokens_of(seed, 60))
+        llm.flush()
+        answer = llm.explain(prompt)
+        assert (answer.num_hit_tokens, answer.num_tier_tokens, answer.reason) == (0, {}, "evicted")
+        assert list(answer.tier_losses) == ["host"]
+        assert ", from the tier host " in str(answer)
+        assert llm.explain(tokens_of(20, 60)).tier_losses == {}

@@ -222,3 +222,22 @@ def test_the_replay_buffer_and_the_queue_are_bounded() -> None:
         publisher.close()
         publisher.close()
         context.destroy(linger=0)
+
+
+def test_an_engine_publishes_from_its_start_where_it_is_told_to() -> None:
+    with tiny_llm.llm(kv_events="tcp://127.0.0.1:0", kv_events_replay="tcp://127.0.0.1:0") as llm:
+        [(publisher, _)] = llm._publishers
+        llm.generate([list(range(40))], SamplingParams(max_tokens=1, temperature=0))
+        with zmq.Context() as context, context.socket(zmq.REQ) as asks:
+            asks.setsockopt(zmq.RCVTIMEO, 30_000)
+            asks.connect(publisher.replay_endpoint)
+            asks.send((0).to_bytes(8, "big"))
+            number, payload = asks.recv_multipart()
+            assert int.from_bytes(number, "big") == 0
+            assert msgpack.unpackb(payload)[1] == [["AllBlocksCleared"]]
+    with pytest.raises(ArgumentError, match="expected kv_events with kv_events_replay"):
+        tiny_llm.llm(kv_events_replay="tcp://127.0.0.1:0")
+    with pytest.raises(ArgumentError, match="expected a cache that shares prefixes for kv_events"):
+        tiny_llm.llm(kv_events="tcp://127.0.0.1:0", prefix_caching=False)
+    with pytest.raises(ArgumentError, match="expected an endpoint that can be bound, got 'nonsense'"):
+        tiny_llm.llm(kv_events="nonsense")

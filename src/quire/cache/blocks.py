@@ -144,7 +144,7 @@ class Blocks:
             self.make_hole(node, group)
             self.pool.uncache(unit)
         self.num_evicted += len(self.pool.free) - num_free
-        self.events.removed(node, left, account, reason)
+        self._note_removed(node, left, account, reason)
         self.tree.prune(node)
 
     def _may_leave(self, unit: int) -> bool:
@@ -168,7 +168,7 @@ class Blocks:
                 self.make_hole(node, group)
                 self.pool.uncache(unit)
         if any(unit != HOLE for unit in left):
-            self.events.removed(node, left, NOBODY, "forgotten")
+            self._note_removed(node, left, NOBODY, "forgotten")
             self.tree.prune(node)
 
     def take_over(self, unit: int, group: int, account: int) -> None:
@@ -176,7 +176,7 @@ class Blocks:
         node = self.node_of[unit]
         assert node is not None
         self.make_hole(node, group)
-        self.events.removed(
+        self._note_removed(
             node, [unit if at == group else HOLE for at in range(len(node.units))], account, "evicted"
         )
         self.tree.prune(node)
@@ -216,7 +216,15 @@ class Blocks:
         """For the events: these units of the node, of which there is one at least, are found from now on."""
         if self.events.is_on:
             first = next(unit for unit in units if unit != HOLE)
-            self.events.stored(node, units, self.pool.cached.account[first])
+            self.events.stored(node, units, self.pool.cached.account[first], self._highest_retention(units))
+
+    def _note_removed(self, node: Node, left: list[int], account: int, reason: str) -> None:
+        """For the events: these units are the node's no more."""
+        if self.events.is_on:
+            self.events.removed(node, left, account, reason, self._highest_retention([*left, *node.units]))
+
+    def _highest_retention(self, units: list[int]) -> int:
+        return max(self.pool.cached.retention[unit] for unit in units if unit != HOLE)
 
     def record_events(self, is_on: bool) -> None:
         """Turned on, the log begins with what is there."""

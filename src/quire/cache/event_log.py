@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.backend import EventArrays
+from quire.cache.backend import NORMAL, EventArrays
 from quire.cache.content import decode
 from quire.cache.events import KINDS, REASONS
 from quire.cache.prefix import HOLE, Node
@@ -25,6 +25,7 @@ class _Event:
     units: list[int]
     account: int
     reason: str
+    retention: int
 
 
 class EventLog:
@@ -44,14 +45,14 @@ class EventLog:
         self.is_on = False
         self._events.clear()
 
-    def stored(self, node: Node, units: list[int], account: int) -> None:
-        self._note(_Event("stored", node, list(units), account, ""))
+    def stored(self, node: Node, units: list[int], account: int, retention: int) -> None:
+        self._note(_Event("stored", node, list(units), account, "", retention))
 
-    def removed(self, node: Node, units: list[int], account: int, reason: str) -> None:
-        self._note(_Event("removed", node, list(units), account, reason))
+    def removed(self, node: Node, units: list[int], account: int, reason: str, retention: int) -> None:
+        self._note(_Event("removed", node, list(units), account, reason, retention))
 
     def cleared(self) -> None:
-        self._note(_Event("cleared", None, [HOLE] * self._num_groups, 0, ""))
+        self._note(_Event("cleared", None, [HOLE] * self._num_groups, 0, "", NORMAL))
 
     def _note(self, event: _Event) -> None:
         is_full = event.node is None or event.node.num_tokens == self._block_size
@@ -79,6 +80,7 @@ class EventLog:
             "node_ids": np.array([-1 if e.node is None else e.node.id for e in events], np.int64),
             "parent_ids": parents,
             "accounts": np.array([event.account for event in events], np.int32),
+            "retentions": np.array([event.retention for event in events], np.int32),
             "namespace_index": named,
             "units": np.array([event.units for event in events], np.int32).reshape(-1, self._num_groups),
             "tokens": tokens.reshape(-1, self._block_size),

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.cache.backend import EventArrays, Int32Array, Int64Array
+from quire.cache.backend import NORMAL, EventArrays, Int32Array, Int64Array
 
 __all__ = ["KINDS", "REASONS", "CacheEvent", "CacheEvents"]
 
@@ -32,6 +32,7 @@ class CacheEvent:
     units: of each group, -1 for those the event is not about. parent_id: -1 below a root.
     account: stored: whose the units are; removed: for whose need, 0 for nobody's.
     reason: of removed: "evicted" (room was needed by `reserve`) or "forgotten" (`drop`, `resize`); else "".
+    retention: the highest of the units': of stored those of the event, of removed all that the node had.
     namespace, tokens (int32 [block_size]), extra_keys (by offset in the block): of stored.
     """
 
@@ -43,6 +44,7 @@ class CacheEvent:
     reason: str
     namespace: bytes | None = None
     tokens: Int32Array | None = None
+    retention: int = NORMAL
     extra_keys: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -55,6 +57,7 @@ class CacheEvents:
     node_ids: Int64Array  # [n]
     parent_ids: Int64Array  # [n]; -1 where not stored
     accounts: Int32Array  # [n]
+    retentions: Int32Array  # [n]
     namespace_index: Int32Array  # [n], into `namespaces`; -1 where not stored
     units: Int32Array  # [n, groups]
     tokens: Int32Array  # [stored events, block_size]
@@ -78,11 +81,12 @@ class CacheEvents:
             self.node_ids,
             self.parent_ids,
             self.accounts,
+            self.retentions,
             self.namespace_index,
         )
         plain = zip(*(column.tolist() for column in columns), self.units.tolist(), strict=True)
         row = 0
-        for i, (kind, reason, node_id, parent_id, account, named, units) in enumerate(plain):
+        for i, (kind, reason, node_id, parent_id, account, retention, named, units) in enumerate(plain):
             is_stored = named >= 0
             yield CacheEvent(
                 KINDS[kind],  # type: ignore[arg-type]
@@ -93,6 +97,7 @@ class CacheEvents:
                 REASONS[reason],
                 self.namespaces[named] if is_stored else None,
                 self.tokens[row] if is_stored else None,
+                retention,
                 keys.get(i, {}),
             )
             row += is_stored

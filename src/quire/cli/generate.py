@@ -116,6 +116,8 @@ def generate(
     cache_write: options.CacheWrite = "eviction",
     preemption: options.Preemption = "auto",
     park_memory: options.ParkMemory = "auto",
+    kv_events: options.KVEvents = None,
+    kv_events_replay: options.KVEventsReplay = None,
     as_json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
@@ -151,7 +153,8 @@ def generate(
         revision, trust_remote_code, packed_weights,
         profile=show_profile or profile_trace is not None,
         host_cache=host_cache, disk_cache=disk_cache, disk_cache_size=disk_cache_size, remote_cache=remote_cache,
-        cache_write=cache_write, preemption=preemption, park_memory=park_memory,
+        cache_write=cache_write, preemption=preemption, park_memory=park_memory, kv_events=kv_events,
+        kv_events_replay=kv_events_replay,
     )  # fmt: skip
     with engine_options.build() as llm:
         print(f"quire: {llm.capacity}", file=sys.stderr)

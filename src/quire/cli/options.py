@@ -126,6 +126,13 @@ Preemption = Annotated[
 ParkMemory = Annotated[
     str, typer.Option(metavar="SIZE", help="Host memory for parked requests; auto: a quarter of --kv-memory.")
 ]
+KVEvents = Annotated[
+    str | None,
+    typer.Option(metavar="ADDR", help="Publish KV events over ZeroMQ there, such as tcp://127.0.0.1:5557."),
+]
+KVEventsReplay = Annotated[
+    str | None, typer.Option(metavar="ADDR", help="Where subscribers ask for the KV events they missed.")
+]
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,8 @@ class EngineOptions:
     cache_write: str = "eviction"
     preemption: str = "auto"
     park_memory: str = "auto"
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
 
     def build(self) -> LLM:
         """Loads the model and makes the engine; raises what `quire.LLM` raises."""
@@ -182,6 +191,8 @@ class EngineOptions:
             cache_write=self.cache_write,  # type: ignore[arg-type]  # checked there
             preemption=self.preemption,  # type: ignore[arg-type]
             park_memory=self.park_memory,
+            kv_events=self.kv_events,
+            kv_events_replay=self.kv_events_replay,
         )
 
 

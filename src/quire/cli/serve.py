@@ -52,6 +52,8 @@ def serve(
         str | None, typer.Option(metavar="SIZE", help="As of `quire generate`.")
     ] = None,
     remote_cache: options.RemoteCache = None,
+    kv_events: options.KVEvents = None,
+    kv_events_replay: options.KVEventsReplay = None,
 ) -> None:
     """Serves MODEL over the OpenAI API."""
     from quire.server.settings import load_config
@@ -67,6 +69,7 @@ def serve(
         "backend": backend, "revision": revision, "trust_remote_code": trust_remote_code or None,
         "packed_weights": packed_weights, "host_cache": host_cache, "disk_cache": disk_cache,
         "disk_cache_size": disk_cache_size, "remote_cache": remote_cache,
+        "kv_events": kv_events, "kv_events_replay": kv_events_replay,
     }  # fmt: skip
     model_options = {**table, **{name: value for name, value in given.items() if value is not None}}
     options.check_names(model_options, f"[model] of {config}")

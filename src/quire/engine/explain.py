@@ -18,7 +18,7 @@ import numpy as np
 from quire.cache.history import Loss
 from quire.cache.mirror import Block, block_hashes, namespace_digest
 from quire.engine.tenants import Place, Tenants
-from quire.engine.tier_loads import TierLoads
+from quire.engine.tier_loads import Search, TierLoads
 from quire.engine.watch import Watch
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ class Explanation:
     num_hit_tokens: found in memory. num_tier_tokens: by tier, those beyond that a tier has. stop: the first token that
     nothing has; None where all but the last token, which is always computed, is found. reason: the first that holds, in
     the order of `Reason`. nearest: int32, what is stored in place of the block with the first token missing in memory.
-    lost_s_ago, idle_s: seconds since it was lost, and from its last use till then. lost_for, by: the tenant for whose
+    lost_s_ago, idle_s: seconds since memory lost it, and from its last use till then. tier_losses: seconds since tiers
+    gave it up, by tier. lost_for, by: the tenant for whose
     need, and whose namespace it is in: for the administrator. is_log_full: older losses are not remembered.
     """
 
@@ -65,6 +66,7 @@ class Explanation:
     lost_for: str | None = None
     elsewhere: str | None = None
     is_log_full: bool = False
+    tier_losses: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.num_hit_tokens} of {self.num_tokens} tokens are in memory"]
@@ -82,10 +84,13 @@ class Explanation:
             what = (
                 "its pin expired, and it was evicted" if self.reason == "expired" else f"it was {self.reason}"
             )
-            told = f"{where}: {what} {ago}"
+            told = f"{where}: {what} {ago}".rstrip()
             if self.idle_s is not None:
                 told += f", unused for {self.idle_s:.1f} s"
-            return told + ("" if self.lost_for is None else f", for the need of {self.lost_for}")
+            told += "" if self.lost_for is None else f", for the need of {self.lost_for}"
+            for tier, seconds in self.tier_losses.items():
+                told += f", from the tier {tier} {seconds:.1f} s ago"
+            return told
         if self.reason == "other namespace":
             return f"{where}: it is in another namespace ({self.elsewhere})"
         if self.reason == "other fingerprint":
@@ -119,7 +124,8 @@ def explain(
     watch.feed.collect()
     where = {"namespace": place.namespace, "extra_keys": place.extra_keys}
     found = cache.match(tokens, **where).num_tokens
-    by_tier = _in_tiers(loads, tokens, place, found) if loads is not None else {}
+    search = _search(loads, tokens, place) if loads is not None else None
+    by_tier = _in_tiers(search, found) if search is not None else {}
     last = len(tokens) - 1
     reached = found + sum(by_tier.values())
     loss, expired_at, at, nearest = _look(watch, tokens, place, reached)
@@ -134,6 +140,10 @@ def explain(
     if reached >= last:
         return Explanation(**common, stop=None, reason="complete")
     common["stop"] = reached
+    if loads is not None and search is not None:
+        common["tier_losses"] = loads.losses(search, reached)
+    if loss is None and common.get("tier_losses"):  # of an earlier process, or forgotten in memory long ago
+        return Explanation(**common, reason="evicted")
     if loss is not None:
         is_expired = expired_at is not None and expired_at <= loss.at
         return Explanation(
@@ -154,15 +164,20 @@ def explain(
     return Explanation(**common, reason="never seen", is_log_full=watch.history.num_forgotten > 0)
 
 
-def _in_tiers(loads: TierLoads, tokens: np.ndarray, place: Place, found: int) -> dict[str, int]:
-    """Tokens beyond `found` that could be loaded, by tier."""
+def _search(loads: TierLoads, tokens: np.ndarray, place: Place) -> Search:
+    """What the tiers have, which is waited for."""
     search = loads.look_up(tokens, place.namespace, place.extra_keys)
     until = time.monotonic() + _TIERS_S
     while not search.done and time.monotonic() < until:
         time.sleep(0.0005)
+    return search
+
+
+def _in_tiers(search: Search, found: int) -> dict[str, int]:
+    """Tokens beyond `found` that could be loaded, by tier."""
     by_tier: dict[str, int] = {}
     for name, tier in search.beyond(found) if search.done else []:
-        stop = min(name.end, len(tokens) - 1)
+        stop = min(name.end, len(search.tokens) - 1)
         if stop > found:
             by_tier[tier] = by_tier.get(tier, 0) + stop - found
             found = stop

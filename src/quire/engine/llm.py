@@ -20,7 +20,7 @@ from quire.cache.feed import EventFeed
 from quire.engine.engine import Engine
 from quire.engine.interrupt import deferred_interrupt
 from quire.engine.llm_sharing import Sharing
-from quire.engine.llm_visibility import Visibility
+from quire.engine.llm_visibility import Visibility, check_endpoints
 from quire.engine.preemption import Mode
 from quire.engine.profile import Profile
 from quire.engine.prompts import Prompt, encode, split
@@ -82,6 +82,7 @@ class LLM(Sharing, Visibility):
     pin_memory: what pins may take of kv_memory, a size or a share. tenant_secret: 16 bytes or more that tenants'
         namespaces are made from; with the same secret a tenant finds what lower tiers have after a restart. Another
         one in each process if not given.
+    kv_events, kv_events_replay: endpoints, "tcp://127.0.0.1:5557": see `publish_events`; off if not given.
     profile: takes the times of every step; `llm.profile` tells them, and is None without.
 
     *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: in one line, nothing kept.
@@ -118,6 +119,8 @@ class LLM(Sharing, Visibility):
         park_memory: str | int = "auto",
         pin_memory: str | int = "25%",
         tenant_secret: bytes | None = None,
+        kv_events: str | None = None,
+        kv_events_replay: str | None = None,
         profile: bool = False,
     ) -> None:
         _check_range("block_size", block_size, 1, 512)
@@ -149,6 +152,9 @@ class LLM(Sharing, Visibility):
         )
         parse_share("pin_memory", pin_memory, 1)
         check_secret(tenant_secret)
+        check_endpoints(
+            kv_events, kv_events_replay, prefix_caching and storage not in ("contiguous", "growing")
+        )
         packed_folder = None if packed_weights is None else _folder("packed_weights", packed_weights)
 
         import torch
@@ -222,6 +228,7 @@ class LLM(Sharing, Visibility):
             )
             if self.tiers is not None:
                 self.tiers.stores.owner_of = self.engine.tenants.owner_of
+                self.tiers.describe_roots(self.name)
             self._pin_memory = pin_memory
             self._limit_pins()
         except BaseException:
@@ -229,6 +236,12 @@ class LLM(Sharing, Visibility):
             raise
         self._lock = threading.RLock()
         self._outputs: dict[str, RequestOutput | None] = {}  # of the requests that calls wait for
+        if kv_events is not None:
+            try:
+                self.publish_events(kv_events, kv_events_replay)
+            except BaseException:
+                self.close()
+                raise
         _log.info("%s: %s", self.name, self.capacity)
 
     # -- what it holds ---------------------------------------------------------------------------------
@@ -539,8 +552,6 @@ class LLM(Sharing, Visibility):
             engine.abort_all()
         self._stop_publishing()
         if self.tiers is not None:
-            if engine is not None:
-                self.tiers.describe(self.name, self.tiers.stores.namespaces)
             self.tiers.close()
             self.tiers = None
         self._prepared.restore()

@@ -27,7 +27,20 @@ if TYPE_CHECKING:
     from quire.engine.tiering import OpenTiers
     from quire.engine.watch import Watch
 
-__all__ = ["Visibility"]
+__all__ = ["Visibility", "check_endpoints"]
+
+
+def check_endpoints(kv_events: str | None, kv_events_replay: str | None, shares_prefixes: bool) -> None:
+    """*raises:* ArgumentError for what cannot be, before a model is loaded."""
+    if kv_events_replay is not None and kv_events is None:
+        raise ArgumentError(
+            f"expected kv_events with kv_events_replay, got {kv_events_replay!r} alone; there is nothing to replay"
+        )
+    if kv_events is not None and not shares_prefixes:
+        raise ArgumentError(
+            "expected a cache that shares prefixes for kv_events, got one that does not; use storage paged or "
+            "virtual, with prefix_caching"
+        )
 
 
 class Visibility:

@@ -1,7 +1,9 @@
 """The samples whose prefix comes from a tier just now: who begins, who has arrived, who is stopped.
 
 Part of the scheduler, which decides who runs. A sample here has an open sequence with its units reserved. It begins
-while it waits, whether or not there is a seat for it, but takes no unit that one before it in the queue would need.
+while it waits, whether or not there is a seat for it, but takes no unit that one before it in the queue would need, nor
+one that its own tenant's quota or another's floor keeps from it. One that waits for its own tenant's units delays no
+other tenant's.
 
 Invariants
     Q1  `samples` is sorted by `Sample.key`; each is LOADING, with an open sequence and a load.
@@ -12,11 +14,13 @@ Cost: `start` O(samples looked at + their prompts) while some waiting one has so
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from quire.engine.fair_share import FairShare
 from quire.engine.prefixes_under_way import PrefixesUnderWay
 from quire.engine.request import Sample, SampleState
 from quire.engine.tier_loads import TierLoads
@@ -30,8 +34,11 @@ _MAX_LOOKED_AT = 64  # waiting samples that one step looks at
 class LoadingQueue:
     """See the module's text. on_reserved: called when units have been handed out that nothing was written to yet."""
 
-    def __init__(self, cache: Any, loads: TierLoads, on_reserved: Callable[[], None]) -> None:
+    def __init__(
+        self, cache: Any, loads: TierLoads, share: FairShare, on_reserved: Callable[[], None]
+    ) -> None:
         self._cache = cache
+        self._share = share
         self._loads = loads
         self._on_reserved = on_reserved
         self.samples: list[Sample] = []
@@ -52,23 +59,33 @@ class LoadingQueue:
         waiting: list[Sample],
         running: list[Sample],
         promised: int,
+        promised_to: Counter[int],
         most: int,
         open_sequence: Callable[[Sample, np.ndarray], Any],
     ) -> None:
         """Moves waiting samples here that had better be loaded, at most `most` being here then.
 
-        promised: units that are free and not for them: what those who run will need.
+        promised: units that are free and not for them: what those who run will need. promised_to: by account, where
+        accounts have limits; changed here.
         """
         cache = self._cache
+        short: set[int] = set()  # accounts of which one waits for units: nobody of them overtakes it
         under_way = PrefixesUnderWay(running + self.samples, cache.block_size)
         for sample in waiting[:_MAX_LOOKED_AT]:
             if promised >= cache.num_free_blocks or len(self.samples) >= most:
                 return
             if not sample.is_searched or sample.waits_for_commit:
                 continue
-            search = sample.search
+            search, account = sample.search, sample.request.account
+            alone = cache.units_alone(sample.num_tokens)
+            if account in short:
+                continue
             if search is None or sample.parked is not None or not search.stored:
-                promised += cache.units_alone(sample.num_tokens)
+                if self._share.waits_for(account, alone, promised_to[account]) == "itself":
+                    short.add(account)
+                    continue
+                promised += alone
+                promised_to[account] += alone
                 continue
             tokens = sample.token_ids()
             sequence = open_sequence(sample, tokens)
@@ -80,12 +97,26 @@ class LoadingQueue:
             stop = self._loads.num_worth_loading(sample, found)
             if stop == found:
                 sample.search = None  # better computed
-            plan = self._reserve(
-                sequence, sample, found, stop, promised, is_first=not (running or self.samples)
-            )
+                cache.close(sequence)
+                promised += alone
+                promised_to[account] += alone
+                continue
+            is_first = not (running or self.samples)
+            units = cache.num_blocks_needed([sequence], [stop - found])
+            units += cache.units_later(sample.num_tokens, stop)
+            limit = None if is_first else self._share.waits_for(account, units, promised_to[account])
+            if limit is not None:
+                cache.close(sequence)
+                short.add(account)
+                promised += units if limit == "others" else 0
+                continue
+            plan = None
+            if is_first or promised + units <= cache.num_free_blocks:
+                plan = self._reserve(sequence, stop - found)
             if plan is None:
                 cache.close(sequence)
-                promised += cache.units_alone(sample.num_tokens)
+                promised += alone
+                promised_to[account] += alone
                 continue
             try:
                 self._loads.begin(sample, sequence, plan, stop)
@@ -100,21 +131,13 @@ class LoadingQueue:
             sample.state = SampleState.LOADING
             insort(self.samples, sample, key=lambda other: other.key)
             under_way.add(sample, tokens)
-            promised += cache.units_later(sample.num_tokens, stop)
+            later = cache.units_later(sample.num_tokens, stop)
+            promised += later
+            promised_to[account] += later
 
-    def _reserve(
-        self, sequence: Any, sample: Sample, found: int, stop: int, promised: int, *, is_first: bool
-    ) -> Any:
-        """The plan for tokens `found` .. `stop`; None where nothing is to be loaded or there is no room."""
-        cache = self._cache
-        if stop == found:
-            return None
-        units = cache.num_blocks_needed([sequence], [stop - found]) + cache.units_later(
-            sample.num_tokens, stop
-        )
-        if not is_first and promised + units > cache.num_free_blocks:
-            return None
-        plan = cache.reserve([sequence], [stop - found])
+    def _reserve(self, sequence: Any, num_tokens: int) -> Any:
+        """The plan for so many tokens; None where there is no room."""
+        plan = self._cache.reserve([sequence], [num_tokens])
         if plan is not None:
             self._on_reserved()
         return plan

@@ -72,7 +72,7 @@ class Scheduler:
         self._cache = cache
         self._share = share or FairShare(cache)
         self._parking = parking or Parking(cache)
-        self._loading = None if loads is None else LoadingQueue(cache, loads, on_reserved)
+        self._loading = None if loads is None else LoadingQueue(cache, loads, self._share, on_reserved)
         self._on_reserved = on_reserved
         self._block_size: int = cache.block_size
         self._shares: bool = cache.prefix_caching
@@ -198,10 +198,12 @@ class Scheduler:
                 insort(self.running, sample, key=_key)
                 self._start([sample])
             if self._loading.may_start(self.waiting):
-                promised = self._cache.margin(self._watermark) + self._units_to_come(
-                    [(s, 1) for s in self.running]
+                running = [(sample, 1) for sample in self.running]
+                promised = self._cache.margin(self._watermark) + self._units_to_come(running)
+                promised_to = self._taken_by_account(running)
+                self._loading.start(
+                    self.waiting, self.running, promised, promised_to, self.max_num_seqs, self._open
                 )
-                self._loading.start(self.waiting, self.running, promised, self.max_num_seqs, self._open)
         may_admit = True
         while self.running or self.waiting:
             chosen, budget = self._continue_running()

@@ -170,6 +170,16 @@ class TierLoads:
         search.done = True
         self.changed.set()
 
+    def losses(self, search: Search, at: int) -> dict[str, float]:
+        """Which tiers have given up what held the token `at` of a search, alone or in a segment; seconds ago."""
+        whole = len(search.tokens) // self._segment_tokens * self._segment_tokens
+        names = segment_names(
+            search.root, search.tokens[:whole], self._segment_tokens, extra_keys=search.extra_keys
+        )
+        index = at // self._segment_tokens
+        holders = [*names[index : index + 1], *self._blocks(search, names, index)]
+        return self._stack.losses([name.key for name in holders if name.start <= at < name.end])
+
     def num_worth_loading(self, sample: Sample, found: int) -> int:
         """Tokens that the sample, of which memory has `found`, had better have after loading; `found` if none."""
         search = sample.search
@@ -199,7 +209,8 @@ class TierLoads:
             count = min(name.end, num_tokens) - name.start
             self._storage.write_units(units, payload, count, first=max(0, found - name.start))
 
-        load = self._stack.load(chain, into=write, on_done=lambda _: self.changed.set())
+        retention = sample.request.retention
+        load = self._stack.load(chain, into=write, on_done=lambda _: self.changed.set(), retention=retention)
         sample.load = TierLoad(load, chain, found, num_tokens)
 
     def finish(self, sample: Sample) -> dict[str, int]:

@@ -7,6 +7,10 @@ block, with the keys of segments (`quire.tiers.keys`) along each path.
     through    a segment is stored when its last block is committed
     eviction   when the first of its blocks is given up: the deepest goes first, so the others are still there
 
+A block that only requests with retention "discard" have used is stored in no tier; one that was used to be kept is
+stored so, which the tiers' own eviction respects. A use that comes after the store is made good when memory gives the
+block up, or by `flush`.
+
 What ends within a segment is stored block by block, each a value of its own: on eviction, and by `flush`, which stores
 all that is not stored yet. With sliding windows in the model policy is always "through": what lies behind a window is
 soon gone from memory, and a segment is of use only with the bytes of every group.
@@ -22,6 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from quire.cache.backend import DISCARD
 from quire.cache.events import CacheEvent
 from quire.cache.feed import EventFeed
 from quire.engine.preemption import UnitBytes
@@ -36,16 +41,20 @@ POLICIES = ("eviction", "through")
 
 
 class _Block:
-    """A full node of the cache's tree. end_key: of the whole segment that ends with it, if one does."""
+    """A full node of the cache's tree. end_key: of the whole segment that ends with it, if one does.
+
+    retention: the highest of those who have used it. stored_as: that with which it was stored, alone or in its segment;
+    -1 for not yet.
+    """
 
     __slots__ = (
         "depth",
         "end_key",
         "extra_keys",
-        "in_segment",
-        "is_single",
         "parent",
+        "retention",
         "root",
+        "stored_as",
         "tokens",
         "units",
     )
@@ -60,8 +69,8 @@ class _Block:
         self.depth: int = 1 if parent is None else parent.depth + 1
         self.units: list[int] = []
         self.end_key: bytes | None = None
-        self.in_segment = False  # a whole segment with it has been stored
-        self.is_single = False  # it has been stored by itself
+        self.retention = DISCARD
+        self.stored_as = -1
 
 
 class TierStores:
@@ -90,6 +99,8 @@ class TierStores:
         self._roots: dict[bytes, bytes] = {}
         self._namespaces: dict[bytes, bytes] = {}  # by root
         self.owner_of = owner_of
+        self.on_root: Callable[[bytes], None] = lambda _: None
+        """Called with each namespace before anything of it is stored."""
         self.feed = feed or EventFeed(cache)
         self.feed.listen(self._take)
 
@@ -111,6 +122,7 @@ class TierStores:
                 block = self._blocks.get(event.node_id)
                 if block is None:
                     continue
+                block.retention = max(block.retention, event.retention)
                 if event.reason == "evicted" or keep_forgotten:
                     self._save(block)
                 for group, unit in enumerate(event.units):
@@ -119,19 +131,23 @@ class TierStores:
                 if max(block.units) < 0:
                     del self._blocks[event.node_id]
 
-    @property
-    def namespaces(self) -> list[bytes]:
-        """Those that something was kept in."""
-        return list(self._roots)
-
     def flush(self) -> None:
         """Hands all that is not stored yet to the tiers, waiting where their queues are full."""
         self.collect()
+        self._note_uses()
         for block in sorted(self._blocks.values(), key=lambda block: block.depth):
             if block.depth % self._segment_blocks == 0:
                 self._save(block, wait=True)
         for block in sorted(self._blocks.values(), key=lambda block: -block.depth):
             self._save(block, wait=True)
+
+    def _note_uses(self) -> None:
+        """Retentions as they are in the tree now: a use that follows the store makes no event."""
+        tree = self._cache.tree()
+        highest = tree.retentions.max(axis=1, initial=DISCARD)
+        for node_id, retention in zip(tree.node_ids.tolist(), highest.tolist(), strict=True):
+            if (block := self._blocks.get(node_id)) is not None:
+                block.retention = max(block.retention, retention)
 
     def path(
         self, namespace: bytes, tokens: np.ndarray, extra_keys: tuple[tuple[int, bytes], ...] = ()
@@ -173,10 +189,12 @@ class TierStores:
             if event.namespace not in self._roots:
                 root = self._roots[event.namespace] = root_key(self._fingerprint, event.namespace)
                 self._namespaces[root] = event.namespace
+                self.on_root(event.namespace)
             keys = tuple(sorted(event.extra_keys.items()))
             block = _Block(parent, self._roots[event.namespace], event.tokens, keys)
             block.units = [-1] * self._cache.num_groups
             self._blocks[event.node_id] = block
+        block.retention = max(block.retention, event.retention)
         for group, unit in enumerate(event.units):
             if unit >= 0:
                 block.units[group] = unit
@@ -213,23 +231,24 @@ class TierStores:
 
     def _save(self, block: _Block, *, wait: bool = False) -> None:
         """Stores the segment that ends with the block, or the blocks of an unfinished one, unless that was done."""
-        if block.in_segment or block.is_single:
+        if block.retention == DISCARD or block.stored_as >= block.retention:
             return
         path = self._path(block)
         if any(min(one.units) < 0 for one in path):
             return  # a group has lost what would make it of use
         is_whole = len(path) == self._segment_blocks
         for name, blocks in self._parts(path, is_whole):
-            if is_whole or not blocks[0].is_single:
+            retention = max(one.retention for one in blocks)
+            if min(one.stored_as for one in blocks) < retention:
                 units = np.array([one.units for one in blocks]).T
                 payload = self._storage.read_units(units, len(name.tokens))
                 owner = self.owner_of(self._namespaces[name.root])
-                if self._stack.store([(name, payload)], owner=owner) == 0 and wait:
+                kept = {"owner": owner, "retention": retention}
+                if self._stack.store([(name, payload)], **kept) == 0 and wait:
                     self._stack.flush(60.0)
-                    self._stack.store([(name, payload)], owner=owner)
-        for one in path:
-            one.in_segment |= is_whole
-            one.is_single |= not is_whole
+                    self._stack.store([(name, payload)], **kept)
+                for one in blocks:
+                    one.stored_as = retention
 
     def _parts(self, path: list[_Block], is_whole: bool) -> Iterator[tuple[SegmentName, list[_Block]]]:
         names = self._names(path, whole=is_whole)

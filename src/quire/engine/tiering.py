@@ -7,7 +7,6 @@ without it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,16 +54,20 @@ class OpenTiers:
     segment_tokens: int
     block_size: int
 
-    def describe(self, name: str, namespaces: Iterable[bytes]) -> None:
-        """Has the disk cache's lists call what these namespaces hold by the model's name."""
-        if self.disk is not None:
-            try:
-                for namespace in namespaces:
-                    self.disk.describe(
-                        root_key(self.fingerprint, namespace), f"{name} {world_tag(self.fingerprint)}"
-                    )
-            except TierError as error:
-                _log.warning("the disk cache's lists lack names: %s", error)
+    def describe_roots(self, name: str) -> None:
+        """Has the disk cache's lists call what namespaces hold by the model's name, before anything of it is there.
+
+        So that who finds it later, after a crash too, knows whether it is of another model or another namespace.
+        """
+        disk, text = self.disk, f"{name} {world_tag(self.fingerprint)}"
+        if disk is None:
+            return
+
+        def describe(namespace: bytes) -> None:
+            root = root_key(self.fingerprint, namespace)
+            self.stack.queue(disk.name, "name a root", lambda: disk.describe(root, text))
+
+        self.stores.on_root = describe
 
     def close(self) -> None:
         """Stores what is not stored yet, and lets go of threads, files and connections."""

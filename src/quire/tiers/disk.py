@@ -106,6 +106,7 @@ class DiskTier:
         self._stored = threading.Condition()  # of the two above
         self._turn = threading.Lock()  # of whoever uses the writer
         self._closed = False
+        self.on_evicted: Callable[[bytes], None] = lambda _: None
         with self._opening():
             if max_bytes is not None:
                 if not self.path.is_dir():
@@ -287,6 +288,7 @@ class DiskTier:
             self._slabs = Slabs(self.path, self._index.identity, self._files)
             self._set_aside_bytes = self._files.size(self.path / _SET_ASIDE)
             self._writer = DiskWriter(self.path, self._index, self._slabs, self._set_aside_bytes)
+            self._writer.on_evicted = lambda key: self.on_evicted(key)
             self._writer.recover()
         except BaseException:
             self._index.close()

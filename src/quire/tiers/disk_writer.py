@@ -7,7 +7,7 @@ to K5 that the comments name stand there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,7 @@ class DiskWriter:
         self._slabs = slabs
         self._set_aside_bytes = set_aside_bytes
         self.num_stored = self.num_evicted = 0
+        self.on_evicted: Callable[[bytes], None] = lambda _: None
         self._set_cap(index.max_bytes())
 
     def recover(self) -> None:
@@ -165,10 +166,12 @@ class DiskWriter:
     def _make_room(self, call: StoreCall) -> bool:
         """Evicts until this value finds pages, and a few after it; False: all that is left has to stay."""
         length = pages_of(call.num_bytes)
-        while True:
-            removed = 0
+        found = False
+        victim: bytes | None = b""
+        while victim is not None:
+            removed: list[bytes] = []
             with self._index.transaction():  # durable: K2
-                while removed < _MAX_REMOVED:
+                while len(removed) < _MAX_REMOVED:
                     found = self._index.extents.fits(length) and self._index_has_room(call.info)
                     free = self._index.extents.total_bytes() - self._index.extents.used()[1]
                     victim = (
@@ -177,11 +180,17 @@ class DiskWriter:
                         else self._index.victim(call.info.retention)
                     )
                     if victim is None:
-                        self.num_evicted += removed
-                        return found
+                        break
                     self._remove(victim)
-                    removed += 1
-            self.num_evicted += removed
+                    removed.append(victim)
+            self._count_evicted(removed)
+        return found
+
+    def _count_evicted(self, keys: list[bytes]) -> None:
+        """Of a transaction that has been committed."""
+        self.num_evicted += len(keys)
+        for key in keys:
+            self.on_evicted(key)
 
     def _spare(self, length: int) -> int:
         """Free bytes to leave behind when something is evicted: one sync then serves several stores."""

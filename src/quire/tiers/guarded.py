@@ -217,6 +217,10 @@ class GuardedTier:
             self._refused = key
             self.count("refused")
 
+    def queue(self, operation: str, job: Callable[[], Any]) -> None:
+        """Something else to be done with the tier, behind the stores that wait and before those that come."""
+        self.writer.submit(lambda: self._guard(operation, job))
+
     def evict(self, keys: Sequence[bytes]) -> None:
         """Queues the removal of values, behind the stores that wait."""
         self.writer.submit(lambda: self._evict_now(keys))

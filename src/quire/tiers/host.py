@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,6 +50,7 @@ class HostTier:
         self._evictable: list[tuple[int, int, bytes]] = []
         self._num_uses = 0
         self._stats = TierStats(0, 0)
+        self.on_evicted: Callable[[bytes], None] = lambda _: None
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -141,6 +142,7 @@ class HostTier:
                 return False
             self._remove(key)
             self._add(evicted=1)
+            self.on_evicted(key)
         return True
 
     def _next_to_go(self, retention: int) -> bytes | None:

@@ -91,6 +91,7 @@ class RemoteTier:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"hits": 0, "misses": 0, "stored": 0, "failures": 0}
         self._closed = False
+        self.on_evicted: Callable[[bytes], None] = lambda _: None  # the server does not say
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._exchange("a look-up"):

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,8 @@ from quire.tiers.transfer import Load, Lookup
 from quire.tiers.workers import Workers
 
 __all__ = ["StackStats", "TierStack"]
+
+_MAX_LOSSES = 65536  # values given up by tiers that are remembered
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,9 @@ class TierStack:
         self._tiers = [GuardedTier(tier, min(workers, 1), max_bytes_in_flight, clock) for tier in tiers]
         self._readers = Workers("quire-tiers", workers)
         self._lock = threading.Lock()
+        self._losses: OrderedDict[bytes, dict[str, float]] = OrderedDict()  # when which tier gave a value up
+        for tier in tiers:
+            tier.on_evicted = partial(self._note_loss, tier.name)
         self._running: set[Load | Lookup] = set()
         self._num_lookups = 0
         self._num_loads = 0
@@ -152,7 +158,7 @@ class TierStack:
 
         into(index, payload): takes each one, in order, in a thread of the stack (X2 says until when); the payload is
         uint8, read-only, and valid while referred to. Without it they are kept in `Load.payloads`. retention, owner: of
-        what is promoted. Loads under way take turns by segment.
+        what is promoted; with retention 0 (discard) nothing is. Loads under way take turns by segment.
         """
         load = Load(chain, self.shape.bytes_per_token, into, self._ended, on_done)
         with self._lock:
@@ -166,6 +172,15 @@ class TierStack:
         for tier in self._tiers:
             tier.evict(tuple(keys))
 
+    def queue(self, tier: str, operation: str, job: Callable[[], object]) -> None:
+        """Has a tier's own thread do something behind what is queued to be stored there, and before what comes.
+
+        operation: for the log, where it fails.
+        """
+        for one in self._tiers:
+            if one.name == tier:
+                one.queue(operation, job)
+
     def estimate_seconds(self, num_bytes: int, tier: str | None = None) -> float:
         """How long a load of so many bytes of payload is expected to take from a tier (None: the slowest measured).
 
@@ -173,6 +188,24 @@ class TierStack:
         """
         expected = [one.seconds(num_bytes) for one in self._tiers if tier in (None, one.name)]
         return max((seconds for seconds in expected if seconds is not None), default=0.0)
+
+    def losses(self, keys: Sequence[bytes]) -> dict[str, float]:
+        """Which tiers have given one of these values up, and how many seconds ago the last of them; bounded memory."""
+        found: dict[str, float] = {}
+        now = self._clock()
+        with self._lock:
+            for key in keys:
+                for tier, at in self._losses.get(key, {}).items():
+                    found[tier] = min(found.get(tier, now - at), now - at)
+        return found
+
+    def _note_loss(self, tier: str, key: bytes) -> None:
+        now = self._clock()
+        with self._lock:
+            self._losses.setdefault(key, {})[tier] = now
+            self._losses.move_to_end(key)
+            if len(self._losses) > _MAX_LOSSES:
+                self._losses.popitem(last=False)
 
     def stats(self) -> StackStats:
         """Counts of every tier; no round trip to a server."""
@@ -251,7 +284,7 @@ class TierStack:
                     return
                 if not fetched.was_queued:
                     tier.loaded(fetched.payload.nbytes, self._clock() - started)
-                if self._promote and depth:
+                if self._promote and depth and retention:
                     info = name.info(retention=retention, owner=owner)
                     outgoing = Outgoing(name, info, fetched.payload, fetched.make, fetched.num_bytes)
                     for above in self._tiers[:depth]:

@@ -14,7 +14,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +74,10 @@ class Tier(Protocol):
 
     name: str
     """"host", "disk" or "remote"."""
+
+    on_evicted: Callable[[bytes], None]
+    """Called with the key of each value that the tier gives up for want of room, as far as it knows; does nothing at
+    first. In any thread, with locks held: it has to be quick, and not to call the tier."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these values are there, in one round trip. Counts as no use of them."""
