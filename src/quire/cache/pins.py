@@ -205,6 +205,13 @@ class Pins:
                     pin.expires_at = self.now() + pin.ttl_s
         self._note_expiry()
 
+    def prolong(self, pin: Pin, ttl_s: float) -> None:
+        """Has it live for that long from now on, where its own time would be over before; one without end stays so."""
+        end = self.now() + ttl_s
+        if pin.expires_at is not None and pin.expires_at < end:
+            pin.ttl_s, pin.expires_at = ttl_s, end
+            self._note_expiry()
+
     def units_shared(
         self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> int:

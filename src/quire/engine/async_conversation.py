@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.tenants import Retention
 from quire.engine.transcript import Transcript
 from quire.errors import ArgumentError
 
@@ -22,9 +24,17 @@ __all__ = ["AsyncConversation"]
 class AsyncConversation:
     """Made by `AsyncEngine.conversation`, `AsyncEngine.resume` and `fork`. V1 and V2 of `conversation` hold."""
 
-    def __init__(self, engine: AsyncEngine, transcript: Transcript) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        transcript: Transcript,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
         self._engine = engine
         self._transcript = transcript
+        self._whose: dict[str, Any] = {"tenant": tenant, "cache_salt": cache_salt}
         self._output: RequestOutput | None = None  # of the turn under way, so far
         self._turn: str | None = None
         self._closed = False
@@ -44,7 +54,12 @@ class AsyncConversation:
         return len(self)
 
     async def generate(
-        self, params: SamplingParams | None = None, *, priority: int = 0, request_id: str | None = None
+        self,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        retention: Retention = "normal",
     ) -> AsyncGenerator[RequestOutput, None]:
         """The model's turn as it grows. What has come is appended when it ends, or when the iterator is closed before.
 
@@ -66,6 +81,8 @@ class AsyncConversation:
             priority=priority,
             namespace=transcript.namespace,
             extra_keys=transcript.extra_keys,
+            retention=retention,
+            **self._whose,
         )
         try:
             async with aclosing(outputs):
@@ -82,28 +99,33 @@ class AsyncConversation:
     def fork(self) -> AsyncConversation:
         """Another one, the same so far, that goes on by itself; during a turn, with what was shown of the answer."""
         self._require_open()
-        return AsyncConversation(self._engine, self._now())
+        return AsyncConversation(self._engine, self._now(), **self._whose)
 
     async def rewind(self, position: int) -> int:
         """See `Conversation.rewind`."""
         self._require_rest()
         transcript = self._transcript.rewound(position)
-        cache = self._engine.llm.cache
-        found = await self._engine.between_steps(
-            lambda: cache.match(
-                transcript.token_ids, namespace=transcript.namespace, extra_keys=transcript.extra_keys
-            )
-        )
+        llm = self._engine.llm
+
+        def num_found() -> int:
+            tokens = transcript.token_ids
+            where = {"namespace": transcript.namespace, "extra_keys": transcript.extra_keys}
+            place = llm.engine.tenants.place(tokens, **self._whose, **where)
+            return llm.cache.match(tokens, namespace=place.namespace, extra_keys=place.extra_keys).num_tokens
+
+        found = await self._engine.between_steps(num_found)
         self._transcript = transcript
-        return found.num_tokens
+        return found
 
     async def snapshot(self, name: str, *, overwrite: bool = False) -> Snapshot:
         """See `Conversation.snapshot`; steps go on meanwhile."""
         self._require_rest()
+        transcript, tenants = self._transcript, self._engine.llm.engine.tenants
+        own = tenants.namespace_of(**self._whose, base=transcript.namespace)
         return await asyncio.to_thread(
             self._engine.llm._snapshots().save,
             name,
-            self._transcript,
+            replace(transcript, namespace=own),
             overwrite=overwrite,
             in_engine=lambda function: self._engine.submit_between_steps(function).result(),
         )

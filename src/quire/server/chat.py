@@ -49,7 +49,7 @@ async def chat_completions(
     params = _params(body, service)
     text = render(service.tokenizer, body.messages, service.settings.limits, tools)
     prompt = await service.encode(text, add_special_tokens=False)
-    service.check(prompt, params)
+    service.check(tenant, body, prompt, params)
     service.admit(tenant, 1)
     one = _Writer(body, service, params, form_of(service.tokenizer) if tools else None)
     if body.stream:
