@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire import Cache, KVSpec
-from quire.cache.unit_map import CACHED, FREE, HELD, LEASED
+from quire.cache.unit_map import CACHED, FREE, HELD, LEASED, PINNED
 from quire.server.window.prefix_summary import Births, summarize
 from quire.server.window.snapshot import MAX_CELLS, runs_of, state_cells
 from quire.spec import LayerSpec, Retention
@@ -19,16 +19,16 @@ SPEC = KVSpec(layers=(LayerSpec(Retention(), 1, 8, 8),))
 
 @pytest.mark.parametrize("num_units", [1, 341, MAX_CELLS, MAX_CELLS + 1, 100_003])
 def test_cells_tell_shares_of_their_units(num_units: int) -> None:
-    states = np.random.default_rng(num_units).integers(0, 5, num_units).astype(np.uint8)
+    states = np.random.default_rng(num_units).integers(0, 6, num_units).astype(np.uint8)
     told = state_cells(states)
-    cells = np.frombuffer(base64.b64decode(told["cells"]), np.uint8).reshape(-1, 3)
+    cells = np.frombuffer(base64.b64decode(told["cells"]), np.uint8).reshape(-1, 4)
     assert len(cells) <= MAX_CELLS
     assert told["units"] == num_units
     size = told["per_cell"]
     assert len(cells) == -(-num_units // size)
     for cell in {0, len(cells) // 2, len(cells) - 1}:
         inside = states[cell * size : (cell + 1) * size].tolist()
-        for column, state in enumerate((CACHED, HELD, LEASED)):
+        for column, state in enumerate((CACHED, HELD, LEASED, PINNED)):
             share = 255 * inside.count(state) / len(inside)
             assert share <= cells[cell, column] < share + 1
 
@@ -37,7 +37,7 @@ def test_one_held_unit_of_many_shows() -> None:
     states = np.full(1_000_000, FREE, np.uint8)
     states[77] = HELD
     told = state_cells(states)
-    cells = np.frombuffer(base64.b64decode(told["cells"]), np.uint8).reshape(-1, 3)
+    cells = np.frombuffer(base64.b64decode(told["cells"]), np.uint8).reshape(-1, 4)
     assert (cells[:, 1] > 0).sum() == 1
 
 

@@ -25,7 +25,7 @@ from quire.cache.memory_use import MemoryUse
 from quire.cache.pins import Pins
 from quire.cache.report import report
 from quire.cache.tree_view import TreeView
-from quire.cache.unit_map import UnitContent, UnitMap
+from quire.cache.unit_map import PINNED, UnitContent, UnitMap
 from quire.cache.units import max_tokens_for, num_units_for
 from quire.errors import ArgumentError, SequenceClosedError
 from quire.sizes import format_size, parse_size
@@ -431,6 +431,9 @@ class Cache:
     def unit_map(self) -> UnitMap:
         """The state of every unit and whose content it has, for looking on. O(units + nodes)."""
         states, namespace_index = self._manager.unit_map()
+        if len(self.pins):
+            states = states.copy()
+            states[self.pins.units] = PINNED
         return UnitMap(states, namespace_index, self._manager.namespaces())
 
     def content_of(self, unit: int) -> UnitContent | None:

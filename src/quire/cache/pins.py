@@ -95,6 +95,11 @@ class Pins:
         """Distinct units that pins refer to."""
         return len(self._num_references)
 
+    @property
+    def units(self) -> Int32Array:
+        """Those units."""
+        return np.fromiter(self._num_references, np.int32, len(self._num_references))
+
     def units_of(self, account: int) -> int:
         """Those referred to by the pins of one account, a unit once for each of its pins."""
         return self._by_account[account]

@@ -35,7 +35,7 @@ class AsyncConversation:
         self._engine = engine
         self._transcript = transcript
         self._whose: dict[str, Any] = {"tenant": tenant, "cache_salt": cache_salt}
-        self._output: RequestOutput | None = None  # of the turn under way, so far
+        self._answer: list[int] = []  # of the turn under way, so far
         self._turn: str | None = None
         self._closed = False
 
@@ -60,6 +60,7 @@ class AsyncConversation:
         priority: int = 0,
         request_id: str | None = None,
         retention: Retention = "normal",
+        deltas: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The model's turn as it grows. What has come is appended when it ends, or when the iterator is closed before.
 
@@ -73,7 +74,7 @@ class AsyncConversation:
                 f"expected n=1 for a conversation's turn, got n={params.n}; fork it for several answers"
             )
         transcript, name = self._transcript, request_id or self._engine._new_id()
-        self._turn, self._output = name, None
+        self._turn, self._answer = name, []
         outputs = self._engine.generate(
             transcript.token_ids,
             params,
@@ -82,19 +83,24 @@ class AsyncConversation:
             namespace=transcript.namespace,
             extra_keys=transcript.extra_keys,
             retention=retention,
+            deltas=deltas,
             **self._whose,
         )
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    self._output = output
+                    token_ids = output.outputs[0].token_ids
+                    if deltas:
+                        self._answer += token_ids
+                    else:
+                        self._answer = token_ids
                     yield output
         except Exception:
-            self._output = None
+            self._answer = []
             raise
         finally:
             self._transcript = self._now()
-            self._turn = self._output = None
+            self._turn, self._answer = None, []
 
     def fork(self) -> AsyncConversation:
         """Another one, the same so far, that goes on by itself; during a turn, with what was shown of the answer."""
@@ -137,9 +143,7 @@ class AsyncConversation:
         self._closed = True
 
     def _now(self) -> Transcript:
-        if self._output is None or self._output.error is not None:
-            return self._transcript
-        return self._transcript.continued(self._output.outputs[0].token_ids)
+        return self._transcript.continued(self._answer) if self._answer else self._transcript
 
     def _require_open(self) -> None:
         if self._closed:

@@ -111,4 +111,5 @@ async def _serve(llm: LLM, settings: ServerSettings, listener: socket.socket) ->
         await server.serve(sockets=[listener])
     finally:
         draining.cancel()
+        service.conversations.close()
         await asyncio.to_thread(engine.close)

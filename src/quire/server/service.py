@@ -24,6 +24,7 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError, CapacityError
+from quire.server.conversation_store import Conversations
 from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
 from quire.server.schemas.common import SamplingBody
@@ -59,6 +60,14 @@ class Answer:
             finish_reasons=[None] * n,
         )
 
+    @classmethod
+    async def gather(cls, generated: AsyncGenerator[RequestOutput], n: int) -> Answer:
+        answer = cls.of(n)
+        async with aclosing(generated) as outputs:
+            async for output in outputs:
+                answer.add(output)
+        return answer
+
     def add(self, output: RequestOutput) -> None:
         self.num_prompt_tokens = len(output.prompt_token_ids)
         self.num_cached_tokens = output.num_cached_tokens
@@ -84,6 +93,7 @@ class Service:
         self.metrics = Metrics(self.model_name)
         self.num_open = 0
         self.draining = False
+        self.conversations = Conversations(settings.limits.max_conversations)
         self._open_of: dict[str, int] = {}
         self._recent: dict[str, deque[float]] = {}
         tenants = [*settings.tenants, *settings.keys.tenants]
@@ -244,11 +254,7 @@ class Service:
 
     async def answer(self, tenant: Tenant, body: SamplingBody, prompt: Any, params: SamplingParams) -> Answer:
         """The whole answer to one prompt."""
-        answer = Answer.of(params.n)
-        async with aclosing(self.outputs(tenant, body, prompt, params)) as outputs:
-            async for output in outputs:
-                answer.add(output)
-        return answer
+        return await Answer.gather(self.outputs(tenant, body, prompt, params), params.n)
 
     async def answers(
         self, tenant: Tenant, body: SamplingBody, prompts: Sequence[Any], params: SamplingParams

@@ -17,7 +17,7 @@ from quire.server.window.snapshot import runs_of, table_of
 
 __all__ = ["readable", "sequence_details", "unit_details"]
 
-_STATES = ("free", "cached", "held", "leased", "given up")
+_STATES = ("free", "cached", "held", "leased", "given up", "pinned")
 _MAX_TOKENS = 2048  # of those before the unit
 _MAX_HOLDERS = 64
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.tree_view import TreeView
-from quire.cache.unit_map import CACHED, HELD, LEASED, UnitMap
+from quire.cache.unit_map import CACHED, HELD, LEASED, PINNED, UnitMap
 from quire.engine.llm import LLM
 from quire.engine.request import Sample
 from quire.server.tenants import name_of_owner
@@ -36,7 +36,7 @@ _MAX_TENANTS = 14  # with a colour of their own
 _NOBODY = 255
 
 _COUNTS = (
-    "num_blocks", "free", "cached", "held", "leased", "num_running", "num_waiting", "num_finished_requests",
+    "num_blocks", "free", "cached", "held", "leased", "pinned", "num_running", "num_waiting", "num_finished_requests",
     "num_preemptions", "evicted_blocks", "copied_blocks", "deduplicated_blocks", "num_steps",
 )  # fmt: skip
 
@@ -149,7 +149,7 @@ class Painter:
         stats, at = snapshot.stats, snapshot.at
         if snapshot.committed_bytes is not None:
             self._committed_bytes = snapshot.committed_bytes
-        used_units = stats["held"] + stats["leased"]
+        used_units = stats["held"] + stats["leased"] + stats["pinned"]
         return {
             "at": round(at, 3),
             "unit": snapshot.unit,
@@ -247,12 +247,13 @@ class _Recent:
 
 
 def state_cells(states: NDArray[np.uint8]) -> dict[str, Any]:
-    """The map: for each cell the shares of its units that are cached, held and leased, 0 .. 255, three bytes a cell."""
+    """The map: for each cell the shares of its units that are cached, held, leased and pinned, 0 .. 255, four bytes
+    a cell."""
     per_cell, num_cells = _cells(len(states))
-    cells = np.empty((num_cells, 3), np.uint8)
+    cells = np.empty((num_cells, 4), np.uint8)
     sizes = np.full(num_cells, per_cell)
     sizes[-1] = len(states) - per_cell * (num_cells - 1)
-    for column, state in enumerate((CACHED, HELD, LEASED)):
+    for column, state in enumerate((CACHED, HELD, LEASED, PINNED)):
         # Rounded up, so that one unit of many shows.
         cells[:, column] = -(-_per_cell(states == state, per_cell) * 255 // sizes)
     return {"units": len(states), "per_cell": per_cell, "cells": _base64(cells)}
