@@ -33,7 +33,7 @@ def call(url: str, method: str, path: str, body: Any = None, status: int = 200, 
     answer = httpx.request(method, f"{url}/admin/{path}", json=body, headers=headers, timeout=60)
     assert answer.status_code == status, answer.text
     is_json = answer.headers.get("content-type", "").startswith("application/json")
-    return answer.json() if is_json else answer.text
+    return answer.json() if is_json and answer.content else answer.text
 
 
 def cached(url: str, prompt: Any = None, **headers: str) -> int:

@@ -91,8 +91,10 @@ def test_messages_go_through_the_chat_template(client: Client, llm: LLM) -> None
     assert answer["choices"][0]["message"] == whole["choices"][0]["message"]
     client.turn(name, messages=[{"role": "user", "content": "More"}])
     text = client("GET", f"conversations/{name}")["text"]
-    said = answer["choices"][0]["message"]["content"]
-    assert text.startswith(f"system: Be brief.\nuser: Hi\nassistant:{said}\nuser: More\nassistant:")
+    said = {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+    asked += [said, {"role": "user", "content": "More"}]
+    prompt = llm.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert text.startswith(prompt)
     client.turn(name, 400, text="x", messages=[{"role": "user", "content": "x"}])
 
 
@@ -208,7 +210,8 @@ class Slow:
 def test_one_turn_at_a_time_and_what_has_come_stays(client: Client, url: str, llm: LLM) -> None:
     name = client.make(text="def f(")
     before, second = client.tokens(name), Client(url)
-    with Slow(client, name):
+    with Slow(client, name) as lines:
+        assert lines is not None  # kept: httpx closes a stream whose lines nobody has
         assert second.turn(name, 409, text="x")["error"]["code"] == "conflict"
         second("POST", f"conversations/{name}/rewind", {"position": 0}, 409)
         branch = second("POST", f"conversations/{name}/fork", status=201)
