@@ -30,14 +30,14 @@ from quire import LLM, AsyncEngine, SamplingParams
 from quire.server.app import make_app
 from quire.server.run import bind
 from quire.server.settings import ServerSettings
-from quire.server.tenants import Tenant
+from quire.server.tenants import ANYBODY, Tenant, install
 
 
 @contextmanager
 def serving(llm: LLM) -> Iterator[tuple[str, AsyncEngine, Any, asyncio.AbstractEventLoop]]:
     listener = bind("127.0.0.1", 0)
     engine = AsyncEngine(llm)
-    app = make_app(engine, ServerSettings())
+    app = make_app(engine, ServerSettings(tenants=(ANYBODY, *TENANTS)))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(
@@ -53,6 +53,9 @@ def serving(llm: LLM) -> Iterator[tuple[str, AsyncEngine, Any, asyncio.AbstractE
         thread.join(15)
         engine.close()
         listener.close()
+
+
+TENANTS = [Tenant(f"tenant-{number}") for number in range(8)]
 
 
 class Watcher:
@@ -84,12 +87,13 @@ class Watcher:
 def fill(llm: LLM, share: float) -> None:
     """Prefixes of 8 tenants, each behind one of 32 beginnings, until `share` of the blocks are cached."""
     rng, cache = np.random.default_rng(0), llm.cache
+    install(llm, TENANTS)
     heads = [[rng.integers(0, 500, 128).astype(np.int32) for _ in range(32)] for _ in range(8)]
     while cache.stats()["free"] > (1 - share) * cache.num_blocks:
         tenant = int(rng.integers(0, 8))
         tail = rng.integers(0, 500, int(rng.integers(64, 512))).astype(np.int32)
         tokens = np.concatenate([heads[tenant][int(rng.integers(0, 32))], tail])
-        sequence = cache.open(tokens, namespace=Tenant(f"tenant-{tenant}").namespace(None))
+        sequence = cache.open(tokens, namespace=llm.engine.tenants.namespace(TENANTS[tenant].name))
         if cache.reserve([sequence], [len(tokens) - sequence.num_computed_tokens]) is None:
             cache.close(sequence)
             break

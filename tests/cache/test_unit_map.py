@@ -9,14 +9,20 @@ from support.cache_case import BACKENDS, FULL, advance, compute, make, prompt, s
 from quire import Cache
 from quire.cache.arena import Arena
 from quire.cache.row_cache import RowCache
-from quire.cache.unit_map import CACHED, FREE, GIVEN_UP, HELD, LEASED
+from quire.cache.unit_map import CACHED, FREE, GIVEN_UP, HELD, LEASED, PINNED
 from quire.errors import ArgumentError
 from quire.spec import Retention
 
 
 def check_against_counts_and_tree(cache: Cache) -> None:
     found, stats, tree = cache.unit_map(), cache.stats(), cache.tree()
-    for state, name in ((FREE, "free"), (CACHED, "cached"), (HELD, "held"), (LEASED, "leased")):
+    for state, name in (
+        (FREE, "free"),
+        (CACHED, "cached"),
+        (HELD, "held"),
+        (LEASED, "leased"),
+        (PINNED, "pinned"),
+    ):
         assert int((found.states == state).sum()) == stats[name], name
     assert len(found.states) == cache.num_block_ids
     assert int((found.states == GIVEN_UP).sum()) == cache.num_block_ids - cache.num_blocks
@@ -26,6 +32,21 @@ def check_against_counts_and_tree(cache: Cache) -> None:
         there = tree.units[:, group] >= 0
         expected[tree.units[there, group]] = tree.namespace_index[there]
     assert np.array_equal(found.namespace_index, expected)
+
+
+def test_what_is_pinned_is_so_whoever_else_holds_it(backend: str) -> None:
+    cache = make(backend, num_blocks=16)
+    tokens = prompt(9, seed=2)
+    store(cache, tokens, namespace=b"b")
+    pin = cache.pins.add(tokens, namespace=b"b")
+    reader = cache.open([*tokens, 1, 2], namespace=b"b")
+    found = cache.unit_map()
+    assert sorted(np.flatnonzero(found.states == PINNED).tolist()) == sorted(pin.units)
+    assert found.states[reader.block_table()[0]] == PINNED
+    check_against_counts_and_tree(cache)
+    cache.pins.remove(pin)
+    assert cache.unit_map().states[reader.block_table()[0]] == HELD
+    check_against_counts_and_tree(cache)
 
 
 def test_states_and_contents(backend: str) -> None:

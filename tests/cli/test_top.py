@@ -106,12 +106,13 @@ def test_names_from_clients_move_no_cursor_and_are_no_markup() -> None:
         "model": "m",
         "unit": "block",
         "counts": dict.fromkeys(
-            ("free", "cached", "held", "leased", "num_running", "num_waiting", "num_preemptions", "evicted_blocks"), 1
+            ("free", "cached", "held", "leased", "pinned", "num_running", "num_waiting", "num_preemptions",
+             "evicted_blocks"), 1
         )
         | {"num_blocks": 4},
         "rates": {"generated_per_s": 1.0, "first_token_s": None, "hit_rate": 0.5},
         "memory": {"used": 1, "cached": 1, "total": 4, "tiers": []},
-        "map": {"cells": base64.b64encode(bytes(12)).decode()},
+        "map": {"cells": base64.b64encode(bytes(16)).decode()},
         "sequences": [
             {"id": "\x1b[2J[red]x", "tenant": "t", "computed": 1, "tokens": 2, "cached": 0, "blocks": 1,
              "age": 1.0, "runs": [[0, 1]]}

@@ -113,6 +113,19 @@ def test_time_tells_nothing_of_what_another_tenant_has() -> None:
     assert statistics.median(own) < statistics.median(times[True]) / 2, "a hit could have been told"
 
 
+def test_salts_without_end_are_forgotten_with_their_content() -> None:
+    engine = fake()
+    add(engine, "alice")
+    tenants, prompt = engine.engine.tenants, tokens_of(1, 20)
+    place = tenants.place(np.array(prompt), tenant="alice", cache_salt="kept")
+    sequence = engine.cache.open(prompt, namespace=place.namespace)
+    for i in range(20_000):
+        tenants.place(np.array(prompt), tenant="alice", cache_salt=f"salt {i}")
+    assert len(tenants.namespaces_of(None)) <= 4097
+    assert tenants.owner_of(place.namespace) == tenants.owner_of(tenants.namespace("alice")) == "alice"
+    engine.cache.close(sequence)
+
+
 def test_a_namespace_comes_from_the_secret_and_not_from_the_request() -> None:
     engine, other = FakeEngine(), FakeEngine()
     mine = Tenants(engine.cache, engine.engine.share, SECRET)

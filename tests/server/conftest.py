@@ -42,6 +42,8 @@ def small_server(small_llm: LLM) -> Iterator[tuple[str, object]]:
     """A server that has nothing under way, and holds no block, when its module's tests have ended."""
     with running(small_llm, ServerSettings()) as (url, app):
         yield url, app
+        for pin in small_llm.pins:
+            small_llm.unpin(pin)
         end = time.monotonic() + 10
         while app.state.service.num_open or not is_idle(small_llm):
             assert time.monotonic() < end, "requests or blocks are left"

@@ -16,6 +16,7 @@ GOOD = """
 kv_memory = "64MiB"
 [server]
 port = 9000
+tenant_secret = "env:QUIRE_TEST_SECRET"
 max_waiting = 7
 admin_key = "env:QUIRE_TEST_ADMIN"
 [[tenants]]
@@ -37,6 +38,7 @@ def write(tmp_path: Path, text: str) -> str:
 
 def test_a_file_and_flags_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_TEST_ADMIN", "secret-admin")
+    monkeypatch.setenv("QUIRE_TEST_SECRET", "sixteen bytes and more")
     settings, model = load_config(write(tmp_path, GOOD), {"port": 9001, "host": None})
     assert (settings.host, settings.port, settings.limits.max_waiting) == ("127.0.0.1", 9001, 7)
     assert model == {"kv_memory": "64MiB"}
@@ -55,6 +57,8 @@ def test_a_file_and_flags_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert settings.keys.find("clear-ke") is None
     assert "clear-key" not in repr(settings)
     assert "secret-admin" not in repr(settings)
+    assert settings.tenant_secret == b"sixteen bytes and more"
+    assert "sixteen bytes" not in repr(settings)
 
 
 def test_key_file(tmp_path: Path) -> None:
@@ -74,6 +78,8 @@ def test_key_file(tmp_path: Path) -> None:
         ("[server]\nport = 70000", "65535"),
         ("[server]\nmax_n = 0", "max_n"),
         ("[server]\nmax_n = true", "bool"),
+        ("[server]\ntenant_secret = 'short'", "16 bytes"),
+        ("[server]\ntenant_secret = 'env:QUIRE_NOT_SET'", "QUIRE_NOT_SET"),
         ("[[tenants]]\nname = 'a'", "keys"),
         ("[[tenants]]\nname = 'a'\nkeys = ['x']\nquota = 'much'", "quota"),
         ("[[tenants]]\nname = 'a'\nkeys = ['x']\nqouta = 1", "qouta"),

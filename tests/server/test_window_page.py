@@ -159,14 +159,17 @@ def test_the_map_as_a_table_says_what_the_cache_counts(page: Any, url: str, llm:
     llm.cache.reset()
     complete(url, "Counted in a table for those who do not see the map.")
     page.find_element(By.TAG_NAME, "summary").click()
+    pin = llm.pin("Counted in a table for those who do not see the map.", compute=False)
     stats = llm.cache.stats()
-    wanted = {name: str(stats[name]) for name in ("cached", "held", "leased")}
+    wanted = {name: str(stats[name]) for name in ("cached", "held", "leased", "pinned")}
 
     def told() -> dict[str, str]:
         return {row[0]: row[1] for row in cells_of(page, "#map-table")}
 
     until(lambda: wanted.items() <= told().items())
-    assert told()["tenant default"] == wanted["cached"]
+    assert told()["tenant default"] == str(stats["cached"] + stats["pinned"])
+    assert wanted["pinned"] != "0"
+    llm.unpin(pin)
 
 
 def test_the_prefix_tree_leads_to_tokens(page: Any, url: str, llm: Any) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from quire import Cache, KVSpec
-from quire.cache.unit_map import CACHED, FREE, HELD, LEASED
-from quire.server.tenants import Tenant, tenant_of_namespace
+from quire.cache.unit_map import CACHED, FREE, HELD, LEASED, PINNED
 from quire.server.window.prefix_summary import Births, summarize
 from quire.server.window.snapshot import MAX_CELLS, runs_of, state_cells
 from quire.spec import LayerSpec, Retention
@@ -20,16 +19,16 @@ SPEC = KVSpec(layers=(LayerSpec(Retention(), 1, 8, 8),))
 
 @pytest.mark.parametrize("num_units", [1, 341, MAX_CELLS, MAX_CELLS + 1, 100_003])
 def test_cells_tell_shares_of_their_units(num_units: int) -> None:
-    states = np.random.default_rng(num_units).integers(0, 5, num_units).astype(np.uint8)
+    states = np.random.default_rng(num_units).integers(0, 6, num_units).astype(np.uint8)
     told = state_cells(states)
-    cells = np.frombuffer(base64.b64decode(told["cells"]), np.uint8).reshape(-1, 3)
+    cells = np.frombuffer(base64.b64decode(told["cells"]), np.uint8).reshape(-1, 4)
     assert len(cells) <= MAX_CELLS
     assert told["units"] == num_units
     size = told["per_cell"]
     assert len(cells) == -(-num_units // size)
     for cell in {0, len(cells) // 2, len(cells) - 1}:
         inside = states[cell * size : (cell + 1) * size].tolist()
-        for column, state in enumerate((CACHED, HELD, LEASED)):
+        for column, state in enumerate((CACHED, HELD, LEASED, PINNED)):
             share = 255 * inside.count(state) / len(inside)
             assert share <= cells[cell, column] < share + 1
 
@@ -38,7 +37,7 @@ def test_one_held_unit_of_many_shows() -> None:
     states = np.full(1_000_000, FREE, np.uint8)
     states[77] = HELD
     told = state_cells(states)
-    cells = np.frombuffer(base64.b64decode(told["cells"]), np.uint8).reshape(-1, 3)
+    cells = np.frombuffer(base64.b64decode(told["cells"]), np.uint8).reshape(-1, 4)
     assert (cells[:, 1] > 0).sum() == 1
 
 
@@ -51,12 +50,6 @@ def test_runs() -> None:
     assert back == table.tolist()
 
 
-def test_a_namespace_tells_its_tenant_and_never_the_salt() -> None:
-    assert tenant_of_namespace(Tenant("åsa").namespace("s3cret")) == "åsa"
-    assert tenant_of_namespace(Tenant("tenant").namespace(None)) == "tenant"
-    assert tenant_of_namespace(b"") == tenant_of_namespace(b"tenant") == tenant_of_namespace(b"other") == "-"
-
-
 def store(cache: Cache, tokens: list[int], namespace: bytes = b"") -> None:
     sequence = cache.open(tokens, namespace=namespace)
     assert cache.reserve([sequence], [len(tokens) - sequence.num_computed_tokens]) is not None
@@ -66,19 +59,22 @@ def store(cache: Cache, tokens: list[int], namespace: bytes = b"") -> None:
 
 def test_rows_of_a_tree() -> None:
     cache = Cache(SPEC, num_blocks=64, block_size=4)
-    name = Tenant("alice").namespace("salt")
+    name = b"of alice, with a salt"
     store(cache, [1] * 8 + [2] * 8, name)
     store(cache, [1] * 8 + [3] * 4, name)
-    store(cache, [9] * 4, Tenant("bob").namespace(None))
-    found = summarize(cache.tree(), Births(), 0.0)
+    store(cache, [9] * 4, b"of bob")
+    store(cache, [7], b"of nobody")
+    found = summarize(cache.tree(), {name: "alice", b"of bob": "bob", b"of nobody": ""}, Births(), 0.0)
     told = [(row["level"], row["tenant"], row["blocks"], row["tokens"], row["size"]) for row in found["rows"]]
     assert told == [
         (0, "alice", 2, 8, 20),
         (1, "alice", 2, 8, 8),
         (1, "alice", 1, 4, 4),
         (0, "bob", 1, 4, 4),
+        (0, "default", 1, 1, 1),
     ]
-    assert (found["nodes"], found["hidden"]) == (6, 0)
+    assert (found["nodes"], found["hidden"]) == (7, 0)
+    assert "salt" not in str(found["rows"])
     assert all(row["cached"] == row["blocks"] for row in found["rows"])
 
 
@@ -88,9 +84,9 @@ def test_rows_of_a_random_tree(seed: int) -> None:
     cache = Cache(SPEC, num_blocks=4096, block_size=2)
     for _ in range(300):
         tokens = rng.integers(0, 3, rng.integers(1, 24)).tolist()
-        store(cache, tokens, Tenant(f"t{rng.integers(0, 3)}").namespace(None))
+        store(cache, tokens, b"%d" % rng.integers(0, 3))
     tree = cache.tree()
-    found = summarize(tree, Births(), 0.0)
+    found = summarize(tree, {}, Births(), 0.0)
     rows = found["rows"]
     assert len(rows) <= 200
     assert sum(row["blocks"] for row in rows) + found["hidden"] == found["nodes"] == len(tree)
@@ -124,7 +120,7 @@ def test_rows_of_a_random_tree(seed: int) -> None:
 
 def test_an_empty_tree_has_no_rows() -> None:
     cache = Cache(SPEC, num_blocks=4, block_size=2)
-    assert summarize(cache.tree(), Births(), 0.0) == {"rows": [], "nodes": 0, "hidden": 0}
+    assert summarize(cache.tree(), {}, Births(), 0.0) == {"rows": [], "nodes": 0, "hidden": 0}
 
 
 def test_ages_from_looking_now_and_then() -> None:

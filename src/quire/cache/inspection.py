@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cache import arguments
 from quire.cache.events import CacheEvents
 from quire.cache.tree_view import TreeView
-from quire.cache.unit_map import UnitContent, UnitMap
+from quire.cache.unit_map import PINNED, UnitContent, UnitMap
 from quire.errors import ArgumentError, SequenceClosedError
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ class InspectedCache:
     def unit_map(self) -> UnitMap:
         """The state of every unit and whose content it has, for looking on. O(units + nodes)."""
         states, namespace_index = self._manager.unit_map()
+        if len(self.pins):
+            states = states.copy()
+            states[self.pins.units] = PINNED
         return UnitMap(states, namespace_index, self._manager.namespaces())
 
     def content_of(self, unit: int) -> UnitContent | None:

@@ -95,6 +95,11 @@ class Pins:
         """Distinct units that pins refer to."""
         return len(self._num_references)
 
+    @property
+    def units(self) -> Int32Array:
+        """Those units."""
+        return np.fromiter(self._num_references, np.int32, len(self._num_references))
+
     def units_of(self, account: int) -> int:
         """Those referred to by the pins of one account, a unit once for each of its pins."""
         return self._by_account[account]
@@ -197,6 +202,13 @@ class Pins:
                 if pin.ttl_s is not None:
                     pin.expires_at = self.now() + pin.ttl_s
         self._note_expiry()
+
+    def prolong(self, pin: Pin, ttl_s: float) -> None:
+        """Has it live for that long from now on, where its own time would be over before; one without end stays so."""
+        end = self.now() + ttl_s
+        if pin.expires_at is not None and pin.expires_at < end:
+            pin.ttl_s, pin.expires_at = ttl_s, end
+            self._note_expiry()
 
     def units_shared(
         self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None

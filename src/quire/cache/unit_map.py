@@ -18,9 +18,20 @@ from quire.cache.prefix import HOLE
 if TYPE_CHECKING:
     from quire.cache.block_manager import PythonBlockManager
 
-__all__ = ["CACHED", "FREE", "GIVEN_UP", "HELD", "LEASED", "UnitContent", "UnitMap", "content_of", "unit_map"]
+__all__ = [
+    "CACHED",
+    "FREE",
+    "GIVEN_UP",
+    "HELD",
+    "LEASED",
+    "PINNED",
+    "UnitContent",
+    "UnitMap",
+    "content_of",
+    "unit_map",
+]
 
-FREE, CACHED, HELD, LEASED, GIVEN_UP = range(5)
+FREE, CACHED, HELD, LEASED, GIVEN_UP, PINNED = range(6)
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class UnitMap:
     namespace_index: into `namespaces`, of units whose content is known; -1 of others.
     """
 
-    states: NDArray[np.uint8]  # [num_ids]: FREE, CACHED, HELD, LEASED or GIVEN_UP
+    states: NDArray[np.uint8]  # [num_ids]: FREE, CACHED, HELD, LEASED, GIVEN_UP or PINNED
     namespace_index: Int32Array  # [num_ids]
     namespaces: list[bytes]
 
@@ -45,7 +56,7 @@ class UnitContent:
 
 
 def unit_map(manager: PythonBlockManager) -> tuple[NDArray[np.uint8], Int32Array]:
-    """(states, namespace_index) of the Python back end."""
+    """(states, namespace_index) of the Python back end, which knows no pins: what they hold is HELD."""
     pool, tree = manager.blocks.pool, manager.blocks.tree
     states = np.full(pool.num_ids, HELD, np.uint8)
     states[pool.free] = FREE

@@ -81,7 +81,13 @@ def serve(
         from quire.engine.llm import LLM
         from quire.server.run import serve as run
 
-        with LLM(**model_options) as llm:
+        if settings.tenant_secret is None and len(settings.tenants) > 1 and model_options.get("disk_cache"):
+            print(
+                "quire: after a restart tenants will not find what the disk cache has of them; "
+                "tenant_secret in [server] changes that",
+                file=sys.stderr,
+            )
+        with LLM(**model_options, tenant_secret=settings.tenant_secret) as llm:
             name = settings.served_model_name or llm.name
             where = f"http://{settings.host}:{listener.getsockname()[1]}"
             print(f"quire: {llm.capacity}", file=sys.stderr)

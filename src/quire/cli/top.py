@@ -22,7 +22,13 @@ __all__ = ["frame", "top"]
 
 _TIMEOUT_S = 30.0  # between two events; the server sends one every 5 s at least
 _KEY_VARIABLE = "QUIRE_API_KEY"
-_STATES = (("held", "yellow"), ("leased", "magenta"), ("cached", "blue"), ("free", "bright_black"))
+_STATES = (
+    ("held", "yellow"),
+    ("leased", "magenta"),
+    ("pinned", "green"),
+    ("cached", "blue"),
+    ("free", "bright_black"),
+)
 _SHADES = " ▁▂▃▄▅▆▇█"
 
 
@@ -130,18 +136,18 @@ def _map(cells: dict[str, Any], width: int, lines: int) -> RenderableType:
     import numpy as np
     from rich.text import Text
 
-    shares = np.frombuffer(base64.b64decode(cells["cells"]), np.uint8).reshape(-1, 3).astype(float) / 255
+    shares = np.frombuffer(base64.b64decode(cells["cells"]), np.uint8).reshape(-1, 4).astype(float) / 255
     per_character = max(1, -(-len(shares) // (width * lines)))
     text = Text()
     for at, start in enumerate(range(0, len(shares), per_character)):
         if at and at % width == 0:
             text.append("\n")
-        cached, held, leased = shares[start : start + per_character].mean(axis=0)
-        used = min(1.0, cached + held + leased)
+        cached, held, leased, pinned = shares[start : start + per_character].mean(axis=0)
+        used = min(1.0, cached + held + leased + pinned)
         if not used:
             text.append("·", "bright_black")
             continue
-        colour = max(((held, "yellow"), (leased, "magenta"), (cached, "blue")))[1]
+        colour = max(((held, "yellow"), (leased, "magenta"), (pinned, "green"), (cached, "blue")))[1]
         text.append(_SHADES[max(1, round(8 * used))], colour)
     return text
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.tenants import Retention
 from quire.engine.transcript import Transcript
 from quire.errors import ArgumentError
 
@@ -22,10 +24,18 @@ __all__ = ["AsyncConversation"]
 class AsyncConversation:
     """Made by `AsyncEngine.conversation`, `AsyncEngine.resume` and `fork`. V1 and V2 of `conversation` hold."""
 
-    def __init__(self, engine: AsyncEngine, transcript: Transcript) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        transcript: Transcript,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
         self._engine = engine
         self._transcript = transcript
-        self._output: RequestOutput | None = None  # of the turn under way, so far
+        self._whose: dict[str, Any] = {"tenant": tenant, "cache_salt": cache_salt}
+        self._answer: list[int] = []  # of the turn under way, so far
         self._turn: str | None = None
         self._closed = False
 
@@ -44,7 +54,13 @@ class AsyncConversation:
         return len(self)
 
     async def generate(
-        self, params: SamplingParams | None = None, *, priority: int = 0, request_id: str | None = None
+        self,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        retention: Retention = "normal",
+        deltas: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The model's turn as it grows. What has come is appended when it ends, or when the iterator is closed before.
 
@@ -58,7 +74,7 @@ class AsyncConversation:
                 f"expected n=1 for a conversation's turn, got n={params.n}; fork it for several answers"
             )
         transcript, name = self._transcript, request_id or self._engine._new_id()
-        self._turn, self._output = name, None
+        self._turn, self._answer = name, []
         outputs = self._engine.generate(
             transcript.token_ids,
             params,
@@ -66,44 +82,56 @@ class AsyncConversation:
             priority=priority,
             namespace=transcript.namespace,
             extra_keys=transcript.extra_keys,
+            retention=retention,
+            deltas=deltas,
+            **self._whose,
         )
         try:
             async with aclosing(outputs):
                 async for output in outputs:
-                    self._output = output
+                    token_ids = output.outputs[0].token_ids
+                    if deltas:
+                        self._answer += token_ids
+                    else:
+                        self._answer = token_ids
                     yield output
         except Exception:
-            self._output = None
+            self._answer = []
             raise
         finally:
             self._transcript = self._now()
-            self._turn = self._output = None
+            self._turn, self._answer = None, []
 
     def fork(self) -> AsyncConversation:
         """Another one, the same so far, that goes on by itself; during a turn, with what was shown of the answer."""
         self._require_open()
-        return AsyncConversation(self._engine, self._now())
+        return AsyncConversation(self._engine, self._now(), **self._whose)
 
     async def rewind(self, position: int) -> int:
         """See `Conversation.rewind`."""
         self._require_rest()
         transcript = self._transcript.rewound(position)
-        cache = self._engine.llm.cache
-        found = await self._engine.between_steps(
-            lambda: cache.match(
-                transcript.token_ids, namespace=transcript.namespace, extra_keys=transcript.extra_keys
-            )
-        )
+        llm = self._engine.llm
+
+        def num_found() -> int:
+            tokens = transcript.token_ids
+            where = {"namespace": transcript.namespace, "extra_keys": transcript.extra_keys}
+            place = llm.engine.tenants.place(tokens, **self._whose, **where)
+            return llm.cache.match(tokens, namespace=place.namespace, extra_keys=place.extra_keys).num_tokens
+
+        found = await self._engine.between_steps(num_found)
         self._transcript = transcript
-        return found.num_tokens
+        return found
 
     async def snapshot(self, name: str, *, overwrite: bool = False) -> Snapshot:
         """See `Conversation.snapshot`; steps go on meanwhile."""
         self._require_rest()
+        transcript, tenants = self._transcript, self._engine.llm.engine.tenants
+        own = tenants.namespace_of(**self._whose, base=transcript.namespace)
         return await asyncio.to_thread(
             self._engine.llm._snapshots().save,
             name,
-            self._transcript,
+            replace(transcript, namespace=own),
             overwrite=overwrite,
             in_engine=lambda function: self._engine.submit_between_steps(function).result(),
         )
@@ -115,9 +143,7 @@ class AsyncConversation:
         self._closed = True
 
     def _now(self) -> Transcript:
-        if self._output is None or self._output.error is not None:
-            return self._transcript
-        return self._transcript.continued(self._output.outputs[0].token_ids)
+        return self._transcript.continued(self._answer) if self._answer else self._transcript
 
     def _require_open(self) -> None:
         if self._closed:

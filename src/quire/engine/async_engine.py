@@ -16,10 +16,11 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quire.cache.pins import Pin
 from quire.engine.llm import LLM
 from quire.engine.prompts import encode
 from quire.engine.request import RequestOutput
@@ -191,27 +192,78 @@ class AsyncEngine:
         self._hand_over(call)
         return answer
 
+    # -- what stays ------------------------------------------------------------------------------------
+
+    async def pin(
+        self,
+        prompt: Any,
+        *,
+        ttl: float | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        owner: str | None = None,
+    ) -> Pin:
+        """See `LLM.pin`. What memory lacks of the prompt is computed by a request among the others."""
+        tokens = encode(prompt, self.llm.tokenizer).token_ids
+        whose = {"tenant": tenant, "cache_salt": cache_salt}
+        await self.between_steps(lambda: self.llm.check_pin(tokens, ttl=ttl, **whose))
+        return await self._pinned(
+            tokens, whose, lambda: self.llm.pin(tokens, ttl=ttl, owner=owner, compute=False, **whose)
+        )
+
+    async def publish(self, prompt: Any) -> Pin:
+        """See `LLM.publish`, and `pin`."""
+        tokens = encode(prompt, self.llm.tokenizer).token_ids
+        await self.between_steps(lambda: self.llm.check_pin(tokens))
+        where = {"namespace": self._engine.tenants.public}
+        return await self._pinned(tokens, where, lambda: self.llm.publish(tokens, compute=False))
+
+    async def _pinned(self, tokens: Any, where: dict[str, Any], pin: Callable[[], Pin]) -> Pin:
+        """where: as `generate` has it. What was computed may be evicted before it is pinned, hence the loop."""
+        for is_last in (False, False, True):
+            params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+            async for _ in self.generate(tokens, params, retention="keep", **where):
+                pass
+            with suppress(ArgumentError) if not is_last else nullcontext():
+                return await self.between_steps(pin)
+        raise AssertionError("the last time returns or raises")
+
     # -- conversations ---------------------------------------------------------------------------------
 
     def conversation(
-        self, prompt: Any = None, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+        self,
+        prompt: Any = None,
+        *,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncConversation:
-        """See `LLM.conversation`."""
+        """See `LLM.conversation`. tenant, cache_salt: of all its turns, see `Engine.submit`."""
         from quire.engine.async_conversation import AsyncConversation
         from quire.engine.transcript import first_transcript
 
-        return AsyncConversation(self, first_transcript(self.llm._reader(), prompt, namespace, extra_keys))
+        first = first_transcript(self.llm._reader(), prompt, namespace, extra_keys)
+        return AsyncConversation(self, first, tenant=tenant, cache_salt=cache_salt)
 
     async def resume(
-        self, name: str, *, namespace: bytes = b"", recompute: bool = False
+        self,
+        name: str,
+        *,
+        namespace: bytes = b"",
+        recompute: bool = False,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncConversation:
-        """See `LLM.resume`."""
+        """See `LLM.resume`. tenant, cache_salt: those it was made with."""
         from quire.engine.async_conversation import AsyncConversation
 
         resume = self.llm._snapshots().resume
         reader = self.llm._reader()
-        found = await asyncio.to_thread(resume, name, namespace, reader, recompute=recompute)
-        return AsyncConversation(self, found)
+        own = self._engine.tenants.namespace_of(tenant, cache_salt, namespace)
+        found = await asyncio.to_thread(resume, name, own, reader, recompute=recompute)
+        found = replace(found, namespace=namespace)
+        return AsyncConversation(self, found, tenant=tenant, cache_salt=cache_salt)
 
     async def snapshots(self, *, namespace: bytes = b"") -> list[Snapshot]:
         """See `LLM.snapshots`."""

@@ -83,12 +83,14 @@ class Sharing:
         tenant: str | None = None,
         cache_salt: str | None = None,
         owner: str | None = None,
+        compute: bool = True,
     ) -> Pin:
         """Computes a prompt where it is not in memory yet, and keeps it there until `unpin`, or `ttl` seconds after the
         last prompt that began with it. prompt: as for `generate`. owner: for lists; the tenant if not given.
+        compute: False: nothing is computed, so that no step is run.
 
         *raises:* what `generate` raises; CapacityError over the budget `pin_memory`, or where a request that waits
-        would never fit again: nothing is pinned.
+        would never fit again: nothing is pinned. ArgumentError: without `compute`, where memory lacks some of it.
         """
         with self._lock:
             self._require_prefixes()
@@ -96,13 +98,51 @@ class Sharing:
             checked, _, _, place = self.engine.check(
                 tokens, SamplingParams(max_tokens=1), tenant=tenant, cache_salt=cache_salt
             )
-            return self._pin(
-                checked, place, owner or tenant or "", ttl, {"tenant": tenant, "cache_salt": cache_salt}
-            )
+            request = {"tenant": tenant, "cache_salt": cache_salt} if compute else None
+            return self._pin(checked, place, owner or tenant or "", ttl, request)
 
-    def publish(self, prompt: Any) -> Pin:
+    def keep_for(
+        self, prompt: Any, seconds: float, *, tenant: str | None = None, cache_salt: str | None = None
+    ) -> Pin:
+        """Pins a prompt that is in memory for that long after its last use; the pin there is of it lives on instead.
+
+        *raises:* as `pin` without `compute`.
+        """
+        with self._lock:
+            self._require_prefixes()
+            tokens = encode(prompt, self.tokenizer).token_ids
+            checked, _, _, place = self.engine.check(
+                tokens, SamplingParams(max_tokens=1), tenant=tenant, cache_salt=cache_salt
+            )
+            for pin in self.engine.pins:
+                same = len(pin.tokens) == len(checked) and pin.is_prefix_of(checked, place.extra_keys)
+                if same and pin.namespace == place.namespace and pin.owner == (tenant or ""):
+                    self.engine.pins.prolong(pin, seconds)
+                    return pin
+            return self._pin(checked, place, tenant or "", seconds, None)
+
+    def check_pin(
+        self,
+        prompt: Any,
+        *,
+        ttl: float | None = None,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """*raises:* what `pin` would without computing anything: arguments that cannot be, a budget used up."""
+        with self._lock:
+            self._require_prefixes()
+            checked, _, _, place = self.engine.check(
+                encode(prompt, self.tokenizer).token_ids,
+                SamplingParams(max_tokens=1),
+                tenant=tenant,
+                cache_salt=cache_salt,
+            )
+            self.engine.pins.check(checked, ttl, namespace=place.namespace, extra_keys=place.extra_keys)
+
+    def publish(self, prompt: Any, *, compute: bool = True) -> Pin:
         """Computes a prompt and makes its tokens everybody's: whatever tenant a prompt that goes on behind them is of,
-        it finds them, and counts them in no quota. They stay until `unpin`.
+        it finds them, and counts them in no quota. They stay until `unpin`. compute: as in `pin`.
 
         *raises:* as `pin`.
         """
@@ -112,7 +152,11 @@ class Sharing:
             checked, *_ = self.engine.check(tokens, SamplingParams(max_tokens=1))
             tenants = self.engine.tenants
             pin = self._pin(
-                checked, Place(tenants.public, None), "(public)", None, {"namespace": tenants.public}
+                checked,
+                Place(tenants.public, None),
+                "(public)",
+                None,
+                {"namespace": tenants.public} if compute else None,
             )
             tenants.publish(pin)
             return pin
@@ -131,13 +175,14 @@ class Sharing:
             return list(self.engine.pins)
 
     def _pin(
-        self, tokens: np.ndarray, place: Place, owner: str, ttl: float | None, request: dict[str, Any]
+        self, tokens: np.ndarray, place: Place, owner: str, ttl: float | None, request: dict[str, Any] | None
     ) -> Pin:
-        """request: what makes the engine compute them in that very place."""
+        """request: what makes the engine compute them in that very place; None: they are there."""
         pins = self.engine.pins
         where: dict[str, Any] = {"namespace": place.namespace, "extra_keys": place.extra_keys}
         pins.check(tokens, ttl, **where)
-        self._compute(tokens, request)
+        if request is not None:
+            self._compute(tokens, request)
         pin = pins.add(tokens, account=place.account, owner=owner, ttl_s=ttl, **where)
         try:
             self._require_that_all_fit()

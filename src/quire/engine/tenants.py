@@ -33,6 +33,7 @@ __all__ = ["RETENTIONS", "Place", "Retention", "Tenant", "Tenants", "check_secre
 Retention = Literal["keep", "normal", "discard"]
 RETENTIONS: dict[str, int] = {"keep": KEEP, "normal": NORMAL, "discard": DISCARD}
 _LEAST_SECRET = 16  # bytes
+_MAX_OWNERS = 4096
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Tenants:
         self._by_name: dict[str, Tenant] = {}
         self._published: list[Pin] = []  # the longest first
         self._owners: dict[bytes, str] = {}  # by namespace
+        self._max_owners = _MAX_OWNERS
         self.public = self._derived(b"public")
         self._owners[self.public] = "(public)"
 
@@ -172,6 +174,20 @@ class Tenants:
     def namespace(self, name: str, cache_salt: str = "", base: bytes = b"") -> bytes:
         return self._derived(b"tenant", name.encode(), cache_salt.encode(), base)
 
+    def namespace_of(self, tenant: str | None, cache_salt: str | None, base: bytes = b"") -> bytes:
+        """The namespace of a request's content; `base` itself where it brings neither."""
+        if tenant is None and cache_salt is None:
+            return base
+        return self.namespace(tenant or "", cache_salt or "", base)
+
+    def _note_owner(self, namespace: bytes, name: str) -> None:
+        """Salts come without end: those that nothing in memory is of any more are forgotten now and then."""
+        if len(self._owners) >= self._max_owners:
+            used = {*self._cache.namespaces(), *(self.namespace(name) for name in self._by_name), self.public}
+            self._owners = {known: owner for known, owner in self._owners.items() if known in used}
+            self._max_owners = max(_MAX_OWNERS, 2 * len(self._owners))
+        self._owners[namespace] = name
+
     def owner_of(self, namespace: bytes) -> str:
         """Whose a namespace is; "" if nobody's."""
         return self._owners.get(namespace, "")
@@ -193,11 +209,9 @@ class Tenants:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise ArgumentError(f"expected text as cache_salt, got {cache_salt!r}")
         who = None if tenant is None else self[tenant]
-        if who is not None or cache_salt is not None:
-            own = self.namespace(tenant or "", cache_salt or "", namespace)
-            self._owners.setdefault(own, tenant or "")
-        else:
-            own = namespace
+        own = self.namespace_of(tenant, cache_salt, namespace)
+        if own != namespace and own not in self._owners:
+            self._note_owner(own, tenant or "")
         account, priority = (0, 0) if who is None else (who.account, who.priority)
         num_published = 0 if namespace else self._num_published(tokens, extra_keys)
         if num_published:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from quire.engine.async_engine import AsyncEngine
-from quire.server import chat, completions, models
+from quire.server import admin, chat, completions, conversations, models
 from quire.server.body_limit import BodyLimit
 from quire.server.errors import install_handlers
 from quire.server.service import Service
@@ -28,8 +28,10 @@ def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     install_handlers(app)
     app.include_router(completions.router)
     app.include_router(chat.router)
+    app.include_router(conversations.router)
     app.include_router(models.router)
     app.include_router(models.health_router)
+    app.include_router(admin.router)
     app.include_router(storages.router)
     app.include_router(window.router)
     app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes)

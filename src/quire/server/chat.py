@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
+from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
@@ -20,6 +21,7 @@ from quire.server.schemas.chat import (
     AnswerMessage,
     ChatChoice,
     ChatCompletion,
+    ChatFields,
     ChatRequest,
     NamedTool,
     Tool,
@@ -27,10 +29,9 @@ from quire.server.schemas.chat import (
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.service import Answer, Service, new_id
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
-from quire.server.tenants import Tenant
 from quire.server.tools import CallReader, ToolForm, form_of, grammar_of
 
-__all__ = ["router"]
+__all__ = ["ChatWriter", "chat_params", "router"]
 
 router = APIRouter(tags=["OpenAI"], dependencies=[Depends(text_only)])
 
@@ -46,14 +47,14 @@ async def chat_completions(
     """Answers a conversation."""
     service.check_model(body.model)
     tools = _tools(body, service)
-    params = _params(body, service)
+    params = chat_params(body, service)
     text = render(service.tokenizer, body.messages, service.settings.limits, tools)
     prompt = await service.encode(text, add_special_tokens=False)
-    service.check(prompt, params)
+    service.check(tenant, body, prompt, params)
     service.admit(tenant, 1)
-    one = _Writer(body, service, params, form_of(service.tokenizer) if tools else None)
+    one = ChatWriter(body, service, params, form_of(service.tokenizer) if tools else None)
     if body.stream:
-        return await one.stream(tenant, prompt)
+        return await one.stream(service.outputs(tenant, body, prompt, params, one.id))
 
     async def whole() -> Response:
         return one.whole(await service.answer(tenant, body, prompt, params))
@@ -77,7 +78,7 @@ def _tools(body: ChatRequest, service: Service) -> list[Tool]:
     return [] if choice == "none" else tools
 
 
-def _params(body: ChatRequest, service: Service) -> SamplingParams:
+def chat_params(body: ChatFields, service: Service) -> SamplingParams:
     limits = service.settings.limits
     top = body.top_logprobs or 0
     if top > limits.max_logprobs:
@@ -110,12 +111,21 @@ def _params(body: ChatRequest, service: Service) -> SamplingParams:
     )
 
 
-class _Writer:
-    """The answer to one request, written in this endpoint's shape. form: of the calls to look for, if any."""
+class ChatWriter:
+    """The answer to one request, written in this endpoint's shape. form: of the calls to look for, if any.
+
+    more: fields beside OpenAI's, told at the end.
+    """
 
     def __init__(
-        self, body: ChatRequest, service: Service, params: SamplingParams, form: ToolForm | None
+        self,
+        body: ChatFields,
+        service: Service,
+        params: SamplingParams,
+        form: ToolForm | None = None,
+        more: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
+        self._more = more
         self._body = body
         self._service = service
         self._params = params
@@ -126,6 +136,10 @@ class _Writer:
             "created": int(time.time()),
             "model": service.model_name,
         }
+
+    @property
+    def id(self) -> str:
+        return self._head["id"]
 
     def whole(self, answer: Answer) -> JSONResponse:
         choices: list[ChatChoice] = []
@@ -141,7 +155,8 @@ class _Writer:
                 )
             )
         completion = ChatCompletion(**self._head, choices=choices, usage=_usage(answer))
-        return JSONResponse(completion.model_dump(), headers=_hit_header(answer))
+        more = {} if self._more is None else self._more()
+        return JSONResponse({**completion.model_dump(), **more}, headers=_hit_header(answer))
 
     def _message(self, text: str) -> AnswerMessage:
         said: list[str] = []
@@ -164,20 +179,20 @@ class _Writer:
         shown = token_ids[: len(entries)]
         return chat_logprobs(self._service.tokenizer, shown, entries, self._params.logprobs or 0)
 
-    async def stream(self, tenant: Tenant, prompt: list[int]) -> EventStream:
+    async def stream(self, outputs: AsyncGenerator[RequestOutput]) -> EventStream:
         self._head["object"] = "chat.completion.chunk"
         answer = Answer.of(self._params.n)
-        events = self._events(tenant, prompt, answer)
+        events = self._events(outputs, answer)
         first = await anext(events)  # its errors become a status
         return EventStream(first, events, _hit_header(answer))
 
-    async def _events(self, tenant: Tenant, prompt: list[int], answer: Answer) -> AsyncGenerator[bytes]:
+    async def _events(
+        self, generated: AsyncGenerator[RequestOutput], answer: Answer
+    ) -> AsyncGenerator[bytes]:
         readers = [CallReader(self._form) for _ in range(self._params.n)]
         begun: set[int] = set()
         write = ChoiceEvents(self._head)
-        async with aclosing(
-            self._service.outputs(tenant, self._body, prompt, self._params, self._head["id"])
-        ) as outputs:
+        async with aclosing(generated) as outputs:
             async for output in outputs:
                 answer.num_prompt_tokens = len(output.prompt_token_ids)
                 answer.num_cached_tokens = output.num_cached_tokens
@@ -206,8 +221,9 @@ class _Writer:
                         yield write.choice(
                             _choice(index, {}, finish_reason="tool_calls" if called else reason)
                         )
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump()})
+        more = {} if self._more is None else self._more()
+        if more or (self._body.stream_options is not None and self._body.stream_options.include_usage):
+            yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump(), **more})
         yield DONE
 
     def _deltas(self, reader: CallReader, text: str, *, final: bool) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ async def completions(
     params = _params(body, service)
     prompts = [await _token_ids(service, prompt) for prompt in given]
     for prompt in prompts:
-        service.check(prompt, params)
+        service.check(tenant, body, prompt, params)
     service.admit(tenant, len(prompts))
     one = _Writer(body, service, params, [p if isinstance(p, str) else None for p in given])
     if body.stream:

@@ -14,7 +14,9 @@ from quire.server.errors import ApiError
 from quire.server.service import Service
 from quire.server.tenants import ADMIN, ANYBODY, Tenant
 
-__all__ = ["TheService", "TheTenant", "admin_of", "service_of", "tenant_of", "text_only", "unless_gone"]
+__all__ = ["TheService", "TheTenant", "administrator", "service_of", "tenant_of", "text_only", "unless_gone"]
+
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def service_of(request: Request) -> Service:
@@ -57,14 +59,21 @@ async def text_only(request: Request) -> None:
         pass  # not JSON: whoever reads the body says so
 
 
-def admin_of(request: Request, service: TheService) -> Tenant:
-    """The administrator: by the admin key or, where there is no key at all, from this machine."""
+def administrator(request: Request, service: TheService) -> Tenant:
+    """The administrator: by the admin key or, where there is no key at all, from this machine, under a name of this
+    machine and from no other site's page: another site's name may point here, and its page may post here."""
     keys = service.settings.keys
     key = _key(request)
     tenant = None if key is None else keys.find(key)
     if tenant is not None and tenant.is_admin:
         return tenant
     if not keys.has_admin and keys.is_empty and _is_local(request):
+        host = request.headers.get("host", "")
+        origin = request.headers.get("origin")
+        if (host if host.endswith("]") else host.rpartition(":")[0] or host) not in _LOCAL_NAMES:
+            raise ApiError(403, "expected this machine's own name or address as Host", code="not_admin")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise ApiError(403, "expected a request of no other site's page", code="not_admin")
         return ADMIN
     raise ApiError(
         403, "expected the admin key (or, without any keys, a request from this machine)", code="not_admin"

@@ -2,7 +2,7 @@
 
     {"error": {"message": ..., "type": ..., "param": null or the field, "code": null or a word}}
 
-`invalid_request_error` (400, 404, 413), `authentication_error` (401), `permission_error` (403), `rate_limit_error`
+`invalid_request_error` (400, 404, 409, 413), `authentication_error` (401), `permission_error` (403), `rate_limit_error`
 (429, with Retry-After), `service_unavailable` (503), `internal_error` (500).
 """
 

@@ -9,6 +9,7 @@ The plain form, for models that were never taught one:
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from quire.server.schemas.chat import ChatMessage, Tool
 from quire.server.settings import Limits
 from quire.server.tools import system_message, template_tells_tools
 
-__all__ = ["render"]
+__all__ = ["render", "render_next"]
 
 
 def render(
@@ -45,6 +46,22 @@ def render(
         raise ApiError(
             400, f"the model's chat template refuses the messages: {error}", param="messages"
         ) from error
+
+
+def render_next(tokenizer: Any, messages: Sequence[ChatMessage], limits: Limits) -> str:
+    """What the template puts behind an answer to go on with these messages: the answer's end, them, the next one's
+    beginning. *raises:* ApiError: as `render`, or the template does not repeat answers as they are.
+    """
+    answer = f"answer-{secrets.token_hex(8)}"
+    before = [ChatMessage(role="user", content="-"), ChatMessage(role="assistant", content=answer)]
+    _, found, text = render(tokenizer, [*before, *messages], limits).partition(answer)
+    if not found or answer in text:
+        raise ApiError(
+            400,
+            "expected text or tokens to append: the model's chat template cannot go on behind an answer",
+            param="messages",
+        )
+    return text
 
 
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:

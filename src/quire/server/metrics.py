@@ -42,6 +42,7 @@ _GAUGES = {
     "free": ("quire:free_blocks", "Blocks without known content."),
     "cached": ("quire:cached_blocks", "Blocks with known content that nobody refers to."),
     "held": ("quire:held_blocks", "Blocks that sequences refer to."),
+    "pinned": ("quire:pinned_blocks", "Blocks that pins refer to."),
     "kv_memory_bytes": ("quire:kv_memory_bytes", "Memory the cache may have."),
     "kv_committed_bytes": ("quire:kv_committed_bytes", "Memory the cache has taken from the system."),
 }
@@ -59,6 +60,9 @@ class Metrics:
         )
         self.refused = Counter(
             "quire:refused_requests", "Answers of 429.", ["reason"], registry=self.registry
+        )
+        self.not_kept = Counter(
+            "quire:not_kept", "Prompts with keep_for for which there was no room.", registry=self.registry
         )
         self.time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token."
@@ -90,7 +94,7 @@ class Metrics:
             if key in stats:
                 yield self._family(GaugeMetricFamily, name, text, stats[key])
         if stats:
-            usage = (stats["held"] + stats["leased"]) / stats["num_blocks"]
+            usage = (stats["held"] + stats["leased"] + stats["pinned"]) / stats["num_blocks"]
             yield self._family(
                 GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of blocks in use.", usage
             )

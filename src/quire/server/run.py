@@ -68,7 +68,11 @@ def serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> None:
 
 async def _serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> None:
     engine = AsyncEngine(llm)
-    app = make_app(engine, settings)
+    try:
+        app = make_app(engine, settings)
+    except BaseException:  # limits of tenants that cannot be
+        await asyncio.to_thread(engine.close)
+        raise
     service = app.state.service
     server = _Server(
         uvicorn.Config(
@@ -111,4 +115,5 @@ async def _serve(llm: LLM, settings: ServerSettings, listener: socket.socket) ->
         await server.serve(sockets=[listener])
     finally:
         draining.cancel()
+        service.conversations.close()
         await asyncio.to_thread(engine.close)

@@ -1,7 +1,7 @@
 """Requests into the engine and outputs back: what every endpoint that generates goes through.
 
-It bounds what waits, gives each tenant its namespace, priority and share, and sees to it that a request whose client
-has gone ends within a step. It knows no HTTP but the statuses of `ApiError`.
+It bounds what waits, says whose each request is, and sees to it that a request whose client has gone ends within a
+step. It knows no HTTP but the statuses of `ApiError`. Quotas, floors and priorities are the engine's to enforce.
 
 Invariants
     V1  `num_open` is the number of answers under way; never more than the engine runs plus `max_waiting`.
@@ -23,12 +23,13 @@ from typing import Any
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, CapacityError
+from quire.server.conversation_store import Conversations
 from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
 from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings
-from quire.server.tenants import Tenant
+from quire.server.tenants import Tenant, install
 
 __all__ = ["Answer", "Service", "new_id"]
 
@@ -59,6 +60,14 @@ class Answer:
             finish_reasons=[None] * n,
         )
 
+    @classmethod
+    async def gather(cls, generated: AsyncGenerator[RequestOutput], n: int) -> Answer:
+        answer = cls.of(n)
+        async with aclosing(generated) as outputs:
+            async for output in outputs:
+                answer.add(output)
+        return answer
+
     def add(self, output: RequestOutput) -> None:
         self.num_prompt_tokens = len(output.prompt_token_ids)
         self.num_cached_tokens = output.num_cached_tokens
@@ -74,7 +83,7 @@ class Answer:
 
 
 class Service:
-    """One engine's requests. `now` is the clock of rates, in seconds."""
+    """One engine's requests; the engine's tenants become those of the settings. *raises:* what `install` raises."""
 
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine = engine
@@ -84,8 +93,11 @@ class Service:
         self.metrics = Metrics(self.model_name)
         self.num_open = 0
         self.draining = False
+        self.conversations = Conversations(settings.limits.max_conversations)
         self._open_of: dict[str, int] = {}
         self._recent: dict[str, deque[float]] = {}
+        tenants = [*settings.tenants, *settings.keys.tenants]
+        engine.submit_between_steps(lambda: install(engine.llm, tenants)).result()
 
     @property
     def tokenizer(self) -> Any:
@@ -168,7 +180,7 @@ class Service:
             **others,
         )
 
-    async def outputs(
+    def outputs(
         self,
         tenant: Tenant,
         body: SamplingBody,
@@ -179,25 +191,37 @@ class Service:
         """The outputs of one prompt as it grows, each with what is new; the request is already admitted.
 
         request_id: what the engine calls it, as the client does; a name of its own where there is none."""
+        generated = self.engine.generate(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=body.priority or 0,
+            retention=body.retention or "normal",
+            deltas=True,
+            **_whose(tenant, body),
+        )
+        return self.counted(tenant, body, prompt, generated)
+
+    async def counted(
+        self, tenant: Tenant, body: SamplingBody, prompt: Any, generated: AsyncGenerator[RequestOutput]
+    ) -> AsyncGenerator[RequestOutput]:
+        """The outputs of a request, which counts as open meanwhile; its prompt is kept, where the body says so, from
+        the first output on."""
         self.num_open += 1
         self._open_of[tenant.name] = self._open_of.get(tenant.name, 0) + 1
         began = time.monotonic()
         first_s: float | None = None
         output: RequestOutput | None = None
         try:
-            generated = self.engine.generate(
-                prompt,
-                params,
-                request_id=request_id,
-                priority=tenant.priority + (body.priority or 0),
-                namespace=tenant.namespace(body.cache_salt),
-                deltas=True,
-            )
+            if body.keep_for is not None:
+                await self._check_kept(tenant, body, prompt)
             async with aclosing(generated):
                 async for output in generated:
                     if first_s is None:
                         first_s = time.monotonic() - began
                         self.metrics.time_to_first_token.observe(first_s)
+                        if body.keep_for is not None:
+                            await self._keep(tenant, body, output.prompt_token_ids)
                     yield output
         finally:
             self.num_open -= 1
@@ -208,13 +232,29 @@ class Service:
             self.metrics.finished.labels(reason).inc()
             self.metrics.request_latency.observe(time.monotonic() - began)
 
+    async def _check_kept(self, tenant: Tenant, body: SamplingBody, prompt: Any) -> None:
+        """Refuses at once what could not be kept."""
+        llm, most = self.engine.llm, self.settings.limits.max_kept
+
+        def check() -> None:
+            kept = sum(pin.ttl_s is not None and pin.owner == (tenant.in_engine or "") for pin in llm.pins)
+            if kept >= most:
+                self._refuse("too_many_kept", f"{kept} of your prompts are kept, at most {most} may be")
+            llm.check_pin(prompt, ttl=body.keep_for, **_whose(tenant, body))
+
+        await self.engine.between_steps(check)
+
+    async def _keep(self, tenant: Tenant, body: SamplingBody, prompt: list[int]) -> None:
+        """Room that was there before may be gone by now: the answer comes all the same."""
+        llm, seconds = self.engine.llm, body.keep_for or 0.0
+        try:
+            await self.engine.between_steps(lambda: llm.keep_for(prompt, seconds, **_whose(tenant, body)))
+        except (ArgumentError, CapacityError):
+            self.metrics.not_kept.inc()
+
     async def answer(self, tenant: Tenant, body: SamplingBody, prompt: Any, params: SamplingParams) -> Answer:
         """The whole answer to one prompt."""
-        answer = Answer.of(params.n)
-        async with aclosing(self.outputs(tenant, body, prompt, params)) as outputs:
-            async for output in outputs:
-                answer.add(output)
-        return answer
+        return await Answer.gather(self.outputs(tenant, body, prompt, params), params.n)
 
     async def answers(
         self, tenant: Tenant, body: SamplingBody, prompts: Sequence[Any], params: SamplingParams
@@ -239,9 +279,11 @@ class Service:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
-    def check(self, token_ids: list[int], params: SamplingParams) -> None:
-        """Raises what the engine would: a prompt or parameters that can never be served."""
-        self.engine.llm.engine.check(token_ids, params)
+    def check(self, tenant: Tenant, body: SamplingBody, token_ids: list[int], params: SamplingParams) -> None:
+        """Raises what the engine would: a prompt or parameters that can never be served. With a salt, it is the engine
+        that says so: only its thread may make a namespace."""
+        if not body.cache_salt:
+            self.engine.llm.engine.check(token_ids, params, tenant=tenant.in_engine)
 
     def check_schema(self, schema: Any, param: str) -> None:
         """Refuses a JSON schema beyond the limits."""
@@ -254,6 +296,10 @@ class Service:
             raise ApiError(
                 400, f"expected a schema at most {limits.max_schema_depth} levels deep", param=param
             )
+
+
+def _whose(tenant: Tenant, body: SamplingBody) -> dict[str, Any]:
+    return {"tenant": tenant.in_engine, "cache_salt": body.cache_salt or None}
 
 
 def _depth(value: Any, most: int) -> int:

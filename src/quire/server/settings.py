@@ -18,7 +18,8 @@
     max_requests = 64
     requests_per_minute = 600
 
-quota and floor are read and checked; the engine does not enforce them yet.
+`tenant_secret` of [server], 16 bytes or more, is what tenants' namespaces are made from: with the same one they find
+after a restart what a disk cache has of them.
 
 A file that says something unknown is refused: a limit with a wrong name is no limit.
 """
@@ -33,6 +34,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from quire.engine.tenants import check_secret
 from quire.errors import ArgumentError
 from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 from quire.sizes import parse_size
@@ -45,7 +47,8 @@ class Limits:
     """What one request, and all together, may ask for.
 
     max_waiting: requests that wait for the engine; one more gets 429. max_body_bytes: of a request. The others are
-    counts within one request; max_schema_depth: of nested objects and arrays of a JSON schema.
+    counts within one request; max_schema_depth: of nested objects and arrays of a JSON schema. max_kept: prompts of one
+    tenant that `keep_for` keeps at once; max_conversations: that one tenant may have.
     """
 
     max_waiting: int = 512
@@ -59,6 +62,8 @@ class Limits:
     max_tools: int = 128
     max_schema_depth: int = 32
     max_schema_bytes: int = 256 << 10
+    max_kept: int = 256
+    max_conversations: int = 256
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     keys: KeyRing = field(default_factory=KeyRing)
     tenants: tuple[Tenant, ...] = (ANYBODY,)
+    tenant_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -104,6 +110,7 @@ _SERVER_FIELDS = {
     "drain_seconds": (int, float),
     "api_key_file": str,
     "admin_key": str,
+    "tenant_secret": str,
 }
 _TENANT_FIELDS = {
     "name": str,
@@ -138,6 +145,9 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         keys += [(digest_of_key(key), ANYBODY) for key in _read_keys(key_file)]
     if (admin_key := server.pop("admin_key", None)) is not None:
         keys.append((_digest(admin_key, "admin_key"), ADMIN))
+    if (secret := server.pop("tenant_secret", None)) is not None:
+        server["tenant_secret"] = _from_environment(secret, f"tenant_secret in [server] of {path}").encode()
+        check_secret(server["tenant_secret"])
     names = [tenant.name for tenant, _ in tenants]
     if len(set(names)) != len(names):
         raise ArgumentError(f"expected every tenant once, got {names} - in [[tenants]] of {path}")
@@ -201,12 +211,7 @@ def _digest(key: Any, where: str) -> bytes:
     _typed(key, str, where)
     kind, _, rest = key.partition(":")
     if kind == "env":
-        value = os.environ.get(rest)
-        if not value:
-            raise ArgumentError(
-                f"expected an API key in the environment variable {rest}, got none - in {where}"
-            )
-        return digest_of_key(value)
+        return digest_of_key(_from_environment(key, where))
     if kind == "sha256":
         try:
             digest = bytes.fromhex(rest)
@@ -218,6 +223,17 @@ def _digest(key: Any, where: str) -> bytes:
     if not key:
         raise ArgumentError(f"expected an API key, got an empty one - in {where}")
     return digest_of_key(key)
+
+
+def _from_environment(text: str, where: str) -> str:
+    """A secret as a file names it: in the clear or `env:NAME`."""
+    kind, _, name = text.partition(":")
+    if kind != "env":
+        return text
+    value = os.environ.get(name)
+    if not value:
+        raise ArgumentError(f"expected a secret in the environment variable {name}, got none - in {where}")
+    return value
 
 
 def _table(document: Mapping[str, Any], name: str, path: str | None) -> dict[str, Any]:

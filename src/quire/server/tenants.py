@@ -1,7 +1,9 @@
-"""Whose keys are whose. A tenant is a name, a namespace of its own and its share of the memory.
+"""Whose keys are whose. A tenant is a name, limits, and a tenant of the engine (`quire.engine.tenants`).
 
-Keys are kept as SHA-256 digests and compared in constant time, all of them each time; no key is ever logged, shown or
-kept in the clear.
+The engine derives namespaces from its secret and the tenant's name, and enforces quota, floor and priority; here a key
+leads to a name and nothing more. Keys are kept as SHA-256 digests and compared in constant time, all of them each time;
+no key is ever logged, shown or kept in the clear. Requests without keys, and those of --api-key-file, are nobody's in
+the engine's eyes: they share the namespace that the library uses, which a disk cache has after a restart as well.
 
 Cost: `find` one digest and one comparison for each key.
 """
@@ -12,13 +14,14 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.errors import ArgumentError
 
-__all__ = ["ADMIN", "ANYBODY", "KeyRing", "Tenant", "digest_of_key", "tenant_of_namespace"]
+if TYPE_CHECKING:
+    from quire.engine.llm import LLM
 
-
-_MARK = b"tenant"
+__all__ = ["ADMIN", "ANYBODY", "KeyRing", "Tenant", "digest_of_key", "install", "name_of_owner"]
 
 
 @dataclass(frozen=True)
@@ -38,24 +41,42 @@ class Tenant:
     requests_per_minute: int | None = None
     is_admin: bool = False
 
-    def namespace(self, cache_salt: str | None) -> bytes:
-        """The namespace of its content: nobody else's requests can name it, whatever salt they send."""
-        name = self.name.encode()
-        salt = b"" if cache_salt is None else cache_salt.encode()
-        return _MARK + len(name).to_bytes(4, "little") + name + salt
-
-
-def tenant_of_namespace(namespace: bytes) -> str:
-    """The name of the tenant whose namespace it is; never the salt. Content that no tenant asked for: "-"."""
-    head = len(_MARK) + 4
-    if not namespace.startswith(_MARK) or len(namespace) < head:
-        return "-"
-    size = int.from_bytes(namespace[len(_MARK) : head], "little")
-    return namespace[head : head + size].decode("utf-8", "replace")
+    @property
+    def in_engine(self) -> str | None:
+        """What the engine calls it; None: nobody."""
+        return None if self.name == ANYBODY.name else self.name
 
 
 ANYBODY = Tenant("default")
 ADMIN = Tenant("admin", is_admin=True)
+
+
+def name_of_owner(owner: str | None) -> str:
+    """A tenant's name from what the engine calls it."""
+    return owner or ANYBODY.name
+
+
+def install(llm: LLM, tenants: Sequence[Tenant]) -> None:
+    """Makes the engine's tenants these and no others; those that stay as they were keep their content.
+
+    For the engine's thread. *raises:* ArgumentError, CapacityError: limits that cannot be, or a tenant to be removed or
+    changed that has requests.
+    """
+    wanted = {tenant.name: tenant for tenant in tenants if tenant.in_engine is not None}
+    for there in llm.engine.tenants:
+        new = wanted.get(there.name)
+        if new is not None and (new.quota_bytes, new.floor_bytes, new.priority) == (
+            there.quota_bytes,
+            there.floor_bytes,
+            there.priority,
+        ):
+            del wanted[there.name]
+        else:
+            llm.remove_tenant(there.name)
+    for tenant in wanted.values():
+        llm.add_tenant(
+            tenant.name, quota=tenant.quota_bytes, floor=tenant.floor_bytes, priority=tenant.priority
+        )
 
 
 def digest_of_key(key: str) -> bytes:
@@ -72,6 +93,11 @@ class KeyRing:
                 "expected every API key once, got one that belongs to two tenants or stands twice"
             )
         self._keys = tuple(keys)
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """Those who have keys, each once."""
+        return list(dict.fromkeys(tenant for _, tenant in self._keys))
 
     @property
     def is_empty(self) -> bool:

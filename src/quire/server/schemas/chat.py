@@ -8,7 +8,15 @@ from pydantic import BaseModel, Field
 
 from quire.server.schemas.common import Body, SamplingBody, Usage
 
-__all__ = ["ChatChoice", "ChatCompletion", "ChatMessage", "ChatRequest", "ResponseFormat", "ToolCall"]
+__all__ = [
+    "ChatChoice",
+    "ChatCompletion",
+    "ChatFields",
+    "ChatMessage",
+    "ChatRequest",
+    "ResponseFormat",
+    "ToolCall",
+]
 
 
 class ContentPart(Body):
@@ -68,8 +76,9 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class ChatRequest(SamplingBody):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+class ChatFields(SamplingBody):
+    """How a message is to be answered."""
+
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = False
@@ -78,6 +87,10 @@ class ChatRequest(SamplingBody):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+
+
+class ChatRequest(ChatFields):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
 
 
 class TopLogprob(BaseModel):

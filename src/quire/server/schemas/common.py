@@ -111,6 +111,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         401: "No API key, or an unknown one.",
         403: "This key may not do that.",
         404: "There is no such model or thing.",
+        409: "The conversation is being answered, or has changed meanwhile.",
         413: "The body is too large.",
         429: "Too many requests are waiting; come back after Retry-After seconds.",
         500: "The server failed.",

@@ -12,12 +12,12 @@ from typing import Any
 from quire.engine.llm import LLM
 from quire.engine.request import Sample
 from quire.server.errors import ApiError
-from quire.server.tenants import tenant_of_namespace
+from quire.server.tenants import name_of_owner
 from quire.server.window.snapshot import runs_of, table_of
 
 __all__ = ["readable", "sequence_details", "unit_details"]
 
-_STATES = ("free", "cached", "held", "leased", "given up")
+_STATES = ("free", "cached", "held", "leased", "given up", "pinned")
 _MAX_TOKENS = 2048  # of those before the unit
 _MAX_HOLDERS = 64
 
@@ -49,10 +49,10 @@ def unit_details(llm: LLM, unit: int) -> dict[str, Any]:
     content = cache.content_of(unit)
     if content is not None:
         tokens, num_own = content.tokens, content.num_own
-        details["tenant"] = tenant_of_namespace(content.namespace)
+        details["tenant"] = name_of_owner(llm.engine.tenants.owner_of(content.namespace))
     elif holders:  # computed just now, or to be
         tokens, num_own = _tokens_at(llm, holders[0], unit)
-        details["tenant"] = tenant_of_namespace(holders[0].request.namespace)
+        details["tenant"] = name_of_owner(holders[0].request.tenant)
     else:
         return details
     first = len(tokens) - num_own
@@ -92,7 +92,7 @@ def _holder(sample: Sample) -> dict[str, Any]:
     return {
         "id": sample.request.request_id,
         "index": sample.index,
-        "tenant": tenant_of_namespace(sample.request.namespace),
+        "tenant": name_of_owner(sample.request.tenant),
     }
 
 

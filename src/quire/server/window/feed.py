@@ -160,7 +160,7 @@ class Feed:
             private = self._painter.private(snapshot)
             if snapshot.tree is not None:
                 tree_began = time.thread_time()
-                private["tree"] = summarize(snapshot.tree, self._births, snapshot.at)
+                private["tree"] = summarize(snapshot.tree, snapshot.owners, self._births, snapshot.at)
                 tree_s = time.thread_time() - tree_began
             self._parts[True].update(public | private, self.number + 1)
         return time.thread_time() - began - tree_s, tree_s

@@ -8,12 +8,13 @@ Cost: O(nodes) of plain Python and numpy, some 30 ms for 100 000: for now and th
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from quire.cache.tree_view import STATES, TreeView
-from quire.server.tenants import tenant_of_namespace
+from quire.server.tenants import name_of_owner
 
 __all__ = ["Births", "summarize"]
 
@@ -49,8 +50,8 @@ class Births:
         return now - self._points[low][1], low == 0
 
 
-def summarize(tree: TreeView, births: Births, now: float) -> dict[str, Any]:
-    """{"rows": [...], "nodes": all of the tree's, "hidden": nodes that no row tells of}."""
+def summarize(tree: TreeView, owners: Mapping[bytes, str], births: Births, now: float) -> dict[str, Any]:
+    """{"rows": [...], "nodes": all of the tree's, "hidden": nodes that no row tells of}. owners: of namespaces."""
     n = len(tree)
     if not n:
         return {"rows": [], "nodes": 0, "hidden": 0}
@@ -82,7 +83,7 @@ def summarize(tree: TreeView, births: Births, now: float) -> dict[str, Any]:
             chain += only
         below.setdefault(parent, []).append(len(shown))
         put(children.get(chain[-1], []), len(shown))
-        shown.append(_row(tree, chain, sizes[row], births, now))
+        shown.append(_row(tree, chain, sizes[row], births, now, owners))
         num_told += len(chain)
 
     salts: dict[int, int] = {}
@@ -107,14 +108,16 @@ def _parent_rows(tree: TreeView) -> list[int]:
     return np.where(tree.parent_ids < 0, -1, rows).tolist()
 
 
-def _row(tree: TreeView, chain: list[int], size: int, births: Births, now: float) -> dict[str, Any]:
+def _row(
+    tree: TreeView, chain: list[int], size: int, births: Births, now: float, owners: Mapping[bytes, str]
+) -> dict[str, Any]:
     states = np.bincount(tree.states[chain].ravel(), minlength=len(STATES))
     units = tree.units[chain[-1]]
     age, is_older = births.age(int(tree.node_ids[chain[0]]), now)
     there = units[units >= 0]
     return {
         "node": int(tree.node_ids[chain[0]]),
-        "tenant": tenant_of_namespace(tree.namespaces[int(tree.namespace_index[chain[0]])]),
+        "tenant": name_of_owner(owners.get(tree.namespaces[int(tree.namespace_index[chain[0]])])),
         "namespace": int(tree.namespace_index[chain[0]]),
         "blocks": len(chain),
         "tokens": int(tree.num_tokens[chain].sum()),

@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import JSONResponse
 
-from quire.server.dependencies import TheService, admin_of, tenant_of
+from quire.server.dependencies import TheService, administrator, tenant_of
 from quire.server.errors import ApiError
 from quire.server.schemas.common import ERRORS
 from quire.server.service import Service
@@ -47,7 +47,6 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def _read_page() -> dict[str, tuple[bytes, str]]:
@@ -68,19 +67,6 @@ def _file(name: str) -> Response:
         raise ApiError(404, f"expected a file of the page, got {name!r}")
     data, media_type = found
     return Response(data, media_type=media_type, headers=_HEADERS)
-
-
-def administrator(request: Request, service: TheService) -> None:
-    """As `admin_of`; and where that asks for no key, only under a name of this machine: another site's page may have
-    its name point here."""
-    admin_of(request, service)
-    if not service.settings.keys.has_admin and _host(request) not in _LOCAL_NAMES:
-        raise ApiError(403, "expected this machine's own name or address as Host", code="not_admin")
-
-
-def _host(request: Request) -> str:
-    host = request.headers.get("host", "")
-    return host if host.endswith("]") else host.rpartition(":")[0] or host
 
 
 def _is_administrator(request: Request, service: Service) -> bool:

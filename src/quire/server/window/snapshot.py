@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.tree_view import TreeView
-from quire.cache.unit_map import CACHED, HELD, LEASED, UnitMap
+from quire.cache.unit_map import CACHED, HELD, LEASED, PINNED, UnitMap
 from quire.engine.llm import LLM
 from quire.engine.request import Sample
-from quire.server.tenants import tenant_of_namespace
+from quire.server.tenants import name_of_owner
 
 __all__ = ["MAX_CELLS", "Painter", "Snapshot", "collect", "runs_of"]
 
@@ -36,7 +36,7 @@ _MAX_TENANTS = 14  # with a colour of their own
 _NOBODY = 255
 
 _COUNTS = (
-    "num_blocks", "free", "cached", "held", "leased", "num_running", "num_waiting", "num_finished_requests",
+    "num_blocks", "free", "cached", "held", "leased", "pinned", "num_running", "num_waiting", "num_finished_requests",
     "num_preemptions", "evicted_blocks", "copied_blocks", "deduplicated_blocks", "num_steps",
 )  # fmt: skip
 
@@ -47,7 +47,7 @@ class SequenceRow:
 
     id: str
     index: int
-    namespace: bytes
+    tenant: str
     num_prompt_tokens: int
     num_tokens: int
     num_computed: int
@@ -58,13 +58,16 @@ class SequenceRow:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies: nothing in it changes any more. committed_bytes: that the cache has taken from the system, if asked.
+    """Copies: nothing in it changes any more. owners: whose each namespace is.
+
+    committed_bytes: that the cache has taken from the system, if asked.
 
     cpu_s, slow_cpu_s: what taking it has cost; the second of the tree and the committed bytes."""
 
     at: float
     stats: dict[str, Any]
     units: UnitMap
+    owners: dict[bytes, str]
     unit_bytes: int
     block_size: int
     unit: str
@@ -97,7 +100,7 @@ def collect(llm: LLM, *, with_sequences: bool, with_tree: bool, with_committed: 
         SequenceRow(
             id=sample.request.request_id,
             index=sample.index,
-            namespace=sample.request.namespace,
+            tenant=name_of_owner(sample.request.tenant),
             num_prompt_tokens=len(sample.request.prompt_token_ids),
             num_tokens=sample.num_tokens,
             num_computed=sample.num_computed,
@@ -113,10 +116,12 @@ def collect(llm: LLM, *, with_sequences: bool, with_tree: bool, with_committed: 
     committed_bytes = llm.kv_committed_bytes if with_committed else None
     tree = cache.tree() if with_tree and cache.can_fork else None
     slow_cpu_s = time.thread_time() - slow_began
+    units = cache.unit_map()
     return Snapshot(
         at=time.time(),
         stats=llm.engine.stats(),
-        units=cache.unit_map(),
+        units=units,
+        owners={namespace: llm.engine.tenants.owner_of(namespace) for namespace in units.namespaces},
         unit_bytes=cache.unit_bytes,
         block_size=cache.block_size,
         unit=cache.unit,
@@ -144,7 +149,7 @@ class Painter:
         stats, at = snapshot.stats, snapshot.at
         if snapshot.committed_bytes is not None:
             self._committed_bytes = snapshot.committed_bytes
-        used_units = stats["held"] + stats["leased"]
+        used_units = stats["held"] + stats["leased"] + stats["pinned"]
         return {
             "at": round(at, 3),
             "unit": snapshot.unit,
@@ -190,8 +195,8 @@ class Painter:
     def _owners(self, snapshot: Snapshot) -> dict[str, Any]:
         """The tenant that has most of each cell's units, as bytes; 255: nobody has any, 254: one without a colour."""
         units = snapshot.units
-        names = [tenant_of_namespace(name) for name in units.namespaces]
-        running = [tenant_of_namespace(one.namespace) for one in snapshot.sequences]
+        names = [name_of_owner(snapshot.owners.get(namespace)) for namespace in units.namespaces]
+        running = [one.tenant for one in snapshot.sequences]
         for name in (*names, *running):
             if name not in self._tenants:  # they keep their colours
                 self._tenants.append(name)
@@ -242,12 +247,13 @@ class _Recent:
 
 
 def state_cells(states: NDArray[np.uint8]) -> dict[str, Any]:
-    """The map: for each cell the shares of its units that are cached, held and leased, 0 .. 255, three bytes a cell."""
+    """The map: for each cell the shares of its units that are cached, held, leased and pinned, 0 .. 255, four bytes
+    a cell."""
     per_cell, num_cells = _cells(len(states))
-    cells = np.empty((num_cells, 3), np.uint8)
+    cells = np.empty((num_cells, 4), np.uint8)
     sizes = np.full(num_cells, per_cell)
     sizes[-1] = len(states) - per_cell * (num_cells - 1)
-    for column, state in enumerate((CACHED, HELD, LEASED)):
+    for column, state in enumerate((CACHED, HELD, LEASED, PINNED)):
         # Rounded up, so that one unit of many shows.
         cells[:, column] = -(-_per_cell(states == state, per_cell) * 255 // sizes)
     return {"units": len(states), "per_cell": per_cell, "cells": _base64(cells)}
@@ -280,7 +286,7 @@ def _row(one: SequenceRow) -> dict[str, Any]:
     return {
         "id": one.id,
         "index": one.index,
-        "tenant": tenant_of_namespace(one.namespace),
+        "tenant": one.tenant,
         "prompt": one.num_prompt_tokens,
         "tokens": one.num_tokens,
         "computed": one.num_computed,

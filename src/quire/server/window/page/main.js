@@ -27,7 +27,7 @@ const FIGURES = [
   ["First token, lately", (s) => [seconds(s.rates.first_token_s), ""], 2, "--c1"],
   ["Hit rate, lately", (s) => [percent(s.rates.hit_rate), "of prompts"], 3, "--c2", 1],
   ["Running, waiting", (s) => [`${number(s.counts.num_running)}, ${number(s.counts.num_waiting)}`, ""]],
-  ["In use", (s) => [percent((s.counts.held + s.counts.leased) / s.counts.num_blocks), `of ${s.unit}s`]],
+  ["In use", (s) => [percent((s.counts.held + s.counts.leased + s.counts.pinned) / s.counts.num_blocks), `of ${s.unit}s`]],
   ["Preempted, evicted", (s) => [`${number(s.counts.num_preemptions)}, ${number(s.counts.evicted_blocks)}`, ""]],
 ];
 

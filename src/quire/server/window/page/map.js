@@ -2,7 +2,7 @@
 
 import { announce, colour, fillRows, make, number, percent } from "./format.js";
 
-const STATES = ["free", "cached", "held", "leased"];
+const STATES = ["free", "cached", "held", "leased", "pinned"];
 const NOBODY = 255;
 const TENANT_COLOURS = 15;
 
@@ -30,7 +30,7 @@ export class BlockMap {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
-  get numCells() { return this.cells.length / 3; }
+  get numCells() { return this.cells.length / 4; }
 
   update({ map, owners, tenants }) {
     if (map) {
@@ -88,10 +88,10 @@ export class BlockMap {
       const y = Math.floor(at / columns) * size + 1;
       paint.fillStyle = inks[0];
       paint.fillRect(x, y, full, full);
-      const [cached, held, leased] = this.cells.subarray(3 * at, 3 * at + 3);
+      const [cached, held, leased, pinned] = this.cells.subarray(4 * at, 4 * at + 4);
       const owner = this.byTenant && this.owners ? this.owners[at] : NOBODY;
       let bottom = y + full;
-      for (const [share, state] of [[held, 2], [leased, 3], [cached, 1]]) {
+      for (const [share, state] of [[pinned, 4], [held, 2], [leased, 3], [cached, 1]]) {
         if (!share) continue;
         const high = Math.min(bottom - y, Math.max(1, (full * share) / 255));
         paint.globalAlpha = owner !== NOBODY && state === 1 ? 0.42 : 1;
@@ -117,14 +117,14 @@ export class BlockMap {
   describe(cell) {
     const first = cell * this.perCell;
     const last = Math.min(first + this.perCell, this.units) - 1;
-    const [cached, held, leased] = this.cells.subarray(3 * cell, 3 * cell + 3);
+    const [cached, held, leased, pinned] = this.cells.subarray(4 * cell, 4 * cell + 4);
     const owner = this.owners && this.owners[cell] !== NOBODY ? this.tenants[this.owners[cell]]?.name : null;
     const of = owner ? `, of ${owner}` : "";
     if (this.perCell === 1) {
-      const state = leased ? "leased" : held ? "held" : cached ? "cached" : "free";
+      const state = pinned ? "pinned" : leased ? "leased" : held ? "held" : cached ? "cached" : "free";
       return `${this.unit} ${first}, ${state}${of}`;
     }
-    return `${this.unit}s ${first} to ${last}: ${percent(held / 255)} held, ${percent(cached / 255)} cached${of}`;
+    return `${this.unit}s ${first} to ${last}: ${percent(held / 255)} held, ${percent(cached / 255)} cached, ${percent(pinned / 255)} pinned${of}`;
   }
 
   #click(event) {

@@ -1,0 +1,191 @@
+"""`/admin`: what stays in memory, how much memory, why a prompt was found no further. For the administrator.
+
+The admin key, or this machine where there are no keys (`dependencies.administrator`). Everything that touches the
+engine runs in its thread between two steps; what has to be computed for a pin is a request among the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import weakref
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Depends, Response
+
+from quire.cache.pins import Pin
+from quire.errors import ArgumentError
+from quire.server.dependencies import TheService, administrator, text_only
+from quire.server.errors import ApiError
+from quire.server.messages import render
+from quire.server.schemas.admin import (
+    AdminPrompt,
+    Dropped,
+    Explained,
+    Flush,
+    Flushed,
+    Memory,
+    PinCard,
+    PinList,
+    PinRequest,
+    Resize,
+)
+from quire.server.schemas.common import ERRORS
+from quire.server.service import Service
+from quire.server.tenants import ANYBODY, name_of_owner
+
+__all__ = ["router"]
+
+router = APIRouter(
+    prefix="/admin",
+    tags=["Admin"],
+    dependencies=[Depends(administrator), Depends(text_only)],
+    responses=ERRORS,
+)
+
+_ids: weakref.WeakKeyDictionary[Pin, str] = weakref.WeakKeyDictionary()
+_numbers = itertools.count(1)
+
+
+def _id(pin: Pin) -> str:
+    if pin not in _ids:
+        _ids[pin] = f"pin-{next(_numbers)}"
+    return _ids[pin]
+
+
+def _card(service: Service, pin: Pin) -> PinCard:
+    """For the engine's thread."""
+    llm = service.engine.llm
+    return PinCard(
+        id=_id(pin),
+        owner=name_of_owner(pin.owner),
+        is_published=llm.engine.tenants.is_published(pin),
+        num_tokens=len(pin.tokens),
+        bytes=len(pin.units) * llm.cache.unit_bytes,
+        num_hits=pin.num_hits,
+        expires_in=None if pin.expires_at is None else max(0.0, pin.expires_at - llm.engine.pins.now()),
+    )
+
+
+async def _tokens(service: Service, body: AdminPrompt) -> list[int]:
+    """The prompt's."""
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "expected either a prompt or messages")
+    if body.messages is not None:
+        text = render(service.tokenizer, body.messages, service.settings.limits)
+        return await service.encode(text, add_special_tokens=False)
+    if isinstance(body.prompt, str):
+        return await service.encode(body.prompt)
+    return body.prompt or []
+
+
+def _whose(body: AdminPrompt) -> dict[str, Any]:
+    tenant = None if body.tenant in (None, "", ANYBODY.name) else body.tenant
+    return {"tenant": tenant, "cache_salt": body.cache_salt or None}
+
+
+@router.post("/pins", status_code=201)
+async def pin(body: PinRequest, service: TheService) -> PinCard:
+    """Computes a prompt where memory lacks it, and keeps it there. 400 where it would not fit, with the numbers."""
+    tokens, whose = await _tokens(service, body), _whose(body)
+    if body.publish:
+        if any(value is not None for value in (*whose.values(), body.ttl)):
+            raise ApiError(400, "expected neither tenant, cache_salt nor ttl with publish", param="publish")
+        made = await service.engine.publish(tokens)
+    else:
+        made = await service.engine.pin(tokens, ttl=body.ttl, **whose)
+    return await service.engine.between_steps(lambda: _card(service, made))
+
+
+@router.get("/pins")
+async def pins(service: TheService) -> PinList:
+    """Those there are, the oldest first."""
+    llm = service.engine.llm
+    return PinList(data=await service.engine.between_steps(lambda: [_card(service, one) for one in llm.pins]))
+
+
+@router.delete("/pins/{pin_id}", status_code=204)
+async def unpin(pin_id: str, service: TheService) -> None:
+    """Its content may be evicted from now on; what was published is so no more."""
+    llm = service.engine.llm
+
+    def remove() -> None:
+        for one in llm.pins:
+            if _id(one) == pin_id:
+                llm.unpin(one)
+                return
+        raise ApiError(404, "there is no such pin", code="pin_not_found")
+
+    await service.engine.between_steps(remove)
+
+
+@router.post("/drop")
+async def drop(body: AdminPrompt, service: TheService) -> Dropped:
+    """Has memory forget everything that begins with a prompt; tiers keep what they have. What requests hold stays until
+    they end; 400 where some of it is pinned."""
+    tokens, llm = np.asarray(await _tokens(service, body), np.int64), service.engine.llm
+
+    def forget() -> int:
+        checked = llm.engine.check_tokens(tokens)
+        place = llm.engine.tenants.place(checked, **_whose(body))
+        for one in llm.pins:
+            num_common = one.num_common(checked, place.extra_keys)
+            if one.namespace == place.namespace and num_common == min(len(checked), len(one.tokens)):
+                raise ArgumentError(
+                    f"expected a prefix of which nothing is pinned, got one that {_id(one)} has; unpin that first"
+                )
+        return llm.cache.drop(checked, namespace=place.namespace, extra_keys=place.extra_keys)
+
+    return Dropped(num_freed=await service.engine.between_steps(forget))
+
+
+@router.post("/resize")
+async def resize(body: Resize, service: TheService) -> Memory:
+    """Gives the cache another budget while requests run. 400 where floors, pins or the machine do not allow it."""
+    llm = service.engine.llm
+
+    def change() -> Memory:
+        try:
+            llm.resize(body.kv_memory)
+        except (OSError, MemoryError, OverflowError) as error:
+            raise ArgumentError(f"the system refuses a kv_memory of {body.kv_memory}: {error}") from error
+        return Memory(kv_memory_bytes=llm.kv_memory_bytes, num_blocks=llm.num_blocks, capacity=llm.capacity)
+
+    return await service.engine.between_steps(change)
+
+
+@router.post("/explain")
+async def explain(body: AdminPrompt, service: TheService) -> Explained:
+    """How much of a prompt is known, where, and why no more."""
+    tokens, llm = await _tokens(service, body), service.engine.llm
+    found = await service.engine.between_steps(
+        lambda: llm.explain(tokens, as_administrator=True, **_whose(body))
+    )
+    names = Explained.model_fields.keys() - {"text"}
+    return Explained(text=str(found), **{name: getattr(found, name) for name in names})
+
+
+@router.get("/report", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def report(service: TheService) -> Response:
+    """The cache as a table: states, owners, prefixes, pins, tenants, tiers."""
+    text = await service.engine.between_steps(service.engine.llm.report)
+    return Response(text + "\n", media_type="text/plain; charset=utf-8")
+
+
+@router.post("/flush")
+async def flush(body: Flush, service: TheService) -> Flushed:
+    """Has the tiers hold all that memory does, and then, if asked to, memory forget what nobody holds."""
+    llm = service.engine.llm
+    if body.tiers and (tiers := llm.tiers) is not None:
+        await service.engine.between_steps(tiers.stores.flush)
+        await asyncio.to_thread(tiers.stack.flush)
+
+    def forget() -> int:
+        before = llm.cache.stats()["cached"]
+        llm.trim()
+        if not llm.cache.stats()["num_sequences"]:
+            llm.cache.reset()  # the one block that a cache has at least
+        return before - llm.cache.stats()["cached"]
+
+    return Flushed(num_freed=await service.engine.between_steps(forget) if body.memory else 0)

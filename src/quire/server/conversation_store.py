@@ -1,0 +1,119 @@
+"""The conversations of a server: whose each is, and how it stands. They hold tokens, and blocks only during a turn.
+
+Invariants
+    C1  a conversation is found by its tenant and by nobody else; a tenant has at most `most`.
+    C2  one turn at a time; it changes the conversation as a whole at its end, or not at all.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+
+from quire.engine.async_conversation import AsyncConversation
+from quire.server.errors import ApiError
+from quire.server.schemas.chat import ChatMessage
+from quire.server.tenants import Tenant
+
+__all__ = ["Conversations", "Talk"]
+
+
+class Talk:
+    """One of them. first: messages that stand before those of the first turn; starts: where turns begin, in tokens."""
+
+    def __init__(
+        self,
+        state: AsyncConversation,
+        cache_salt: str | None,
+        first: Sequence[ChatMessage] = (),
+        starts: Sequence[int] = (),
+    ) -> None:
+        self.id = f"conv-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.state = state
+        self.cache_salt = cache_salt
+        self.first = tuple(first)
+        self.starts = list(starts)
+        self._turn: AsyncConversation | None = None
+
+    def begin(self, base: AsyncConversation, turn: AsyncConversation) -> None:
+        """`turn`, a fork of `base` with something appended, is being answered. *raises:* ApiError 409."""
+        self.require_rest()
+        if self.state is not base:
+            raise ApiError(409, "the conversation has changed since this turn was asked for", code="conflict")
+        self._turn = turn
+
+    def end(self, turn: AsyncConversation, is_kept: bool) -> None:
+        """Of that turn; twice does nothing."""
+        if self._turn is not turn:
+            return
+        self._turn = None
+        if is_kept:
+            self.starts.append(len(self.state))
+            self.state = turn
+
+    def require_rest(self) -> None:
+        if self._turn is not None:
+            raise ApiError(
+                409, "the conversation is being answered: wait for the end, or fork it", code="conflict"
+            )
+
+    def fork(self) -> Talk:
+        """Another one, the same so far; during a turn, with what there is of the answer."""
+        state, starts = self.state, list(self.starts)
+        if self._turn is not None:
+            starts.append(len(state))
+            state = self._turn
+        return Talk(state.fork(), self.cache_salt, self.first, starts)
+
+    def close(self) -> None:
+        """Ends a turn under way."""
+        for one in (self._turn, self.state):
+            if one is not None:
+                one.close()
+
+
+class Conversations:
+    """By tenant and id."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._of: dict[str, dict[str, Talk]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def of(self, tenant: Tenant) -> list[Talk]:
+        return list(self._of.get(tenant.name, {}).values())
+
+    def check_room(self, tenant: Tenant) -> None:
+        if len(self._of.get(tenant.name, ())) >= self._most:
+            raise ApiError(
+                429,
+                f"at most {self._most} conversations of one tenant; delete some",
+                code="too_many_conversations",
+                retry_after_s=1,
+            )
+
+    def add(self, tenant: Tenant, talk: Talk) -> Talk:
+        self.check_room(tenant)
+        self._of.setdefault(tenant.name, {})[talk.id] = talk
+        return talk
+
+    def get(self, tenant: Tenant, name: str) -> Talk:
+        """*raises:* ApiError 404 for what is not there, or another's."""
+        talk = self._of.get(tenant.name, {}).get(name)
+        if talk is None:
+            raise ApiError(404, "there is no such conversation", code="conversation_not_found")
+        return talk
+
+    def remove(self, tenant: Tenant, name: str) -> None:
+        self.get(tenant, name).close()
+        del self._of[tenant.name][name]
+
+    def close(self) -> None:
+        for talks in self._of.values():
+            for talk in talks.values():
+                talk.close()
+        self._of.clear()

@@ -1,0 +1,262 @@
+"""`/v1/conversations`: tokens that grow turn by turn, branch, go back and are kept; our extension.
+
+A turn is a request like any other, admitted, counted and preempted as such. What it appends becomes the conversation's
+when it ends, or when the client leaves it with some of the answer; an error changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from quire.engine.async_conversation import AsyncConversation
+from quire.engine.request import RequestOutput
+from quire.engine.sampling_params import SamplingParams
+from quire.server.chat import ChatWriter, chat_params
+from quire.server.conversation_store import Talk
+from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
+from quire.server.errors import ApiError
+from quire.server.messages import render, render_next
+from quire.server.schemas.common import ERRORS
+from quire.server.schemas.conversations import (
+    ConversationAnswer,
+    ConversationCard,
+    ConversationDetails,
+    ConversationList,
+    Deleted,
+    NewConversation,
+    Rewind,
+    Rewound,
+    SnapshotCard,
+    SnapshotList,
+    SnapshotRequest,
+    Turn,
+)
+from quire.server.service import Answer, Service
+from quire.server.tenants import Tenant
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["Conversations"], dependencies=[Depends(text_only)], responses=ERRORS)
+
+
+def _card(talk: Talk) -> ConversationCard:
+    return ConversationCard(id=talk.id, created=talk.created, num_tokens=len(talk.state), turns=talk.starts)
+
+
+def _one_of(body: NewConversation | Turn, *names: str) -> str | None:
+    """The only one of the fields that is given, if one is."""
+    given = [name for name in names if getattr(body, name) is not None]
+    if len(given) > 1:
+        raise ApiError(400, f"expected at most one of {', '.join(names)}, got {' and '.join(given)}")
+    return given[0] if given else None
+
+
+@router.post("/v1/conversations", status_code=201)
+async def make(body: NewConversation, service: TheService, tenant: TheTenant) -> ConversationCard:
+    """A conversation that begins with this, or with nothing. Nothing is computed before its first turn."""
+    service.conversations.check_room(tenant)
+    engine, salt = service.engine, body.cache_salt or None
+    given = _one_of(body, "messages", "text", "tokens", "snapshot")
+    if given == "snapshot":
+        name = body.snapshot or ""
+        found = await engine.resume(name, tenant=tenant.in_engine, cache_salt=salt, recompute=body.recompute)
+        return _card(service.conversations.add(tenant, Talk(found, salt)))
+    state = engine.conversation(tenant=tenant.in_engine, cache_salt=salt)
+    if given == "messages":  # kept as they are: what the first turn adds is framed with them
+        text = render(service.tokenizer, body.messages or [], service.settings.limits)
+        tokens = await service.encode(text, add_special_tokens=False)
+        service.engine.llm.engine.check_tokens(tokens)
+    elif given is not None:
+        state.append(await _plain_tokens(service, body, is_first=True))
+    return _card(service.conversations.add(tenant, Talk(state, salt, body.messages or ())))
+
+
+@router.get("/v1/conversations")
+async def conversations(service: TheService, tenant: TheTenant) -> ConversationList:
+    """Those of this tenant."""
+    return ConversationList(data=[_card(talk) for talk in service.conversations.of(tenant)])
+
+
+@router.get("/v1/conversations/{conversation_id}")
+async def conversation(conversation_id: str, service: TheService, tenant: TheTenant) -> ConversationDetails:
+    """How it stands: all of its tokens."""
+    talk = service.conversations.get(tenant, conversation_id)
+    tokens = talk.state.token_ids
+    text = None if service.tokenizer is None else service.tokenizer.decode(tokens)
+    return ConversationDetails(**_card(talk).model_dump(), tokens=tokens, text=text)
+
+
+@router.delete("/v1/conversations/{conversation_id}")
+async def delete(conversation_id: str, service: TheService, tenant: TheTenant) -> Deleted:
+    """Forgets it; a turn under way ends."""
+    service.conversations.remove(tenant, conversation_id)
+    return Deleted(id=conversation_id)
+
+
+@router.post("/v1/conversations/{conversation_id}/fork", status_code=201)
+async def fork(conversation_id: str, service: TheService, tenant: TheTenant) -> ConversationCard:
+    """Another one, the same so far, that goes on by itself; also while a turn is answered."""
+    talk = service.conversations.get(tenant, conversation_id)
+    return _card(service.conversations.add(tenant, talk.fork()))
+
+
+@router.post("/v1/conversations/{conversation_id}/rewind")
+async def rewind(conversation_id: str, body: Rewind, service: TheService, tenant: TheTenant) -> Rewound:
+    """Forgets what comes behind a position, or the last turns."""
+    talk = service.conversations.get(tenant, conversation_id)
+    talk.require_rest()
+    if (body.position is None) == (body.turns is None):
+        raise ApiError(400, "expected either a position or turns")
+    position = body.position
+    if body.turns is not None:
+        if body.turns > len(talk.starts):
+            raise ApiError(400, f"expected at most {len(talk.starts)} turns, got {body.turns}", param="turns")
+        position = talk.starts[-body.turns]
+    base, rewound = talk.state, talk.state.fork()
+    found = await rewound.rewind(position or 0)
+    talk.begin(base, rewound)  # a turn may have begun meanwhile
+    talk.end(rewound, is_kept=True)
+    talk.starts = [start for start in talk.starts if start < len(rewound)]
+    return Rewound(**_card(talk).model_dump(), num_cached_tokens=found)
+
+
+@router.post(
+    "/v1/conversations/{conversation_id}/append",
+    response_model=ConversationAnswer | ConversationCard,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "The answer, or how it stands."}},
+)
+async def append(
+    conversation_id: str, body: Turn, request: Request, service: TheService, tenant: TheTenant
+) -> Any:
+    """A turn: what is given is appended, and the model answers, whole or as events like those of chat."""
+    talk = service.conversations.get(tenant, conversation_id)
+    talk.require_rest()
+    service.check_model(body.model)
+    if body.tools:
+        raise ApiError(400, "expected no tools: a conversation has none", param="tools")
+    if body.cache_salt is not None and body.cache_salt != talk.cache_salt:
+        raise ApiError(400, "expected the conversation's own cache_salt, or none", param="cache_salt")
+    body = body.model_copy(update={"cache_salt": talk.cache_salt})
+    base = talk.state
+    turn = base.fork()
+    if tokens := await _turn_tokens(service, talk, body, len(base)):
+        turn.append(tokens)
+    if not body.generate:
+        talk.begin(base, turn)
+        talk.end(turn, is_kept=True)
+        return _card(talk)
+    params = chat_params(body, service)
+    if params.n != 1:
+        raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
+    service.check(tenant, body, turn.token_ids, params)
+    service.admit(tenant, 1)
+    one = ChatWriter(body, service, params, more=lambda: {"conversation": _card(talk).model_dump()})
+    outputs = _answered(service, tenant, talk, body, base, turn, params, one.id)
+    if body.stream:
+        return await one.stream(outputs)
+
+    async def whole() -> Response:
+        return one.whole(await Answer.gather(outputs, 1))
+
+    return await unless_gone(request, whole())
+
+
+async def _turn_tokens(service: Service, talk: Talk, body: Turn, num_before: int) -> list[int]:
+    """What a turn adds."""
+    given = _one_of(body, "messages", "text", "tokens")
+    first = list(talk.first) if num_before == 0 else []
+    if not body.generate and given not in ("text", "tokens"):
+        raise ApiError(400, "expected text or tokens to append without an answer", param="generate")
+    if given in ("text", "tokens"):
+        if first:
+            raise ApiError(400, "expected messages: this conversation begins with some", param=given)
+        return await _plain_tokens(service, body, is_first=num_before == 0)
+    messages, limits = [*first, *(body.messages or [])], service.settings.limits
+    if not messages:
+        return []
+    if num_before == 0:
+        text = render(service.tokenizer, messages, limits)
+    else:
+        text = render_next(service.tokenizer, messages, limits)
+        last = talk.state.token_ids[-1]
+        if last in service.tokenizer.all_special_ids:  # the answer's end is there already
+            text = text.removeprefix(service.tokenizer.decode([last]))
+    return await service.encode(text, add_special_tokens=False)
+
+
+async def _plain_tokens(service: Service, body: NewConversation | Turn, *, is_first: bool) -> list[int]:
+    if body.tokens is not None:
+        return body.tokens
+    if not body.text:
+        raise ApiError(400, "expected some text, got an empty one", param="text")
+    return await service.encode(body.text, add_special_tokens=is_first)
+
+
+async def _answered(
+    service: Service,
+    tenant: Tenant,
+    talk: Talk,
+    body: Turn,
+    base: AsyncConversation,
+    turn: AsyncConversation,
+    params: SamplingParams,
+    request_id: str,
+) -> AsyncGenerator[RequestOutput]:
+    """The answer's outputs. Nothing has begun before the first is asked for."""
+    talk.begin(base, turn)
+    is_kept = False
+    try:
+        generated = turn.generate(
+            params,
+            priority=body.priority or 0,
+            request_id=request_id,
+            retention=body.retention or "normal",
+            deltas=True,
+        )
+        counted = service.counted(tenant, body, turn.token_ids, generated)
+        async with aclosing(counted) as outputs:
+            async for output in outputs:
+                is_kept = True
+                if output.finished:
+                    # Before the client hears of the end, so that the next turn finds it; the generator ends with it.
+                    await anext(outputs, None)
+                    talk.end(turn, is_kept)
+                yield output
+    except Exception:
+        is_kept = False
+        raise
+    finally:
+        talk.end(turn, is_kept)
+
+
+@router.post("/v1/conversations/{conversation_id}/snapshot", status_code=201)
+async def snapshot(
+    conversation_id: str, body: SnapshotRequest, service: TheService, tenant: TheTenant
+) -> SnapshotCard:
+    """Keeps it under a name in the disk cache, beyond the server's end."""
+    talk = service.conversations.get(tenant, conversation_id)
+    talk.require_rest()
+    return SnapshotCard.of(await talk.state.fork().snapshot(body.name, overwrite=body.overwrite))
+
+
+@router.get("/v1/snapshots")
+async def snapshots(service: TheService, tenant: TheTenant, cache_salt: str | None = None) -> SnapshotList:
+    """Those of this tenant and salt."""
+    found = await service.engine.snapshots(namespace=_namespace(service, tenant, cache_salt))
+    return SnapshotList(data=[SnapshotCard.of(one) for one in found])
+
+
+@router.delete("/v1/snapshots/{name}", status_code=204)
+async def remove_snapshot(
+    name: str, service: TheService, tenant: TheTenant, cache_salt: str | None = None
+) -> None:
+    """Forgets one; its keys and values stay until their room is needed."""
+    await service.engine.remove_snapshot(name, namespace=_namespace(service, tenant, cache_salt))
+
+
+def _namespace(service: Service, tenant: Tenant, cache_salt: str | None) -> bytes:
+    return service.engine.llm.engine.tenants.namespace_of(tenant.in_engine, cache_salt or None)

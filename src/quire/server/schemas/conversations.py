@@ -1,0 +1,111 @@
+"""`/v1/conversations`: bodies. Ours."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from quire.server.schemas.chat import ChatCompletion, ChatFields, ChatMessage
+from quire.server.schemas.common import Body, TokenId
+
+__all__ = [
+    "ConversationAnswer",
+    "ConversationCard",
+    "ConversationDetails",
+    "ConversationList",
+    "Deleted",
+    "NewConversation",
+    "Rewind",
+    "Rewound",
+    "SnapshotCard",
+    "SnapshotList",
+    "SnapshotRequest",
+    "Turn",
+]
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Salt = Annotated[str | None, Field(max_length=1024)]
+
+
+class NewConversation(Body):
+    """At most one of messages, text, tokens and snapshot."""
+
+    messages: Messages | None = Field(None, description="How the first turn begins.")
+    text: str | None = None
+    tokens: Tokens | None = None
+    snapshot: str | None = Field(None, description="The name of one that was kept.")
+    recompute: bool = Field(False, description="Takes a snapshot's tokens also where it was another model's.")
+    cache_salt: Salt = Field(None, description="Of all turns, see `/v1/completions`.")
+
+
+class Turn(ChatFields):
+    """At most one of messages, text and tokens; none: the model goes on where the conversation ends."""
+
+    messages: Messages | None = Field(None, description="Framed by the chat template as it goes on.")
+    text: str | None = None
+    tokens: Tokens | None = None
+    generate: bool = Field(True, description="Whether the model answers; false: text or tokens are appended.")
+
+
+class Rewind(Body):
+    """Either of both."""
+
+    position: int | None = Field(None, ge=0, lt=2**31, description="Tokens that are left.")
+    turns: int | None = Field(None, ge=1, lt=2**31, description="Answers to forget, with what was asked.")
+
+
+class SnapshotRequest(Body):
+    name: str = Field(max_length=200)
+    overwrite: bool = False
+
+
+class ConversationCard(BaseModel):
+    id: str
+    object: str = "conversation"
+    created: int
+    num_tokens: int
+    turns: list[int] = Field(description="The number of tokens before each turn: where it can be rewound to.")
+
+
+class ConversationDetails(ConversationCard):
+    tokens: list[int]
+    text: str | None
+
+
+class ConversationList(BaseModel):
+    object: str = "list"
+    data: list[ConversationCard]
+
+
+class ConversationAnswer(ChatCompletion):
+    conversation: ConversationCard
+
+
+class Rewound(ConversationCard):
+    num_cached_tokens: int = Field(description="Of those left, tokens that memory has.")
+
+
+class Deleted(BaseModel):
+    id: str
+    object: str = "conversation.deleted"
+    deleted: bool = True
+
+
+class SnapshotCard(BaseModel):
+    name: str
+    num_tokens: int
+    num_stored_tokens: int = Field(description="Those whose keys and values the disk has.")
+    model: str
+    is_usable: bool
+    made_at: float
+
+    @classmethod
+    def of(cls, snapshot: Any) -> SnapshotCard:
+        return cls.model_validate(snapshot, from_attributes=True)
+
+
+class SnapshotList(BaseModel):
+    object: str = "list"
+    data: list[SnapshotCard]

@@ -1,0 +1,202 @@
+"""Tenants through the API: quota, floor, retention and keep_for are the engine's, and it enforces them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from support.running_server import running
+
+from quire import LLM
+from quire.errors import ArgumentError
+from quire.server.app import make_app
+from quire.server.settings import Limits, ServerSettings
+from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
+
+UNITS = 64
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(kv_memory=UNITS * 49152, block_size=16, pin_memory="50%", max_model_len=800) as one:
+        assert (one.num_blocks, one.cache.unit_bytes) == (UNITS, 49152)
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def nothing_cached(llm: LLM) -> None:
+    for pin in llm.pins:
+        llm.unpin(pin)
+    llm.cache.reset()
+
+
+def settings(*tenants: Tenant, **options: Any) -> ServerSettings:
+    keys = KeyRing([(digest_of_key(f"key-{tenant.name}"), tenant) for tenant in (*tenants, ADMIN)])
+    return ServerSettings(keys=keys, tenants=(ANYBODY, *tenants), **options)
+
+
+def ask(url: str, name: str | None, prompt: list[int], **more: Any) -> httpx.Response:
+    headers = {} if name is None else {"Authorization": f"Bearer key-{name}"}
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, **more}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+
+
+def cached(answer: httpx.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return int(answer.headers["x-quire-cached-tokens"])
+
+
+def prompt_of(seed: int, num_tokens: int = 64) -> list[int]:
+    return [3 + seed, *range(300, 299 + num_tokens)]
+
+
+def units_of(llm: LLM, name: str) -> int:
+    return sum(llm.cache.account_counts(llm.engine.tenants[name].account))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_quota_is_enforced(llm: LLM) -> None:
+    small = Tenant("small", quota_bytes=8 * llm.cache.unit_bytes)
+    with running(llm, settings(small, Tenant("large"))) as (url, _):
+        refused = ask(url, "small", prompt_of(0, 150))
+        assert refused.status_code == 400
+        assert "quota" in refused.json()["error"]["message"]
+        assert "'small'" in refused.json()["error"]["message"]
+        assert ask(url, "small", prompt_of(0, 150), cache_salt="s").status_code == 400
+        assert ask(url, "small", prompt_of(0, 40), max_tokens=150).status_code == 400
+        for seed in range(8):
+            assert cached(ask(url, "small", prompt_of(seed))) == 0
+            assert units_of(llm, "small") <= 8
+        assert cached(ask(url, "small", prompt_of(7))) == 63
+        assert cached(ask(url, "small", prompt_of(0))) == 0
+        for seed in range(8):
+            ask(url, "large", prompt_of(seed))
+        assert units_of(llm, "large") == 32
+
+
+def test_a_floor_is_kept(llm: LLM) -> None:
+    kept = Tenant("kept", floor_bytes=10 * llm.cache.unit_bytes)
+    with running(llm, settings(kept, Tenant("other"), Tenant("greedy"))) as (url, _):
+        for name in ("kept", "other"):
+            for seed in range(2):
+                ask(url, name, prompt_of(seed))
+        for seed in range(10, 40):
+            assert ask(url, "greedy", prompt_of(seed)).status_code == 200
+        assert units_of(llm, "kept") == 8
+        assert units_of(llm, "other") == 0
+        # The copy of a partial block may cost the tenant one of its own.
+        assert [cached(ask(url, "kept", prompt_of(seed))) // 16 for seed in range(2)] == [3, 3]
+        assert [cached(ask(url, "other", prompt_of(seed))) for seed in range(2)] == [0, 0]
+
+
+def test_what_is_discarded_goes_first_and_what_is_to_keep_last(llm: LLM) -> None:
+    with running(llm, settings(Tenant("a"))) as (url, _):
+        ask(url, "a", prompt_of(1), retention="keep")
+        ask(url, "a", prompt_of(2), retention="normal")
+        for seed in range(3, 40):  # over and over the same room, after the first 14
+            ask(url, "a", prompt_of(seed), retention="discard")
+        assert cached(ask(url, "a", prompt_of(2))) == 63
+        for seed in range(40, 80):
+            ask(url, "a", prompt_of(seed))
+        assert cached(ask(url, "a", prompt_of(1))) == 63
+        assert cached(ask(url, "a", prompt_of(2))) == 0
+        assert ask(url, "a", prompt_of(1), retention="forever").status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_keep_for_pins_until_its_time_is_over(
+    llm: LLM, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(llm.engine.pins, "now", lambda: now)
+    with running(llm, settings(Tenant("a"), Tenant("b"))) as (url, _):
+        ask(url, "a", prompt_of(1), keep_for=60, stream=stream, max_tokens=4)
+        (pin,) = llm.pins
+        assert (pin.owner, len(pin.tokens), pin.expires_at) == ("a", 64, 160.0)
+        assert llm.stats()["pinned"] == 4
+        now = 130.0
+        ask(url, "a", prompt_of(1), keep_for=10)  # its longer time begins anew
+        ask(url, "b", prompt_of(1), keep_for=10)
+        assert [(pin.owner, pin.expires_at) for pin in llm.pins] == [("a", 190.0), ("b", 140.0)]
+        for seed in range(10, 40):
+            ask(url, "b", prompt_of(seed))
+        now = 189.0
+        assert [pin.owner for pin in llm.pins] == ["a"]
+        assert cached(ask(url, "a", prompt_of(1))) == 63
+        now = 189.0 + 61
+        assert llm.pins == []
+        for seed in range(40, 70):
+            ask(url, "b", prompt_of(seed))
+        assert cached(ask(url, "a", prompt_of(1))) == 0
+
+
+def test_keep_for_is_bounded(llm: LLM) -> None:
+    with running(llm, settings(Tenant("a"), Tenant("b"), limits=Limits(max_kept=2))) as (url, app):
+        assert ask(url, "a", prompt_of(1, 600), keep_for=60).status_code == 400  # over half of the cache
+        assert llm.pins == []
+        for seed in range(2):
+            ask(url, "a", prompt_of(seed), keep_for=60)
+        answer = ask(url, "a", prompt_of(3), keep_for=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many_kept")
+        assert ask(url, "b", prompt_of(3), keep_for=60).status_code == 200
+        assert len(llm.pins) == 3
+        wait_for(lambda: app.state.service.num_open == 0)
+
+
+def test_room_that_is_gone_by_then_costs_nobody_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "check_pin", lambda *args, **options: None)
+    with running(llm, settings(Tenant("a"))) as (url, _):
+        assert ask(url, "a", prompt_of(1, 600), keep_for=60).status_code == 200
+        assert llm.pins == []
+        text = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer key-a"}).text
+        assert "quire:not_kept_total 1.0" in text
+
+
+def test_a_tenant_finds_only_its_own_whatever_the_salt(llm: LLM) -> None:
+    with running(llm, settings(Tenant("a"), Tenant("b"), limits=Limits(max_kept=2))) as (url, _):
+        prompt = prompt_of(5)
+        assert cached(ask(url, "a", prompt, cache_salt="common", keep_for=60)) == 0
+        before = llm.engine.stats()
+        assert cached(ask(url, "b", prompt, cache_salt="common")) == 0
+        assert cached(ask(url, "b", prompt, cache_salt="acommon")) == 0
+        assert cached(ask(url, "admin", prompt, cache_salt="common")) == 0
+        # As many tokens computed, in as many steps, as of a prompt that nobody has.
+        after = llm.engine.stats()
+        ask(url, "b", prompt_of(6), cache_salt="common")
+        ask(url, "b", prompt_of(7))
+        ask(url, "b", prompt_of(8))
+        last = llm.engine.stats()
+        for name in ("num_computed_tokens", "num_steps"):
+            assert after[name] - before[name] == last[name] - after[name]
+        assert cached(ask(url, "a", prompt, cache_salt="common")) == 63
+
+
+def test_limits_that_cannot_be_are_said_at_the_start(llm: LLM) -> None:
+    from quire import AsyncEngine
+
+    engine = AsyncEngine(llm)
+    try:
+        floors = [Tenant(name, floor_bytes=40 * llm.cache.unit_bytes) for name in "ab"]
+        with pytest.raises(ArgumentError, match="floor"):
+            make_app(engine, settings(*floors))
+        make_app(engine, settings(Tenant("c")))
+        assert {tenant.name for tenant in llm.engine.tenants} == {"c", "admin"}
+    finally:
+        engine.close()
+
+
+def test_requests_without_keys_find_what_the_library_has(llm: LLM) -> None:
+    llm.generate([prompt_of(1)])
+    with running(llm, ServerSettings()) as (url, _):
+        assert cached(ask(url, None, prompt_of(1))) == 63
+        assert cached(ask(url, None, prompt_of(1), cache_salt="s")) == 0
+        assert cached(ask(url, None, prompt_of(1), cache_salt="")) == 63
