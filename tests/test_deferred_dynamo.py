@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 IN_THE_BLOCK = """
 import sys
 import torch
@@ -64,6 +66,7 @@ assert seen == [False, False]
     )
 
 
+@pytest.mark.ci
 def test_any_other_use_in_the_block_gets_the_real_one() -> None:
     for use in (
         "torch._dynamo.reset()",

@@ -21,17 +21,24 @@ CHECKS = (
 )
 
 
-def run(url: str, num_cases: int, *, derandomize: bool) -> int:
-    """At least so many cases, spread over the operations, valid and not; returns how many were sent."""
-    operations = [
-        found.ok() for found in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations()
-    ]
+def run(
+    url: str,
+    num_cases: int,
+    *,
+    derandomize: bool,
+    paths: tuple[str, ...] = (),
+    modes: tuple[GenerationMode, ...] = tuple(GenerationMode),
+) -> int:
+    """At least so many cases, spread over the operations (of these paths, or all), valid and not; returns how many."""
+    found = schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations()
+    operations = [each.ok() for each in found]
+    operations = [operation for operation in operations if not paths or operation.path in paths]
     num_sent = 0
     # Only those with a body have much to get wrong: the others are soon all there is.
     num_with_body = sum(operation.method == "post" for operation in operations)
     for operation in operations:
         num_examples = -(-num_cases // (2 * num_with_body)) if operation.method == "post" else 5
-        for mode in GenerationMode:
+        for mode in modes:
 
             @settings(
                 max_examples=num_examples,
@@ -55,7 +62,9 @@ def run(url: str, num_cases: int, *, derandomize: bool) -> int:
 
 
 def test_every_answer_is_in_the_schema(small_server) -> None:
-    assert run(small_server[0], 240, derandomize=True) >= 200
+    """Some valid cases; the rest takes its time to be made up."""
+    modes, paths = (GenerationMode.POSITIVE,), ("/tokenize", "/admin/pins", "/metrics")
+    assert run(small_server[0], 60, derandomize=True, paths=paths, modes=modes) >= 20
 
 
 @pytest.mark.ci
