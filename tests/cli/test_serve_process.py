@@ -155,8 +155,8 @@ def test_bad_flags(arguments: list[str], said: str) -> None:
         ('[server]\nport = "a"\n', "port"),
         ("[model]\nkv_memroy = 1\n", "kv_memroy"),
         ("[[tenants]]\nname = 'a'\n", "keys"),
-        ("[[tenants]]\nname = 'a'\nkeys = ['secret-1', 'secret-1']\n", "twice"),
-        ("[[tenants]]\nname = 'a'\nkeys = ['sha256:secret']\n", "64"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['hush-1', 'hush-1']\n", "twice"),
+        ("[[tenants]]\nname = 'a'\nkeys = ['sha256:hush']\n", "64"),
         ("[[tenants]]\nname = 'a'\nkeys = ['env:QUIRE_NOT_SET']\n", "QUIRE_NOT_SET"),
     ],
 )
@@ -166,7 +166,7 @@ def test_bad_configurations(tmp_path: Path, text: str, said: str) -> None:
     status, line = refusal("--config", str(config))
     assert status == 2
     assert said in line
-    assert "secret" not in line
+    assert "hush" not in line
 
 
 def test_keys_are_nowhere_to_be_read(tmp_path: Path) -> None:
