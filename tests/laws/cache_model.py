@@ -48,6 +48,8 @@ class Open:
     written: list[int] = field(default_factory=list)
     admitted: bool = False
     account: int = 0
+    # Where a readmit ends that has not been committed; 0 without one.
+    readmitted_to: int = 0
 
     @property
     def num_known(self) -> int:
@@ -55,7 +57,7 @@ class Open:
 
     @property
     def num_committable(self) -> int:
-        """Most tokens that could be committed: known ones whose slots hold just these tokens."""
+        """Most tokens that could be committed: known ones whose slots hold just these tokens. After a readmit no fewer."""
         end = self.computed
         known = self.content.tokens[self.computed :]
         for written, token in zip(self.written, known, strict=False):

@@ -176,6 +176,16 @@ class BlockManager(Protocol):
         tokens than are known (num_computed + new > num_tokens). n = 0 is allowed: an empty plan, a step."""
         ...
 
+    def num_blocks_to_readmit(self, sequence: int, num_computed_tokens: int) -> int:
+        """Units, over all groups, that `readmit` with the same arguments would take; raises as it does."""
+        ...
+
+    def readmit(self, sequence: int, num_computed_tokens: int) -> StepPlan | None:
+        """`reserve` up to `num_computed_tokens` (absolute) of one sequence whose KV somebody has copied: blocks that no
+        query from there on reads get no unit and have slots of -1. All or nothing. ValueError unless
+        num_computed < n <= num_tokens. Until a commit of exactly n or a rewind the sequence cannot reserve."""
+        ...
+
     def commit(self, sequence: int, num_computed_tokens: int) -> None:
         """ValueError unless num_computed <= n <= min(reserved, num_tokens)."""
         ...
