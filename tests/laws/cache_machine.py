@@ -135,12 +135,14 @@ class CacheMachine(RuleBasedStateMachine):
         return content
 
     def serve(self, content: Content, then: str) -> None:
-        """Open, and perhaps compute all of it, and perhaps close again."""
+        """Open, and perhaps compute all of it or copy it in, and perhaps close again."""
         if len(self.open_sequences) >= 6:
             return
         self.open_content(content)
         sequence = self.open_sequences[-1]
-        if then != "wait" and sequence.computed < sequence.num_known:
+        if then == "readmit":
+            self.copy_in(sequence, sequence.num_known)
+        elif then != "wait" and sequence.computed < sequence.num_known:
             if self.reserve_all([(sequence, sequence.num_known - sequence.computed)], 0, 0):
                 self.commit_to(sequence, sequence.num_known)
             if then == "store":
@@ -345,34 +347,49 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open_sequences)
     @rule(
         which=WHICH,
-        is_closed=st.booleans(),
         part=st.sampled_from([0.3, 0.7, 1.0, 1.0]),
-        then=st.sampled_from(["commit", "commit", "commit", "wait", "rewind"]),
+        then=st.sampled_from(["commit", "commit", "wait", "rewind"]),
     )
-    def readmit(self, which: int, is_closed: bool, part: float, then: str) -> None:
-        """What an engine does with one that it has parked: close it, open it again, copy its bytes back.
-
-        And likewise with any other that has tokens to compute: whatever it holds by then, also in part."""
-        sequence, end = self.pick(which), 0
-        lacked: list[list[int]] = []
-        if is_closed:
-            self.look(sequence)
-            end, lacked = sequence.computed, self.given_up_blocks(sequence)
-            self.close(which)
-            self.open_content(sequence.content)
-            sequence = self.open_sequences[-1]
-        num_new = self.ready(sequence)
-        num_new = min(num_new, end - sequence.computed) if is_closed else round(part * num_new)
-        if num_new <= 0 or not self.reserve_all([(sequence, num_new)], 0, 0, readmits=True):
+    def readmit(self, which: int, part: float, then: str) -> None:
+        """Any sequence, whatever it holds by then, also in part: an engine does so with those that it has parked."""
+        sequence = self.pick(which)
+        num_new = round(part * self.ready(sequence))
+        if not self.copy_in(sequence, sequence.computed + num_new, is_committed=then == "commit"):
             return
-        sequence.readmitted_to = sequence.computed + num_new
-        if then == "commit":
-            self.commit_part(sequence, 1.0)
-            if is_closed:
-                assert self.given_up_blocks(sequence) == lacked, "it has come back with what it had"
-        elif then == "rewind":
+        if then == "rewind":
             self.refused(lambda i, cache: cache.reserve([sequence.handles[i]], [1]))
             self.rewind(sequence, 0)
+
+    @precondition(lambda self: self.open_sequences)
+    @rule(which=WHICH, num_kept=st.sampled_from([None, 0, 0, 3, 6, 9, 12]))
+    def preempt(self, which: int, num_kept: int | None) -> None:
+        """A sequence is closed, perhaps forgotten in part, opened again, and its bytes copied back."""
+        before = self.pick(which)
+        self.look(before)
+        lacked = self.given_up_blocks(before)
+        self.close(which)
+        if num_kept is not None:
+            kept = before.content.cut(num_kept)
+            same(
+                self.call(
+                    lambda _, cache: cache.drop(kept.tokens, namespace=kept.namespace, extra_keys=kept.keys)
+                )
+            )
+            self.has_dropped = True
+        self.open_content(before.content)
+        sequence = self.open_sequences[-1]
+        if sequence.computed < before.computed and self.copy_in(sequence, before.computed):
+            assert self.given_up_blocks(sequence) == lacked, "it has come back with what it had"
+
+    def copy_in(self, sequence: Open, end: int, *, is_committed: bool = True) -> bool:
+        """Whether there was something to readmit, and room for it."""
+        num_new = end - sequence.computed
+        if num_new <= 0 or not self.reserve_all([(sequence, num_new)], 0, 0, readmits=True):
+            return False
+        sequence.readmitted_to = end
+        if is_committed:
+            self.commit_part(sequence, 1.0)
+        return True
 
     def given_up_blocks(self, sequence: Open) -> list[list[int]]:
         tables = [sequence.handles[0].block_table(group) for group in range(self.num_groups)]

@@ -34,7 +34,7 @@ KEYS = st.one_of(
     st.dictionaries(st.integers(0, 9), st.sampled_from([b"", b"cat", b"\0"]), max_size=2),
 )
 WHICH = st.integers(0, 30)
-THEN = st.sampled_from(["wait", "compute", "compute", "store"])
+THEN = st.sampled_from(["wait", "compute", "compute", "store", "readmit"])
 
 
 @dataclass
