@@ -57,7 +57,7 @@ class Open:
 
     @property
     def num_committable(self) -> int:
-        """Most tokens that could be committed: known ones whose slots hold just these tokens. After a readmit no fewer."""
+        """Most tokens that could be committed: known ones whose slots hold just these tokens."""
         end = self.computed
         known = self.content.tokens[self.computed :]
         for written, token in zip(self.written, known, strict=False):

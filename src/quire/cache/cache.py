@@ -264,9 +264,9 @@ class Cache(InspectedCache):
     def readmit(self, sequence: Sequence | int, num_computed_tokens: int) -> StepPlan | None:
         """Slots to copy the KV of a preempted sequence back into, up to its first `num_computed_tokens` tokens.
 
-        As `reserve`, for one that has copied the bytes out before it was closed: blocks behind the windows that a query at
-        `num_computed_tokens` has get no unit (-1 in the block tables, and as their tokens' slots), so the sequence comes back
-        with what it had. Nothing is found of what was not written. All or nothing: None if the units do not suffice.
+        As `reserve`, for one whose bytes were copied out before it was closed: blocks behind the windows of a query at
+        `num_computed_tokens` get no unit (-1 in the block tables, and as their tokens' slots), so it comes back with
+        what it had. Nothing is found of what was not written. All or nothing: None if the units do not suffice.
         Until `commit` of all of them, or `rewind`, which gives up what is reserved, it cannot reserve.
         """
         num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)

@@ -88,8 +88,8 @@ def _must_copy(
 ) -> tuple[bool, bool]:
     """Whether the partial block must be copied, and whether only its node stands against writing in place.
 
-    is_given_up: not all its units will be written, as it lies behind a window at the end of a `readmit`; so its node must
-    not come to say more."""
+    is_given_up: not all its units will be written, as it lies behind a window at the end of a `readmit`; so its node
+    must not come to say more."""
     pool = blocks.pool
     block, offset = divmod(sequence.num_computed, blocks.tree.block_size)
     units = [table[block] for table in sequence.tables]

@@ -57,7 +57,7 @@ class UnitBytes(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Parked:
-    """The payload of a sample's first `num_tokens` tokens; in each group from a token on, before which it had given up."""
+    """The payload of a sample's first `num_tokens` tokens: in each group from its origin on, what its window had left."""
 
     num_tokens: int
     origins: tuple[int, ...]
@@ -127,7 +127,8 @@ class Parking:
     def restore(self, sample: Sample, sequence: Any) -> int | None:
         """Copies back what the sequence, just opened, has not found; its computed tokens then.
 
-        None if there is no memory behind the units: the sequence is to be closed, as it may name one without its bytes."""
+        None if there is no memory behind the units: close the sequence then, as it may name one without its bytes.
+        """
         found, parked = sequence.num_computed_tokens, sample.parked
         if parked is None or found >= parked.num_tokens:
             return found

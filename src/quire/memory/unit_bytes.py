@@ -2,8 +2,8 @@
 
 A payload holds T tokens of a sequence in the canonical layout: for each layer that stores KV, in the order of layers,
 and for each of its KV heads the keys [T, k_head_dim], then the values [T, v_head_dim]: that of `quire.tiers.segment`.
-A storage says where its blocks lie (`UnitPlaces`); the rest is the same for all. A payload may begin later in some groups
-(`origins`, a token for each): the layers of such a group have T less so many tokens in it.
+A storage says where its blocks lie (`UnitPlaces`); the rest is the same for all. A payload may begin later in some
+groups (`origins`, a token for each): the layers of such a group have T less so many tokens in it.
 
 Invariants
     B1  only the bytes of the tokens asked for are read or written: a call for units that one alone may touch may run
@@ -73,8 +73,8 @@ def read_units(
     """The payload of tokens 0 .. `num_tokens`, uint8; of them those from `first` on are read.
 
     units: int [groups, blocks], the unit of each block of each group; block 0 holds token 0. What lies in blocks
-    whose unit is -1, and before `first`, is left as it is (zeros in a new payload). origins: where the payload begins in
-    each group, 0 .. num_tokens; what lies before is not in it. out: a payload to fill.
+    whose unit is -1, and before `first`, is left as it is (zeros in a new payload). origins: where the payload begins
+    in each group, 0 .. num_tokens; what lies before is not in it. out: a payload to fill.
     """
     if out is None:
         origins = _checked(storage, origins)
@@ -97,8 +97,8 @@ def write_units(
 ) -> None:
     """Writes tokens `first` .. `num_tokens` of a payload of that many tokens, or of more, into units; see `read_units`.
 
-    How many tokens a payload has follows from its length; those behind `num_tokens` are not written, nor are units before
-    a group's origin.
+    How many tokens a payload has follows from its length; those behind `num_tokens` are not written, nor are those of
+    a group before its origin.
     """
     _copy(storage, units, payload, num_tokens, first, origins, to_storage=True)
 
@@ -171,8 +171,8 @@ def _pieces(
     count: int,
     before: dict[int, int],
 ) -> list[np.ndarray]:
-    """int64 [n, 5] for keys and for values: see `_native.copy_rows`. starts, stops: tokens of each block. The payload has
-    `count` tokens of the group from `origin` on; before: where each layer begins in it."""
+    """int64 [n, 5] for keys and for values: see `_native.copy_rows`. starts, stops: tokens of each block. The payload
+    has `count` tokens of the group from `origin` on; before: where each layer begins in it."""
     itemsize = storage.dtype.itemsize
     heads = np.arange(group.num_kv_heads)
     head_bytes = (group.k_head_dim + group.v_head_dim) * itemsize
