@@ -69,6 +69,35 @@ def test_under_a_tenth_of_the_memory_every_request_gets_the_bits_it_gets_alone(
         assert stats["num_parked"] == 0
 
 
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda s: s["storage"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_windows_have_left_is_parked_bit_for_bit(backend: str, storage: dict[str, str]) -> None:
+    """Sequences of 60 tokens and more over windows of 16: all that comes back has given blocks up."""
+    with tiny_llm.llm(window=16, backend=backend, max_num_seqs=1, prefix_caching=False) as llm:
+        alone = answers(llm)
+    options: dict[str, Any] = {"window": 16, "backend": backend, "preemption": "park", "max_num_seqs": 12}
+    with tiny_llm.llm(park_memory="1MiB", **options, **storage) as llm:
+        size = llm.block_size
+        llm.resize(2 * -(-160 // size) * llm._storage.unit_bytes)
+        copied = []
+        read_units = llm._storage.read_units
+
+        def noted_read(units: np.ndarray, num_tokens: int, **where: Any) -> np.ndarray:
+            payload = read_units(units, num_tokens, **where)
+            copied.append((bool((units < 0).any()), len(payload) < num_tokens * llm.spec.bytes_per_token))
+            return payload
+
+        llm._storage.read_units = noted_read
+        assert answers(llm) == alone
+        stats = llm.stats()
+        llm.cache.check()
+    assert stats["num_restored_tokens"] > 0
+    assert stats["parked_bytes"] == 0
+    if size <= 16:
+        assert any(is_cut for is_cut, _ in copied)
+    assert all(is_cut == is_shorter for is_cut, is_shorter in copied), "only what is left takes memory"
+
+
 def test_parked_bytes_stay_within_their_cap() -> None:
     """With room for one parked sequence the others are computed again."""
     for cap in (0, 2500, 10**6):
