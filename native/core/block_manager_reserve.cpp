@@ -103,6 +103,7 @@ void BlockManager::keep_quotas() noexcept {
 // Whether the block that holds position num_computed lies behind a window at the end of a readmit. Not all its units are
 // written then, so its node must not come to say more.
 bool BlockManager::gives_up_partial_block(const Work& work) const noexcept {
+    if (!work.readmits) return false;
     for (std::int32_t group = 0; group < num_groups(); ++group)
         if (work.sequence->num_computed / block_size_ < first_block_with_unit(work, group)) return true;
     return false;

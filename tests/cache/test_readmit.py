@@ -135,7 +135,7 @@ def test_until_it_is_committed_it_only_goes_back(backend: str) -> None:
         cache.reserve([sequence], [1])
     with pytest.raises(ArgumentError, match="expected a commit of all 20 tokens"):
         cache.readmit(sequence, 21)
-    with pytest.raises(ArgumentError, match="expected 20 computed tokens .* readmitted to these, got 8"):
+    with pytest.raises(ArgumentError, match=r"expected 20 computed tokens .* readmitted to these, got 8"):
         cache.commit(sequence, 8)
     child = cache.fork(sequence)
     assert cache.stats()["held"] == before["held"]

@@ -57,7 +57,7 @@ class UnitBytes(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Parked:
-    """The payload of a sample's first `num_tokens` tokens: in each group from its origin on, what its window had left."""
+    """The payload of a sample's first `num_tokens` tokens: in each group from its origin on, which is what it had."""
 
     num_tokens: int
     origins: tuple[int, ...]
