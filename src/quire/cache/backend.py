@@ -69,7 +69,8 @@ class GroupPlan(Protocol):
 
     @property
     def slot_mapping(self) -> Int64Array:
-        """int64 [query_start[n]]: block * block_size + offset of each new token, sequences in order."""
+        """int64 [query_start[n]]: block * block_size + offset of each new token, sequences in order. -1 only in the
+        plan of a `readmit`, which no step computes: behind a window."""
         ...
 
     @property
