@@ -90,11 +90,19 @@ std::vector<Retention> retentions_of(const std::vector<std::pair<std::string, st
     return retentions;
 }
 
-nb::object reserve(PythonBlockManager& self, const Input<std::int64_t>& sequences,
-                   const Input<std::int64_t>& num_new_tokens, std::int64_t num_lookahead) {
-    auto plan = self.use(0, [&] { return self.reserve(span_of(sequences), span_of(num_new_tokens), num_lookahead); });
+nb::object plan_or_none(std::shared_ptr<const StepPlan> plan) {
     if (plan == nullptr) return nb::none();
     return nb::cast(StepView{{std::move(plan), 0, {}}});
+}
+
+nb::object reserve(PythonBlockManager& self, const Input<std::int64_t>& sequences,
+                   const Input<std::int64_t>& num_new_tokens, std::int64_t num_lookahead) {
+    return plan_or_none(
+        self.use(0, [&] { return self.reserve(span_of(sequences), span_of(num_new_tokens), num_lookahead); }));
+}
+
+nb::object readmit(PythonBlockManager& self, SequenceId sequence, std::int64_t num_computed_tokens) {
+    return plan_or_none(self.use(0, [&] { return self.readmit(sequence, num_computed_tokens); }));
 }
 
 nb::dict stats(const PythonBlockManager& self) {
@@ -219,6 +227,13 @@ void bind_cache(nb::module_& module) {
         .def("reserve", &reserve, "sequences"_a, "num_new_tokens"_a, "num_lookahead"_a,
              nb::sig("def reserve(self, sequences: NDArray[numpy.int64], num_new_tokens: NDArray[numpy.int64], "
                      "num_lookahead: int) -> StepPlan | None"))
+        .def("num_blocks_to_readmit",
+             [](Manager& self, SequenceId sequence, std::int64_t num_computed_tokens) {
+                 return self.use(0, [&] { return self.num_blocks_to_readmit(sequence, num_computed_tokens); });
+             },
+             "sequence"_a, "num_computed_tokens"_a)
+        .def("readmit", &readmit, "sequence"_a, "num_computed_tokens"_a,
+             nb::sig("def readmit(self, sequence: int, num_computed_tokens: int) -> StepPlan | None"))
         .def("commit",
              [](Manager& self, SequenceId sequence, std::int64_t num_computed_tokens) {
                  self.use(0, [&] { self.commit(sequence, num_computed_tokens); });

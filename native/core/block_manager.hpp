@@ -131,6 +131,10 @@ public:
     // The plan of the next step; null, and nothing changed, where the units do not suffice.
     std::shared_ptr<const StepPlan> reserve(std::span<const SequenceId> ids,
                                             std::span<const std::int64_t> num_new_tokens, std::int64_t num_lookahead);
+    // As `reserve`, of one sequence up to `num_computed`, whose KV somebody has copied: what lies behind its windows there
+    // gets no unit. It must be committed as a whole or rewound before it reserves again.
+    std::int64_t num_blocks_to_readmit(SequenceId id, std::int64_t num_computed);
+    std::shared_ptr<const StepPlan> readmit(SequenceId id, std::int64_t num_computed);
     void commit(SequenceId id, std::int64_t num_computed);
     // The end of a decode step: for each sequence in order `commit`, then `append` of one token. One that cannot be
     // committed ends the call; those before it are done.
@@ -185,6 +189,7 @@ private:
         std::int64_t num_blocks;  // its tables' length once the step is reserved, at least
         bool copies;              // block num_computed / block_size is copied on write
         bool copies_for_node;     // ... only because its node holds more tokens
+        bool readmits;            // blocks behind the windows at its end get no unit
     };
 
     std::int64_t num_blocks_for(std::int64_t num_tokens) const noexcept {
@@ -226,8 +231,12 @@ private:
 
     // block_manager_reserve.cpp
     std::int64_t plan_works(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
-                            std::int64_t num_lookahead);
+                            std::int64_t num_lookahead, bool readmits = false);
+    bool gives_up_partial_block(const Work& work) const noexcept;
     void plan_copy(Work& work) noexcept;
+    std::int64_t plan_to_readmit(SequenceId id, std::int64_t num_computed);
+    std::shared_ptr<const StepPlan> carry_out(std::int64_t num_needed, std::int64_t num_lookahead);
+    std::int64_t first_block_with_unit(const Work& work, std::int32_t group) const noexcept;
     std::int64_t units_of(const Work& work) const noexcept;
     void count_needs() noexcept;
     bool fits(std::int64_t num_needed, std::int64_t num_left) noexcept;
@@ -243,7 +252,7 @@ private:
     NodeId own_partial_node(const Sequence& sequence, std::int64_t block) const noexcept;
     NodeId make_node(Sequence& sequence, std::int64_t block, const BlockView& view, PrefixTree::StagedKeys&& keys) noexcept;
     void remove_covered_sibling(NodeId node) noexcept;
-    void release_behind_windows(Sequence& sequence) noexcept;
+    void release_behind_windows(Sequence& sequence, std::int64_t num_computed) noexcept;
     bool is_kept(const Sequence& sequence, std::int64_t num_tokens) const noexcept;
 
     // block_manager_report.cpp

@@ -15,6 +15,10 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
                           std::to_string(sequence.reserved) + " reserved, " + std::to_string(sequence.num_tokens()) +
                           " known), got " + std::to_string(num_computed) + " in commit");
     if (num_computed == sequence.num_computed) return;
+    if (sequence.readmitted_to != 0 && sequence.readmitted_to != num_computed)
+        throw BadArgument("expected " + std::to_string(sequence.readmitted_to) + " computed tokens for sequence " +
+                          std::to_string(id) + ", which was readmitted to these, got " + std::to_string(num_computed) +
+                          " in commit");
 
     // All memory first: nodes, their keys, tables that change in place, leases.
     const Prompt prompt = prompt_of(sequence);
@@ -53,6 +57,11 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
     ensure_lease_room(num_released);
 
     // From here on nothing fails.
+    if (sequence.readmitted_to != 0) {
+        // What lies behind the windows was not written: it goes before nodes are made.
+        release_behind_windows(sequence, num_computed);
+        sequence.readmitted_to = 0;
+    }
     if (prefix_caching_) {
         const auto staged = [&](std::int64_t block) {
             return keys.empty() ? PrefixTree::StagedKeys{} : std::move(keys[static_cast<std::size_t>(block - first)]);
@@ -64,7 +73,7 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
         if (num_computed % block_size_ != 0) commit_tail(sequence, num_computed, staged(num_full));
     }
     sequence.num_computed = num_computed;
-    release_behind_windows(sequence);
+    release_behind_windows(sequence, num_computed);
 }
 
 void BlockManager::advance(std::span<const SequenceId> ids, std::span<const std::int64_t> num_computed,
@@ -75,9 +84,11 @@ void BlockManager::advance(std::span<const SequenceId> ids, std::span<const std:
     }
 }
 
-// The partial node of our unit, which only we may extend.
+// The partial node of our units, which only we may extend: all units of the block are in it, or none.
 NodeId BlockManager::own_partial_node(const Sequence& sequence, std::int64_t block) const noexcept {
-    return pool_.node(sequence.tables.front()[block]);
+    for (const BlockTable& entries : sequence.tables)
+        if (entries[block] != kNone) return pool_.node(entries[block]);
+    return kNone;
 }
 
 void BlockManager::commit_full_block(Sequence& sequence, std::int64_t block, NodeId equal,
@@ -102,6 +113,7 @@ void BlockManager::commit_full_block(Sequence& sequence, std::int64_t block, Nod
         BlockTable& entries = table(sequence, group);
         const UnitId ours = entries[block];
         const UnitId theirs = tree_.unit(equal, group);
+        if (ours == kNone) continue;  // behind a window of a readmitted sequence: never written
         if (theirs == kNone) {
             tree_.set_unit(equal, group, ours);
             pool_.set_node(ours, equal);
@@ -142,6 +154,7 @@ void BlockManager::stage_events(const Sequence& sequence, std::int64_t first, st
 void BlockManager::note_stored(const Sequence& sequence, std::int64_t block, NodeId node,
                                std::span<const UnitId> units) noexcept {
     const auto first = std::find_if(units.begin(), units.end(), [](UnitId unit) { return unit != kNone; });
+    if (first == units.end()) return;  // a node of holes: there is nothing to tell
     const std::int64_t parent = tree_.is_root(sequence.node) ? -1 : tree_.id(sequence.node);
     UnitId* const noted = events_.add({Event::Kind::stored, Event::Reason::none, tree_.id(node), parent,
                                        pool_.order().number_of(*first), event_name_, highest_retention(units)});
@@ -168,7 +181,7 @@ NodeId BlockManager::make_node(Sequence& sequence, std::int64_t block, const Blo
         for (std::int32_t group = 0; group < num_groups(); ++group) {
             const UnitId unit = table(sequence, group)[block];
             tree_.set_unit(node, group, unit);
-            pool_.set_node(unit, node);
+            if (unit != kNone) pool_.set_node(unit, node);
         }
     }
     ++version_;
@@ -183,12 +196,13 @@ void BlockManager::remove_covered_sibling(NodeId node) noexcept {
     if (tree_.num_common(left, tree_.view(node)) == tree_.num_tokens(left)) remove_node(left);
 }
 
-void BlockManager::release_behind_windows(Sequence& sequence) noexcept {
+void BlockManager::release_behind_windows(Sequence& sequence, std::int64_t num_computed) noexcept {
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         std::int64_t& kept = sequence.first_kept[static_cast<std::size_t>(group)];
-        const std::int64_t needed = first_block_needed(group, sequence.num_computed);
+        const std::int64_t needed = first_block_needed(group, num_computed);
         BlockTable& entries = table(sequence, group);
         for (std::int64_t block = needed - 1; block >= kept; --block) {
+            if (entries[block] == kNone) continue;
             release(entries[block]);
             entries.set(block, kNone);
         }
@@ -226,6 +240,7 @@ std::int64_t BlockManager::rewind(SequenceId id, std::int64_t position) {
         move_end(sequence, node);
     }
     sequence.num_computed = sequence.reserved = kept;
+    sequence.readmitted_to = 0;
     sequence.num_cached = std::min(sequence.num_cached, kept);
     return kept;
 }

@@ -8,10 +8,10 @@ namespace quire {
 
 // Checks the arguments, fills works_ and says how many units the step takes, over all groups. Only the scratch changes.
 std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
-                                      std::int64_t num_lookahead) {
+                                      std::int64_t num_lookahead, bool readmits) {
     works_.clear();
     works_.reserve(ids.size());
-    for (const SequenceId id : ids) works_.push_back({&find(id), 0, 0, false, false});
+    for (const SequenceId id : ids) works_.push_back({&find(id), 0, 0, false, false, readmits});
     ++num_calls_;
     for (std::size_t at = 0; at < works_.size(); ++at) {
         Work& work = works_[at];
@@ -20,6 +20,10 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
             throw BadArgument("expected each sequence once in reserve, got sequence " + std::to_string(sequence.id) +
                               " twice");
         sequence.last_call = num_calls_;
+        if (sequence.readmitted_to != 0)
+            throw BadArgument("expected a commit of all " + std::to_string(sequence.readmitted_to) +
+                              " tokens that sequence " + std::to_string(sequence.id) +
+                              " was readmitted to, or a rewind, got another reserve");
         work.num_new = num_new_tokens[at];
         const std::int64_t num_known = sequence.num_tokens() - sequence.num_computed;
         if (work.num_new < 1 || work.num_new > num_known)
@@ -32,7 +36,8 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
     std::int64_t num_needed = 0;
     for (Work& work : works_) {
         const Sequence& sequence = *work.sequence;
-        if (!sequence.is_writer && sequence.num_computed % block_size_ != 0) plan_copy(work);
+        const bool may_write_in_place = sequence.is_writer && !gives_up_partial_block(work);
+        if (!may_write_in_place && sequence.num_computed % block_size_ != 0) plan_copy(work);
         num_needed += units_of(work);
     }
     // plan_copy counts the references that copies give up as gone already; here they are back.
@@ -43,10 +48,31 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
     return num_needed;
 }
 
+std::int64_t BlockManager::plan_to_readmit(SequenceId id, std::int64_t num_computed) {
+    const Sequence& sequence = find(id);
+    if (num_computed <= sequence.num_computed || num_computed > sequence.num_tokens())
+        throw BadArgument("expected " + std::to_string(sequence.num_computed + 1) + " .. " +
+                          std::to_string(sequence.num_tokens()) + " computed tokens for sequence " +
+                          std::to_string(id) + " (" + std::to_string(sequence.num_computed) + " computed, " +
+                          std::to_string(sequence.num_tokens()) + " known), got " + std::to_string(num_computed) +
+                          " in readmit");
+    const std::int64_t num_new = num_computed - sequence.num_computed;
+    return plan_works({&id, 1}, {&num_new, 1}, 0, true);
+}
+
+// New blocks before it get no unit.
+std::int64_t BlockManager::first_block_with_unit(const Work& work, std::int32_t group) const noexcept {
+    return work.readmits ? first_block_needed(group, work.sequence->num_computed + work.num_new) : 0;
+}
+
 // Units one sequence takes, over all groups.
 std::int64_t BlockManager::units_of(const Work& work) const noexcept {
-    const std::int64_t num_more = work.num_blocks - work.sequence->num_blocks();
-    return ((work.copies ? 1 : 0) + std::max<std::int64_t>(num_more, 0)) * num_groups();
+    std::int64_t num_units = work.copies ? num_groups() : 0;
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const std::int64_t first = std::max(work.sequence->num_blocks(), first_block_with_unit(work, group));
+        num_units += std::max<std::int64_t>(work.num_blocks - first, 0);
+    }
+    return num_units;
 }
 
 // Says on each account what works_ need.
@@ -74,13 +100,22 @@ void BlockManager::keep_quotas() noexcept {
     }
 }
 
+// Whether the block that holds position num_computed lies behind a window at the end of a readmit. Not all its units are
+// written then, so its node must not come to say more.
+bool BlockManager::gives_up_partial_block(const Work& work) const noexcept {
+    if (!work.readmits) return false;
+    for (std::int32_t group = 0; group < num_groups(); ++group)
+        if (work.sequence->num_computed / block_size_ < first_block_with_unit(work, group)) return true;
+    return false;
+}
+
 // Decides whether the block that holds position num_computed must be copied before it is written.
 void BlockManager::plan_copy(Work& work) noexcept {
     const Sequence& sequence = *work.sequence;
     const std::int64_t block = sequence.num_computed / block_size_;
     const std::int64_t offset = sequence.num_computed % block_size_;
     bool is_findable_beyond = false;
-    bool is_in_use = false;
+    bool is_in_use = gives_up_partial_block(work);
     for (const BlockTable& entries : sequence.tables) {
         const UnitId unit = entries[block];
         const NodeId node = pool_.node(unit);
@@ -103,7 +138,21 @@ std::int64_t BlockManager::num_blocks_needed(std::span<const SequenceId> ids,
 std::shared_ptr<const StepPlan> BlockManager::reserve(std::span<const SequenceId> ids,
                                                       std::span<const std::int64_t> num_new_tokens,
                                                       std::int64_t num_lookahead) {
-    std::int64_t num_needed = plan_works(ids, num_new_tokens, num_lookahead);
+    return carry_out(plan_works(ids, num_new_tokens, num_lookahead), num_lookahead);
+}
+
+std::int64_t BlockManager::num_blocks_to_readmit(SequenceId id, std::int64_t num_computed) {
+    return plan_to_readmit(id, num_computed);
+}
+
+std::shared_ptr<const StepPlan> BlockManager::readmit(SequenceId id, std::int64_t num_computed) {
+    auto plan = carry_out(plan_to_readmit(id, num_computed), 0);
+    if (plan != nullptr) find(id).readmitted_to = num_computed;
+    return plan;
+}
+
+// works_ become a step, if the units suffice.
+std::shared_ptr<const StepPlan> BlockManager::carry_out(std::int64_t num_needed, std::int64_t num_lookahead) {
     count_needs();
     std::int64_t num_new = 0;
     std::int64_t num_copies = 0;
@@ -199,7 +248,8 @@ void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
             plan.groups[group].copies.push_back(
                 {source, entries[block], static_cast<std::int32_t>(sequence.num_computed % block_size_)});
         }
-        while (entries.size() < work.num_blocks) entries.push(allocate(sequence));
+        const std::int64_t first = first_block_with_unit(work, static_cast<std::int32_t>(group));
+        while (entries.size() < work.num_blocks) entries.push(entries.size() < first ? kNone : allocate(sequence));
     }
     sequence.reserved = sequence.num_computed + work.num_new + plan.num_lookahead;
     sequence.is_writer = true;
@@ -212,15 +262,19 @@ void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
 
 namespace {
 
-// The slots of `count` positions from `position` on.
+// The slots of `count` positions from `position` on; -1 where there is no unit.
 void write_slots(const BlockTable& entries, std::int64_t block_size, std::int64_t position, std::int64_t count,
                  std::int64_t* out) noexcept {
     std::int64_t block = position / block_size;
     std::int64_t offset = position % block_size;
     while (count > 0) {
         const std::int64_t here = std::min(count, block_size - offset);
-        const std::int64_t first = entries[block] * block_size + offset;
-        for (std::int64_t at = 0; at < here; ++at) out[at] = first + at;
+        if (entries[block] == kNone) {
+            std::fill_n(out, here, kNone);
+        } else {
+            const std::int64_t first = entries[block] * block_size + offset;
+            for (std::int64_t at = 0; at < here; ++at) out[at] = first + at;
+        }
         out += here;
         count -= here;
         offset = 0;

@@ -23,6 +23,8 @@ struct Sequence {
     std::int64_t num_computed = 0;
     std::int64_t num_cached = 0;  // taken from the tree
     std::int64_t reserved = 0;    // end of the positions that have slots, lookahead included
+    // Where a `readmit` ends that has not been committed, 0 without one: only then entries beyond num_computed may be kNone.
+    std::int64_t readmitted_to = 0;
     std::int64_t last_call = 0;   // the planning call that saw it last: finds an id given twice
     NodeId node = kNone;          // its first num_computed / block_size blocks end here
     bool is_admitted = false;     // it, or what it was forked from, has reserved

@@ -13,9 +13,9 @@ from support.fake_model import expected_tokens, window_spec
 
 from quire import LLM, SamplingParams
 from quire.engine.preemption import Mode
-from quire.engine.request import RequestOutput
+from quire.engine.request import RequestOutput, Sample
 from quire.engine.speeds import Speeds
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, CapacityError
 from quire.memory.placement import why_not
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=2)
@@ -69,6 +69,35 @@ def test_under_a_tenth_of_the_memory_every_request_gets_the_bits_it_gets_alone(
         assert stats["num_parked"] == 0
 
 
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda s: s["storage"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_windows_have_left_is_parked_bit_for_bit(backend: str, storage: dict[str, str]) -> None:
+    """Sequences of 60 tokens and more over windows of 16: all that comes back has given blocks up."""
+    with tiny_llm.llm(window=16, backend=backend, max_num_seqs=1, prefix_caching=False) as llm:
+        alone = answers(llm)
+    options: dict[str, Any] = {"window": 16, "backend": backend, "preemption": "park", "max_num_seqs": 12}
+    with tiny_llm.llm(park_memory="1MiB", **options, **storage) as llm:
+        size = llm.block_size
+        llm.resize(2 * -(-160 // size) * llm._storage.unit_bytes)
+        copied = []
+        read_units = llm._storage.read_units
+
+        def noted_read(units: np.ndarray, num_tokens: int, **where: Any) -> np.ndarray:
+            payload = read_units(units, num_tokens, **where)
+            copied.append((bool((units < 0).any()), len(payload) < num_tokens * llm.spec.bytes_per_token))
+            return payload
+
+        llm._storage.read_units = noted_read
+        assert answers(llm) == alone
+        stats = llm.stats()
+        llm.cache.check()
+    assert stats["num_restored_tokens"] > 0
+    assert stats["parked_bytes"] == 0
+    if size <= 16:
+        assert any(is_cut for is_cut, _ in copied)
+    assert all(is_cut == is_shorter for is_cut, is_shorter in copied), "only what is left takes memory"
+
+
 def test_parked_bytes_stay_within_their_cap() -> None:
     """With room for one parked sequence the others are computed again."""
     for cap in (0, 2500, 10**6):
@@ -85,8 +114,47 @@ def test_parked_bytes_stay_within_their_cap() -> None:
         assert (stats["num_parked"] > 0) == (cap > 0)
 
 
-def test_a_sequence_longer_than_its_window_is_computed_again() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sequence_longer_than_its_window_is_parked_and_comes_back(fails: bool) -> None:
+    """fails: there is no memory behind the units at every second attempt, so it is computed again."""
     engine = FakeEngine(num_blocks=40, spec=window_spec(6), preemption="park", max_num_seqs=8)
+    had, came_back = {}, []
+    park, restore, settle = engine.engine.parking.park, engine.engine.parking.restore, engine.runner.settle
+    num_settled = 0
+
+    def tables(sequence: Any, num_tokens: int) -> list[list[bool]]:
+        num_blocks = -(-num_tokens // engine.cache.block_size)
+        return [(sequence.block_table(g)[:num_blocks] >= 0).tolist() for g in range(engine.cache.num_groups)]
+
+    def noted_park(sample: Sample) -> bool:
+        had[id(sample)] = (sample.num_computed, tables(sample.sequence, sample.num_computed))
+        return park(sample)
+
+    def noted_restore(sample: Sample, sequence: Any) -> int | None:
+        found, before = sequence.num_computed_tokens, engine.runner.slots.copy()
+        needed = engine.cache.num_blocks_to_readmit(sequence, sample.parked.num_tokens)
+        num_free = engine.cache.num_free_blocks
+        restored = restore(sample, sequence)
+        if restored is not None and restored > found:
+            num_tokens, kept = had[id(sample)]
+            assert (restored, tables(sequence, restored)) == (num_tokens, kept)
+            assert engine.cache.num_free_blocks >= num_free - needed
+            held = {u for g in (0, 1) for u in sequence.block_table(g).tolist() if u >= 0}
+            changed = set((np.argwhere(engine.runner.slots != before)[:, 1] // 4).tolist())
+            assert changed <= held, "only units of its own are written"
+            came_back.append(not all(map(all, kept)))
+        engine.cache.check()
+        return restored
+
+    def failing_settle(plan: Any) -> None:
+        nonlocal num_settled
+        num_settled += 1
+        if fails and num_settled % 2:
+            raise CapacityError("no memory")
+        settle(plan)
+
+    parking: Any = engine.engine.parking
+    parking.park, parking.restore, engine.runner.settle = noted_park, noted_restore, failing_settle  # type: ignore[method-assign]
     ids = {}
     for i in range(8):
         prompt = [(i * 7 + j) % 90 for j in range(14 + i)]
@@ -94,7 +162,10 @@ def test_a_sequence_longer_than_its_window_is_computed_again() -> None:
     outputs = engine.run()
     for request_id, prompt in ids.items():
         assert outputs[request_id].outputs[0].token_ids == expected_tokens(engine.spec, prompt, 30)
+    assert any(came_back), "one that had given blocks up"
     assert engine.engine.stats()["num_preemptions"] > 0
+    assert engine.engine.stats()["parked_bytes"] == 0
+    engine.check_empty()
 
 
 def test_auto_takes_what_is_expected_to_be_quicker() -> None:

@@ -68,12 +68,14 @@ class AccountMachine(ResizingMachine):
             return needed <= self.could_have
         return True if not needed and not num_left else None
 
-    def reserve_all(self, chosen: list[tuple[Open, int]], num_lookahead: int, draft: int) -> bool:
+    def reserve_all(
+        self, chosen: list[tuple[Open, int]], num_lookahead: int, draft: int, *, readmits: bool = False
+    ) -> bool:
         available = [same(self.call(lambda _, c, a=a: c.num_available(a))) for a in ACCOUNTS]
         self.could_have = available[chosen[0][0].account]
         before = [self.cache.account_counts(account) for account in ACCOUNTS]
         cached = self.cached_units() if self.is_watched else {}
-        is_done = super().reserve_all(chosen, num_lookahead, draft)
+        is_done = super().reserve_all(chosen, num_lookahead, draft, readmits=readmits)
         after = [self.cache.account_counts(account) for account in ACCOUNTS]
         if not is_done:
             assert after == before

@@ -99,6 +99,11 @@ class CacheMachine(RuleBasedStateMachine):
             sequence.written = []
         sequence.computed = computed
 
+    def ready(self, sequence: Open) -> int:
+        """New tokens that it could reserve now."""
+        self.look(sequence)
+        return 0 if sequence.readmitted_to else sequence.num_known - sequence.computed
+
     # Rules. Each does something whole: hypothesis switches rules off at random, example by example.
 
     @rule(
@@ -130,12 +135,14 @@ class CacheMachine(RuleBasedStateMachine):
         return content
 
     def serve(self, content: Content, then: str) -> None:
-        """Open, and perhaps compute all of it, and perhaps close again."""
+        """Open, and perhaps compute all of it or copy it in, and perhaps close again."""
         if len(self.open_sequences) >= 6:
             return
         self.open_content(content)
         sequence = self.open_sequences[-1]
-        if then != "wait" and sequence.computed < sequence.num_known:
+        if then == "readmit":
+            self.copy_in(sequence, sequence.num_known)
+        elif then != "wait" and sequence.computed < sequence.num_known:
             if self.reserve_all([(sequence, sequence.num_known - sequence.computed)], 0, 0):
                 self.commit_to(sequence, sequence.num_known)
             if then == "store":
@@ -219,25 +226,32 @@ class CacheMachine(RuleBasedStateMachine):
         chosen: dict[int, tuple[Open, int]] = {}
         for index, most in which:
             sequence = self.pick(index)
-            self.look(sequence)
-            num_new = min(most, sequence.num_known - sequence.computed)
+            num_new = min(most, self.ready(sequence))
             if num_new:
                 chosen[id(sequence)] = (sequence, num_new)
         if chosen and self.reserve_all(list(chosen.values()), num_lookahead, draft):
             for sequence, _ in chosen.values():
                 self.commit_part(sequence, part)
 
-    def reserve_all(self, chosen: list[tuple[Open, int]], num_lookahead: int, draft: int) -> bool:
+    def reserve_all(
+        self, chosen: list[tuple[Open, int]], num_lookahead: int, draft: int, *, readmits: bool = False
+    ) -> bool:
+        """readmits: the one sequence is readmitted instead, up to so many tokens more."""
         counts = [num_new for _, num_new in chosen]
         options = {"num_lookahead_tokens": num_lookahead}
 
         def handles(i: int) -> list[Sequence]:
             return [sequence.handles[i] for sequence, _ in chosen]
 
-        needed = same(self.call(lambda i, c: c.num_blocks_needed(handles(i), counts, **options)))
         available = self.cache.num_free_blocks
         before = self.cache.stats()
-        plans = self.call(lambda i, c: c.reserve(handles(i), counts, **options))
+        if readmits:
+            end = chosen[0][0].computed + counts[0]
+            needed = same(self.call(lambda i, c: c.num_blocks_to_readmit(handles(i)[0], end)))
+            plans = self.call(lambda i, c: c.readmit(handles(i)[0], end))
+        else:
+            needed = same(self.call(lambda i, c: c.num_blocks_needed(handles(i), counts, **options)))
+            plans = self.call(lambda i, c: c.reserve(handles(i), counts, **options))
         watermark = int(np.ceil(self.cache.watermark * self.num_blocks))
         is_new = any(not sequence.admitted for sequence, _ in chosen)
         alone = len(chosen) == 1 and not any(
@@ -250,7 +264,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.stats() == before
             sequence, num_new = chosen[0]
             num_blocks = -(-(sequence.computed + num_new + num_lookahead) // self.size)
-            if len(self.open_sequences) == 1 and not self.pending and self.has_nothing_kept():
+            if len(self.open_sequences) == 1 and not (self.pending or readmits) and self.has_nothing_kept():
                 most = self.cache.max_units(sequence.account)
                 assert num_blocks * self.num_groups > most, "what fits runs alone"
             return False
@@ -261,7 +275,8 @@ class CacheMachine(RuleBasedStateMachine):
         if fits:
             assert self.cache.num_free_blocks >= available - needed
         tables = tables_of(chosen, num_lookahead, self.size, self.num_groups)
-        step = Step(plans[0], plans[1:], tables, [sequence.handles[0].id for sequence, _ in chosen], [], [])
+        ids = [sequence.handles[0].id for sequence, _ in chosen]
+        step = Step(plans[0], plans[1:], tables, ids, [], [], is_copied_in=readmits)
         for sequence, num_new in chosen:
             stop = sequence.computed + num_new
             known = sequence.content.tokens[stop : stop + num_lookahead]
@@ -303,11 +318,17 @@ class CacheMachine(RuleBasedStateMachine):
     def commit_part(self, sequence: Open, part: float) -> None:
         if sequence.written:
             end = sequence.computed + round(part * (sequence.num_committable - sequence.computed))
-            self.commit_to(sequence, end)
+            if sequence.readmitted_to not in (0, end) and end > sequence.computed:
+                self.refused(lambda i, cache: cache.commit(sequence.handles[i], end))
+            else:
+                self.commit_to(sequence, end)
 
     def commit_to(self, sequence: Open, end: int) -> None:
         self.call(lambda i, cache: cache.commit(sequence.handles[i], end))
         sequence.written = sequence.written[end - sequence.computed :]
+        if end > sequence.computed and sequence.readmitted_to:
+            # A shorter beginning of it that ends where windows were not written is not found.
+            self.has_dropped, sequence.readmitted_to = True, 0
         if end > sequence.computed and self.cache.prefix_caching:
             self.committed.append(sequence.content.cut(end))
         sequence.computed = end
@@ -319,9 +340,60 @@ class CacheMachine(RuleBasedStateMachine):
         sequence = self.pick(which)
         self.append(which, [token], False)
         self.look(sequence)
-        num_new = sequence.num_known - sequence.computed
+        num_new = self.ready(sequence)
         if num_new and self.reserve_all([(sequence, num_new)], 0, 0):
             self.commit_to(sequence, sequence.num_known)
+
+    @precondition(lambda self: self.open_sequences)
+    @rule(
+        which=WHICH,
+        part=st.sampled_from([0.3, 0.7, 1.0, 1.0]),
+        then=st.sampled_from(["commit", "commit", "wait", "rewind"]),
+    )
+    def readmit(self, which: int, part: float, then: str) -> None:
+        """Any sequence, whatever it holds by then, also in part: an engine does so with those that it has parked."""
+        sequence = self.pick(which)
+        num_new = round(part * self.ready(sequence))
+        if not self.copy_in(sequence, sequence.computed + num_new, is_committed=then == "commit"):
+            return
+        if then == "rewind":
+            self.refused(lambda i, cache: cache.reserve([sequence.handles[i]], [1]))
+            self.rewind(sequence, 0)
+
+    @precondition(lambda self: self.open_sequences)
+    @rule(which=WHICH, num_kept=st.sampled_from([None, 0, 0, 3, 6, 9, 12]))
+    def preempt(self, which: int, num_kept: int | None) -> None:
+        """A sequence is closed, perhaps forgotten in part, opened again, and its bytes copied back."""
+        before = self.pick(which)
+        self.look(before)
+        lacked = self.given_up_blocks(before)
+        self.close(which)
+        if num_kept is not None:
+            kept = before.content.cut(num_kept)
+            same(
+                self.call(
+                    lambda _, cache: cache.drop(kept.tokens, namespace=kept.namespace, extra_keys=kept.keys)
+                )
+            )
+            self.has_dropped = True
+        self.open_content(before.content)
+        sequence = self.open_sequences[-1]
+        if sequence.computed < before.computed and self.copy_in(sequence, before.computed):
+            assert self.given_up_blocks(sequence) == lacked, "it has come back with what it had"
+
+    def copy_in(self, sequence: Open, end: int, *, is_committed: bool = True) -> bool:
+        """Whether there was something to readmit, and room for it."""
+        num_new = end - sequence.computed
+        if num_new <= 0 or not self.reserve_all([(sequence, num_new)], 0, 0, readmits=True):
+            return False
+        sequence.readmitted_to = end
+        if is_committed:
+            self.commit_part(sequence, 1.0)
+        return True
+
+    def given_up_blocks(self, sequence: Open) -> list[list[int]]:
+        tables = [sequence.handles[0].block_table(group) for group in range(self.num_groups)]
+        return [np.flatnonzero(table[: -(-sequence.computed // self.size)] < 0).tolist() for table in tables]
 
     @precondition(lambda self: self.newest_step and self.overlapped)
     @rule(back=st.sampled_from([0, 0, 1, 3]))
@@ -361,7 +433,7 @@ class CacheMachine(RuleBasedStateMachine):
         if wanted == sequence.computed or all(retention.kind == "full" for retention in self.retentions):
             assert kept == wanted
         sequence.content = sequence.content.cut(position)
-        sequence.computed, sequence.written = kept, []
+        sequence.computed, sequence.written, sequence.readmitted_to = kept, [], 0
 
     def close(self, which: int) -> None:
         sequence = self.pick(which)

@@ -34,7 +34,7 @@ KEYS = st.one_of(
     st.dictionaries(st.integers(0, 9), st.sampled_from([b"", b"cat", b"\0"]), max_size=2),
 )
 WHICH = st.integers(0, 30)
-THEN = st.sampled_from(["wait", "compute", "compute", "store"])
+THEN = st.sampled_from(["wait", "compute", "compute", "store", "readmit"])
 
 
 @dataclass
@@ -48,6 +48,8 @@ class Open:
     written: list[int] = field(default_factory=list)
     admitted: bool = False
     account: int = 0
+    # Where a readmit ends that has not been committed; 0 without one.
+    readmitted_to: int = 0
 
     @property
     def num_known(self) -> int:

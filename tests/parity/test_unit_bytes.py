@@ -157,6 +157,53 @@ def test_only_the_tokens_asked_for_are_touched(kind: str, backend: str) -> None:
     pool.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_payload_may_begin_later_in_a_group(kind: str, backend: str) -> None:
+    """What is behind an origin is what a payload of all tokens has; it takes the bytes that it holds."""
+    spec = spec_of("mixed", "float16")
+    pool = Pool(kind, spec, 4)
+    size = pool.block_size
+    num_tokens = 2 * size + size // 2 + 1
+    groups = range(len(spec.groups))
+    units = np.arange(3 * len(groups)).reshape(-1, 3)
+    whole = read_units(pool.storage, units, num_tokens)
+    ends = [0, 1, size, 2 * size, num_tokens - 1]
+
+    def rows(origins: list[int]) -> np.ndarray:
+        parts = [_group_rows(spec, num_tokens, group, origins[group], num_tokens) for group in groups]
+        return np.sort(np.concatenate(parts))
+
+    for origins in ([ends[(group * step + step) % 5] for group in groups] for step in range(5)):
+        kept = rows(origins)
+        lacking = units.copy()
+        for group, origin in enumerate(origins):
+            lacking[group, : origin // size] = -1
+        payload = read_units(pool.storage, lacking, num_tokens, origins=origins)
+        assert np.array_equal(payload, whole[kept])
+        # Back again, over noise, into units of which those before the origins are another's.
+        for first in (0, size + 2):
+            before = {(g, u): _bytes(pool, spec.groups[g], u) for g in groups for u in range(NUM_BLOCKS)}
+            noise = np.random.default_rng(1).integers(0, 255, len(whole), np.uint8)
+            elsewhere = units + 1 if first else units
+            held = read_units(pool.storage, elsewhere, num_tokens)
+            write_units(pool.storage, elsewhere, noise[kept], num_tokens, first=first, origins=origins)
+            expected, at = held.copy(), rows([max(first, origin) for origin in origins])
+            expected[at] = noise[at]
+            assert np.array_equal(read_units(pool.storage, elsewhere, num_tokens), expected)
+            for group in groups:
+                for unit in set(range(NUM_BLOCKS)) - set(elsewhere.reshape(-1).tolist()):
+                    assert np.array_equal(_bytes(pool, spec.groups[group], unit), before[group, unit])
+        write_units(pool.storage, units, whole, num_tokens)
+    for wrong, message in (
+        ([0], "origins of at least 0"),
+        ([-1, 0, 0], "origins"),
+        ([0, 9 * num_tokens, 0], "payload"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            write_units(pool.storage, units, whole, num_tokens, origins=wrong)
+    pool.close()
+
+
 def _distinct(rng: np.random.Generator, num_blocks: int, num_groups: int, blocks: int) -> np.ndarray:
     """Units [groups, blocks] of which none stands twice."""
     return rng.permutation(num_blocks)[: num_groups * blocks].reshape(num_groups, blocks)

@@ -7,6 +7,7 @@ changes the tokens. `expected_tokens` computes the same from the plain token lis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -89,23 +90,41 @@ class FakeRunner:
         rows = [self._row(step, int(row)) for row in step.logit_rows]
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, VOCAB)
 
-    # A payload has the spec's bytes for each token; the number of group g is in bytes 8 g .. 8 g + 8 of them.
+    # A payload has, group after group, the group's bytes for each token from its origin on, 8 of which are its number.
 
-    def read_units(self, units: np.ndarray, num_tokens: int, *, first: int = 0) -> np.ndarray:
-        payload = np.zeros((num_tokens, self.spec.bytes_per_token), np.uint8)
-        places = np.arange(first, num_tokens)
-        for group, table in enumerate(units):
-            values = self.slots[group][self._slots(table, places)]
+    def read_units(
+        self, units: np.ndarray, num_tokens: int, *, first: int = 0, origins: Sequence[int] | None = None
+    ) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        for group, origin in zip(self.spec.groups, origins or [0] * len(units), strict=True):
+            rows = np.zeros((num_tokens - origin, group.bytes_per_token), np.uint8)
+            start = max(first, origin)
+            values = self.slots[group.index][self._slots(units[group.index], np.arange(start, num_tokens))]
             assert (values != _POISON).all(), "a slot that nobody wrote is copied out"
-            payload[first:, 8 * group : 8 * group + 8] = values[:, None].view(np.uint8)
-        return payload.reshape(-1)
+            rows[start - origin :, :8] = values[:, None].view(np.uint8)
+            parts.append(rows.reshape(-1))
+        return np.concatenate(parts)
 
-    def write_units(self, units: np.ndarray, payload: np.ndarray, num_tokens: int, *, first: int = 0) -> None:
-        rows = payload.reshape(-1, self.spec.bytes_per_token)
-        places = np.arange(first, num_tokens)
-        for group, table in enumerate(units):
-            values = np.ascontiguousarray(rows[first:num_tokens, 8 * group : 8 * group + 8]).view(np.int64)
-            self.slots[group][self._slots(table, places)] = values[:, 0]
+    def write_units(
+        self,
+        units: np.ndarray,
+        payload: np.ndarray,
+        num_tokens: int,
+        *,
+        first: int = 0,
+        origins: Sequence[int] | None = None,
+    ) -> None:
+        origins = origins or [0] * len(units)
+        group_bytes = [group.bytes_per_token for group in self.spec.groups]
+        num_lacking = sum(at * own for at, own in zip(origins, group_bytes, strict=True))
+        total, offset = (len(payload) + num_lacking) // sum(group_bytes), 0
+        for group, origin in zip(self.spec.groups, origins, strict=True):
+            end = offset + (total - origin) * group.bytes_per_token
+            rows = payload[offset:end].reshape(-1, group.bytes_per_token)
+            start, offset = max(first, origin), end
+            values = np.ascontiguousarray(rows[start - origin : num_tokens - origin, :8]).view(np.int64)
+            slots = self._slots(units[group.index], np.arange(start, num_tokens))
+            self.slots[group.index][slots] = values[:, 0]
 
     def settle(self, plan: Any) -> None:
         for index in range(len(self.spec.groups)):

@@ -65,6 +65,8 @@ class Step:
     owners: list[int]
     digests: list[list[int]]
     starts: list[int]
+    # Nothing is computed: the bytes are copied in from elsewhere, only where there is a slot for them.
+    is_copied_in: bool = False
 
 
 class FakeStorage:
@@ -74,16 +76,18 @@ class FakeStorage:
         self.slots = np.full(num_blocks * block_size, POISON, np.int64)
 
     def touched(self, step: Step, *, written_only: bool) -> set[tuple[int, int]]:
-        """(slot, owner) of all that the step writes, and reads unless `written_only`."""
+        """(slot, owner) of all that the step writes, and reads unless `written_only` or it is copied in."""
         size, result = self.block_size, set()
         for group, retention in enumerate(self.retentions):
             tables = step.tables[group]
             for table, owner, digests, start in zip(
                 tables, step.owners, step.digests, step.starts, strict=True
             ):
-                first = start if written_only else retention.first_needed(start)
+                first = start if written_only or step.is_copied_in else retention.first_needed(start)
                 for position in range(first, len(digests)):
-                    result.add((table[position // size] * size + position % size, owner))
+                    unit = table[position // size]
+                    if unit >= 0 or not step.is_copied_in:
+                        result.add((unit * size + position % size, owner))
         return result
 
     def run(self, step: Step) -> None:
@@ -103,13 +107,20 @@ class FakeStorage:
                 slots = part.slot_mapping[first:last].tolist()
                 slots += part.lookahead_slots[index * num_lookahead : (index + 1) * num_lookahead].tolist()
                 assert len(slots) == len(digests) - start
-                self.slots[slots] = [hash((group, digest)) for digest in digests[start:]]
+                values = [hash((group, digest)) for digest in digests[start:]]
+                if step.is_copied_in:
+                    needed = self.retentions[group].first_needed(len(digests))
+                    assert all(slot >= 0 for slot in slots[max(0, needed - start) :])
+                    values = [value for value, slot in zip(values, slots, strict=True) if slot >= 0]
+                    slots = [slot for slot in slots if slot >= 0]
+                self.slots[slots] = values
                 written += slots
         assert len(set(written)) == len(written), "one slot is written twice in a step"
         for group in range(plan.num_groups):
             tables = plan.group(group).block_tables
             for table, digests, start in zip(tables, step.digests, step.starts, strict=True):
-                self.expect(group, table, digests, start, f"step {plan.step}")
+                position = len(digests) if step.is_copied_in else start
+                self.expect(group, table, digests, position, f"step {plan.step}")
 
     def expect(self, group: int, table: np.ndarray, digests: list[int], position: int, where: str) -> None:
         """Everything that queries from `position` on may read of these digests is there."""

@@ -31,8 +31,13 @@ def tokenizer() -> Any:
     return made
 
 
-def model(seed: int = 0) -> Qwen3ForCausalLM:
+def model(seed: int = 0, *, window: int = 0) -> Qwen3ForCausalLM:
+    """window: of the second layer, 0 for none."""
     torch.manual_seed(seed)
+    windows: dict[str, Any] = {}
+    if window:
+        windows["layer_types"] = ["full_attention", "sliding_attention"]
+        windows |= {"use_sliding_window": True, "sliding_window": window}
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
@@ -46,12 +51,13 @@ def model(seed: int = 0) -> Qwen3ForCausalLM:
         pad_token_id=257,
         bos_token_id=None,
         tie_word_embeddings=False,
+        **windows,
     )
     made = Qwen3ForCausalLM(config).float().eval()
     randomize(made)
     return made
 
 
-def llm(**options: Any) -> LLM:
+def llm(*, window: int = 0, **options: Any) -> LLM:
     defaults: dict[str, Any] = {"kv_memory": "2MiB", "max_batch_tokens": 64, "max_num_seqs": 8}
-    return LLM((model(), tokenizer()), **{**defaults, **options})
+    return LLM((model(window=window), tokenizer()), **{**defaults, **options})

@@ -69,7 +69,8 @@ class GroupPlan(Protocol):
 
     @property
     def slot_mapping(self) -> Int64Array:
-        """int64 [query_start[n]]: block * block_size + offset of each new token, sequences in order."""
+        """int64 [query_start[n]]: block * block_size + offset of each new token, sequences in order. -1 only in the
+        plan of a `readmit`, which no step computes: behind a window."""
         ...
 
     @property
@@ -174,6 +175,16 @@ class BlockManager(Protocol):
     ) -> StepPlan | None:
         """All or nothing. ValueError for an id that appears twice, for num_new_tokens[i] < 1, or for more new
         tokens than are known (num_computed + new > num_tokens). n = 0 is allowed: an empty plan, a step."""
+        ...
+
+    def num_blocks_to_readmit(self, sequence: int, num_computed_tokens: int) -> int:
+        """Units, over all groups, that `readmit` with the same arguments would take; raises as it does."""
+        ...
+
+    def readmit(self, sequence: int, num_computed_tokens: int) -> StepPlan | None:
+        """`reserve` up to `num_computed_tokens` (absolute) of one sequence whose KV somebody has copied: blocks that no
+        query from there on reads get no unit and have slots of -1. All or nothing. ValueError unless
+        num_computed < n <= num_tokens. Until a commit of exactly n or a rewind the sequence cannot reserve."""
         ...
 
     def commit(self, sequence: int, num_computed_tokens: int) -> None:

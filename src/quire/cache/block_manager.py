@@ -161,7 +161,29 @@ class PythonBlockManager:
     def reserve(
         self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int
     ) -> PythonStepPlan | None:
-        requests = self._decide(sequences, num_new_tokens, num_lookahead)
+        return self._carry_out(self._decide(sequences, num_new_tokens, num_lookahead))
+
+    def num_blocks_to_readmit(self, sequence: int, num_computed_tokens: int) -> int:
+        requests = self._decide_to_readmit(sequence, num_computed_tokens)
+        return sum(units_by_account(requests, self.block_size).values())
+
+    def readmit(self, sequence: int, num_computed_tokens: int) -> PythonStepPlan | None:
+        plan = self._carry_out(self._decide_to_readmit(sequence, num_computed_tokens))
+        if plan is not None:
+            self.sequences[sequence].readmitted_to = num_computed_tokens
+        return plan
+
+    def _decide_to_readmit(self, sequence: int, num_computed_tokens: int) -> list[Request]:
+        state = self.sequences[sequence]
+        if not state.num_computed < num_computed_tokens <= state.num_tokens:
+            raise ValueError(
+                f"expected {state.num_computed + 1} .. {state.num_tokens} computed tokens for sequence {sequence} "
+                f"({state.num_computed} computed, {state.num_tokens} known), got {num_computed_tokens} in readmit"
+            )
+        num_new = num_computed_tokens - state.num_computed
+        return decide(self.blocks, [state], [num_new], 0, readmits=True)
+
+    def _carry_out(self, requests: list[Request]) -> PythonStepPlan | None:
         needs = units_by_account(requests, self.block_size)
         new = [request.sequence for request in requests if not request.sequence.admitted]
         num_others = self.num_admitted - (len(requests) - len(new))
@@ -228,8 +250,9 @@ class PythonBlockManager:
                 sources.append((source, sequence.id))
             elif offset:
                 self.blocks.pool.writer[table[block]] = sequence.id
-            for _ in range(len(table), -(-request.end // self.block_size)):
-                table.append(self.blocks.allocate(sequence))
+            for new in range(len(table), -(-request.end // self.block_size)):
+                is_needed = new >= request.first_blocks[group]
+                table.append(self.blocks.allocate(sequence) if is_needed else GIVEN_UP)
         sequence.reserved = request.end
 
     # Committing
@@ -244,10 +267,19 @@ class PythonBlockManager:
             )
         if num_computed_tokens == state.num_computed:
             return
+        if state.readmitted_to:
+            if num_computed_tokens != state.readmitted_to:
+                raise ValueError(
+                    f"expected {state.readmitted_to} computed tokens for sequence {sequence}, which was readmitted to "
+                    f"these, got {num_computed_tokens} in commit"
+                )
+            # What lies behind the windows was not written: it goes before nodes are made.
+            self._release_behind_windows(state, num_computed_tokens)
+            state.readmitted_to = 0
         if self.prefix_caching:
             self.num_deduplicated += make_findable(self.blocks, state, num_computed_tokens)
         state.num_computed = num_computed_tokens
-        self._release_behind_windows(state)
+        self._release_behind_windows(state, num_computed_tokens)
 
     def advance(self, sequences: Int64Array, num_computed_tokens: Int64Array, tokens: Int32Array) -> None:
         for index, (sequence, count) in enumerate(
@@ -256,12 +288,13 @@ class PythonBlockManager:
             self.commit(sequence, count)
             self.append(sequence, tokens[index : index + 1])
 
-    def _release_behind_windows(self, sequence: SequenceState) -> None:
+    def _release_behind_windows(self, sequence: SequenceState, num_computed: int) -> None:
         for group, (retention, table) in enumerate(zip(self.retentions, sequence.tables, strict=True)):
-            first = retention.first_needed(sequence.num_computed) // self.block_size
+            first = retention.first_needed(num_computed) // self.block_size
             for block in range(first - 1, sequence.first_kept[group] - 1, -1):
-                self.blocks.release(table[block], sequence.id)
-                table[block] = GIVEN_UP
+                if table[block] != GIVEN_UP:
+                    self.blocks.release(table[block], sequence.id)
+                    table[block] = GIVEN_UP
             sequence.first_kept[group] = max(first, sequence.first_kept[group])
 
     def complete(self, step: int) -> None:
@@ -321,6 +354,7 @@ class PythonBlockManager:
         for unit in released:
             self.blocks.release(unit, state.id)
         state.num_computed = state.reserved = kept
+        state.readmitted_to = 0
         state.num_cached = min(state.num_cached, kept)
         if state.node is not None:
             node = state.node

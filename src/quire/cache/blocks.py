@@ -198,10 +198,11 @@ class Blocks:
         )
 
     def insert(self, parent: Node, content: bytes, num_tokens: int, units: list[int]) -> Node:
-        """A new node made of `units`; the partial node it makes redundant goes."""
+        """A new node made of `units`, holes among them; the partial node it makes redundant goes."""
         node = self.tree.insert(parent, content, num_tokens, units)
         for unit in units:
-            self.node_of[unit] = node
+            if unit != HOLE:
+                self.node_of[unit] = node
         self.note_stored(node, units)
         self._remove_redundant_neighbour(node)
         return node
@@ -213,8 +214,8 @@ class Blocks:
         self._remove_redundant_neighbour(node)
 
     def note_stored(self, node: Node, units: list[int]) -> None:
-        """For the events: these units of the node, of which there is one at least, are found from now on."""
-        if self.events.is_on:
+        """For the events: these units of the node are found from now on; of none there is nothing to tell."""
+        if self.events.is_on and any(unit != HOLE for unit in units):
             first = next(unit for unit in units if unit != HOLE)
             self.events.stored(node, units, self.pool.cached.account[first], self._highest_retention(units))
 

@@ -261,6 +261,22 @@ class Cache(InspectedCache):
         ids, counts, lookahead = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
         return self._call("num_blocks_needed", ids, counts, lookahead)
 
+    def readmit(self, sequence: Sequence | int, num_computed_tokens: int) -> StepPlan | None:
+        """Slots to copy the KV of a preempted sequence back into, up to its first `num_computed_tokens` tokens.
+
+        As `reserve`, for one whose bytes were copied out before it was closed: blocks behind the windows of a query at
+        `num_computed_tokens` get no unit (-1 in the block tables, and as their tokens' slots), so it comes back with
+        what it had. Nothing is found of what was not written. All or nothing: None if the units do not suffice.
+        Until `commit` of all of them, or `rewind`, which gives up what is reserved, it cannot reserve.
+        """
+        num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)
+        return self._call("readmit", self._id(sequence), num_computed)
+
+    def num_blocks_to_readmit(self, sequence: Sequence | int, num_computed_tokens: int) -> int:
+        """Units, over all groups, that `readmit` would take now; the watermark is not in it."""
+        num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)
+        return self._call("num_blocks_to_readmit", self._id(sequence), num_computed)
+
     def commit(self, sequence: Sequence | int, num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` tokens (absolute) are computed: others may find them from now on.
 

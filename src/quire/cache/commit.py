@@ -5,7 +5,8 @@ same tokens before, its table is pointed at those units and our own are let go (
 computed twice are merged). The rest, fewer than block_size tokens, is kept as a partial node that grows with
 each commit, so that a hit can end at any token.
 
-*Own* below is the partial node of the unit we write: only the unit's writer extends it.
+*Own* below is the partial node of the unit we write: only the unit's writer extends it. Of a readmitted sequence blocks
+behind a window were never written: it has no units there, and the nodes get holes.
 
 Cost: O(new blocks x log siblings).
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 from quire.cache.blocks import Blocks
 from quire.cache.content import encode
 from quire.cache.prefix import HOLE, Node, PrefixTree
-from quire.cache.sequence import SequenceState
+from quire.cache.sequence import GIVEN_UP, SequenceState
 
 __all__ = ["make_findable", "move_to"]
 
@@ -36,7 +37,7 @@ def _insert_full_block(blocks: Blocks, sequence: SequenceState, block: int) -> i
     assert parent is not None
     content = encode(sequence.tokens, sequence.extra_keys, block * size, (block + 1) * size)
     node = blocks.tree.equal_child(parent, content)
-    own = blocks.node_of[sequence.tables[0][block]]
+    own = _own_partial_node(blocks, sequence, block)
     num_deduplicated = 0
     if node is None:
         node = _insert_or_extend(blocks, sequence, block, content, size)
@@ -47,6 +48,8 @@ def _insert_full_block(blocks: Blocks, sequence: SequenceState, block: int) -> i
         supplied = [HOLE] * len(sequence.tables)
         for group, table in enumerate(sequence.tables):
             ours, theirs = table[block], node.units[group]
+            if ours == GIVEN_UP:
+                continue
             if theirs == HOLE:
                 blocks.supply(node, group, ours)
                 supplied[group] = ours
@@ -72,12 +75,18 @@ def _insert_tail(blocks: Blocks, sequence: SequenceState, end: int) -> None:
 def _insert_or_extend(
     blocks: Blocks, sequence: SequenceState, block: int, content: bytes, num_tokens: int
 ) -> Node:
-    own = blocks.node_of[sequence.tables[0][block]]
+    own = _own_partial_node(blocks, sequence, block)
     if own is not None:
         blocks.extend(own, content, num_tokens)
         return own
     assert sequence.node is not None
     return blocks.insert(sequence.node, content, num_tokens, [table[block] for table in sequence.tables])
+
+
+def _own_partial_node(blocks: Blocks, sequence: SequenceState, block: int) -> Node | None:
+    """All units of the block are in it, or none."""
+    ours = next((table[block] for table in sequence.tables if table[block] != GIVEN_UP), GIVEN_UP)
+    return None if ours == GIVEN_UP else blocks.node_of[ours]
 
 
 def move_to(tree: PrefixTree, sequence: SequenceState, node: Node) -> None:

@@ -101,6 +101,8 @@ class TreeMirror:
             return
         block = self.by_id.get(event.node_id)
         if event.kind == "stored":
+            if block is None and event.parent_id >= 0 and event.parent_id not in self.by_id:
+                return  # below a block that no group keeps: nothing goes through that
             if block is None:
                 block = self._add(event, now)
             for group, unit in enumerate(event.units):

@@ -35,14 +35,21 @@ class Request:
     end: int  # lookahead counted
     copies: bool  # the block that holds `start` is copied, in every group
     can_take_over: bool  # ... only because the tree finds more tokens in it
+    first_blocks: list[int]  # by group: blocks before this one get no unit; behind the windows of a `readmit`
 
 
 def decide(
-    blocks: Blocks, sequences: list[SequenceState], num_new_tokens: list[int], num_lookahead: int
+    blocks: Blocks,
+    sequences: list[SequenceState],
+    num_new_tokens: list[int],
+    num_lookahead: int,
+    *,
+    readmits: bool = False,
 ) -> list[Request]:
     """Check the arguments against the state and decide what is copied. Changes nothing.
 
-    Raises ValueError for a sequence given twice or for more new tokens than are known.
+    Raises ValueError for a sequence given twice, for more new tokens than are known, or after a `readmit` that has
+    not been committed.
     """
     requests: list[Request] = []
     seen: set[int] = set()
@@ -52,6 +59,11 @@ def decide(
         if sequence.id in seen:
             raise ValueError(f"expected each sequence once in reserve, got sequence {sequence.id} twice")
         seen.add(sequence.id)
+        if sequence.readmitted_to:
+            raise ValueError(
+                f"expected a commit of all {sequence.readmitted_to} tokens that sequence {sequence.id} was readmitted "
+                "to, or a rewind, got another reserve"
+            )
         num_known = sequence.num_tokens - sequence.num_computed
         if not 1 <= num_new <= num_known:
             raise ValueError(
@@ -59,19 +71,29 @@ def decide(
                 f"known, {sequence.num_computed} computed), got {num_new} in reserve; append them first"
             )
         start, stop = sequence.num_computed, sequence.num_computed + num_new
+        size = blocks.tree.block_size
+        first_blocks = [
+            retention.first_needed(stop) // size if readmits else 0 for retention in blocks.retentions
+        ]
         copies = can_take_over = False
-        if start % blocks.tree.block_size:
-            copies, can_take_over = _must_copy(blocks, sequence, num_left)
-        requests.append(Request(sequence, start, stop, stop + num_lookahead, copies, can_take_over))
+        if start % size:
+            copies, can_take_over = _must_copy(blocks, sequence, num_left, start // size < max(first_blocks))
+        end = stop + num_lookahead
+        requests.append(Request(sequence, start, stop, end, copies, can_take_over, first_blocks))
     return requests
 
 
-def _must_copy(blocks: Blocks, sequence: SequenceState, num_left: dict[int, int]) -> tuple[bool, bool]:
-    """Whether the partial block must be copied, and whether only its node stands against writing in place."""
+def _must_copy(
+    blocks: Blocks, sequence: SequenceState, num_left: dict[int, int], is_given_up: bool
+) -> tuple[bool, bool]:
+    """Whether the partial block must be copied, and whether only its node stands against writing in place.
+
+    is_given_up: not all its units will be written, as it lies behind a window at the end of a `readmit`; so its node
+    must not come to say more."""
     pool = blocks.pool
     block, offset = divmod(sequence.num_computed, blocks.tree.block_size)
     units = [table[block] for table in sequence.tables]
-    is_findable_beyond = is_in_use = False
+    is_findable_beyond, is_in_use = False, is_given_up
     for unit in units:
         if pool.writer[unit] != sequence.id:
             node = blocks.node_of[unit]
@@ -89,8 +111,9 @@ def units_by_account(requests: list[Request], block_size: int) -> dict[int, int]
     """Units the requests take, over all groups, for each account of theirs."""
     needs: dict[int, int] = {}
     for request in requests:
-        num_new_blocks = -(-request.end // block_size) - request.sequence.num_blocks
-        num_units = len(request.sequence.tables) * (request.copies + max(0, num_new_blocks))
+        num_blocks, had = -(-request.end // block_size), request.sequence.num_blocks
+        num_units = len(request.sequence.tables) * request.copies
+        num_units += sum(max(0, num_blocks - max(had, first)) for first in request.first_blocks)
         needs[request.sequence.account] = needs.get(request.sequence.account, 0) + num_units
     return needs
 

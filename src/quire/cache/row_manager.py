@@ -199,6 +199,15 @@ class RowManager:
 
     # Committing
 
+    def num_blocks_to_readmit(self, sequence: int, num_computed_tokens: int) -> int:
+        num_new = num_computed_tokens - self.rows[sequence].num_computed
+        return self.num_blocks_needed(np.array([sequence]), np.array([num_new]), 0)
+
+    def readmit(self, sequence: int, num_computed_tokens: int) -> RowPlan | None:
+        """Nothing lies behind a window here: a row keeps all."""
+        num_new = num_computed_tokens - self.rows[sequence].num_computed
+        return self.reserve(np.array([sequence]), np.array([num_new]), 0)
+
     def commit(self, sequence: int, num_computed_tokens: int) -> None:
         row = self.rows[sequence]
         most = min(row.reserved, row.num_tokens)

@@ -95,6 +95,9 @@ class SequenceState(KnownTokens):
         self.num_computed = 0
         self.num_cached = 0
         self.reserved = 0
+        # Where a `readmit` ends that has not been committed; 0 without one. Only then may blocks beyond `num_computed`
+        # be given up: those that no query from there on reads.
+        self.readmitted_to = 0
         # It, or the sequence it was forked from, has reserved; before that it keeps looking for a longer hit.
         self.admitted = False
         # (tree version, number of tokens) when it last looked.
@@ -113,7 +116,7 @@ class SequenceState(KnownTokens):
         self.extra_keys = self.extra_keys.truncated(position)
 
     def slots(self, group: int, start: int, stop: int, block_size: int) -> Int64Array:
-        """Slot (unit * block_size + offset) of each position start .. stop - 1."""
+        """Slot (unit * block_size + offset) of each position start .. stop - 1; -1 where the block is given up."""
         positions = np.arange(start, stop, dtype=np.int64)
         units = self.tables[group].units[positions // block_size].astype(np.int64)
-        return units * block_size + positions % block_size
+        return np.where(units == GIVEN_UP, GIVEN_UP, units * block_size + positions % block_size)

@@ -350,8 +350,12 @@ class Scheduler:
                     continue
             # What was parked comes back at once, whatever the budget.
             known = max(num_computed, self._parking.num_tokens(sample))
-            n = known - num_computed + min(len(tokens) - known, budget, self._chunk_limit)
-            now = cache.num_blocks_needed([sequence], [n])
+            more = min(len(tokens) - known, budget, self._chunk_limit)
+            n = known - num_computed + more
+            if known > num_computed:
+                now = self._parking.num_blocks_needed(sample, sequence, more)
+            else:
+                now = cache.num_blocks_needed([sequence], [n])
             units = now + cache.units_later(len(tokens), num_computed + n)
             # The very first may take what there is, in smaller chunks if need be (R3); others leave a margin.
             if self.running or self.loading or admitted:
@@ -367,7 +371,12 @@ class Scheduler:
                     num_looked_at -= 1
                     break
             if known > num_computed:
-                num_computed = self._parking.restore(sample, sequence)
+                restored = self._parking.restore(sample, sequence)
+                if restored is None:
+                    cache.close(sequence)
+                    sequence = self._open(sample, tokens)
+                    restored = sequence.num_computed_tokens
+                num_computed = restored
                 n = min(len(tokens) - num_computed, budget, self._chunk_limit)
                 now = cache.num_blocks_needed([sequence], [n])  # what has come back is held by now
                 units = now + cache.units_later(len(tokens), num_computed + n)

@@ -22,6 +22,7 @@ layers; growing costs nothing, shrinking one system call per slot, `give_back` o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -173,13 +174,23 @@ class PagedStorage:
             (k.stride(3) * itemsize, v.stride(3) * itemsize),
         )
 
-    def read_units(self, units: Any, num_tokens: int, *, first: int = 0) -> np.ndarray:
+    def read_units(
+        self, units: Any, num_tokens: int, *, first: int = 0, origins: Sequence[int] | None = None
+    ) -> np.ndarray:
         """The bytes of tokens in units, see `quire.memory.unit_bytes`."""
-        return read_units(self, units, num_tokens, first=first)
+        return read_units(self, units, num_tokens, first=first, origins=origins)
 
-    def write_units(self, units: Any, payload: np.ndarray, num_tokens: int, *, first: int = 0) -> None:
+    def write_units(
+        self,
+        units: Any,
+        payload: np.ndarray,
+        num_tokens: int,
+        *,
+        first: int = 0,
+        origins: Sequence[int] | None = None,
+    ) -> None:
         """Their bytes, put there."""
-        write_units(self, units, payload, num_tokens, first=first)
+        write_units(self, units, payload, num_tokens, first=first, origins=origins)
 
     def copy(self, copies: Any, group: int = 0) -> None:
         """Copy the first tokens of blocks, in every layer of `group`, row after row.

@@ -2,7 +2,8 @@
 
 A payload holds T tokens of a sequence in the canonical layout: for each layer that stores KV, in the order of layers,
 and for each of its KV heads the keys [T, k_head_dim], then the values [T, v_head_dim]: that of `quire.tiers.segment`.
-A storage says where its blocks lie (`UnitPlaces`); the rest is the same for all.
+A storage says where its blocks lie (`UnitPlaces`); the rest is the same for all. A payload may begin later in some
+groups (`origins`, a token for each): the layers of such a group have T less so many tokens in it.
 
 Invariants
     B1  only the bytes of the tokens asked for are read or written: a call for units that one alone may touch may run
@@ -15,8 +16,8 @@ one call of ctypes for each run of bytes that is adjacent on both sides.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,44 +62,73 @@ class UnitStorage(Protocol):
 
 
 def read_units(
-    storage: UnitStorage, units: Any, num_tokens: int, *, first: int = 0, out: np.ndarray | None = None
+    storage: UnitStorage,
+    units: Any,
+    num_tokens: int,
+    *,
+    first: int = 0,
+    origins: Sequence[int] | None = None,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
     """The payload of tokens 0 .. `num_tokens`, uint8; of them those from `first` on are read.
 
     units: int [groups, blocks], the unit of each block of each group; block 0 holds token 0. What lies in blocks
-    whose unit is -1, and before `first`, is left as it is (zeros in a new payload). out: a payload to fill.
+    whose unit is -1, and before `first`, is left as it is (zeros in a new payload). origins: where the payload begins
+    in each group, 0 .. num_tokens; what lies before is not in it. out: a payload to fill.
     """
-    num_bytes = num_tokens * _bytes_per_token(storage)
     if out is None:
-        whole = first == 0 and (np.asarray(units) >= 0).all()
+        origins = _checked(storage, origins)
+        per_token = _group_bytes(storage)
+        num_bytes = sum(max(0, num_tokens - at) * own for at, own in zip(origins, per_token, strict=True))
+        whole = first == 0 and not any(origins) and (np.asarray(units) >= 0).all()
         out = np.empty(num_bytes, np.uint8) if whole else np.zeros(num_bytes, np.uint8)
-    _copy(storage, units, out, num_tokens, first, to_storage=False)
+    _copy(storage, units, out, num_tokens, first, origins, to_storage=False)
     return out
 
 
 def write_units(
-    storage: UnitStorage, units: Any, payload: np.ndarray, num_tokens: int, *, first: int = 0
+    storage: UnitStorage,
+    units: Any,
+    payload: np.ndarray,
+    num_tokens: int,
+    *,
+    first: int = 0,
+    origins: Sequence[int] | None = None,
 ) -> None:
     """Writes tokens `first` .. `num_tokens` of a payload of that many tokens, or of more, into units; see `read_units`.
 
-    A payload of more tokens is one of `len(payload) / bytes of a token`; those behind `num_tokens` are not written.
+    How many tokens a payload has follows from its length; those behind `num_tokens` are not written, nor are those of
+    a group before its origin.
     """
-    _copy(storage, units, payload, num_tokens, first, to_storage=True)
+    _copy(storage, units, payload, num_tokens, first, origins, to_storage=True)
 
 
 def _copy(
-    storage: UnitStorage, units: Any, payload: np.ndarray, num_tokens: int, first: int, *, to_storage: bool
+    storage: UnitStorage,
+    units: Any,
+    payload: np.ndarray,
+    num_tokens: int,
+    first: int,
+    origins: Sequence[int] | None,
+    *,
+    to_storage: bool,
 ) -> None:
     units = np.asarray(units, np.int64)
-    per_token = _bytes_per_token(storage)
-    total = payload.nbytes // per_token
-    if payload.dtype != np.uint8 or not payload.flags.c_contiguous or payload.nbytes != total * per_token:
+    origins = _checked(storage, origins)
+    group_bytes = _group_bytes(storage)
+    per_token = sum(group_bytes)
+    # As if it had all tokens in all groups.
+    num_bytes = payload.nbytes + sum(at * own for at, own in zip(origins, group_bytes, strict=True))
+    total = num_bytes // per_token
+    if payload.dtype != np.uint8 or not payload.flags.c_contiguous or num_bytes != total * per_token:
         raise ArgumentError(
             f"expected a dense payload of uint8, {per_token} for each token, "
             f"got {payload.nbytes} bytes of {payload.dtype}"
         )
-    if not 0 <= first <= num_tokens <= total:
-        raise ArgumentError(f"expected tokens {first} .. {num_tokens} within a payload of {total}")
+    if not 0 <= first <= num_tokens <= total or max(origins) > total:
+        raise ArgumentError(
+            f"expected tokens {first} .. {num_tokens} within a payload of {total}, which begins at {list(origins)}"
+        )
     size = storage.block_size
     blocks = np.arange(first // size, -(-num_tokens // size))
     if units.ndim != 2 or len(units) != len(storage.spec.groups) or units.shape[1] < -(-num_tokens // size):
@@ -112,13 +142,20 @@ def _copy(
         )
     if first == num_tokens:
         return
+    before = _bytes_before(storage.spec, storage.dtype.itemsize, total, origins)
     parts: list[np.ndarray] = []
     for group in storage.spec.groups:
-        kept = blocks[units[group.index, blocks] >= 0]
+        origin = origins[group.index]
+        kept = blocks[(units[group.index, blocks] >= 0) & ((blocks + 1) * size > origin)]
         if len(kept):
-            starts, stops = np.maximum(kept * size, first), np.minimum((kept + 1) * size, num_tokens)
+            starts, stops = (
+                np.maximum(kept * size, max(first, origin)),
+                np.minimum((kept + 1) * size, num_tokens),
+            )
             places = storage.unit_places(group, units[group.index, kept])
-            parts += _pieces(storage, group, places, kept * size, starts, stops, total)
+            parts += _pieces(
+                storage, group, places, kept * size, starts, stops, origin, total - origin, before
+            )
     if parts:
         _copy_rows(payload, np.concatenate(parts), to_storage)
 
@@ -130,11 +167,13 @@ def _pieces(
     block_starts: np.ndarray,
     starts: np.ndarray,
     stops: np.ndarray,
-    total: int,
+    origin: int,
+    count: int,
+    before: dict[int, int],
 ) -> list[np.ndarray]:
-    """int64 [n, 5] for keys and for values: see `_native.copy_rows`. starts, stops: tokens of each block."""
+    """int64 [n, 5] for keys and for values: see `_native.copy_rows`. starts, stops: tokens of each block. The payload
+    has `count` tokens of the group from `origin` on; before: where each layer begins in it."""
     itemsize = storage.dtype.itemsize
-    before = _bytes_before(storage.spec, itemsize)
     heads = np.arange(group.num_kv_heads)
     head_bytes = (group.k_head_dim + group.v_head_dim) * itemsize
     layers = np.array([before[layer] for layer in group.layers])[:, None, None]
@@ -143,7 +182,7 @@ def _pieces(
         row_bytes, stride = dim * itemsize, places.token_strides[kind]
         own = group.k_head_dim * itemsize * kind  # values lie behind the keys of their head
         pieces = np.empty((len(group.layers), len(heads), len(starts), 5), np.int64)
-        pieces[..., 0] = total * (layers + heads[:, None] * head_bytes + own) + starts * row_bytes
+        pieces[..., 0] = layers + count * (heads[:, None] * head_bytes + own) + (starts - origin) * row_bytes
         pieces[..., 1] = (
             places.addresses[kind][:, None]
             + heads[:, None] * places.head_strides[kind]
@@ -171,17 +210,28 @@ def _copy_rows(payload: np.ndarray, pieces: np.ndarray, to_storage: bool) -> Non
             ctypes.memmove(theirs if to_storage else ours, ours if to_storage else theirs, row_bytes)
 
 
-def _bytes_per_token(storage: UnitStorage) -> int:
-    return storage.spec.bytes_per_token // storage.spec.dtype_bytes * storage.dtype.itemsize
+def _checked(storage: UnitStorage, origins: Sequence[int] | None) -> Sequence[int]:
+    num_groups = len(storage.spec.groups)
+    if origins is None:
+        return (0,) * num_groups
+    if len(origins) != num_groups or min(origins) < 0:
+        raise ArgumentError(f"expected {num_groups} origins of at least 0, got {list(origins)}")
+    return origins
 
 
-@cache
-def _bytes_before(spec: KVSpec, itemsize: int) -> dict[int, int]:
-    """Bytes of a token in the layers before each layer that stores KV."""
+def _group_bytes(storage: UnitStorage) -> list[int]:
+    """Bytes of a token in each group."""
+    spec = storage.spec
+    return [group.bytes_per_token // spec.dtype_bytes * storage.dtype.itemsize for group in spec.groups]
+
+
+def _bytes_before(spec: KVSpec, itemsize: int, total: int, origins: Sequence[int]) -> dict[int, int]:
+    """Where each layer that stores KV begins in a payload."""
+    origin_of = {layer: origins[group.index] for group in spec.groups for layer in group.layers}
     found: dict[int, int] = {}
     num_bytes = 0
     for index, layer in enumerate(spec.layers):
         if layer.shares_kv_with is None:
             found[index] = num_bytes
-            num_bytes += layer.elements_per_token * itemsize
+            num_bytes += layer.elements_per_token * itemsize * (total - origin_of[index])
     return found

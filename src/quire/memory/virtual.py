@@ -25,6 +25,7 @@ about 10 us for each piece that is new, two pieces a layer (docs/virtual-memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -230,13 +231,23 @@ class VirtualStorage:
         k, v = (dim * self.dtype.itemsize for dim in (group.k_head_dim, group.v_head_dim))
         return UnitPlaces(addresses, (k, v), (group.num_kv_heads * k, group.num_kv_heads * v))
 
-    def read_units(self, units: Any, num_tokens: int, *, first: int = 0) -> np.ndarray:
+    def read_units(
+        self, units: Any, num_tokens: int, *, first: int = 0, origins: Sequence[int] | None = None
+    ) -> np.ndarray:
         """The bytes of tokens in units, see `quire.memory.unit_bytes`."""
-        return read_units(self, units, num_tokens, first=first)
+        return read_units(self, units, num_tokens, first=first, origins=origins)
 
-    def write_units(self, units: Any, payload: np.ndarray, num_tokens: int, *, first: int = 0) -> None:
+    def write_units(
+        self,
+        units: Any,
+        payload: np.ndarray,
+        num_tokens: int,
+        *,
+        first: int = 0,
+        origins: Sequence[int] | None = None,
+    ) -> None:
         """Their bytes, put there."""
-        write_units(self, units, payload, num_tokens, first=first)
+        write_units(self, units, payload, num_tokens, first=first, origins=origins)
 
     def forget(self, sequence_ids: Any) -> None:
         """Park the rows of sequences that have ended: still mapped, for the next ones."""
