@@ -82,10 +82,10 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [(seed * 31 + j * (seed + 3)) % 90 for j in range(length)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     steps=st.lists(
-        st.tuples(st.integers(0, 4), st.integers(1, 44), st.sampled_from([b"", b"b"]), st.integers(0, 9)),
+        st.tuples(st.integers(0, 4), st.integers(1, 38), st.sampled_from([b"", b"b"]), st.integers(0, 9)),
         min_size=1,
         max_size=14,
     ),
@@ -97,27 +97,40 @@ def test_who_follows_knows_what_each_tier_has(
     steps: list[tuple[int, int, bytes, int]], policy: str, host_bytes: int, subscribed_at: int
 ) -> None:
     run = Followed(HostTier(host_bytes << 10), DiskLike(1 << 22), policy=policy)
+    run.subscribe(run.follower)
+    late = Follower()
     for number, (seed, length, namespace, also) in enumerate(steps):
         if number == subscribed_at:
-            run.subscribe(run.follower)
+            run.subscribe(late)
         run.serve(prompt_of(seed, length), namespace, 1 + also)
         if also == 9:
             run.engine.cache.reset()
         elif also == 8:
             run.stores.flush()
-        if number >= subscribed_at:
-            run.check()
-    if subscribed_at >= len(steps):
-        run.subscribe(run.follower)
+        run.check()
     run.stores.flush()
     run.check()
-    late = Follower()
-    run.subscribe(late)
+    if subscribed_at >= len(steps):
+        run.subscribe(late)
     assert {medium: one for medium, one in late.blocks.items() if one} == {
         medium: one for medium, one in run.follower.blocks.items() if one
     }
     assert run.events.num_untold == 0
-    assert all(run.follower.digests[name] in ("", namespace_digest(b"b")) for name in run.follower.digests)
+    assert set(run.follower.digests.values()) <= {"", namespace_digest(b"b")}
+
+
+@pytest.mark.parametrize("policy", ["eviction", "through"])
+def test_the_first_who_comes_late_is_told_what_there_is(policy: str) -> None:
+    """Heads in memory, tails in tiers: what a tail continues is known from memory."""
+    run = Followed(HostTier(1 << 22), DiskLike(1 << 22), policy=policy)
+    run.serve(prompt_of(1, 40), b"b")
+    run.serve(prompt_of(2, 16))
+    tails = [entry for entry in run.tiers[0]._entries.values() if entry.info.start]
+    assert tails
+    assert policy == "through" or any(e.info.parent not in run.tiers[0]._entries for e in tails)
+    run.subscribe(run.follower)
+    run.check()
+    assert run.events.num_untold == 0
 
 
 def test_what_is_gone_is_told_with_the_reason() -> None:
@@ -163,7 +176,7 @@ def test_what_is_followed_is_bounded_and_stays_in_balance() -> None:
     run.watch.collect()
     assert len(run.events._segments) == 3
     assert ("CPU_TIER1", "forgotten") in run.follower.reasons
-    told = run.follower.of("CPU_TIER1")
+    told = dict(run.follower.of("CPU_TIER1"))
     assert 0 < len(told) <= 6
     assert told.items() <= run.expected(run.tiers[0]).items()
     late = Follower()
@@ -172,9 +185,10 @@ def test_what_is_followed_is_bounded_and_stays_in_balance() -> None:
     run.engine.cache.reset()
     run.serve(prompt_of(0, 40))
     run.watch.collect()
-    assert any(tokens == tuple(prompt_of(0, 40)[:4]) for _, tokens in run.follower.of("CPU_TIER1").values()) or (
-        len(run.follower.of("CPU_TIER1")) <= 6
-    )
+    after = run.follower.of("CPU_TIER1")
+    assert after != told, "what a load finds is told again"
+    assert 0 < len(after) <= 6
+    assert after.items() <= run.expected(run.tiers[0]).items()
 
 
 def test_nobody_listens_and_nothing_is_kept() -> None:
@@ -221,21 +235,18 @@ def test_what_was_seen_before_undoes_nothing() -> None:
 
 
 def test_what_a_tier_has_that_nothing_is_known_of_is_counted() -> None:
-    """Its beginning is nowhere: another engine has stored it, in a namespace or with a start that is not known here."""
+    """Another engine has stored it, and its beginning is nowhere any more."""
     first = Followed(DiskLike(1 << 22))
     first.serve(prompt_of(1, 40))
-    first.serve(prompt_of(1, 40), b"secret")
     first.stores.flush()
     disk = first.tiers[0]
-    for key, entry in list(disk._entries.items()):
-        if entry.info.start == 0 and entry.info.root == min(e.info.root for e in disk._entries.values()):
-            disk.evict(key)
+    for key in [key for key, entry in disk._entries.items() if entry.info.start == 0]:
+        disk.evict(key)
+    assert disk._entries
     second = Followed(disk)
     second.subscribe(second.follower)
-    known = second.follower.of("DISK")
-    assert second.events.num_untold + len(known) > 0
-    expected = blocks_by_key([*first.served], b"a model", 8, 4)
-    assert known.items() <= union(disk._entries, expected).items()
+    assert second.follower.blocks == {}
+    assert second.events.num_untold == len(disk._entries)
 
 
 # -- with threads, files and a socket ------------------------------------------------------------------
@@ -302,9 +313,7 @@ def test_tenants_and_snapshots(tmp_path: Path) -> None:
         llm.generate([PROMPTS[2]], ONE)  # tells what the snapshot stored
         by_snapshot = dict(follower.of("DISK"))
         llm.flush()
-        assert by_snapshot == {
-            name: one for name, one in follower.of("DISK").items() if name in by_snapshot
-        }
+        assert by_snapshot == {name: one for name, one in follower.of("DISK").items() if name in by_snapshot}
         digest = namespace_digest(llm.engine.tenants.namespace("a"))
         assert set(follower.digests.values()) == {"", digest}
         there = dict(follower.of("DISK"))
@@ -331,18 +340,12 @@ def test_a_server_that_gives_a_value_up_is_found_out(tmp_path: Path) -> None:
         llm.cache.reset()
         generate(llm, served, PROMPTS[:1])
         assert ("REMOTE", "missing") in follower.reasons
-        first = block_names(PROMPTS[0], llm.block_size)
-        assert not set(first) & set(follower.of("REMOTE"))
+        by_key = blocks_by_key([(b"", PROMPTS[0])], b"", 1 << 20, llm.block_size)
+        first = set(union(by_key, by_key))
+        assert first
+        assert not first & set(follower.of("REMOTE"))
         llm.flush()
-        assert set(first) <= set(follower.of("REMOTE"))
-
-
-def block_names(tokens: list[int], block_size: int) -> list[int]:
-    return list(next(iter(blocks_by_key([(b"", tokens)], b"", 1 << 20, block_size).values()))) and [
-        name
-        for blocks in blocks_by_key([(b"", tokens)], b"", 1 << 20, block_size).values()
-        for name in blocks
-    ]
+        assert first <= set(follower.of("REMOTE"))
 
 
 def test_over_zeromq(tmp_path: Path) -> None:
@@ -351,9 +354,7 @@ def test_over_zeromq(tmp_path: Path) -> None:
     options = SMALL_POOL | {"host_cache": "64KiB", "disk_cache": tmp_path, "disk_cache_size": "64MiB"}
     with (
         zmq.Context() as context,
-        tiny_llm.llm(
-            **options, kv_events="tcp://127.0.0.1:0", kv_events_replay="tcp://127.0.0.1:0"
-        ) as llm,
+        tiny_llm.llm(**options, kv_events="tcp://127.0.0.1:0", kv_events_replay="tcp://127.0.0.1:0") as llm,
     ):
         [(publisher, _)] = llm._publishers
         in_process = Follower()

@@ -18,7 +18,7 @@ Blocks = dict[int, tuple[int | None, tuple[int, ...]]]
 
 
 class Follower:
-    """By medium what is there. A block is told as stored once, and removed once; a clear of one medium finds nothing."""
+    """By medium what is there. A block is told as stored once, and as removed once."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, Blocks] = {}
@@ -42,7 +42,11 @@ class Follower:
         for event in batch.events:
             if isinstance(event, BlockStored):
                 self._stored(
-                    event.block_hashes, event.parent_block_hash, event.token_ids, event.block_size, event.medium
+                    event.block_hashes,
+                    event.parent_block_hash,
+                    event.token_ids,
+                    event.block_size,
+                    event.medium,
                 )
                 self.digests |= dict.fromkeys(event.block_hashes, event.namespace_digest)
             elif isinstance(event, BlockRemoved):

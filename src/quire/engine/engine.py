@@ -110,7 +110,10 @@ class Engine:
         if watch is not None:
             self.pins.on_expired = watch.pin_expired
             if watch.tier_events is not None:
-                watch.tier_events.namespaces = lambda: [*self.tenants.namespaces_of(None), self.tenants.public]
+                watch.tier_events.namespaces = lambda: [
+                    *self.tenants.namespaces_of(None),
+                    self.tenants.public,
+                ]
         self.scheduler = Scheduler(
             cache,
             max_batch_tokens=max_batch_tokens,

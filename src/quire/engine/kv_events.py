@@ -1,16 +1,17 @@
-"""KV events for those outside: which blocks memory and the tiers have, as they come and go, in the field's shape.
+"""KV events for those outside: which blocks memory and tiers have, as they come and go, in the field's shape.
 
-Made from the mirror's changes, those of tiers by `tier_events`. Blocks that come one behind the other are one event; a batch is what happened between
-two looks. On the wire (`to_wire`) a batch is a msgpack array as vLLM's publishers send and its consumers read it:
+Made from the mirror's changes; those of tiers by `tier_events`. Blocks that come one behind the other are one event; a
+batch is what happened between two looks. On the wire (`to_wire`) a batch is a msgpack array as vLLM's publishers send
+and its consumers read it:
 
     [ts, [event, ...], data_parallel_rank]
     ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys]
     ["BlockRemoved", block_hashes, medium]
     ["AllBlocksCleared"]
 
-medium says where: "CPU" is memory, the pool; "CPU_TIER1", "DISK" and "REMOTE" are the tiers host, disk and remote. A block
-may be in several: what is told of one medium says nothing of another. AllBlocksCleared has no medium on the wire, so
-that it means all of them; where there are tiers a clear of memory alone is sent as the BlockRemoved it consists of.
+medium says where: "CPU" is memory, the pool; "CPU_TIER1", "DISK" and "REMOTE" are the tiers host, disk and remote. A
+block may be in several: what is told of one medium says nothing of another. AllBlocksCleared has no medium on the
+wire, so that it means all of them: where there are tiers, a clear of one medium is sent as BlockRemoved alone.
 
 Block hashes are unsigned 64-bit integers, of a hash chained over namespace and tokens. extra_keys has an entry for each
 block: null, or its extra keys in hexadecimal; for a namespace's first block they begin with the namespace's digest.

@@ -47,7 +47,11 @@ _MAX_SEGMENTS = 65536
 
 
 class _Segment:
-    """before: the hash of the block that it continues. at: by tier, whether it has it, and as of which notice."""
+    """before: the hash of the block that it continues. at: by tier, whether it has it, and as of which notice.
+
+    Who has found something missing may say so late, when it has long been stored again: what is held is so as of the
+    notice itself, what is gone as of what was seen.
+    """
 
     __slots__ = ("at", "before", "hashes", "keys", "name", "namespace")
 
@@ -105,7 +109,7 @@ class TierEvents:
         for tier in self._stack.tier_names:
             seen = notices.mark()
             for key, info in sorted(self._stack.contents(tier, list(self._roots)), key=_start):
-                self._held(tier, _name(key, info), seen, ends)
+                self._held(tier, _name(key, info), seen, seen, ends)
         self._events.clear()
 
     def stop(self) -> None:
@@ -120,7 +124,7 @@ class TierEvents:
         """What has happened in the tiers since the last call, in order."""
         for notice in self._stack.notices.take():
             if notice.name is not None:
-                self._held(notice.tier, notice.name, notice.seen)
+                self._held(notice.tier, notice.name, notice.seen, notice.number)
                 continue
             assert notice.reason is not None
             for key in notice.keys:
@@ -184,16 +188,23 @@ class TierEvents:
     # -- what tiers have -------------------------------------------------------------------------------
 
     def _held(
-        self, tier: str, name: SegmentName, seen: int, ends: dict[bytes, tuple[bytes, bytes]] | None = None
+        self,
+        tier: str,
+        name: SegmentName,
+        seen: int,
+        number: int,
+        ends: dict[bytes, tuple[bytes, bytes]] | None = None,
     ) -> None:
         segment = self._find(name, ends or {})
         if segment is None:
             self.num_untold += 1
             return
         is_there, as_of = segment.at.get(tier, (False, 0))
-        if is_there or as_of > seen:
+        if as_of > seen and not is_there:
             return
-        segment.at[tier] = (True, seen)
+        segment.at[tier] = (True, max(as_of, number))
+        if is_there:
+            return
         holders = self._holders.setdefault(tier, Counter())
         numbers = list(map(block_number, segment.hashes))
         is_new = [number not in holders for number in numbers]  # E1

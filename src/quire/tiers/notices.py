@@ -3,9 +3,9 @@
 Nothing is kept while nobody listens (`is_on`), and a call costs one look at a flag then.
 
 Invariants
-    N1  notices are numbered, and taken in the order of their numbers. A tier tells of what it gives up while it does so;
-        who says that a value is there, or is not, says as of which number (`mark`, before the tier was asked), so that
-        whoever takes the notices does not undo by it what has changed since.
+    N1  notices are numbered, and taken in the order of their numbers. A tier tells of what it gives up while it does
+        so; who says that a value is there, or is not, says as of which number (`mark`, before the tier was asked), so
+        that whoever takes the notices does not undo by it what has changed since.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ __all__ = ["Notice", "Notices"]
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The tier holds the segment `name`; or, where that is None, the values `keys` are gone. seen: as of which number."""
+    """The tier holds the segment `name`; or, where that is None, the values `keys` are gone. seen: as of when."""
 
+    number: int
     tier: str
     seen: int
     name: SegmentName | None
@@ -64,14 +65,20 @@ class Notices:
             self._add(tier, None, keys, reason, seen)
 
     def _add(
-        self, tier: str, name: SegmentName | None, keys: Sequence[bytes], reason: Reason | None, seen: int | None
+        self,
+        tier: str,
+        name: SegmentName | None,
+        keys: Sequence[bytes],
+        reason: Reason | None,
+        seen: int | None,
     ) -> None:
         with self._lock:
             if not self.is_on:
                 return
             self._number += 1
             is_first = not self._queue
-            self._queue.append(Notice(tier, self._number if seen is None else seen, name, keys, reason))
+            as_of = self._number if seen is None else seen
+            self._queue.append(Notice(self._number, tier, as_of, name, keys, reason))
         if is_first:
             self.on_first()
 

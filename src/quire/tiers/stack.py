@@ -95,7 +95,9 @@ class TierStack:
         self._wall_clock = wall_clock
         self.notices = Notices()
         """What the tiers hold and lose, for who listens (`Notices.listen`)."""
-        self._tiers = [GuardedTier(tier, min(workers, 1), max_bytes_in_flight, clock, self.notices) for tier in tiers]
+        self._tiers = [
+            GuardedTier(tier, min(workers, 1), max_bytes_in_flight, clock, self.notices) for tier in tiers
+        ]
         self._readers = Workers("quire-tiers", workers)
         self._lock = threading.Lock()
         self._losses: OrderedDict[bytes, dict[str, float]] = OrderedDict()  # when which tier gave a value up

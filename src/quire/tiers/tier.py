@@ -23,8 +23,8 @@ from quire.errors import QuireError
 __all__ = ["DamagedError", "Reason", "SegmentInfo", "Tier", "TierError", "TierStats", "UnavailableError"]
 
 Reason: TypeAlias = Literal["evicted", "damaged", "missing", "dropped", "cleared"]
-"""Why a value is gone: for want of room; it was not what had been stored; it was not found any more (a server, or another
-process with the same folder, has given it up); it was asked to be removed; the tier has given up all it had."""
+"""Why a value is gone: for want of room; it was not what had been stored; it was not found any more (a server, or
+another process with the same folder, has given it up); it was asked to go; the tier has given up all it had."""
 
 
 class TierError(QuireError):
