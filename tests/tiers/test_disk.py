@@ -515,6 +515,31 @@ def test_a_slab_cut_short_is_a_miss_counted_and_removed(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_what_it_gives_up_is_told(tmp_path: Path) -> None:
+    """For want of room, and with a slab that is gone."""
+    tier = DiskTier(tmp_path, CAP)
+    told: dict[str, set[bytes]] = {"evicted": set(), "damaged": set()}
+    tier.on_removed = lambda keys, reason: told[reason].update(keys)
+    values = [value(i, 500) for i in range(40)]
+    for one in values:
+        assert put(tier, one)
+    there = tier.contains([one.key for one in values])
+    assert told["evicted"] == {one.key for one, is_there in zip(values, there, strict=True) if not is_there}
+    assert told["evicted"]
+    left = {one.key for one, is_there in zip(values, there, strict=True) if is_there}
+    assert {key for key, _ in tier.contents([ROOT])} == left
+    slabs = list(tmp_path.glob("slab-*"))
+    tier.close()
+    for slab in slabs:
+        slab.unlink()
+    tier = DiskTier(tmp_path, CAP)
+    tier.on_removed = lambda keys, reason: told[reason].update(keys)
+    for key in left:
+        assert tier.load(key) is None
+    assert told["damaged"] == left
+    tier.close()
+
+
 def test_a_slab_that_is_gone_is_a_miss_and_never_written_to_again(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, CAP)
     values = fill(tier, num_tokens=100, count=10)

@@ -18,7 +18,7 @@ import numpy as np
 
 from quire.cache.events import CacheEvent
 
-__all__ = ["Block", "Change", "TreeMirror", "block_hashes", "namespace_digest"]
+__all__ = ["Block", "Change", "TreeMirror", "block_hashes", "chained_hashes", "namespace_digest", "root_hash"]
 
 
 class Block:
@@ -51,7 +51,7 @@ class Block:
         self.account = event.account
         self.units = [-1] * num_groups
         self.depth: int = 1 if parent is None else parent.depth + 1
-        before = parent.hash if parent is not None else _root_hash(event.namespace)
+        before = parent.hash if parent is not None else root_hash(event.namespace)
         self.hash = _chained(before, event.tokens, event.extra_keys)
         self.children: dict[int, Block] = {}
         self.is_there = False
@@ -164,8 +164,17 @@ def block_hashes(
     namespace: bytes, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None, block_size: int
 ) -> list[bytes]:
     """The names of a prompt's full blocks."""
+    return chained_hashes(root_hash(namespace), tokens, extra_keys, block_size)
+
+
+def chained_hashes(
+    before: bytes, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None, block_size: int
+) -> list[bytes]:
+    """The names of the full blocks of `tokens`, which come behind the block named `before`.
+
+    extra_keys: by position within `tokens`.
+    """
     names: list[bytes] = []
-    before = _root_hash(namespace)
     positions = sorted(extra_keys or {})
     for start in range(0, len(tokens) // block_size * block_size, block_size):
         keys = {at - start: extra_keys[at] for at in positions if start <= at < start + block_size}  # type: ignore[index]
@@ -179,7 +188,8 @@ def namespace_digest(namespace: bytes) -> str:
     return hashlib.sha256(b"quire namespace\0" + namespace).hexdigest()[:16] if namespace else ""
 
 
-def _root_hash(namespace: bytes) -> bytes:
+def root_hash(namespace: bytes) -> bytes:
+    """What a namespace's first block is chained to."""
     return hashlib.sha256(b"quire blocks\0" + namespace).digest()
 
 

@@ -76,6 +76,9 @@ class AsyncEngine:
         self._ids = itertools.count()
         self._closing = False
         self.failure: BaseException | None = None  # what the last step failed with, until one succeeds
+        if self.llm.tiers is not None and (watch := self.llm.watch) is not None:
+            # Tiers go on after the last step, and who follows them is to hear of it.
+            self.llm.tiers.stack.notices.on_first = lambda: self._hand_over(watch.collect, if_closed=False)
         self._thread = threading.Thread(target=self._loop, name="quire-engine", daemon=True)
         self._thread.start()
 

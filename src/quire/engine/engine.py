@@ -109,6 +109,11 @@ class Engine:
         self.watch = watch
         if watch is not None:
             self.pins.on_expired = watch.pin_expired
+            if watch.tier_events is not None:
+                watch.tier_events.namespaces = lambda: [
+                    *self.tenants.namespaces_of(None),
+                    self.tenants.public,
+                ]
         self.scheduler = Scheduler(
             cache,
             max_batch_tokens=max_batch_tokens,
@@ -344,7 +349,7 @@ class Engine:
     def _collect(self) -> None:
         """Has what memory gave up, or gained, stored in the tiers as far as their policy says so."""
         if self.watch is not None:
-            self.watch.feed.collect()
+            self.watch.collect()
         elif self._stores is not None:
             self._stores.collect()
 
@@ -425,7 +430,7 @@ class Engine:
         self.scheduler.preempt_to(num_blocks)
         given_up = self._cache.resize(num_blocks)
         if self.watch is not None:
-            self.watch.feed.collect(keep_forgotten=True)
+            self.watch.collect(keep_forgotten=True)
         elif self._stores is not None:
             self._stores.collect(keep_forgotten=True)
         return given_up

@@ -1,12 +1,17 @@
-"""KV events for those outside: which blocks memory has, told as they come and go, in the field's established shape.
+"""KV events for those outside: which blocks memory and tiers have, as they come and go, in the field's shape.
 
-Made from the mirror's changes. Blocks that come one behind the other are one event; a batch is what happened between
-two looks. On the wire (`to_wire`) a batch is a msgpack array as vLLM's publishers send and its consumers read it:
+Made from the mirror's changes; those of tiers by `tier_events`. Blocks that come one behind the other are one event; a
+batch is what happened between two looks. On the wire (`to_wire`) a batch is a msgpack array as vLLM's publishers send
+and its consumers read it:
 
     [ts, [event, ...], data_parallel_rank]
     ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys]
     ["BlockRemoved", block_hashes, medium]
     ["AllBlocksCleared"]
+
+medium says where: "CPU" is memory, the pool; "CPU_TIER1", "DISK" and "REMOTE" are the tiers host, disk and remote. A
+block may be in several: what is told of one medium says nothing of another. AllBlocksCleared has no medium on the
+wire, so that it means all of them: where there are tiers, a clear of one medium is sent as BlockRemoved alone.
 
 Block hashes are unsigned 64-bit integers, of a hash chained over namespace and tokens. extra_keys has an entry for each
 block: null, or its extra keys in hexadecimal; for a namespace's first block they begin with the namespace's digest.
@@ -17,11 +22,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from quire.cache.mirror import Block, Change, TreeMirror, namespace_digest
 
 __all__ = [
+    "MEDIA",
     "MEDIUM",
     "AllBlocksCleared",
     "BlockRemoved",
@@ -29,10 +35,13 @@ __all__ = [
     "EventBatch",
     "KVEvent",
     "Subscribers",
+    "TierSource",
+    "block_number",
     "to_wire",
 ]
 
 MEDIUM = "CPU"  # where the pool's blocks lie
+MEDIA = {"host": "CPU_TIER1", "disk": "DISK", "remote": "REMOTE"}  # of tiers, by name
 
 _log = logging.getLogger("quire")
 
@@ -52,7 +61,10 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """reason: "evicted", "forgotten" (drop, resize) or "cleared"."""
+    """reason: "evicted", "forgotten" (drop, resize; of a tier: not followed any more) or "cleared".
+
+    Of a tier also "damaged", "missing" (not found any more: others have removed it) and "dropped" (asked to go).
+    """
 
     block_hashes: tuple[int, ...]
     namespace_digest: str
@@ -62,7 +74,9 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Nothing is there any more."""
+    """Nothing is there any more: in a medium, whose blocks were told as removed before, or (None) in any."""
+
+    medium: str | None = None
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -76,22 +90,52 @@ class EventBatch:
     events: tuple[KVEvent, ...]
 
 
+class TierSource(Protocol):
+    """What tells of tiers: `tier_events.TierEvents`."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def take(self) -> list[KVEvent]:
+        """What has happened since the last call."""
+        ...
+
+    def snapshot(self) -> list[KVEvent]:
+        """What tiers have now, as far as `take` has told it."""
+        ...
+
+
 class Subscribers:
     """Those who want to know. Called in the engine's thread, between steps: what takes long should go elsewhere.
 
     A subscriber that raises is told no more, and the log says so.
     """
 
-    def __init__(self, mirror: TreeMirror, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self, mirror: TreeMirror, wall_clock: Callable[[], float], tiers: TierSource | None = None
+    ) -> None:
         self._mirror = mirror
+        self._tiers = tiers
         self._wall_clock = wall_clock
         self._callbacks: list[Callable[[EventBatch], None]] = []
 
     def add(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
         """Tells first what there is; returns what ends it."""
+        self.collect()
+        events = _events(self._mirror.snapshot(), self._mirror.block_size, AllBlocksCleared())
+        if self._tiers is not None:
+            if not self._callbacks:
+                self._tiers.start()
+            events += self._tiers.snapshot()
+        try:
+            callback(EventBatch(self._wall_clock(), tuple(events)))
+        except BaseException:
+            if self._tiers is not None and not self._callbacks:
+                self._tiers.stop()
+            raise
         if not self._callbacks:
-            self._mirror.listeners.append(self._tell_all)
-        callback(self._batch(self._mirror.snapshot()))
+            self._mirror.listeners.append(self._tell_changes)
         self._callbacks.append(callback)
         return lambda: self._remove(callback)
 
@@ -99,13 +143,22 @@ class Subscribers:
         if callback in self._callbacks:
             self._callbacks.remove(callback)
             if not self._callbacks:
-                self._mirror.listeners.remove(self._tell_all)
+                self._mirror.listeners.remove(self._tell_changes)
+                if self._tiers is not None:
+                    self._tiers.stop()
 
-    def _batch(self, changes: list[Change]) -> EventBatch:
-        return EventBatch(self._wall_clock(), tuple(_events(changes, self._mirror.block_size)))
+    def collect(self) -> None:
+        """Tells what tiers have done since the last call."""
+        if self._callbacks and self._tiers is not None and (events := self._tiers.take()):
+            self._tell(events)
 
-    def _tell_all(self, changes: list[Change]) -> None:
-        batch = self._batch(changes)
+    def _tell_changes(self, changes: list[Change]) -> None:
+        # Where there are tiers memory is not all there is.
+        cleared = AllBlocksCleared(None if self._tiers is None else MEDIUM)
+        self._tell(_events(changes, self._mirror.block_size, cleared))
+
+    def _tell(self, events: list[KVEvent]) -> None:
+        batch = EventBatch(self._wall_clock(), tuple(events))
         for callback in tuple(self._callbacks):
             try:
                 callback(batch)
@@ -114,7 +167,7 @@ class Subscribers:
                 self._remove(callback)
 
 
-def _events(changes: list[Change], block_size: int) -> list[KVEvent]:
+def _events(changes: list[Change], block_size: int, cleared: AllBlocksCleared) -> list[KVEvent]:
     events: list[KVEvent] = []
     run: list[Block] = []
 
@@ -142,7 +195,7 @@ def _events(changes: list[Change], block_size: int) -> list[KVEvent]:
         ):
             end_gone()
         if block is None:
-            events.append(AllBlocksCleared())
+            events.append(cleared)
         elif change.kind == "stored":
             run.append(block)
         else:
@@ -166,12 +219,22 @@ def _stored(run: list[Block], block_size: int) -> BlockStored:
 
 
 def _number(block: Block) -> int:
-    return int.from_bytes(block.hash[-8:], "big")
+    return block_number(block.hash)
+
+
+def block_number(block_hash: bytes) -> int:
+    """What events call the block of this hash (`cache.mirror`)."""
+    return int.from_bytes(block_hash[-8:], "big")
 
 
 def to_wire(batch: EventBatch, data_parallel_rank: int | None = None) -> list[Any]:
     """What msgpack is given; see the module's text."""
-    return [batch.ts, [_wire_event(event) for event in batch.events], data_parallel_rank]
+    events = [
+        _wire_event(event)
+        for event in batch.events
+        if not (isinstance(event, AllBlocksCleared) and event.medium is not None)
+    ]
+    return [batch.ts, events, data_parallel_rank]
 
 
 def _wire_event(event: KVEvent) -> list[Any]:

@@ -177,6 +177,7 @@ class LLM(Sharing, Visibility):
         self._storage: Storage | None = None
         self._publishers = []
         self.tiers: OpenTiers | None = None
+        self.watch: Watch | None = None
         try:
             self.name: str = loaded.name
             self.tokenizer: Any = loaded.tokenizer
@@ -206,7 +207,9 @@ class LLM(Sharing, Visibility):
             feed = EventFeed(opened.cache)
             if tier_options.has_tiers:
                 self.tiers = tier_options.open(opened.cache, opened.storage, fingerprint, speeds, feed)
-            self.watch = Watch(opened.cache, feed) if opened.cache.prefix_caching else None
+            if opened.cache.prefix_caching:
+                tier_events = None if self.tiers is None else self.tiers.events()
+                self.watch = Watch(opened.cache, feed, tier_events=tier_events)
             self.engine = Engine(
                 self.runner,
                 opened.cache,
@@ -507,6 +510,7 @@ class LLM(Sharing, Visibility):
             if self.tiers is not None:
                 self.tiers.stores.flush()
                 self.tiers.stack.flush()
+                self._require_watch().collect()
 
     def trim(self) -> None:
         """Gives the memory of all blocks that no request holds back to the system: cached prefixes are forgotten.
@@ -550,10 +554,14 @@ class LLM(Sharing, Visibility):
         engine = getattr(self, "engine", None)
         if engine is not None:
             engine.abort_all()
-        self._stop_publishing()
-        if self.tiers is not None:
-            self.tiers.close()
-            self.tiers = None
+        try:
+            if self.tiers is not None:
+                self.tiers.close()
+                self.tiers = None
+                if self.watch is not None:
+                    self.watch.subscribers.collect()  # what has been stored, and what ends with this process
+        finally:
+            self._stop_publishing()
         self._prepared.restore()
         if self._storage is not None:
             self._storage.close()

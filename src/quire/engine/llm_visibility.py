@@ -114,13 +114,13 @@ class Visibility:
         return None
 
     def subscribe(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
-        """Has `callback(batch)` told which blocks memory has: at once what there is, then what comes and goes.
+        """Has `callback(batch)` told which blocks memory and tiers have: at once all, then what comes and goes.
 
         It runs between two steps, and should be quick; one that raises is told no more. Returns what ends it.
         """
         with self._lock:
             watch = self._require_watch()
-            watch.feed.collect()
+            watch.collect()
             return watch.subscribers.add(callback)
 
     def publish_events(

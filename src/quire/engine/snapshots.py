@@ -166,16 +166,21 @@ class Snapshots:
         blocks = in_engine(
             lambda: stores.path(namespace, record.token_ids, tuple(sorted(record.extra_keys.items())))
         )
+        notices = self._tiers.stack.notices  # of what goes past the stack
+        seen = notices.mark()
         there = self._disk.contains([name.key for name in names])
         for name, is_there in zip(names, there, strict=True):
             if is_there:
+                notices.held(self._disk.name, name, seen)
                 continue
             own = blocks[name.start // size : name.end // size]
             payload = None
             if len(own) * size == len(name.tokens):
                 payload = in_engine(lambda own=own, name=name: stores.payload(own, len(name.tokens)))
+            seen = notices.mark()
             if payload is None or not self._store(name, payload):
                 break
+            notices.held(self._disk.name, name, seen)
         self._disk.set_retention([name.key for name in names], _KEEP)
 
     def _store(self, name: SegmentName, payload: np.ndarray) -> bool:

@@ -28,9 +28,11 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.mirror import block_hashes, root_hash
 from quire.engine.preemption import UnitBytes
 from quire.engine.request import Sample
 from quire.engine.speeds import Speeds
+from quire.engine.tier_stores import OnName
 from quire.tiers.keys import root_key
 from quire.tiers.names import SegmentName, segment_names
 from quire.tiers.stack import TierStack
@@ -105,6 +107,8 @@ class TierLoads:
         self._speeds = speeds
         self.changed = threading.Event()
         """Set when a search or a load has ended."""
+        self.on_name: OnName | None = None
+        """Called with each segment before its load begins, where anybody wants to know."""
         self.loaded_tokens: Counter[str] = Counter()  # since the start, by tier
 
     def search(self, sample: Sample) -> None:
@@ -200,6 +204,8 @@ class TierLoads:
         search = sample.search
         assert search is not None
         chain = [name for name, _ in search.beyond(found)]
+        if self.on_name is not None:
+            self._tell_names(self.on_name, chain, sample.request.namespace, search)
         tables = np.stack([sequence.block_table(group) for group in range(self._cache.num_groups)])
         size = self._block_size
 
@@ -212,6 +218,14 @@ class TierLoads:
         retention = sample.request.retention
         load = self._stack.load(chain, into=write, on_done=lambda _: self.changed.set(), retention=retention)
         sample.load = TierLoad(load, chain, found, num_tokens)
+
+    def _tell_names(self, tell: OnName, chain: list[SegmentName], namespace: bytes, search: Search) -> None:
+        if not chain:
+            return
+        size, tokens = self._block_size, search.tokens[: chain[-1].start]
+        hashes = [root_hash(namespace), *block_hashes(namespace, tokens, dict(search.extra_keys), size)]
+        for name in chain:
+            tell(name, namespace, hashes[name.start // size])
 
     def finish(self, sample: Sample) -> dict[str, int]:
         """Ends the sample's load, commits what has arrived; tokens that came from each tier."""

@@ -22,35 +22,39 @@ rest is done by the stack's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from quire.cache.backend import DISCARD
 from quire.cache.events import CacheEvent
 from quire.cache.feed import EventFeed
+from quire.cache.mirror import chained_hashes, root_hash
 from quire.engine.preemption import UnitBytes
 from quire.tiers.keys import root_key
 from quire.tiers.names import SegmentName, segment_names
 from quire.tiers.stack import TierStack
 
-__all__ = ["POLICIES", "Policy", "TierStores"]
+__all__ = ["POLICIES", "OnName", "Policy", "TierStores"]
 
 Policy = Literal["eviction", "through"]
 POLICIES = ("eviction", "through")
+OnName: TypeAlias = Callable[[SegmentName, bytes, bytes], None]
+"""Takes a segment that goes to or comes from tiers, its namespace, and the mirror's hash of the block before it."""
 
 
 class _Block:
     """A full node of the cache's tree. end_key: of the whole segment that ends with it, if one does.
 
     retention: the highest of those who have used it. stored_as: that with which it was stored, alone or in its segment;
-    -1 for not yet.
+    -1 for not yet. hash: the mirror's name of it, once that was asked for.
     """
 
     __slots__ = (
         "depth",
         "end_key",
         "extra_keys",
+        "hash",
         "parent",
         "retention",
         "root",
@@ -69,6 +73,7 @@ class _Block:
         self.depth: int = 1 if parent is None else parent.depth + 1
         self.units: list[int] = []
         self.end_key: bytes | None = None
+        self.hash: bytes | None = None
         self.retention = DISCARD
         self.stored_as = -1
 
@@ -101,6 +106,8 @@ class TierStores:
         self.owner_of = owner_of
         self.on_root: Callable[[bytes], None] = lambda _: None
         """Called with each namespace before anything of it is stored."""
+        self.on_name: OnName | None = None
+        """Called with each segment before it is handed to the stack, where anybody wants to know."""
         self.feed = feed or EventFeed(cache)
         self.feed.listen(self._take)
 
@@ -178,6 +185,35 @@ class TierStores:
             return None
         return self._storage.read_units(np.array([block.units for block in blocks]).T, num_tokens)
 
+    def namespace_of(self, root: bytes) -> bytes | None:
+        """Whose root (`keys.root_key`) it is, of those that have had a block here."""
+        return self._namespaces.get(root)
+
+    def namespaces(self) -> list[bytes]:
+        return list(self._roots)
+
+    def ends(self) -> dict[bytes, tuple[bytes, bytes]]:
+        """By key, of the whole segments that end with a block of memory's: namespace, and hash of that block."""
+        return {
+            block.end_key: (self._namespaces[block.root], self._hash(block))
+            for block in self._blocks.values()
+            if block.end_key is not None
+        }
+
+    def _hash(self, block: _Block) -> bytes:
+        """The mirror's hash of a block, kept with it. O(blocks before it that have none yet)."""
+        path: list[_Block] = []
+        at: _Block | None = block
+        while at is not None and at.hash is None:
+            path.append(at)
+            at = at.parent
+        known = root_hash(self._namespaces[block.root]) if at is None else at.hash
+        assert known is not None
+        for one in reversed(path):
+            [known] = chained_hashes(known, one.tokens, dict(one.extra_keys), len(one.tokens))
+            one.hash = known
+        return known
+
     # -- the mirror ------------------------------------------------------------------------------------
 
     def _add(self, event: Any) -> None:
@@ -244,6 +280,11 @@ class TierStores:
                 payload = self._storage.read_units(units, len(name.tokens))
                 owner = self.owner_of(self._namespaces[name.root])
                 kept = {"owner": owner, "retention": retention}
+                if self.on_name is not None:
+                    namespace, before = self._namespaces[name.root], blocks[0].parent
+                    self.on_name(
+                        name, namespace, root_hash(namespace) if before is None else self._hash(before)
+                    )
                 if self._stack.store([(name, payload)], **kept) == 0 and wait:
                     self._stack.flush(60.0)
                     self._stack.store([(name, payload)], **kept)

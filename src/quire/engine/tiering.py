@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.engine.preemption import MODES, Mode, Parking
 from quire.engine.speeds import Speeds
+from quire.engine.tier_events import TierEvents
 from quire.engine.tier_loads import TierLoads
 from quire.engine.tier_stores import POLICIES, Policy, TierStores
 from quire.errors import ArgumentError
@@ -53,6 +54,10 @@ class OpenTiers:
     fingerprint: bytes
     segment_tokens: int
     block_size: int
+
+    def events(self) -> TierEvents:
+        """What tells subscribers to KV events of the tiers; one for each engine."""
+        return TierEvents(self.stack, self.stores, self.loads, self.fingerprint, self.block_size)
 
     def describe_roots(self, name: str) -> None:
         """Has the disk cache's lists call what namespaces hold by the model's name, before anything of it is there.

@@ -16,12 +16,16 @@ from quire.cache.pins import Pin
 from quire.cache.steady_clock import SteadyClock
 from quire.engine.kv_events import Subscribers
 from quire.engine.request import Request
+from quire.engine.tier_events import TierEvents
 
 __all__ = ["Watch"]
 
 
 class Watch:
-    """feed: the cache's, which others may listen to as well. max_blocks: lost ones that are remembered."""
+    """feed: the cache's, which others may listen to as well. max_blocks: lost ones that are remembered.
+
+    tier_events: of the tiers below the cache, for who is told of events; the engine's thread calls all of this.
+    """
 
     def __init__(
         self,
@@ -31,14 +35,21 @@ class Watch:
         max_blocks: int = 65536,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        tier_events: TierEvents | None = None,
     ) -> None:
         self.feed = feed
         self.clock = SteadyClock(clock)
+        self.tier_events = tier_events
         self.mirror = TreeMirror(cache, self.clock)
         self.history = History(self.mirror, max_blocks)
-        self.subscribers = Subscribers(self.mirror, wall_clock)
+        self.subscribers = Subscribers(self.mirror, wall_clock, tier_events)
         self._clock = clock
         feed.listen(self.mirror.apply)
+
+    def collect(self, *, keep_forgotten: bool = False) -> None:
+        """Hands on what has happened in the cache (see `EventFeed.collect`) and in the tiers since the last call."""
+        self.feed.collect(keep_forgotten=keep_forgotten)
+        self.subscribers.collect()
 
     def served(self, request: Request) -> None:
         """A request has ended."""
@@ -58,7 +69,8 @@ class Watch:
 
     def stats(self) -> dict[str, Any]:
         history = self.history
-        return {
+        tiers = {} if self.tier_events is None else {"num_untold_segments": self.tier_events.num_untold}
+        return tiers | {
             "num_known_blocks": len(self.mirror.by_id),
             "num_evictions": history.evictions.count,
             "eviction_idle_s": history.evictions.mean_s,

@@ -36,7 +36,7 @@ from quire.tiers.disk_writer import LOG_SHARE, MIN_CAP, DiskWriter, StoreCall
 from quire.tiers.files import Files
 from quire.tiers.folder_lock import FolderLock
 from quire.tiers.slabs import Slabs
-from quire.tiers.tier import SegmentInfo, TierError, TierStats
+from quire.tiers.tier import Reason, SegmentInfo, TierError, TierStats
 
 __all__ = ["DiskTier", "DiskUse"]
 
@@ -106,7 +106,7 @@ class DiskTier:
         self._stored = threading.Condition()  # of the two above
         self._turn = threading.Lock()  # of whoever uses the writer
         self._closed = False
-        self.on_evicted: Callable[[bytes], None] = lambda _: None
+        self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
         with self._opening():
             if max_bytes is not None:
                 if not self.path.is_dir():
@@ -168,6 +168,9 @@ class DiskTier:
             removed = self._writer.remove(key)
         self._count(evicted=removed)
         return removed
+
+    def contents(self, roots: Sequence[bytes]) -> list[tuple[bytes, SegmentInfo]]:
+        return [(entry.key, entry.info) for root in roots for entry in self.entries(root)]
 
     def stats(self) -> TierStats:
         with self._clear_errors("count values"):
@@ -288,7 +291,7 @@ class DiskTier:
             self._slabs = Slabs(self.path, self._index.identity, self._files)
             self._set_aside_bytes = self._files.size(self.path / _SET_ASIDE)
             self._writer = DiskWriter(self.path, self._index, self._slabs, self._set_aside_bytes)
-            self._writer.on_evicted = lambda key: self.on_evicted(key)
+            self._writer.on_removed = lambda keys, reason: self.on_removed(keys, reason)
             self._writer.recover()
         except BaseException:
             self._index.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from quire.tiers.disk_index import PAGE_SIZE, DiskIndex, Place
 from quire.tiers.slabs import PAGE, Slabs, pages_of
-from quire.tiers.tier import SegmentInfo, TierError
+from quire.tiers.tier import Reason, SegmentInfo, TierError
 
 __all__ = ["LOG_SHARE", "MIN_CAP", "DiskWriter", "StoreCall"]
 
@@ -52,7 +52,7 @@ class DiskWriter:
         self._slabs = slabs
         self._set_aside_bytes = set_aside_bytes
         self.num_stored = self.num_evicted = 0
-        self.on_evicted: Callable[[bytes], None] = lambda _: None
+        self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
         self._set_cap(index.max_bytes())
 
     def recover(self) -> None:
@@ -189,8 +189,8 @@ class DiskWriter:
     def _count_evicted(self, keys: list[bytes]) -> None:
         """Of a transaction that has been committed."""
         self.num_evicted += len(keys)
-        for key in keys:
-            self.on_evicted(key)
+        if keys:
+            self.on_removed(keys, "evicted")
 
     def _spare(self, length: int) -> int:
         """Free bytes to leave behind when something is evicted: one sync then serves several stores."""
@@ -213,6 +213,7 @@ class DiskWriter:
                 self._remove(key)
             self._index.extents.cut_slab(slab, 0)
         self._slabs.forget([slab])
+        self.on_removed(keys, "damaged")
         _log.warning("%s: a slab file is gone; its %d values are removed", self._folder, len(keys))
         return len(keys)
 

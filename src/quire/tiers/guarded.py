@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from quire.tiers.names import SegmentName
+from quire.tiers.notices import Notices
 from quire.tiers.segment import SegmentShape, decode
 from quire.tiers.speed import Speed
 from quire.tiers.tier import DamagedError, SegmentInfo, Tier, TierStats, UnavailableError
@@ -105,13 +106,21 @@ class TierCounts:
 
 
 class GuardedTier:
-    """See the module's text. num_threads: 1, or 0 for everything inline."""
+    """See the module's text. num_threads: 1, or 0 for everything inline. notices: are told what it has, and has not."""
 
-    def __init__(self, tier: Tier, num_threads: int, max_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        num_threads: int,
+        max_bytes: int,
+        clock: Callable[[], float],
+        notices: Notices,
+    ) -> None:
         self.tier = tier
         self.name = tier.name
         self.writer = Workers(f"quire-{tier.name}", num_threads, max_bytes, nice=_NICE)
         self._clock = clock
+        self._notices = notices
         self._lock = threading.Lock()
         self._speed = Speed()
         self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
@@ -121,6 +130,7 @@ class GuardedTier:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of them are there, or queued; of the others none where the tier fails."""
+        seen = self._notices.mark()
         with self._lock:
             found = {key for key in keys if key in self._waiting}
         rest = [key for key in keys if key not in found]
@@ -131,6 +141,9 @@ class GuardedTier:
                 found.update(key for key, is_there in zip(rest, there, strict=True) if is_there)
                 with self._lock:
                     self._speed.add_round_trip(self._clock() - started)
+                if self._notices.is_on:
+                    absent = [key for key in rest if key not in found]
+                    self._notices.gone(self.name, absent, "missing", seen)
         return [key in found for key in keys]
 
     def _ask(self, keys: Sequence[bytes]) -> list[bool]:
@@ -141,6 +154,7 @@ class GuardedTier:
 
     def fetch(self, name: SegmentName, shape: SegmentShape) -> Fetched | None:
         """A segment, verified; None: a miss."""
+        seen = self._notices.mark()
         with self._lock:
             queued = self._waiting.get(name.key)
         if queued is not None and queued.payload.nbytes == len(name.tokens) * shape.bytes_per_token:  # L3
@@ -153,9 +167,12 @@ class GuardedTier:
             self.report_failure("load", error)
             if not isinstance(error, UnavailableError):
                 self.count("misses")
+            if isinstance(error, DamagedError):
+                self._notices.gone(self.name, (name.key,), "damaged", seen)
             return None
         if value is None:
             self.count("misses")
+            self._notices.gone(self.name, (name.key,), "missing", seen)
             return None
         try:
             view = memoryview(value).cast("B").toreadonly()
@@ -165,9 +182,11 @@ class GuardedTier:
             self.count("misses")
             self._log_once(("damaged",), f"a value was refused and removed: {error}")
             self._guard("evict", lambda: self.tier.evict(name.key))
+            self._notices.gone(self.name, (name.key,), "damaged", seen)
             return None
         self.count("hits")
         self.count("loaded_bytes", payload.nbytes)
+        self._notices.held(self.name, name, seen)
         return Fetched(payload, view.nbytes, partial(list, [view]))
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
@@ -195,6 +214,7 @@ class GuardedTier:
 
     def _store_now(self, outgoing: Outgoing, promoted: bool) -> None:
         key = outgoing.name.key
+        seen = self._notices.mark()
         try:
             if outgoing.name.parent == self._refused:
                 # A tier too small for a chain would give up its head for the tail, segment after segment.
@@ -213,6 +233,7 @@ class GuardedTier:
             self.count("stored")
             self.count("stored_bytes", outgoing.num_bytes)
             self.count("promoted", int(promoted))
+            self._notices.held(self.name, outgoing.name, seen)
         elif kept is not None:
             self._refused = key
             self.count("refused")
@@ -227,7 +248,12 @@ class GuardedTier:
 
     def _evict_now(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            self._guard("evict", partial(self.tier.evict, key))
+            if self._guard("evict", partial(self.tier.evict, key)) is not None:
+                self._notices.gone(self.name, (key,), "dropped")
+
+    def contents(self, roots: Sequence[bytes]) -> list[tuple[bytes, SegmentInfo]]:
+        """See `Tier.contents`; nothing where the tier fails."""
+        return self._guard("list", lambda: self.tier.contents(roots)) or []
 
     def count(self, what: str, by: int = 1) -> None:
         with self._lock:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.errors import ArgumentError
-from quire.tiers.tier import SegmentInfo, TierStats
+from quire.tiers.tier import Reason, SegmentInfo, TierStats
 
 __all__ = ["HostTier"]
 
@@ -29,8 +29,8 @@ __all__ = ["HostTier"]
 @dataclass
 class _Entry:
     value: memoryview
-    parent: bytes
-    retention: int
+    info: SegmentInfo
+    retention: int  # the highest that it was stored with
     used: int  # the number of its last use among all uses
 
 
@@ -50,7 +50,7 @@ class HostTier:
         self._evictable: list[tuple[int, int, bytes]] = []
         self._num_uses = 0
         self._stats = TierStats(0, 0)
-        self.on_evicted: Callable[[bytes], None] = lambda _: None
+        self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
@@ -79,7 +79,7 @@ class HostTier:
             if not self._make_room(num_bytes, info.retention):
                 self._release(info.parent)
                 return False
-            entry = _Entry(_joined(value, num_bytes), info.parent, info.retention, 0)
+            entry = _Entry(_joined(value, num_bytes), info, info.retention, 0)
             self._entries[key] = entry
             self._use(key, entry)
             self._add(num_values=1, num_bytes=num_bytes, stored=1)
@@ -92,11 +92,17 @@ class HostTier:
             self._remove(key)
             return True
 
+    def contents(self, roots: Sequence[bytes]) -> list[tuple[bytes, SegmentInfo]]:
+        with self._lock:
+            return [(key, entry.info) for key, entry in self._entries.items() if entry.info.root in roots]
+
     def stats(self) -> TierStats:
         return self._stats
 
     def close(self) -> None:
         with self._lock:
+            if self._entries:
+                self.on_removed(tuple(self._entries), "cleared")
             self._entries.clear()
             self._num_continued.clear()
             self._evictable.clear()
@@ -142,7 +148,7 @@ class HostTier:
                 return False
             self._remove(key)
             self._add(evicted=1)
-            self.on_evicted(key)
+            self.on_removed((key,), "evicted")
         return True
 
     def _next_to_go(self, retention: int) -> bytes | None:
@@ -158,7 +164,7 @@ class HostTier:
     def _remove(self, key: bytes) -> None:
         entry = self._entries.pop(key)
         self._add(num_values=-1, num_bytes=-entry.value.nbytes)
-        self._release(entry.parent)
+        self._release(entry.info.parent)
 
     def _add(self, **counts: int) -> None:
         self._stats = replace(

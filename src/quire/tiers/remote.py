@@ -35,7 +35,7 @@ import xxhash
 from quire.errors import ArgumentError, BackendError
 from quire.tiers.allowance import Allowance, LimitedSocket
 from quire.tiers.breaker import CircuitBreaker
-from quire.tiers.tier import DamagedError, SegmentInfo, TierError, TierStats, UnavailableError
+from quire.tiers.tier import DamagedError, Reason, SegmentInfo, TierError, TierStats, UnavailableError
 
 if TYPE_CHECKING:
     import redis
@@ -91,7 +91,8 @@ class RemoteTier:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"hits": 0, "misses": 0, "stored": 0, "failures": 0}
         self._closed = False
-        self.on_evicted: Callable[[bytes], None] = lambda _: None  # the server does not say
+        # The server does not say what it gives up: this is never called.
+        self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._exchange("a look-up"):
@@ -144,6 +145,9 @@ class RemoteTier:
     def evict(self, key: bytes) -> bool:
         with self._exchange("a removal"):
             return _number(self._client.delete(_PREFIX + key.hex().encode())) == 1
+
+    def contents(self, roots: Sequence[bytes]) -> list[tuple[bytes, SegmentInfo]]:
+        return []  # a server that others share is not searched through
 
     def stats(self) -> TierStats:
         with self._lock:

@@ -38,8 +38,9 @@ import numpy as np
 from quire.errors import ArgumentError
 from quire.tiers.guarded import GuardedTier, Outgoing, TierCounts
 from quire.tiers.names import SegmentName
+from quire.tiers.notices import Notices
 from quire.tiers.segment import Segment, SegmentShape, encode
-from quire.tiers.tier import Tier
+from quire.tiers.tier import Reason, SegmentInfo, Tier
 from quire.tiers.transfer import Load, Lookup
 from quire.tiers.workers import Workers
 
@@ -92,12 +93,16 @@ class TierStack:
         self._promote = promote
         self._clock = clock
         self._wall_clock = wall_clock
-        self._tiers = [GuardedTier(tier, min(workers, 1), max_bytes_in_flight, clock) for tier in tiers]
+        self.notices = Notices()
+        """What the tiers hold and lose, for who listens (`Notices.listen`)."""
+        self._tiers = [
+            GuardedTier(tier, min(workers, 1), max_bytes_in_flight, clock, self.notices) for tier in tiers
+        ]
         self._readers = Workers("quire-tiers", workers)
         self._lock = threading.Lock()
         self._losses: OrderedDict[bytes, dict[str, float]] = OrderedDict()  # when which tier gave a value up
         for tier in tiers:
-            tier.on_evicted = partial(self._note_loss, tier.name)
+            tier.on_removed = partial(self._removed, tier.name)
         self._running: set[Load | Lookup] = set()
         self._num_lookups = 0
         self._num_loads = 0
@@ -199,13 +204,21 @@ class TierStack:
                     found[tier] = min(found.get(tier, now - at), now - at)
         return found
 
-    def _note_loss(self, tier: str, key: bytes) -> None:
+    def _removed(self, tier: str, keys: Sequence[bytes], reason: Reason) -> None:
+        self.notices.gone(tier, keys, reason)
+        if reason != "evicted":
+            return
         now = self._clock()
         with self._lock:
-            self._losses.setdefault(key, {})[tier] = now
-            self._losses.move_to_end(key)
-            if len(self._losses) > _MAX_LOSSES:
-                self._losses.popitem(last=False)
+            for key in keys:
+                self._losses.setdefault(key, {})[tier] = now
+                self._losses.move_to_end(key)
+                if len(self._losses) > _MAX_LOSSES:
+                    self._losses.popitem(last=False)
+
+    def contents(self, tier: str, roots: Sequence[bytes]) -> list[tuple[bytes, SegmentInfo]]:
+        """What a tier has under these roots, as far as it has an index; read in the caller's thread."""
+        return [found for one in self._tiers if one.name == tier for found in one.contents(roots)]
 
     def stats(self) -> StackStats:
         """Counts of every tier; no round trip to a server."""

@@ -16,11 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from quire.errors import QuireError
 
-__all__ = ["DamagedError", "SegmentInfo", "Tier", "TierError", "TierStats", "UnavailableError"]
+__all__ = ["DamagedError", "Reason", "SegmentInfo", "Tier", "TierError", "TierStats", "UnavailableError"]
+
+Reason: TypeAlias = Literal["evicted", "damaged", "missing", "dropped", "cleared"]
+"""Why a value is gone: for want of room; it was not what had been stored; it was not found any more (a server, or
+another process with the same folder, has given it up); it was asked to go; the tier has given up all it had."""
 
 
 class TierError(QuireError):
@@ -75,9 +79,10 @@ class Tier(Protocol):
     name: str
     """"host", "disk" or "remote"."""
 
-    on_evicted: Callable[[bytes], None]
-    """Called with the key of each value that the tier gives up for want of room, as far as it knows; does nothing at
-    first. In any thread, with locks held: it has to be quick, and not to call the tier."""
+    on_removed: Callable[[Sequence[bytes], Reason], None]
+    """Called with the keys of values that the tier has given up by itself ("evicted" for want of room, "damaged",
+    "cleared" when it is closed and nothing of it stays), as far as it knows; does nothing at first. In any thread, with
+    locks held: it has to be quick, and not to call the tier."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these values are there, in one round trip. Counts as no use of them."""
@@ -96,6 +101,10 @@ class Tier(Protocol):
 
     def evict(self, key: bytes) -> bool:
         """Removes a value; whether it was there."""
+        ...
+
+    def contents(self, roots: Sequence[bytes]) -> list[tuple[bytes, SegmentInfo]]:
+        """Key and info of every value under these roots, from an index alone; nothing where the tier has none."""
         ...
 
     def stats(self) -> TierStats: ...
