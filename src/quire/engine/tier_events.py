@@ -18,7 +18,7 @@ Invariants
 
 In a tier a block may be there without those before it: memory gives up the end of a prefix first.
 
-Cost: off, while nobody listens: nothing. On: about 2 us for each block that a tier stores, and some 100 bytes and the
+Cost: off, while nobody listens: nothing. On: a hash for each block that a tier stores, and some 100 bytes and the
 token ids for each of its segments; reading the index of host and disk when the first subscriber comes.
 """
 
