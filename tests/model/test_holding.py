@@ -85,6 +85,7 @@ def test_an_llm_that_was_dropped_without_close_is_undone_by_the_next(backend: st
     assert torch.equal(model(torch.tensor([PROMPT])).logits, plain)
 
 
+@pytest.mark.skipif("native" not in BACKENDS, reason="torch cannot copy oneDNN's packed weights")
 def test_a_copy_of_a_model_that_is_run_is_another_model() -> None:
     model = tiny_llm.model()
     with open_llm(model, backend="python") as llm:
