@@ -24,7 +24,7 @@ from quire.spec import Retention
 
 __all__ = ["Hit", "explain_hit", "find_hit", "longest_valid_hit"]
 
-MAX_OTHERS = 64
+MAX_OTHERS = 64  # siblings that one search looks at beside the closest ones; the native back end has the same
 
 
 @dataclass

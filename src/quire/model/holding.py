@@ -27,9 +27,8 @@ _NAME = "_quire_hold"  # in the model's __dict__: a dictionary of models would k
 
 
 class _Hold(NamedTuple):
-    model: weakref.ref[
-        PreTrainedModel
-    ]  # a deep copy of the model has the attribute too, which then says nothing
+    # Of which model: a deep copy has the attribute too, which then says nothing.
+    model: weakref.ref[PreTrainedModel]
     holder: weakref.ref[object]
     undo: list[Callable[[], None]]
 
