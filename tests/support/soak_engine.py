@@ -242,6 +242,7 @@ class SoakEngine:
         import redis
 
         with redis.Redis.from_url(self._remote_url) as client:
+            client.config_set("maxmemory", 0)  # or it gives keys up while they are looked at
             names: list[bytes] = list(client.scan_iter(count=1000))
             assert all(name.startswith(b"quire:kv:1:") for name in names)
             keys = [bytes.fromhex(name.rpartition(b":")[2].decode()) for name in names]
