@@ -3,8 +3,9 @@
     python benchmarks/virtual_tokens.py [--quick] [--rounds 5] [--sequences 4] [--context 1024] [--attention]
 
 One engine for each storage on the same random weights (8 layers in the shape of Qwen3-0.6B's, bfloat16, a vocabulary of
-1000). A round lets each decode 48 steps behind prompts of `--context` tokens, in turns; rates are medians over the
-rounds, ratios to `contiguous` are medians of each round's ratio. Steps in which virtual maps a unit are among them.
+1000), mapped from one file: where an engine's weights lie decides as much as its storage does. A round lets each
+decode 48 steps behind prompts of `--context` tokens, one step of each in turn; rates are medians over the rounds,
+ratios to `contiguous` are medians of each round's ratio. Steps in which virtual maps a unit are among them.
 
 With `--attention` attention alone, of all 8 layers in turn: over the storages, and over rows laid out as `virtual` has
 them, [token, head, dim], in plain memory of huge pages and of pages of 4 KiB. It tells what the layout costs, and what
@@ -14,9 +15,9 @@ the pages do.
 from __future__ import annotations
 
 import argparse
-import copy
 import mmap
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,24 +49,33 @@ def random_model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def decode_rate(llm: LLM, prompts: list[list[int]]) -> float:
-    """Tokens a second over STEPS steps in which every prompt has been computed already."""
-    engine = llm.engine
+def start(llm: LLM, prompts: list[list[int]]) -> None:
+    """Every prompt computed, and one token behind each."""
     params = SamplingParams(max_tokens=STEPS + 16, temperature=0, ignore_eos=True)
     for prompt in prompts:
-        engine.submit(prompt, params)
+        llm.engine.submit(prompt, params)
     while any(
         sample.num_tokens <= len(sample.request.prompt_token_ids) + 1
-        for request in engine.scheduler.requests.values()
+        for request in llm.engine.scheduler.requests.values()
         for sample in request.samples
     ):
-        engine.step()
-    start = time.perf_counter()
+        llm.engine.step()
+
+
+def decode_seconds(llms: dict[str, LLM], prompts: list[list[int]]) -> dict[str, float]:
+    """Of STEPS steps of each engine: one step of each in turn, so that what disturbs one disturbs all."""
+    for llm in llms.values():
+        start(llm, prompts)
+    seconds, order = dict.fromkeys(llms, 0.0), list(llms)
     for _ in range(STEPS):
-        engine.step()
-    seconds = time.perf_counter() - start
-    engine.abort_all()
-    return len(prompts) * STEPS / seconds
+        for name in order:
+            began = time.perf_counter()
+            llms[name].engine.step()
+            seconds[name] += time.perf_counter() - began
+        order.append(order.pop(0))
+    for llm in llms.values():
+        llm.engine.abort_all()
+    return seconds
 
 
 def token_major(num_rows: int, row_tokens: int, advice: int) -> list[KVView]:
@@ -154,30 +164,33 @@ def main() -> None:
     emit_machine()
     if options.attention:
         return attention_alone(options.sequences, context, rounds)
-    model = random_model()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 1000, context).tolist() for _ in range(options.sequences)]
-    llms = {
-        name: LLM(
-            (copy.deepcopy(model), None),
-            storage=name,
-            kv_memory="1GiB",
-            max_model_len=context + 256,
-            max_num_seqs=options.sequences,
-        )
-        for name in STORAGES
-    }
-    rates: dict[str, list[float]] = {name: [] for name in STORAGES}
-    for llm in llms.values():  # memory is taken, caches are warm
-        decode_rate(llm, prompts)
-    for _ in range(rounds):
-        for name, llm in llms.items():
-            rates[name].append(decode_rate(llm, prompts))
-    for name in STORAGES:
-        ratios = [rate / base for rate, base in zip(rates[name], rates["contiguous"], strict=True)]
+    with tempfile.TemporaryDirectory() as folder:
+        random_model().save_pretrained(folder)
+        llms = {
+            name: LLM(
+                folder,
+                storage=name,
+                kv_memory="1GiB",
+                max_model_len=context + 256,
+                max_num_seqs=options.sequences,
+                packed_weights=folder,
+            )
+            for name in STORAGES
+        }
+        compare(llms, prompts, rounds)
+
+
+def compare(llms: dict[str, LLM], prompts: list[list[int]], rounds: int) -> None:
+    decode_seconds(llms, prompts)  # memory is taken, caches are warm
+    turns = [decode_seconds(llms, prompts) for _ in range(rounds)]
+    num_tokens = len(prompts) * STEPS
+    for name in llms:
+        ratios = [turn["contiguous"] / turn[name] for turn in turns]
         emit(
-            benchmark="virtual_tokens", storage=name, sequences=options.sequences, context=context, rounds=rounds,
-            tokens_per_second=round(statistics.median(rates[name]), 1),
+            benchmark="virtual_tokens", storage=name, sequences=len(prompts), context=len(prompts[0]), rounds=rounds,
+            tokens_per_second=round(statistics.median(num_tokens / turn[name] for turn in turns), 1),
             to_contiguous=round(statistics.median(ratios), 3), to_contiguous_least=round(min(ratios), 3),
         )  # fmt: skip
     for llm in llms.values():
