@@ -127,7 +127,7 @@ class SoakEngine:
         if remote is not None:
             from quire.tiers.remote import RemoteTier
 
-            self.remote = RemoteTier(remote)
+            self.remote = RemoteTier(remote, timeout=30)  # a busy machine is no failure here
             self.tiers.append(self.remote)
         timed: dict[str, Any] = {} if threads else {"clock": self.clock, "wall_clock": self.clock}
         shape = SegmentShape.of(self.spec)
