@@ -33,7 +33,12 @@ from quire.memory import KVView, PagedStorage, VirtualStorage
 from quire.memory.contiguous import ContiguousStorage
 from quire.spec import KVSpec
 
-STORAGES = ("contiguous", "virtual", "paged")
+STORAGES = {
+    "contiguous": {"storage": "contiguous"},
+    "virtual, pieces of 64 KiB": {"storage": "virtual"},
+    "virtual, pieces of 2 MiB": {"storage": "virtual", "piece_size": "2MiB"},
+    "paged": {"storage": "paged"},
+}
 STEPS = 48
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 8, 16, 8, 128
 SPEC = KVSpec.uniform(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
@@ -171,13 +176,13 @@ def main() -> None:
         llms = {
             name: LLM(
                 folder,
-                storage=name,
+                **options_of,
                 kv_memory="1GiB",
                 max_model_len=context + 256,
                 max_num_seqs=options.sequences,
                 packed_weights=folder,
             )
-            for name in STORAGES
+            for name, options_of in STORAGES.items()
         }
         compare(llms, prompts, rounds)
 
