@@ -11,7 +11,7 @@ Pool::Pool(std::int64_t num_units)
 UnitState Pool::state(UnitId unit) const noexcept {
     if (is_fresh(unit)) return UnitState::free;
     const UnitRecord& record = units_[index(unit)];
-    if (record.refs > 0) return UnitState::held;
+    if (record.previous == kHeld) return UnitState::held;
     if (record.previous == kInFreeStack) return UnitState::free;
     if (record.previous == kGivenUp) return UnitState::given_up;
     return record.previous == kLeased ? UnitState::leased : UnitState::cached;
@@ -31,19 +31,23 @@ UnitId Pool::pop_free() noexcept {
     } else {
         unit = num_touched_++;
     }
-    units_[index(unit)] = {1, kNone, kNone, kNone};
+    units_[index(unit)] = {kHeld, 1, kNone};
     return unit;
 }
 
 void Pool::hold(UnitId unit, std::int32_t retention) noexcept {
     UnitRecord& record = units_[index(unit)];
-    if (record.refs++ == 0) {
+    if (record.previous == kHeld) {
+        ++record.next;
+    } else {
         if (record.previous == kLeased) {
-            --num_leased_;  // its entry in the queue is recognised as stale by the stamp
+            --num_leased_;  // its entry in the queue is recognised as stale by the state or the stamp
             if (order_.is_marked()) --order_.account_of(unit).num_leased;
         } else {
             take_out(unit);
         }
+        record.previous = kHeld;
+        record.next = 1;
     }
     if (order_.is_marked()) order_.raise(unit, retention);
 }
@@ -54,14 +58,14 @@ void Pool::make_free(UnitId unit) noexcept {
 }
 
 void Pool::push_free(UnitId unit) noexcept {
-    units_[index(unit)] = {0, kInFreeStack, free_top_, kNone};
+    units_[index(unit)] = {kInFreeStack, free_top_, kNone};
     free_top_ = unit;
     ++num_free_;
 }
 
 UnitId Pool::give_up() noexcept {
     const UnitId unit = pop_free();
-    units_[index(unit)] = {0, kGivenUp, given_up_top_, kNone};
+    units_[index(unit)] = {kGivenUp, given_up_top_, kNone};
     given_up_top_ = unit;
     ++num_given_up_;
     return unit;
@@ -138,7 +142,7 @@ void Pool::check() const {
     std::int64_t counts[5] = {num_ids_ - num_touched_, 0, 0, 0, 0};
     for (UnitId unit = 0; unit < num_touched_; ++unit) {
         ++counts[static_cast<int>(state(unit))];
-        prove(units_[index(unit)].refs >= 0, "C3", "unit " + text(unit) + " has " + text(num_refs(unit)) + " references");
+        prove(state(unit) != UnitState::held || num_refs(unit) > 0, "C3", "unit " + text(unit) + " has " + text(num_refs(unit)) + " references");
     }
     prove(counts[0] == num_free_ && counts[1] == num_cached_ && counts[2] == num_held() && counts[3] == num_leased_ &&
               counts[4] == num_given_up_, "C1",

@@ -2,7 +2,7 @@
 //
 // A unit is in exactly one state: free (no known content), cached (content known, nobody refers to it), held (referred to)
 // or leased (nobody refers to it, but a running step may still see it); an id given up by a resize is no unit of the pool
-// until it grows again. 16 bytes a unit; the free stack, the lists of cached units (eviction_order.hpp) and the stack of those
+// until it grows again. 12 bytes a unit; the free stack, the lists of cached units (eviction_order.hpp) and the stack of those
 // given up are linked through the units themselves. Units never handed out are not even written: a pool costs nothing to
 // create. Every unit that is not free counts in one account; this is kept once accounts or retentions are used.
 //
@@ -10,7 +10,7 @@
 // decides.
 //
 //   P1  the counts of the four states add up to the number of units
-//   P2  refs > 0 exactly for held units
+//   P2  held units are those with references
 //   P3  an account's counts are those of its units
 //
 // Cost: O(1) a call but for what eviction_order.hpp says. Only `ensure_lease_room`, `ensure_ids`, `start_marking` and
@@ -43,7 +43,7 @@ public:
     std::int64_t num_held() const noexcept { return num_units() - num_free_ - num_cached_ - num_leased_; }
 
     UnitState state(UnitId unit) const noexcept;
-    std::int32_t num_refs(UnitId unit) const noexcept { return is_fresh(unit) ? 0 : units_[index(unit)].refs; }
+    std::int32_t num_refs(UnitId unit) const noexcept { return is_fresh(unit) ? 0 : refs(units_[index(unit)]); }
     NodeId node(UnitId unit) const noexcept { return is_fresh(unit) ? kNone : units_[index(unit)].node; }
     void set_node(UnitId unit, NodeId node) noexcept { units_[index(unit)].node = node; }
 
@@ -53,10 +53,10 @@ public:
     // One reference more; the unit's retention is raised to this one.
     void hold(UnitId unit, std::int32_t retention) noexcept;
     // Counts a reference less, and again more, while a step is being planned; the states do not follow.
-    void discount(UnitId unit) noexcept { --units_[index(unit)].refs; }
-    void recount(UnitId unit) noexcept { ++units_[index(unit)].refs; }
+    void discount(UnitId unit) noexcept { --units_[index(unit)].next; }
+    void recount(UnitId unit) noexcept { ++units_[index(unit)].next; }
     // Drops a reference; whether it was the last. Then the unit is in no state until one of the next three is called.
-    bool release(UnitId unit) noexcept { return --units_[index(unit)].refs == 0; }
+    bool release(UnitId unit) noexcept { return --units_[index(unit)].next == 0; }
     void make_free(UnitId unit) noexcept;
     void make_cached(UnitId unit) noexcept;  // as the most recently used
     void lease(UnitId unit, std::int64_t step) noexcept;
@@ -108,6 +108,7 @@ private:
     static constexpr UnitId kInFreeStack = -2;
     static constexpr UnitId kLeased = -3;
     static constexpr UnitId kGivenUp = -4;
+    static constexpr UnitId kHeld = -5;  // `next` counts its references
 
     struct Lease {
         std::int64_t step;
@@ -116,6 +117,7 @@ private:
     };
 
     static std::size_t index(UnitId unit) noexcept { return static_cast<std::size_t>(unit); }
+    static std::int32_t refs(const UnitRecord& record) noexcept { return record.previous == kHeld ? record.next : 0; }
     bool is_fresh(UnitId unit) const noexcept { return unit >= num_touched_; }
     UnitId pop_free() noexcept;
     void push_free(UnitId unit) noexcept;

@@ -1,4 +1,4 @@
-// What the pool keeps of a unit: 16 bytes, in a slab by unit id.
+// What the pool keeps of a unit: 12 bytes, in a slab by unit id.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,10 @@
 namespace quire {
 
 struct UnitRecord {
-    std::int32_t refs;
     UnitId previous;  // in the list of its account and retention while cached; else what the pool says of its state
-    UnitId next;      // in that list or a stack; of a leased unit, the stamp of its lease
+    UnitId next;      // in that list or a stack; of a held unit, its references; of a leased one, the stamp of its lease
     NodeId node;
 };
-static_assert(sizeof(UnitRecord) == 16);
+static_assert(sizeof(UnitRecord) == 12);
 
 }  // namespace quire

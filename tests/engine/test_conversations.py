@@ -191,7 +191,7 @@ def test_forks_with_several_samples_and_seeds_of_their_own() -> None:
         outputs = {}
         while not (request_id in outputs and outputs[request_id].finished):
             for output in llm.engine.step():
-                outputs[output.request_id] = llm._outputs[output.request_id] = output
+                outputs[output.request_id] = llm._turns.outputs[output.request_id] = output
         texts = ["".join(each) for each in forks]
         assert len(set(texts)) == 3
         want = llm.generate([tokens], SamplingParams(n=3, max_tokens=4, temperature=1.0, seed=1))[0]

@@ -70,7 +70,7 @@ def test_a_tokenizer_that_fails_fails_one_request_alone(stream: bool) -> None:
     engine = FakeEngine()
     bad = expected_tokens(full_spec(), [0, *PROMPT], 4)
     good = expected_tokens(full_spec(), [1, *PROMPT], 4)
-    tokenizer = engine.engine._tokenizer
+    tokenizer = engine.engine._outputs._tokenizer
     plain_decode = tokenizer.decode
 
     def decode(token_ids: list[int], **options: Any) -> str:

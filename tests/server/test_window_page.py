@@ -100,7 +100,7 @@ def test_blocks_are_allocated_while_a_prompt_is_answered(
         return step()
 
     monkeypatch.setattr(llm.engine, "step", slow_step)
-    monkeypatch.setattr(llm.engine, "_eos_token_ids", frozenset())
+    monkeypatch.setattr(llm.engine._intake, "eos_token_ids", frozenset())
     llm.cache.reset()
     until(lambda: by_id(page, "legend").text.startswith("free") and "held 0" in by_id(page, "legend").text)
     free = pixel(page, 8, 8)

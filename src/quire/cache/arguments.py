@@ -16,6 +16,7 @@ from quire.errors import ArgumentError
 
 __all__ = [
     "account_and_retention",
+    "account_limits",
     "account_number",
     "count",
     "count_array",
@@ -77,6 +78,23 @@ def count(value: Any, what: str, least: int, most: int | None = None) -> int:
 
 def account_number(value: Any, least: int = 0) -> int:
     return count(value, "an account", least, MAX_ACCOUNT)
+
+
+def account_limits(account: Any, floor_units: Any, quota_units: Any) -> tuple[int, int, int]:
+    """An account that can have limits, its floor and its quota (-1: none)."""
+    account = account_number(account, 1)
+    floor = count(floor_units, "floor_units", 0)
+    quota = count(quota_units, "quota_units", -1)
+    if quota == 0:
+        raise ArgumentError(
+            f"expected quota_units of at least 1, or -1 for no quota, got 0 for account {account}: it could "
+            "never compute anything"
+        )
+    if 0 < quota < floor:
+        raise ArgumentError(
+            f"expected quota_units of at least floor_units={floor}, got {quota} for account {account}"
+        )
+    return account, floor, quota
 
 
 def account_and_retention(account: Any, retention: Any) -> tuple[int, int]:

@@ -22,18 +22,20 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.accounts import NO_QUOTA, NOBODY
+from quire.cache.accounts import NOBODY
 from quire.cache.backend import NORMAL, EventArrays, Int32Array, Int64Array, TreeArrays
 from quire.cache.blocks import Blocks
-from quire.cache.commit import make_findable, move_to
+from quire.cache.branch import forget_from, share_computed
+from quire.cache.carry_out import allocate, take_over
+from quire.cache.commit import make_findable, release_behind_windows
 from quire.cache.content import ExtraKeys
 from quire.cache.forget import drop
-from quire.cache.groups import explain_hit, find_hit, longest_valid_hit
+from quire.cache.groups import explain_hit, find_hit
 from quire.cache.invariants import check_invariants
+from quire.cache.look import look
 from quire.cache.plan import PythonStepPlan
-from quire.cache.pool import NO_WRITER
 from quire.cache.reserve import Copy, Request, decide, make_plan, units_by_account
-from quire.cache.sequence import GIVEN_UP, SequenceState
+from quire.cache.sequence import SequenceState
 from quire.cache.tree_view import tree_arrays
 from quire.cache.unit_map import content_of, unit_map
 from quire.spec import Retention
@@ -103,30 +105,8 @@ class PythonBlockManager:
         return sequence.id
 
     def _look(self, sequence: SequenceState) -> None:
-        """Extend the hit of a sequence not yet admitted by what others have committed since it last looked."""
-        tree = self.blocks.tree
-        seen = (tree.version, sequence.num_tokens)
-        if sequence.admitted or not self.prefix_caching or seen == sequence.looked_at:
-            return
-        sequence.looked_at = seen
-        assert sequence.node is not None
-        hit = find_hit(tree, self.retentions, sequence.node.root, sequence.tokens, sequence.extra_keys)
-        if hit.num_tokens <= sequence.num_computed:
-            return
-        old = self._kept_units(sequence, 0)
-        for group, (retention, table) in enumerate(zip(self.retentions, sequence.tables, strict=True)):
-            first = retention.first_needed(hit.num_tokens) // self.block_size
-            table.truncate(0)
-            for block, unit in enumerate(hit.units[group].tolist()):
-                if block >= first:
-                    self.blocks.take(unit, sequence.retention)
-                table.append(unit if block >= first else GIVEN_UP)
-            sequence.first_kept[group] = min(first, hit.units.shape[1])
-        for unit in old:
-            self.blocks.release(unit, sequence.id)
-        assert hit.node is not None
-        move_to(self.blocks.tree, sequence, hit.node)
-        sequence.num_computed = sequence.num_cached = sequence.reserved = hit.num_tokens
+        if self.prefix_caching:
+            look(self.blocks, sequence)
 
     # What is known of a sequence
 
@@ -188,14 +168,14 @@ class PythonBlockManager:
         new = [request.sequence for request in requests if not request.sequence.admitted]
         num_others = self.num_admitted - (len(requests) - len(new))
         alone = len(requests) == 1 and num_others == 0
-        takes_over = alone and requests[0].can_take_over and not self._fits(needs, 0)
+        takes_over = alone and requests[0].can_take_over and not self.blocks.pool.fits(needs, 0)
         if takes_over:
             needs[requests[0].sequence.account] -= self.num_groups
-        if not self._fits(needs, self.watermark_blocks if new and not alone else 0):
+        if not self.blocks.pool.fits(needs, self.watermark_blocks if new and not alone else 0):
             return None
 
         if takes_over:
-            self._take_over(requests[0])
+            take_over(self.blocks, requests[0])
         for number in needs:
             if needs[number]:
                 self.blocks.keep_quota(number)
@@ -203,7 +183,7 @@ class PythonBlockManager:
         copies: list[list[Copy]] = [[] for _ in range(self.num_groups)]
         sources: list[tuple[int, int]] = []
         for request in requests:
-            self._allocate(request, copies, sources)
+            allocate(self.blocks, request, copies, sources)
         for unit, holder in sources:
             self.blocks.release(unit, holder)
         self.num_copied += sum(len(rows) for rows in copies)
@@ -216,44 +196,9 @@ class PythonBlockManager:
         self.most_units = max(self.most_units, pool.num_held + len(pool.leased))
         return make_plan(requests, copies, self.blocks.newest_step, self.block_size)
 
-    def _fits(self, needs: dict[int, int], num_left: int) -> bool:
-        """Whether the accounts can be given what they need and `num_left` units would still be available."""
-        pool = self.blocks.pool
-        return not pool.exceeds_a_quota(needs) and sum(needs.values()) + num_left <= pool.available(needs)
-
     def _decide(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> list[Request]:
         states = [self.sequences[sequence] for sequence in sequences.tolist()]
         return decide(self.blocks, states, num_new_tokens.tolist(), num_lookahead)
-
-    def _take_over(self, request: Request) -> None:
-        """No room for a copy and nobody else to wait for: the tree forgets the block, which is then ours."""
-        for group, table in enumerate(request.sequence.tables):
-            unit = table[request.start // self.block_size]
-            if self.blocks.node_of[unit] is not None:
-                self.blocks.take_over(unit, group, request.sequence.account)
-        request.copies = False
-
-    def _allocate(
-        self,
-        request: Request,
-        copies: list[list[Copy]],
-        sources: list[tuple[int, int]],
-    ) -> None:
-        """Give one sequence its units; the copies' sources are let go at the end of the call."""
-        sequence = request.sequence
-        block, offset = divmod(request.start, self.block_size)
-        for group, table in enumerate(sequence.tables):
-            if request.copies:
-                source = table[block]
-                table[block] = self.blocks.allocate(sequence)
-                copies[group].append((source, table[block], offset))
-                sources.append((source, sequence.id))
-            elif offset:
-                self.blocks.pool.writer[table[block]] = sequence.id
-            for new in range(len(table), -(-request.end // self.block_size)):
-                is_needed = new >= request.first_blocks[group]
-                table.append(self.blocks.allocate(sequence) if is_needed else GIVEN_UP)
-        sequence.reserved = request.end
 
     # Committing
 
@@ -274,12 +219,12 @@ class PythonBlockManager:
                     f"these, got {num_computed_tokens} in commit"
                 )
             # What lies behind the windows was not written: it goes before nodes are made.
-            self._release_behind_windows(state, num_computed_tokens)
+            release_behind_windows(self.blocks, state, num_computed_tokens)
             state.readmitted_to = 0
         if self.prefix_caching:
             self.num_deduplicated += make_findable(self.blocks, state, num_computed_tokens)
         state.num_computed = num_computed_tokens
-        self._release_behind_windows(state, num_computed_tokens)
+        release_behind_windows(self.blocks, state, num_computed_tokens)
 
     def advance(self, sequences: Int64Array, num_computed_tokens: Int64Array, tokens: Int32Array) -> None:
         for index, (sequence, count) in enumerate(
@@ -287,15 +232,6 @@ class PythonBlockManager:
         ):
             self.commit(sequence, count)
             self.append(sequence, tokens[index : index + 1])
-
-    def _release_behind_windows(self, sequence: SequenceState, num_computed: int) -> None:
-        for group, (retention, table) in enumerate(zip(self.retentions, sequence.tables, strict=True)):
-            first = retention.first_needed(num_computed) // self.block_size
-            for block in range(first - 1, sequence.first_kept[group] - 1, -1):
-                if table[block] != GIVEN_UP:
-                    self.blocks.release(table[block], sequence.id)
-                    table[block] = GIVEN_UP
-            sequence.first_kept[group] = max(first, sequence.first_kept[group])
 
     def complete(self, step: int) -> None:
         if not 1 <= step <= self.blocks.newest_step:
@@ -317,66 +253,26 @@ class PythonBlockManager:
         )
         self.num_opened += 1
         self.sequences[child.id] = child
-        for source, table in zip(parent.tables, child.tables, strict=True):
-            for unit in source.units[: -(-parent.num_computed // self.block_size)].tolist():
-                if unit != GIVEN_UP:
-                    self.blocks.take(unit, child.retention)
-                table.append(unit)
-        child.first_kept = list(parent.first_kept)
-        child.num_computed = child.reserved = parent.num_computed
-        child.num_cached = parent.num_cached
-        child.looked_at = parent.looked_at
-        child.admitted = parent.admitted
+        share_computed(self.blocks, parent, child)
         self.num_admitted += child.admitted
-        child.node = parent.node
-        if child.node is not None:
-            child.node.num_sequences += 1
         return child.id
 
     def rewind(self, sequence: int, position: int) -> int:
-        state, size = self.sequences[sequence], self.block_size
+        state = self.sequences[sequence]
         if not 0 <= position <= state.num_tokens:
             raise ValueError(
                 f"expected a position of 0 .. {state.num_tokens} for sequence {sequence}, got {position} in rewind"
             )
-        state.forget_tokens(position)
-        wanted = min(position, state.num_computed)
-        units = np.stack([table.units[: -(-wanted // size)] for table in state.tables])
-        kept = longest_valid_hit(self.retentions, units, wanted, size)
-        released = self._kept_units(state, -(-kept // size))
-        for group, table in enumerate(state.tables):
-            table.truncate(-(-kept // size))
-            state.first_kept[group] = min(state.first_kept[group], len(table))
-        if kept < state.num_computed and kept % size:
-            for table in state.tables:
-                if self.blocks.pool.writer[table[kept // size]] == state.id:
-                    self.blocks.pool.writer[table[kept // size]] = NO_WRITER
-        for unit in released:
-            self.blocks.release(unit, state.id)
-        state.num_computed = state.reserved = kept
-        state.readmitted_to = 0
-        state.num_cached = min(state.num_cached, kept)
-        if state.node is not None:
-            node = state.node
-            while node.depth > kept // size:
-                assert node.parent is not None
-                node = node.parent
-            move_to(self.blocks.tree, state, node)
-        return kept
+        return forget_from(self.blocks, state, position)
 
     def close(self, sequence: int) -> None:
         state = self.sequences.pop(sequence)
-        for unit in self._kept_units(state, 0):
+        for unit in state.kept_units(0):
             self.blocks.release(unit, state.id)
         self.num_admitted -= state.admitted
         if state.node is not None:
             state.node.num_sequences -= 1
             self.blocks.tree.prune(state.node)
-
-    def _kept_units(self, sequence: SequenceState, first_block: int) -> list[int]:
-        """The units of the blocks from `first_block` on, deepest first, at equal depth in group order."""
-        columns = np.stack([table.units[first_block:] for table in sequence.tables], axis=1)[::-1]
-        return columns[columns != GIVEN_UP].tolist()
 
     # Accounts
 
@@ -394,16 +290,10 @@ class PythonBlockManager:
         return self.blocks.pool.account_counts(account)
 
     def num_available(self, account: int) -> int:
-        pool = self.blocks.pool
-        # It needs as many as it can get, so all of its own cached units may go.
-        available = pool.available({account: pool.num_blocks})
-        return max(0, min(available, pool.room_in_quota(account)))
+        return self.blocks.pool.num_available_to(account)
 
     def max_units(self, account: int) -> int:
-        pool = self.blocks.pool
-        limits = pool.accounts.by_number.get(account)
-        most = pool.num_blocks - pool.accounts.sum_of_other_floors(account)
-        return max(0, most if limits is None or limits.quota == NO_QUOTA else min(most, limits.quota))
+        return self.blocks.pool.max_units(account)
 
     # The whole
 

@@ -11,58 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from quire.backends import choose_backend, native_module
 from quire.cache import arguments
+from quire.cache.answers import AccountCounts, Explanation, Match
 from quire.cache.backend import NORMAL, BlockManager, Int32Array, Int64Array, StepPlan
 from quire.cache.inspection import InspectedCache
-from quire.cache.memory_use import MemoryUse
 from quire.cache.open_sequence import Sequence
 from quire.cache.pins import Pins
 from quire.cache.report import report
-from quire.cache.units import max_tokens_for, num_units_for
+from quire.cache.units import max_tokens_for, num_units_for, num_units_in
 from quire.errors import ArgumentError
-from quire.sizes import format_size, parse_size
 from quire.spec import KVSpec
 
 __all__ = ["AccountCounts", "Cache", "Explanation", "Match", "Sequence"]
 
 MAX_BLOCK_SIZE = 4096  # a piece of 2 MiB is a thousand tokens and more; the native tree counts to 8191
-DEFAULT_MEMORY = "256MiB"
-
-
-@dataclass(frozen=True)
-class Match:
-    """What `Cache.match` found: `num_tokens` of the prompt are in the cache."""
-
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """How far `Cache.explain` came with a prompt.
-
-    num_hit_tokens: what `match` says. num_common_tokens: what the tree's nodes share with the prompt, its last token
-    counted too; where it is more, blocks were given up. nearest_block: int32, tokens of the stored block that has most
-    in common with the prompt's next one (the block that begins at `num_common_tokens // block_size * block_size`);
-    empty where the prompt ends there, or nothing was stored behind what is common.
-    """
-
-    num_hit_tokens: int
-    num_common_tokens: int
-    nearest_block: Int32Array
-
-
-class AccountCounts(NamedTuple):
-    """Units that count in one account."""
-
-    held: int
-    cached: int
-    leased: int
 
 
 class Cache(InspectedCache):
@@ -122,21 +89,7 @@ class Cache(InspectedCache):
             )
         self.spec = spec
         self.block_size = arguments.count(block_size, "block_size", 1, MAX_BLOCK_SIZE)
-        if num_blocks is not None and memory is not None:
-            raise ArgumentError(
-                f"expected either num_blocks or memory, got num_blocks={num_blocks!r} and memory={memory!r}"
-            )
-        if num_blocks is None:
-            memory = DEFAULT_MEMORY if memory is None else memory
-            unit_bytes = spec.unit_bytes(self.block_size)
-            memory_bytes = parse_size(memory)
-            num_blocks = memory_bytes // unit_bytes
-            if num_blocks < 1:
-                raise ArgumentError(
-                    f"expected memory for at least one block of {self.block_size} tokens, {format_size(unit_bytes)}, "
-                    f"got {memory!r} ({memory_bytes} bytes); give more memory or a smaller block_size"
-                )
-        self.num_blocks = arguments.count(num_blocks, "num_blocks", 1, 2**31 - 1)
+        self.num_blocks = num_units_in(spec, num_blocks, memory, self.block_size)
         # Every id is below it: those given up by `resize` come back first.
         self.num_block_ids = self.num_blocks
         if not isinstance(watermark, (int, float)) or not 0 <= watermark < 1:
@@ -345,19 +298,8 @@ class Cache(InspectedCache):
         the others are too many. Nothing is evicted now. Floors yield to `resize` alone. Raises ArgumentError for a
         quota of 0 or below the floor, and where all floors add up to more than `num_blocks`.
         """
-        account = arguments.account_number(account, 1)
-        floor = arguments.count(floor_units, "floor_units", 0)
-        quota = arguments.count(quota_units, "quota_units", -1)
-        if quota == 0:
-            raise ArgumentError(
-                f"expected quota_units of at least 1, or -1 for no quota, got 0 for account {account}: it could "
-                "never compute anything"
-            )
-        if 0 < quota < floor:
-            raise ArgumentError(
-                f"expected quota_units of at least floor_units={floor}, got {quota} for account {account}"
-            )
-        self._call("set_limits", account, floor, quota)
+        limits = arguments.account_limits(account, floor_units, quota_units)
+        self._call("set_limits", *limits)
 
     def account_counts(self, account: int) -> AccountCounts:
         """Units that count in the account now; zeros for one never used. All accounts together: those of `stats`."""
@@ -393,37 +335,6 @@ class Cache(InspectedCache):
     def margin(self, share: float) -> int:
         """Units that an admission should leave to those who run and grow, where `share` of all are to be left."""
         return math.ceil(share * self.num_blocks)
-
-    # Figures
-
-    def memory_use(self) -> MemoryUse:
-        """What the memory is used for now. Cost: O(blocks of open sequences); sequences still looking look again."""
-        size = self.block_size
-        _, cached, held, leased = self._manager.counts()
-        used = 0
-        computed = {i: self._manager.num_computed_tokens(i) for i in self._open_ids}
-        for group in self.spec.groups:
-            tokens_in = np.zeros(self.num_block_ids, np.int64)
-            for sequence_id, num_computed in computed.items():
-                table = self._manager.block_table(sequence_id, group.index)[: -(-num_computed // size)]
-                filled = np.minimum(size, num_computed - size * np.arange(len(table)))
-                is_kept = table >= 0
-                np.maximum.at(tokens_in, table[is_kept], filled[is_kept])
-            used += int(tokens_in.sum()) * group.bytes_per_token
-        return MemoryUse(
-            reserved=(held + leased) * self.unit_bytes,
-            used=used,
-            later=0,
-            external=0,
-            cached=cached * self.unit_bytes,
-            peak=self._manager.most_units * self.unit_bytes,
-            total=self.num_blocks * self.unit_bytes,
-        )
-
-    @property
-    def largest_free_blocks(self) -> int:
-        """Units that one sequence could be given now: here, where units may lie anywhere, all that are available."""
-        return self.num_free_blocks
 
     def report(self) -> str:
         """What there is, in tables that a person can read: states, owners. O(nodes)."""

@@ -18,7 +18,7 @@ from quire.cache.content import encode
 from quire.cache.prefix import HOLE, Node, PrefixTree
 from quire.cache.sequence import GIVEN_UP, SequenceState
 
-__all__ = ["make_findable", "move_to"]
+__all__ = ["make_findable", "move_to", "release_behind_windows"]
 
 
 def make_findable(blocks: Blocks, sequence: SequenceState, end: int) -> int:
@@ -97,3 +97,14 @@ def move_to(tree: PrefixTree, sequence: SequenceState, node: Node) -> None:
     left.num_sequences -= 1
     sequence.node = node
     tree.prune(left)
+
+
+def release_behind_windows(blocks: Blocks, sequence: SequenceState, num_computed: int) -> None:
+    """Let go of the blocks that no query from `num_computed` on reads, the deepest first in each group."""
+    for group, (retention, table) in enumerate(zip(blocks.retentions, sequence.tables, strict=True)):
+        first = retention.first_needed(num_computed) // blocks.tree.block_size
+        for block in range(first - 1, sequence.first_kept[group] - 1, -1):
+            if table[block] != GIVEN_UP:
+                blocks.release(table[block], sequence.id)
+                table[block] = GIVEN_UP
+        sequence.first_kept[group] = max(first, sequence.first_kept[group])

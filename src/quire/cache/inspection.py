@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from quire.cache import arguments
 from quire.cache.events import CacheEvents
+from quire.cache.memory_use import MemoryUse
 from quire.cache.tree_view import TreeView
 from quire.cache.unit_map import PINNED, UnitContent, UnitMap
 from quire.errors import ArgumentError, SequenceClosedError
 
 if TYPE_CHECKING:
     from quire.cache.pins import Pins
+    from quire.spec import KVSpec
 
 __all__ = ["InspectedCache"]
 
@@ -24,7 +28,12 @@ class InspectedCache:
 
     _manager: Any
     pins: Pins
+    spec: KVSpec
     num_blocks: int
+    num_block_ids: int
+    block_size: int
+    unit_bytes: int
+    _open_ids: set[int]
 
     def record_events(self, is_on: bool) -> None:
         """Whether to note what happens to full blocks from now on; at first it is off, which costs nothing.
@@ -91,6 +100,35 @@ class InspectedCache:
         start (hit_tokens, query_tokens, evicted_blocks, copied_blocks, deduplicated_blocks)."""
         stats, pinned = self._manager.stats(), self.pins.num_units
         return {**stats, "held": stats["held"] - pinned, "pinned": pinned}
+
+    def memory_use(self) -> MemoryUse:
+        """What the memory is used for now. Cost: O(blocks of open sequences); sequences still looking look again."""
+        size = self.block_size
+        _, cached, held, leased = self._manager.counts()
+        used = 0
+        computed = {i: self._manager.num_computed_tokens(i) for i in self._open_ids}
+        for group in self.spec.groups:
+            tokens_in = np.zeros(self.num_block_ids, np.int64)
+            for sequence_id, num_computed in computed.items():
+                table = self._manager.block_table(sequence_id, group.index)[: -(-num_computed // size)]
+                filled = np.minimum(size, num_computed - size * np.arange(len(table)))
+                is_kept = table >= 0
+                np.maximum.at(tokens_in, table[is_kept], filled[is_kept])
+            used += int(tokens_in.sum()) * group.bytes_per_token
+        return MemoryUse(
+            reserved=(held + leased) * self.unit_bytes,
+            used=used,
+            later=0,
+            external=0,
+            cached=cached * self.unit_bytes,
+            peak=self._manager.most_units * self.unit_bytes,
+            total=self.num_blocks * self.unit_bytes,
+        )
+
+    @property
+    def largest_free_blocks(self) -> int:
+        """Units that one sequence could be given now: here, where units may lie anywhere, all that are available."""
+        return self.num_free_blocks
 
     def check(self) -> None:
         """Prove every invariant; `InvariantError` with the numbers where one does not hold."""

@@ -81,6 +81,22 @@ class Pool:
             return self.num_ids
         return account.quota - account.num_owned + self.cached.num_cached(number)
 
+    def fits(self, needs: dict[int, int], num_left: int) -> bool:
+        """Whether the accounts can be given what they need and `num_left` units would still be available."""
+        return not self.exceeds_a_quota(needs) and sum(needs.values()) + num_left <= self.available(needs)
+
+    def num_available_to(self, number: int) -> int:
+        """Units that this account alone could be given now."""
+        # It needs as many as it can get, so all of its own cached units may go.
+        available = self.available({number: self.num_blocks})
+        return max(0, min(available, self.room_in_quota(number)))
+
+    def max_units(self, number: int) -> int:
+        """Units that the account is sure to get once nobody else holds any."""
+        limits = self.accounts.by_number.get(number)
+        most = self.num_blocks - self.accounts.sum_of_other_floors(number)
+        return max(0, most if limits is None or limits.quota == NO_QUOTA else min(most, limits.quota))
+
     def account_counts(self, number: int) -> tuple[int, int, int]:
         """(held, cached, leased) units that count in it."""
         cached = self.cached.num_cached(number)

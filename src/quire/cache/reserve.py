@@ -1,6 +1,6 @@
 """Deciding a step before anything is changed: which blocks must be copied, how many units that takes.
 
-`reserve` is all or nothing, so the decision is a pure function of the state; `block_manager.py` carries it out
+`reserve` is all or nothing, so the decision is a pure function of the state; `carry_out.py` does it
 only if the units suffice. Writing the plan down afterwards is here too.
 
 When a block that is partly computed may be written in place: the sequence is its writer already; or nobody else

@@ -110,6 +110,11 @@ class SequenceState(KnownTokens):
         """Length of every group's table."""
         return len(self.tables[0])
 
+    def kept_units(self, first_block: int) -> list[int]:
+        """The units of the blocks from `first_block` on, deepest first, at equal depth in group order."""
+        columns = np.stack([table.units[first_block:] for table in self.tables], axis=1)[::-1]
+        return columns[columns != GIVEN_UP].tolist()
+
     def forget_tokens(self, position: int) -> None:
         """Tokens and extra keys from `position` on are not known any more."""
         self.num_tokens = min(self.num_tokens, position)

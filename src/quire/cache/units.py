@@ -1,10 +1,15 @@
-"""How many units of a pool a sequence needs, by arithmetic alone: what admission and capacity are reckoned from."""
+"""How many units a pool has and a sequence needs, by arithmetic alone: what admission and capacity rest on."""
 
 from __future__ import annotations
 
+from quire.cache import arguments
+from quire.errors import ArgumentError
+from quire.sizes import format_size, parse_size
 from quire.spec import KVGroup, KVSpec
 
-__all__ = ["UNBOUNDED", "max_tokens_for", "num_units_for"]
+__all__ = ["UNBOUNDED", "max_tokens_for", "num_units_for", "num_units_in"]
+
+DEFAULT_MEMORY = "256MiB"
 
 UNBOUNDED = 2**40  # tokens of a sequence whose layers all have windows
 
@@ -39,3 +44,25 @@ def _group_units(group: KVGroup, num_tokens: int, block_size: int) -> int:
     # A chunk begins at a multiple of its size, which is one of the block size only if that divides it.
     offset = 0 if retention.size % block_size == 0 else block_size - 1
     return min(whole, -(-(retention.size + offset) // block_size))
+
+
+def num_units_in(spec: KVSpec, num_blocks: int | None, memory: str | int | None, block_size: int) -> int:
+    """Units of a pool: as given, or what a size in bytes holds; at most one of the two is given, 256 MiB if neither.
+
+    *raises:* ArgumentError: both, or not enough for one unit.
+    """
+    if num_blocks is not None and memory is not None:
+        raise ArgumentError(
+            f"expected either num_blocks or memory, got num_blocks={num_blocks!r} and memory={memory!r}"
+        )
+    if num_blocks is None:
+        memory = DEFAULT_MEMORY if memory is None else memory
+        unit_bytes = spec.unit_bytes(block_size)
+        memory_bytes = parse_size(memory)
+        num_blocks = memory_bytes // unit_bytes
+        if num_blocks < 1:
+            raise ArgumentError(
+                f"expected memory for at least one block of {block_size} tokens, {format_size(unit_bytes)}, "
+                f"got {memory!r} ({memory_bytes} bytes); give more memory or a smaller block_size"
+            )
+    return arguments.count(num_blocks, "num_blocks", 1, 2**31 - 1)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.engine.llm import LLM, TextStream
+from quire.engine.llm import LLM
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.text_stream import TextStream
 from quire.engine.transcript import Transcript
 from quire.errors import ArgumentError
 
@@ -99,7 +100,7 @@ class Conversation:
                 namespace=transcript.namespace,
                 extra_keys=transcript.extra_keys,
             )
-            self._llm._outputs[request_id] = None
+            self._llm._turns.expect(request_id)
             stream = ConversationStream(self, request_id)
         # Whoever drops the stream has closed it: the conversation does not keep it alive.
         self._turn, self._stream = request_id, weakref.ref(stream)
@@ -169,7 +170,7 @@ class ConversationStream(TextStream):
     """A turn under way. `close` appends what has come so far, `discard` nothing."""
 
     def __init__(self, conversation: Conversation, request_id: str) -> None:
-        super().__init__(conversation._llm, request_id)
+        super().__init__(conversation._llm._turns, request_id)
         self._conversation: Conversation | None = conversation
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ Cost per step beside the model: O(running samples), text only for those that str
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,27 +22,26 @@ from typing import Any, Protocol
 import numpy as np
 
 from quire.cache.pins import Pins
-from quire.engine.detokenizer import Detokenizer, decode
+from quire.engine.detokenizer import Detokenizer
 from quire.engine.fair_share import FairShare
+from quire.engine.intake import Intake
+from quire.engine.outputs import Outputs
 from quire.engine.preemption import Parking
 from quire.engine.profile import NoProfile, Profile
-from quire.engine.request import CompletionOutput, Request, RequestOutput, Sample, Timings
+from quire.engine.request import Request, RequestOutput, Sample
 from quire.engine.sampling import sample_tokens
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.scheduled_step import ScheduledStep, StepRefusedError
 from quire.engine.scheduler import Scheduler
 from quire.engine.speeds import Speeds
-from quire.engine.structured import Grammars
 from quire.engine.tenants import Place, Retention, Tenants, retention_number
 from quire.engine.tier_loads import TierLoads
 from quire.engine.tier_stores import TierStores
 from quire.engine.watch import Watch
-from quire.errors import ArgumentError, PromptError
+from quire.errors import ArgumentError
 
 __all__ = ["Engine", "StepRunner"]
 
-_DEFAULT_MAX_TOKENS = 256
-_MAX_ID = 2**31 - 1
 _WAIT_S = 0.05  # that a step waits for tiers at most, where nothing else is to be done
 
 
@@ -92,20 +90,25 @@ class Engine:
         self._loads = loads
         self._stores = stores
         self._cache = cache
-        self._vocab_size = vocab_size
-        self._tokenizer = tokenizer
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._grammars = Grammars(tokenizer, vocab_size, sorted(self._eos_token_ids))
-        self._sampling_defaults = sampling_defaults
-        self._seed = seed
         self._profile = profile or NoProfile()
         self._clock = clock
-        self._arrivals = itertools.count()
-        self.max_model_len = max_model_len
         self.share = FairShare(cache)
         self.tenants = Tenants(cache, self.share, tenant_secret)
         self.pins: Pins = cache.pins
         self.pins.use_clock(clock)
+        self._intake = Intake(
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            sampling_defaults=sampling_defaults,
+            seed=seed,
+            clock=clock,
+            share=self.share,
+            tenants=self.tenants,
+            pins=self.pins,
+        )
+        self._outputs = Outputs(tokenizer)
         self.watch = watch
         if watch is not None:
             self.pins.on_expired = watch.pin_expired
@@ -126,9 +129,6 @@ class Engine:
             share=self.share,
         )
         self.parking.on_reserved = self._collect
-        self._num_finished = 0
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens = 0
         self._num_generated_tokens = 0
         self._busy_s = 0.0
 
@@ -147,44 +147,20 @@ class Engine:
         cache_salt: str | None = None,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
-        place: Place | None = None,
     ) -> tuple[np.ndarray, SamplingParams, int, Place]:
-        """The prompt as int32, the parameters resolved, the tokens to generate at most, where its content lives.
+        """See `Intake.check`: what is wrong with a request is raised, nothing changes."""
+        return self._intake.check(
+            prompt_token_ids,
+            params,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            namespace=namespace,
+            extra_keys=extra_keys,
+        )
 
-        Changes nothing. place: where, if that is known already.
-        *raises:* PromptError, ArgumentError, CapacityError: this request cannot be served, with the numbers.
-        """
-        tokens = self.check_tokens(prompt_token_ids)
-        place = place or self.tenants.place(
-            tokens, tenant=tenant, cache_salt=cache_salt, namespace=namespace, extra_keys=extra_keys
-        )
-        if not isinstance(params, SamplingParams):
-            raise ArgumentError(f"expected SamplingParams, got {type(params).__name__}")
-        params = params.resolved(self._sampling_defaults)
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            beyond = [token for token in ids if token >= self._vocab_size]
-            if beyond:
-                raise ArgumentError(
-                    f"expected token ids below the vocabulary of {self._vocab_size}, got {beyond[0]} - in `{name}`"
-                )
-        if params.stop and self._tokenizer is None:
-            raise ArgumentError(
-                "expected a model with a tokenizer, got none - for `stop`; use stop_token_ids"
-            )
-        self._grammars.compile(params)
-        room = self.max_model_len - len(tokens)
-        if params.max_tokens is None:
-            fits = self.scheduler.max_tokens_that_fit(place.account) + 1 - len(tokens)
-            max_tokens = max(1, min(_DEFAULT_MAX_TOKENS, room, fits))
-        else:
-            max_tokens = min(params.max_tokens, room)
-        self.scheduler.check_fits(
-            len(tokens) + max_tokens - 1,
-            f"a prompt of {len(tokens)} tokens with max_tokens {max_tokens}",
-            account=place.account,
-            num_shared=self.pins.units_shared(tokens, namespace=place.namespace, extra_keys=place.extra_keys),
-        )
-        return tokens, params, max_tokens, place
+    def check_tokens(self, prompt_token_ids: Any) -> np.ndarray:
+        """A prompt as int32, a copy. *raises:* PromptError: empty, no integers, ids out of range, too long."""
+        return self._intake.check_tokens(prompt_token_ids)
 
     def submit(
         self,
@@ -230,58 +206,16 @@ class Engine:
             tenant=tenant,
         ).request_id
 
-    def _queue(
-        self,
-        tokens: np.ndarray,
-        params: SamplingParams,
-        max_tokens: int,
-        place: Place,
-        *,
-        request_id: str | None,
-        prompt: str | None,
-        priority: int,
-        stream: bool,
-        deltas: bool,
-        retention: int,
-        tenant: str | None,
-    ) -> Request:
-        """A request that `check` has let through."""
-        arrival = next(self._arrivals)
-        if request_id is None:
-            request_id = f"request-{arrival}"
-        if request_id in self.scheduler.requests:
-            raise ArgumentError(f"expected a new request id, got {request_id!r}, which is still running")
-        seed = params.seed
-        if seed is None:
-            seed = int(np.random.SeedSequence([self._seed, arrival]).generate_state(1, np.uint64)[0])
-        stop_ids = frozenset(params.stop_token_ids)
-        request = Request(
-            request_id,
-            tokens,
-            params,
-            max_tokens=max_tokens,
-            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_token_ids,
-            arrival=arrival,
-            priority=priority,
-            seed=seed,
-            arrival_s=self._clock(),
-            prompt=prompt,
-            stream=stream,
-            deltas=deltas,
-            namespace=place.namespace,
-            extra_keys=place.extra_keys,
-            account=place.account,
-            retention=retention,
-            tenant=tenant,
-        )
-        if self._tokenizer is not None and (stream or params.stop):
-            for sample in request.samples:
-                sample.detokenizer = Detokenizer(self._tokenizer, tokens[-8:].tolist(), params.stop)  # type: ignore[arg-type]
-        if (grammar := self._grammars.compile(params)) is not None:
-            for sample in request.samples:
-                sample.matcher = self._grammars.matcher(grammar)
+    def _queue(self, *checked: Any, **options: Any) -> Request:
+        """A request that `check` has let through, queued. options: of `Intake.request`."""
+        request = self._intake.request(*checked, **options)
+        if request.request_id in self.scheduler.requests:
+            raise ArgumentError(
+                f"expected a new request id, got {request.request_id!r}, which is still running"
+            )
         self.scheduler.add(request)
-        self.pins.touch(tokens, namespace=place.namespace, extra_keys=place.extra_keys)
+        tokens = request.prompt_token_ids
+        self.pins.touch(tokens, namespace=request.namespace, extra_keys=request.extra_keys)
         return request
 
     def fork(
@@ -311,7 +245,7 @@ class Engine:
             left = parent.max_tokens - len(sample.output_ids)
             params = replace(parent.params, max_tokens=left, seed=None)
         place = Place(parent.namespace, parent.extra_keys, parent.account)
-        tokens, params, max_tokens, _ = self.check(sample.token_ids(), params, place=place)
+        tokens, params, max_tokens, _ = self._intake.check(sample.token_ids(), params, place=place)
         child = self._queue(
             tokens,
             params,
@@ -374,7 +308,7 @@ class Engine:
                     self._speeds.computed(len(scheduled.input_ids), self._clock() - started)
             elif self._loads is not None and self.scheduler.waits_for_tiers:
                 self._loads.changed.wait(_WAIT_S)
-            outputs = self._outputs(touched)
+            outputs = self._outputs_of(touched)
             self._profile.lap("detokenize")
             return outputs
         except BaseException:
@@ -437,7 +371,7 @@ class Engine:
 
     # -- outputs ---------------------------------------------------------------------------------------
 
-    def _outputs(self, samples: list[Sample]) -> list[RequestOutput]:
+    def _outputs_of(self, samples: list[Sample]) -> list[RequestOutput]:
         """One output for each request that ended, or streams, among those of `samples`."""
         outputs: list[RequestOutput] = []
         seen: set[str] = set()
@@ -448,104 +382,30 @@ class Engine:
                 if request.finished:
                     outputs.append(self._finished(request))
                 elif request.stream:
-                    outputs.append(self._output(request))
+                    outputs.append(self._outputs.so_far(request))
         return outputs
 
     def _finished(self, request: Request) -> RequestOutput:
-        self._num_finished += 1
-        self._num_prompt_tokens += len(request.prompt_token_ids)
-        self._num_cached_tokens += request.num_cached_tokens
         if self.watch is not None:
             self.watch.served(request)
-        return self._output(request)
+        return self._outputs.finished(request)
 
-    def _output(self, request: Request) -> RequestOutput:
-        arrival = request.arrival_s
-        times = (request.started_s, request.first_token_s, request.finished_s)
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_list,
-            num_cached_tokens=request.num_cached_tokens,
-            outputs=[self._completion(sample) for sample in request.samples],
-            finished=request.finished,
-            timings=Timings(*(None if at is None else at - arrival for at in times)),
-            num_tier_tokens=dict(request.num_tier_tokens),
-        )
-
-    def _completion(self, sample: Sample) -> CompletionOutput:
-        text, new_text = "", ""
-        try:
-            text, new_text = self._text(sample)
-        except Exception as error:  # a tokenizer that cannot decode what the model wrote (E2)
-            sample.finish_reason, sample.error = "error", error
-        shown = 0
-        if sample.request.deltas:
-            text, shown, sample.num_shown = new_text, sample.num_shown, len(sample.output_ids)
-        return CompletionOutput(
-            index=sample.index,
-            text=text,
-            token_ids=sample.output_ids[shown:],
-            finish_reason=sample.finish_reason,
-            logprobs=None if sample.logprobs is None else sample.logprobs[shown:],
-            new_text=new_text,
-            error=sample.error,
-        )
-
-    def _text(self, sample: Sample) -> tuple[str, str]:
-        """The text so far, and what of it no output has shown yet."""
-        detokenizer = sample.detokenizer
-        if detokenizer is not None:
-            if sample.finished:
-                detokenizer.finish()
-            return detokenizer.text, detokenizer.take_new()
-        if self._tokenizer is None or not sample.finished:
-            return "", ""
-        ids = sample.output_ids
-        if sample.finish_reason == "stop":
-            ids = ids[:-1]  # the stop token
-        text = decode(self._tokenizer, ids, sample.request.prompt_token_ids[-8:].tolist())
-        return text, text
-
-    # -- checks and counts -----------------------------------------------------------------------------
-
-    def check_tokens(self, prompt_token_ids: Any) -> np.ndarray:
-        """A prompt as int32, a copy. *raises:* PromptError: empty, no integers, ids out of range, too long."""
-        tokens = np.asarray(prompt_token_ids)
-        if tokens.size == 0:
-            raise PromptError("expected a prompt of at least one token, got an empty one")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise PromptError(
-                f"expected a prompt of integer token ids in one dimension, got {tokens.dtype} {tokens.shape}"
-            )
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= min(self._vocab_size, _MAX_ID):
-            bad = low if low < 0 else high
-            raise PromptError(
-                f"expected token ids of 0 to {self._vocab_size - 1}, got {bad} at position "
-                f"{int(np.flatnonzero(tokens == bad)[0])} of the prompt"
-            )
-        if len(tokens) >= self.max_model_len:
-            raise PromptError(
-                f"expected a prompt of at most {self.max_model_len - 1} tokens (the longest sequence is "
-                f"{self.max_model_len}, one of it to generate), got {len(tokens)}; shorten it or raise max_model_len"
-            )
-        return tokens.astype(np.int32)  # a copy: the caller may go on with its own
+    # -- counts -----------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """The cache's counts and the engine's, since the start. Seconds are those spent in steps."""
         scheduler = self.scheduler
         live = scheduler.requests.values()
-        num_prompt = self._num_prompt_tokens + sum(
+        num_prompt = self._outputs.num_prompt_tokens + sum(
             len(r.prompt_token_ids) for r in live if r.started_s is not None
         )
-        num_cached = self._num_cached_tokens + sum(r.num_cached_tokens for r in live)
+        num_cached = self._outputs.num_cached_tokens + sum(r.num_cached_tokens for r in live)
         return {
             **self._cache.stats(),
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
             "num_unfinished_requests": len(scheduler.requests),
-            "num_finished_requests": self._num_finished,
+            "num_finished_requests": self._outputs.num_finished,
             "num_prompt_tokens": num_prompt,
             "num_cached_tokens": num_cached,
             "num_computed_tokens": scheduler.num_computed_tokens,

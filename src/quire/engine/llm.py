@@ -9,32 +9,26 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.backends import native_module
-from quire.cache.feed import EventFeed
-from quire.engine.engine import Engine
-from quire.engine.interrupt import deferred_interrupt
+from quire.engine.arguments import check_range, writable_folder
 from quire.engine.llm_sharing import Sharing
 from quire.engine.llm_visibility import Visibility, check_endpoints
+from quire.engine.open_model import ModelOptions, OpenModel
 from quire.engine.preemption import Mode
-from quire.engine.profile import Profile
-from quire.engine.prompts import Prompt, encode, split
+from quire.engine.prompts import Prompt, paired
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.shares import parse_share
-from quire.engine.speeds import Speeds
 from quire.engine.storages import StorageOptions
 from quire.engine.tenants import Retention, check_secret
+from quire.engine.text_stream import TextStream
 from quire.engine.tier_stores import Policy
-from quire.engine.tiering import OpenTiers, TierOptions
-from quire.engine.watch import Watch
+from quire.engine.tiering import TierOptions
+from quire.engine.turns import Turns
 from quire.errors import ArgumentError, QuireError
-from quire.sizes import format_size
 from quire.startup import short_start
 
 if TYPE_CHECKING:
@@ -123,14 +117,14 @@ class LLM(Sharing, Visibility):
         kv_events_replay: str | None = None,
         profile: bool = False,
     ) -> None:
-        _check_range("block_size", block_size, 1, 512)
-        _check_range("max_batch_tokens", max_batch_tokens, 1, 2**20)
-        _check_range("max_num_seqs", max_num_seqs, 1, 2**16)
-        _check_range("seed", seed, 0, 2**63 - 1)
+        check_range("block_size", block_size, 1, 512)
+        check_range("max_batch_tokens", max_batch_tokens, 1, 2**20)
+        check_range("max_num_seqs", max_num_seqs, 1, 2**16)
+        check_range("seed", seed, 0, 2**63 - 1)
         if max_model_len is not None:
-            _check_range("max_model_len", max_model_len, 2, 2**31 - 1)
+            check_range("max_model_len", max_model_len, 2, 2**31 - 1)
         if num_threads is not None:
-            _check_range("num_threads", num_threads, 1, 1024)
+            check_range("num_threads", num_threads, 1, 1024)
         options = StorageOptions(  # checked before minutes of loading
             storage,
             kv_memory=kv_memory,
@@ -155,90 +149,28 @@ class LLM(Sharing, Visibility):
         check_endpoints(
             kv_events, kv_events_replay, prefix_caching and storage not in ("contiguous", "growing")
         )
-        packed_folder = None if packed_weights is None else _folder("packed_weights", packed_weights)
-
-        import torch
-
-        from quire.engine.runner import Runner
-        from quire.model.fingerprint import world
-        from quire.model.load import load
-        from quire.model.prepare import PreparedModel
-
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-            if (native := native_module()) is not None:
-                native.set_num_threads(num_threads)
-        loaded = load(model, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-        fingerprint = world(loaded, backend) if tier_options.has_tiers else b""
-        prepared = PreparedModel(
-            loaded, backend=backend, max_model_len=max_model_len, packed_weights=packed_folder
-        )
-        self._prepared = prepared
-        self._storage: Storage | None = None
+        packed_folder = None if packed_weights is None else writable_folder("packed_weights", packed_weights)
         self._publishers = []
-        self.tiers: OpenTiers | None = None
-        self.watch: Watch | None = None
-        try:
-            self.name: str = loaded.name
-            self.tokenizer: Any = loaded.tokenizer
-            self.spec = loaded.spec
-            self.block_size = block_size
-            self.max_num_seqs = max_num_seqs
-            self.max_model_len: int = max_model_len or prepared.max_model_len
-            opened = options.open(
-                loaded.spec,
-                max_model_len=self.max_model_len,
-                max_num_seqs=max_num_seqs,
-                step_tokens=max_batch_tokens,
-            )
-            self.storage = opened.name
-            self._storage_options = options
-            self._storage = opened.storage
-            self.cache = opened.cache
-            if self.storage == "virtual":
-                self.block_size = self.cache.block_size  # of its pieces
-            self.num_blocks: int = self.cache.num_blocks
-            self.kv_memory_bytes: int = self.num_blocks * self.cache.unit_bytes
-            self.profile = Profile() if profile else None
-            self.vocab_size: int = loaded.vocab_size
-            self.runner = Runner(prepared, opened.storage, num_threads=num_threads, profile=self.profile)
-            speeds = Speeds()
-            parking = tier_options.parking(opened.cache, opened.storage, speeds)
-            feed = EventFeed(opened.cache)
-            if tier_options.has_tiers:
-                self.tiers = tier_options.open(opened.cache, opened.storage, fingerprint, speeds, feed)
-            if opened.cache.prefix_caching:
-                tier_events = None if self.tiers is None else self.tiers.events()
-                self.watch = Watch(opened.cache, feed, tier_events=tier_events)
-            self.engine = Engine(
-                self.runner,
-                opened.cache,
-                vocab_size=loaded.vocab_size,
-                max_model_len=self.max_model_len,
-                tokenizer=loaded.tokenizer,
-                eos_token_ids=loaded.eos_token_ids,
-                sampling_defaults=loaded.sampling_defaults,
-                max_batch_tokens=max_batch_tokens,
-                max_num_seqs=max_num_seqs,
-                seed=seed,
-                profile=self.profile,
-                speeds=speeds,
-                parking=parking,
-                loads=None if self.tiers is None else self.tiers.loads,
-                stores=None if self.tiers is None else self.tiers.stores,
-                tenant_secret=tenant_secret,
-                watch=self.watch,
-            )
-            if self.tiers is not None:
-                self.tiers.stores.owner_of = self.engine.tenants.owner_of
-                self.tiers.describe_roots(self.name)
-            self._pin_memory = pin_memory
-            self._limit_pins()
-        except BaseException:
-            self.close()
-            raise
-        self._lock = threading.RLock()
-        self._outputs: dict[str, RequestOutput | None] = {}  # of the requests that calls wait for
+        self._opened = opened = OpenModel(
+            ModelOptions(model, dtype, revision, trust_remote_code, backend, num_threads, packed_folder),
+            options,
+            tier_options,
+            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            seed=seed,
+            pin_memory=pin_memory,
+            tenant_secret=tenant_secret,
+            profile=profile,
+        )
+        self.name, self.tokenizer, self.spec = opened.name, opened.tokenizer, opened.spec
+        self.vocab_size, self.max_model_len = opened.vocab_size, opened.max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.storage, self.block_size = opened.storage_name, opened.budget.block_size
+        self.cache, self.engine, self.runner = opened.cache, opened.engine, opened.runner
+        self.tiers, self.watch, self.profile = opened.tiers, opened.watch, opened.profile
+        self._turns = Turns(opened.engine)
+        self._lock = self._turns.lock
         if kv_events is not None:
             try:
                 self.publish_events(kv_events, kv_events_replay)
@@ -250,29 +182,29 @@ class LLM(Sharing, Visibility):
     # -- what it holds ---------------------------------------------------------------------------------
 
     @property
+    def num_blocks(self) -> int:
+        """Units that the cache has now."""
+        return self._opened.budget.num_blocks
+
+    @property
+    def kv_memory_bytes(self) -> int:
+        """What those take at most."""
+        return self._opened.budget.num_bytes
+
+    @property
     def max_num_full_sequences(self) -> int:
         """Sequences of `max_model_len` tokens that the cache holds at once."""
-        return self.num_blocks // self.cache.units_alone(self.max_model_len)
+        return self._opened.budget.max_num_full_sequences
 
     @property
     def max_num_tokens(self) -> int:
         """Tokens that the cache holds in sequences of at most `max_model_len`."""
-        units = self.cache.units_alone(self.max_model_len)
-        if self.num_blocks < units:
-            return self.cache.max_tokens_alone()
-        return self.num_blocks * self.max_model_len // units
+        return self._opened.budget.max_num_tokens
 
     @property
     def capacity(self) -> str:
         """What the cache can hold, in one line."""
-        blocks = f"{self.num_blocks} {self.cache.unit}s"
-        if self.storage in ("paged", "virtual"):
-            blocks += f" of {self.block_size} tokens"
-        return (
-            f"KV cache of {format_size(self.kv_memory_bytes)}, {self.storage}, {blocks}; "
-            f"holds {self.max_num_tokens} tokens, {self.max_num_full_sequences} sequences of the maximum of "
-            f"{self.max_model_len} tokens"
-        )
+        return str(self._opened.budget)
 
     # -- generating ------------------------------------------------------------------------------------
 
@@ -298,21 +230,10 @@ class LLM(Sharing, Visibility):
         requests of the call and returns their blocks.
         """
         options = {"tenant": tenant, "cache_salt": cache_salt}
-        encoded, params = self._prepare(prompts, sampling_params, options)
+        requests = self._prepare(prompts, sampling_params, options)
         options |= {"retention": retention, "priority": priority}
         with self._lock:
-            ids: list[str] = []
-            try:
-                for prompt, one in zip(encoded, params, strict=True):
-                    ids.append(self._submit(prompt, one, stream=False, **options))
-                self._run(ids, progress)
-                results = [self._outputs[request_id] for request_id in ids]
-            except BaseException:
-                self._abort(ids)
-                raise
-            finally:
-                for request_id in ids:
-                    self._outputs.pop(request_id, None)
+            results = self._turns.run(requests, progress=progress, **options)
         finished = [result for result in results if result is not None]
         errors = [result.error for result in finished if result.error is not None]
         if errors and len(errors) == len(finished):
@@ -334,15 +255,14 @@ class LLM(Sharing, Visibility):
     ) -> TextStream:
         """The text of one prompt (n = 1) piece by piece: `for piece in llm.stream(prompt): ...`."""
         options = {"tenant": tenant, "cache_salt": cache_salt}
-        prompts = [prompt] if isinstance(prompt, str) else prompt
-        encoded, params = self._prepare(prompts, sampling_params, options)
+        requests = self._prepare([prompt] if isinstance(prompt, str) else prompt, sampling_params, options)
         options |= {"retention": retention, "priority": priority}
-        if len(encoded) != 1 or params[0].n != 1:
-            raise ArgumentError(
-                f"expected one prompt with n=1 to stream, got {len(encoded)} with n={params[0].n if params else 1}"
-            )
+        if len(requests) != 1 or requests[0][1].n != 1:
+            n = requests[0][1].n if requests else 1
+            raise ArgumentError(f"expected one prompt with n=1 to stream, got {len(requests)} with n={n}")
         with self._lock:
-            return TextStream(self, self._submit(encoded[0], params[0], stream=True, **options))
+            request_id = self._turns.submit(*requests[0], stream=True, **options)
+            return TextStream(self._turns, request_id)
 
     # -- branching -------------------------------------------------------------------------------------
 
@@ -369,8 +289,8 @@ class LLM(Sharing, Visibility):
             request_id = self.engine.fork(
                 what if isinstance(what, str) else what.request_id, params, stream=True
             )
-            self._outputs[request_id] = None
-            return TextStream(self, request_id)
+            self._turns.expect(request_id)
+            return TextStream(self._turns, request_id)
 
     def resume(self, name: str, *, namespace: bytes = b"", recompute: bool = False) -> Conversation:
         """The conversation that `Conversation.snapshot` has kept under a name in the disk cache.
@@ -411,71 +331,28 @@ class LLM(Sharing, Visibility):
 
     def _prepare(
         self, prompts: Any, params: Any, options: dict[str, Any]
-    ) -> tuple[list[Prompt], list[SamplingParams]]:
+    ) -> list[tuple[Prompt, SamplingParams]]:
         """Everything checked before anything is submitted."""
         self._require_open()
-        parts = split(prompts)
-        many = len(parts) > 1
-        encoded = [
-            encode(part, self.tokenizer, f"prompt {i}" if many else "the prompt")
-            for i, part in enumerate(parts)
-        ]
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(encoded)
-        if not isinstance(params, Sequence) or len(params) != len(encoded):
-            got = len(params) if isinstance(params, Sequence) else type(params).__name__
-            raise ArgumentError(
-                f"expected SamplingParams, or a list of one for each of the {len(encoded)} prompts, got {got}"
-            )
-        for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
+        pairs = paired(prompts, params, self.tokenizer)
+        for index, (prompt, one) in enumerate(pairs):
             try:
                 self.engine.check(prompt.token_ids, one, **options)
             except QuireError as error:
-                if many:
-                    error.args = (f"{error} - in prompt {index} of {len(encoded)}",)
+                if len(pairs) > 1:
+                    error.args = (f"{error} - in prompt {index} of {len(pairs)}",)
                 raise
-        return encoded, list(params)
+        return pairs
 
-    def _require_elastic(self) -> Any:
-        storage = self._require_open()
-        if not storage.capabilities.elastic:
-            raise ArgumentError(
-                f'expected a storage whose memory can be resized, got {self.storage}; use storage="paged" or "virtual"'
-            )
-        return storage
+    @property
+    def _storage(self) -> Storage | None:
+        return self._opened.storage
 
     def _require_open(self) -> Storage:
-        if self._storage is None:
+        storage = self._storage
+        if storage is None:
             raise ArgumentError("expected an open LLM, got one that was closed; make a new one")
-        return self._storage
-
-    def _submit(self, prompt: Prompt, params: SamplingParams, *, stream: bool, **options: Any) -> str:
-        request_id = self.engine.submit(
-            prompt.token_ids, params, prompt=prompt.text, stream=stream, **options
-        )
-        self._outputs[request_id] = None
-        return request_id
-
-    def _run(self, ids: list[str], progress: bool) -> None:
-        with _Progress(len(ids), enabled=progress) as bar:
-            pending = set(ids)
-            while pending:
-                done = {i for i in pending if (output := self._outputs[i]) is not None and output.finished}
-                pending -= done
-                bar.advance(len(done))
-                if pending and not done:
-                    self._step()
-
-    def _step(self) -> None:
-        """One step, its outputs put where the calls look for them."""
-        with deferred_interrupt():
-            for output in self.engine.step():
-                if output.request_id in self._outputs:
-                    self._outputs[output.request_id] = output
-
-    def _abort(self, ids: list[str]) -> None:
-        for request_id in ids:
-            self.engine.abort(request_id)
+        return storage
 
     # -- its memory ------------------------------------------------------------------------------------
 
@@ -487,21 +364,8 @@ class LLM(Sharing, Visibility):
         *raises:* ArgumentError, CapacityError: nothing was changed.
         """
         with self._lock:
-            storage = self._require_elastic()
-            options = replace(self._storage_options, kv_memory=kv_memory, block_size=self.block_size)
-            num_blocks = options.num_blocks(
-                self.spec, storage.unit_bytes, self.max_model_len, self.max_num_seqs, storage.bytes_committed
-            )
-            self.engine.tenants.check_resize(num_blocks)
-            if num_blocks > storage.num_blocks:
-                storage.resize(num_blocks)
-            storage.give_back(self.engine.resize(num_blocks))
-            self.num_blocks, self.kv_memory_bytes = num_blocks, num_blocks * storage.unit_bytes
-            self._limit_pins()
-
-    def _limit_pins(self) -> None:
-        size = parse_share("pin_memory", self._pin_memory, self.num_blocks * self.cache.unit_bytes)
-        self.cache.pins.max_units = size // self.cache.unit_bytes
+            self._require_open()
+            self._opened.budget.resize(kv_memory)
 
     def flush(self) -> None:
         """Has the tiers hold all that the cache does, for good; waits for that. Without tiers it does nothing."""
@@ -518,13 +382,8 @@ class LLM(Sharing, Visibility):
         The budget stays; memory is taken again as it is needed.
         """
         with self._lock:
-            storage = self._require_elastic()
-            counts = self.engine.stats()
-            given_up = self.engine.resize(max(1, counts["held"] + counts["leased"] + counts["pinned"]))
-            try:
-                storage.give_back(given_up)
-            finally:  # the budget stays, also where the system refuses
-                self.engine.resize(self.num_blocks)
+            self._require_open()
+            self._opened.budget.trim()
 
     # -- the rest --------------------------------------------------------------------------------------
 
@@ -551,133 +410,14 @@ class LLM(Sharing, Visibility):
 
         Twice does nothing.
         """
-        engine = getattr(self, "engine", None)
-        if engine is not None:
-            engine.abort_all()
         try:
-            if self.tiers is not None:
-                self.tiers.close()
-                self.tiers = None
-                if self.watch is not None:
-                    self.watch.subscribers.collect()  # what has been stored, and what ends with this process
+            self._opened.close()
         finally:
+            self.tiers = self._opened.tiers
             self._stop_publishing()
-        self._prepared.restore()
-        if self._storage is not None:
-            self._storage.close()
-            self._storage = None
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class TextStream:
-    """An iterator over pieces of text; `result` is the output so far, whole once the iteration has ended.
-
-    Closing it (or leaving it to the garbage collector) ends the request and returns its blocks.
-    """
-
-    def __init__(self, llm: LLM, request_id: str) -> None:
-        self._llm = llm
-        self.request_id = request_id
-        self._closed = False
-        self._num_shown = 0  # characters
-        self.result: RequestOutput | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        while not self._closed:
-            with self._llm._lock:
-                output = self._take()
-                if output is None:
-                    try:
-                        self._llm._step()
-                    except BaseException:
-                        self.close()
-                        raise
-                    continue
-            self.result = output
-            if output.finished:
-                self.close()
-                if output.error is not None:
-                    raise output.error
-            # Not `new_text`: steps that others ran may have put several outputs in one place.
-            text = output.outputs[0].text
-            new, self._num_shown = text[self._num_shown :], len(text)
-            if new:
-                return new
-        raise StopIteration
-
-    def _take(self) -> RequestOutput | None:
-        outputs = self._llm._outputs
-        output = outputs[self.request_id]
-        outputs[self.request_id] = None
-        return output
-
-    def close(self) -> None:
-        """Ends the request if it still runs."""
-        if not self._closed:
-            self._closed = True
-            with self._llm._lock:
-                self._llm._outputs.pop(self.request_id, None)
-                aborted = self._llm.engine.abort(self.request_id)
-                self.result = aborted or self.result
-
-    def __del__(self) -> None:
-        if hasattr(self, "_closed"):
-            self.close()
-
-
-class _Progress:
-    """A bar of finished prompts on stderr, or nothing."""
-
-    def __init__(self, total: int, *, enabled: bool) -> None:
-        self._bar: Any = None
-        if enabled:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
-
-            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task("prompts", total=total)
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self, count: int) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task, count)
-
-
-def _folder(name: str, value: str | os.PathLike[str]) -> Path:
-    """A folder to write in, made if it is not there."""
-    folder = Path(value).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(
-            f"expected a folder that is there or can be made, got {str(value)!r} ({error.strerror}) - in `{name}`"
-        ) from error
-    return folder
-
-
-def _check_range(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
-        raise ArgumentError(f"expected an integer of {low} to {high}, got {value!r} - in `{name}`")

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.cache.pins import Pin
-from quire.engine.prompts import encode
-from quire.engine.request import RequestOutput
+from quire.engine.prompts import Prompt, encode
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.tenants import Place, Tenant
 from quire.errors import ArgumentError, CapacityError
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
+    from quire.engine.turns import Turns
 
 __all__ = ["Sharing"]
 
@@ -32,10 +32,8 @@ class Sharing:
     cache: Any
     tokenizer: Any
 
-    _outputs: dict[str, RequestOutput | None]
+    _turns: Turns
     _require_open: Callable[[], Any]
-    _run: Callable[[list[str], bool], None]
-    _abort: Callable[[list[str]], None]
 
     def add_tenant(
         self,
@@ -194,16 +192,7 @@ class Sharing:
     def _compute(self, tokens: np.ndarray, request: dict[str, Any]) -> None:
         """Has all of them in memory, where nobody holds them yet."""
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-        request_id = self.engine.submit(tokens, params, **request)
-        self._outputs[request_id] = None
-        try:
-            self._run([request_id], False)
-            output = self._outputs[request_id]
-        except BaseException:
-            self._abort([request_id])
-            raise
-        finally:
-            self._outputs.pop(request_id, None)
+        (output,) = self._turns.run([(Prompt(None, tokens), params)], **request)
         if output is not None and output.error is not None:
             raise output.error
 

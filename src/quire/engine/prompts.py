@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from quire.errors import PromptError
+from quire.engine.sampling_params import SamplingParams
+from quire.errors import ArgumentError, PromptError
 
-__all__ = ["Prompt", "encode", "split"]
+__all__ = ["Prompt", "encode", "paired", "split"]
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,23 @@ def _described(prompt: Any) -> str:
     if isinstance(prompt, Sequence):
         return f"a {type(prompt).__name__} of {sorted({type(part).__name__ for part in prompt})}"
     return type(prompt).__name__
+
+
+def paired(prompts: Any, params: Any, tokenizer: Any) -> list[tuple[Prompt, SamplingParams]]:
+    """Each of one or many prompts with its parameters: those given for all, or one for each, or the defaults.
+
+    *raises:* PromptError, and ArgumentError where the numbers differ.
+    """
+    parts = split(prompts)
+    many = len(parts) > 1
+    encoded = [
+        encode(part, tokenizer, f"prompt {i}" if many else "the prompt") for i, part in enumerate(parts)
+    ]
+    if params is None or isinstance(params, SamplingParams):
+        params = [params or SamplingParams()] * len(encoded)
+    if not isinstance(params, Sequence) or len(params) != len(encoded):
+        got = len(params) if isinstance(params, Sequence) else type(params).__name__
+        raise ArgumentError(
+            f"expected SamplingParams, or a list of one for each of the {len(encoded)} prompts, got {got}"
+        )
+    return list(zip(encoded, params, strict=True))

@@ -25,25 +25,22 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from quire.engine.admission import MAX_LOOKED_AT, Admission
 from quire.engine.fair_share import FairShare
 from quire.engine.loading import LoadingQueue
 from quire.engine.preemption import Parking
-from quire.engine.prefixes_under_way import PrefixesUnderWay
+from quire.engine.refusals import Refusals
 from quire.engine.request import Request, Sample, SampleState
 from quire.engine.scheduled_step import ScheduledStep
 from quire.engine.tier_loads import TierLoads
 from quire.errors import CapacityError
 
 __all__ = ["Scheduler"]
-
-_MAX_LOOKED_AT = 1024  # waiting samples that one step looks at
-_LONGEST_WAIT = 64  # steps, after steps that the storage refused
 
 
 class Scheduler:
@@ -74,9 +71,9 @@ class Scheduler:
         self._parking = parking or Parking(cache)
         self._loading = None if loads is None else LoadingQueue(cache, loads, self._share, on_reserved)
         self._on_reserved = on_reserved
-        self._block_size: int = cache.block_size
-        self._shares: bool = cache.prefix_caching
-        self._watermark = watermark
+        self._admission = Admission(
+            cache, self._share, self._parking, watermark=watermark, open_sequence=self._open
+        )
         self.max_batch_tokens = max_batch_tokens
         self.max_num_seqs = max_num_seqs
         self.clock = clock
@@ -89,10 +86,7 @@ class Scheduler:
         self._failed: list[Sample] = []
         self._closed: list[int] = []  # cache sequences closed since the last step
         self._chunk_limit = max_batch_tokens  # lowered while one sample alone has too little memory
-        # Steps to compute until somebody joins those that run again, after one was refused, and how many it will be
-        # after the next: twice as many, until somebody has ended, so that who joins is not turned out every time.
-        self._steps_to_wait, self._next_wait = 0, 1
-        self._refused_alone: Sample | None = None
+        self._refusals = Refusals()
 
     # -- requests in and out ---------------------------------------------------------------------------
 
@@ -158,7 +152,7 @@ class Scheduler:
         elif state is SampleState.RUNNING:
             self.running.remove(sample)
             self._close(sample)
-            self._steps_to_wait, self._next_wait = min(1, self._steps_to_wait), 1
+            self._refusals.ended()
         elif state is SampleState.LOADING:
             self._stop_loading(sample)
         sample.search = None
@@ -185,7 +179,7 @@ class Scheduler:
     @property
     def waits_for_tiers(self) -> bool:
         """Whether a load or a search is under way that a step could follow from."""
-        return bool(self.loading) or any(not sample.is_searched for sample in self.waiting[:_MAX_LOOKED_AT])
+        return bool(self.loading) or any(not sample.is_searched for sample in self.waiting[:MAX_LOOKED_AT])
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -199,8 +193,8 @@ class Scheduler:
                 self._start([sample])
             if self._loading.may_start(self.waiting):
                 running = [(sample, 1) for sample in self.running]
-                promised = self._cache.margin(self._watermark) + self._units_to_come(running)
-                promised_to = self._taken_by_account(running)
+                promised = self._admission.margin + self._admission.units_to_come(running)
+                promised_to = self._admission.taken_by_account(running)
                 self._loading.start(
                     self.waiting, self.running, promised, promised_to, self.max_num_seqs, self._open
                 )
@@ -236,7 +230,7 @@ class Scheduler:
         its end. A sample with `error` set ends with it.
         """
         cache, now = self._cache, self.clock()
-        self._steps_to_wait, self._refused_alone = max(0, self._steps_to_wait - 1), None
+        self._refusals.computed()
         # Nothing but decodes, as it mostly is: one call for all of them.
         together = step.is_decode and all(s.state is SampleState.RUNNING for s in step.samples)
         if together:
@@ -279,7 +273,7 @@ class Scheduler:
         self.num_computed_tokens -= int(step.num_new_tokens.sum())
         alone = self.running[0] if len(self.running) == 1 else None
         ended: list[Sample] = []
-        if alone is not None and alone is self._refused_alone:
+        if alone is not None and alone is self._refusals.alone:
             ended = [alone, *alone.unborn_siblings()]
             for sample in ended:
                 self.finish(sample, "error", error)
@@ -289,8 +283,7 @@ class Scheduler:
             self._unadmit(sample)
         if not copying and len(self.running) > 1:
             self._preempt_last()
-        self._steps_to_wait, self._refused_alone = self._next_wait, alone
-        self._next_wait = min(2 * self._next_wait, _LONGEST_WAIT)
+        self._refusals.refused(alone)
         return ended
 
     # -- choosing --------------------------------------------------------------------------------------
@@ -317,102 +310,17 @@ class Scheduler:
     def _admit(self, chosen: list[tuple[Sample, int]], budget: int) -> list[tuple[Sample, int]]:
         """Waiting samples that join the step, opened and moved to `running`."""
         room = self.max_num_seqs - len(self.running)
-        if self._steps_to_wait:
+        if self._refusals.nobody_joins:
             room = 0 if self.running else 1
-        if not self.waiting or room <= 0 or budget <= 0:
-            return []
-        cache = self._cache
-        margin = cache.margin(self._watermark)
-        taken = self._units_to_come(chosen)
-        being_computed = PrefixesUnderWay(self.running, self._block_size) if self._shares else None
-        admitted: list[tuple[Sample, int]] = []
-        passed: list[Sample] = []  # wait for another's commit, or for their own account's units
-        taken_by = self._taken_by_account(chosen)
-        short: set[int] = set()  # accounts of which one waits for units: nobody of them overtakes it
-        num_looked_at = 0
-        for sample in self.waiting[:_MAX_LOOKED_AT]:
-            if not room or not budget:
-                break
-            num_looked_at += 1
-            request = sample.request
-            account = request.account
-            if not sample.is_searched or sample.waits_for_commit or account in short:
-                passed.append(sample)
-                continue
-            tokens = sample.token_ids()
-            sequence = self._open(sample, tokens)
-            num_computed = sequence.num_computed_tokens
-            if being_computed is not None and sample.parked is None:
-                sample.waits_for = being_computed.find(request, tokens, num_computed)
-                if sample.waits_for is not None:
-                    cache.close(sequence)
-                    passed.append(sample)
-                    continue
-            # What was parked comes back at once, whatever the budget.
-            known = max(num_computed, self._parking.num_tokens(sample))
-            more = min(len(tokens) - known, budget, self._chunk_limit)
-            n = known - num_computed + more
-            if known > num_computed:
-                now = self._parking.num_blocks_needed(sample, sequence, more)
-            else:
-                now = cache.num_blocks_needed([sequence], [n])
-            units = now + cache.units_later(len(tokens), num_computed + n)
-            # The very first may take what there is, in smaller chunks if need be (R3); others leave a margin.
-            if self.running or self.loading or admitted:
-                waits_for = self._share.waits_for(account, units, taken_by[account])
-                if waits_for is not None:
-                    cache.close(sequence)
-                    short.add(account)
-                    passed.append(sample)
-                    taken += units if waits_for == "others" else 0
-                    continue
-                if taken + units + margin > cache.num_free_blocks or now > cache.largest_free_blocks:
-                    cache.close(sequence)
-                    num_looked_at -= 1
-                    break
-            if known > num_computed:
-                restored = self._parking.restore(sample, sequence)
-                if restored is None:
-                    cache.close(sequence)
-                    sequence = self._open(sample, tokens)
-                    restored = sequence.num_computed_tokens
-                num_computed = restored
-                n = min(len(tokens) - num_computed, budget, self._chunk_limit)
-                now = cache.num_blocks_needed([sequence], [n])  # what has come back is held by now
-                units = now + cache.units_later(len(tokens), num_computed + n)
-            taken += units
-            taken_by[account] += units
-            room -= 1
-            budget -= n
-            sample.sequence = sequence
-            sample.num_computed = num_computed
-            sample.state = SampleState.RUNNING
-            if being_computed is not None:
-                being_computed.add(sample, tokens)
-            admitted.append((sample, n))
-        if admitted:
-            self.waiting[:num_looked_at] = passed
-            for sample, _ in admitted:
-                insort(self.running, sample, key=_key)
-        return admitted
-
-    def _units_to_come(self, chosen: list[tuple[Sample, int]]) -> int:
-        """Units that this step of the running samples takes, and that the rest of their prompts will."""
-        if not chosen:
-            return 0
-        sequences = [sample.sequence for sample, _ in chosen]
-        cache = self._cache
-        units = cache.num_blocks_needed(sequences, [n for _, n in chosen])
-        return units + sum(cache.units_later(s.num_tokens, s.num_computed + n) for s, n in chosen)
-
-    def _taken_by_account(self, chosen: list[tuple[Sample, int]]) -> Counter[int]:
-        """`_units_to_come` of each account, where accounts have limits."""
-        taken: Counter[int] = Counter()
-        if self._share.is_limited:
-            for account in {sample.request.account for sample, _ in chosen}:
-                own = [(sample, n) for sample, n in chosen if sample.request.account == account]
-                taken[account] = self._units_to_come(own)
-        return taken
+        return self._admission.admit(
+            self.waiting,
+            self.running,
+            chosen,
+            is_first=not (self.running or self.loading),
+            room=room,
+            budget=budget,
+            chunk_limit=self._chunk_limit,
+        )
 
     # -- moving samples --------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory.heap import physical_bytes
 from quire.memory.placement import DEFAULT_PIECE_BYTES, PlacementBackend, PlacementHeap, why_not
 from quire.memory.placement.memfd import MemfdBackend
+from quire.memory.row_map import RowMap
 from quire.memory.row_places import RowShape, placements
 from quire.memory.rows import Rows
 from quire.memory.storage import Capabilities, Placement
@@ -131,7 +132,7 @@ class VirtualStorage:
         self._first_of_table = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
         self._table_of = [[kinds[i] for i in self._first_of_table].index(kind) for kind in kinds]
         self._rows = Rows(max_num_seqs)
-        self._held = np.zeros(self.max_blocks, bool)
+        self._map = RowMap(self._heap, self._places, self._rows, self.max_blocks)
         # Sequences, the cache's tables and our tables' entries of the step before, as long as rows lead there.
         self._last: tuple[list[int], list[np.ndarray], list[np.ndarray]] | None = None
 
@@ -218,7 +219,7 @@ class VirtualStorage:
         for index, address_range in enumerate(self._ranges):
             group = plan.group(index)
             units = np.unique(group.block_tables[group.block_tables >= 0])
-            self._hold(units)
+            self._map.hold(units)
             self._heap.commit(units, address_range.piece_bytes)
             self._copy(group.copies, index)
 
@@ -272,14 +273,7 @@ class VirtualStorage:
             raise ArgumentError(
                 f"expected units of 0 to {self.num_blocks - 1}, got {ids.min()} to {ids.max()}"
             )
-        free = np.zeros(self.max_blocks + 1, bool)
-        free[ids + 1] = True  # as entries, which are units plus one
-        stale = [np.flatnonzero(free[r.entries[1:-1]]) for r in self._ranges]
-        self._heap.map([(r, at, np.full(len(at), -1)) for r, at in zip(self._ranges, stale, strict=True)])
-        given = np.flatnonzero(free[1:] & self._held)
-        self._heap.free(given)
-        self._held[given] = False
-        self._heap.trim()
+        self._map.give_back(ids)
 
     def resize(self, num_blocks: int) -> None:
         """Have `num_blocks` units from now on; the memory of those given up goes back at once.
@@ -304,7 +298,7 @@ class VirtualStorage:
     def fill(self, value: float) -> None:
         """Set every element of every unit, which commits them all. For tests that poison unwritten slots."""
         units = np.arange(self.num_blocks)
-        self._hold(units)
+        self._map.hold(units)
         for row_range in self._ranges:
             every = self._heap.reserve(self.num_blocks, row_range.piece_bytes)
             self._heap.map([(every, units, units)])
@@ -324,7 +318,7 @@ class VirtualStorage:
         self._heap.close()
         self._last = None
         self._rows.of.clear()
-        self._held[:] = False
+        self._map.is_held[:] = False
 
     # How
 
@@ -347,7 +341,7 @@ class VirtualStorage:
         adopted = self._rows.adopt(ids, tables, self._places)
         rows = np.array([self._rows.of[sequence] for sequence in ids], np.int64)
         try:
-            self._lead(rows, tables)
+            self._map.lead(rows, tables)
             for index, group in enumerate(groups):
                 self._copy(group.copies, index)
         except BaseException:
@@ -361,46 +355,6 @@ class VirtualStorage:
         if sequences:
             self._last = None
         self._rows.park(sequences)
-
-    def _lead(self, rows: np.ndarray, tables: list[np.ndarray]) -> None:
-        """Map what the rows do not lead to yet, and unmap what a window has given back (U1)."""
-        changes = []
-        for places, table in zip(self._places, tables, strict=True):
-            places.check_table(table)
-            if not table.size:
-                continue
-            positions, units = places.differing(rows, table)
-            if len(positions):
-                changes.append((places.range, positions, units))
-        if not changes:
-            return
-        wanted = np.concatenate([units for _, _, units in changes])
-        new = self._hold(np.unique(wanted[wanted >= 0]))
-        try:
-            try:
-                self._heap.map(changes)
-            except CapacityError:
-                # Rows that nobody uses cost mappings and memory: without them once more.
-                self._unmap_parked()
-                self._heap.map(changes)
-        except BaseException:
-            self._heap.free(new)
-            self._held[new] = False
-            raise
-
-    def _hold(self, units: np.ndarray) -> np.ndarray:
-        """Hold those of the units that the storage does not yet (U2); which they were."""
-        new = units[~self._held[units]]
-        self._heap.claim(new)
-        self._held[new] = True
-        return new
-
-    def _unmap_parked(self) -> None:
-        changes = []
-        for places in self._places:
-            at = places.mapped(self._rows.parked)
-            changes.append((places.range, at, np.full(len(at), -1)))
-        self._heap.map(changes)
 
     def _copy(self, copies: Any, index: int) -> None:
         """Rows of source unit, target unit, tokens: in every layer of the group."""

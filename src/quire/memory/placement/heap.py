@@ -39,6 +39,7 @@ from quire.memory.placement.backend import PlacementBackend
 from quire.memory.placement.heap_files import HeapFiles
 from quire.memory.placement.mapping import Change, change, num_edges
 from quire.memory.placement.memfd import MemfdBackend
+from quire.memory.placement.references import References
 
 __all__ = ["DEFAULT_PIECE_BYTES", "PlacementHeap"]
 
@@ -84,10 +85,7 @@ class PlacementHeap:
         self._backend = backend
         self._budget = backend.budget
         self._files = HeapFiles(self.piece_bytes, max_units, self.units_per_heap, backend)
-        # Of every unit there can be: costs memory only where units are used.
-        self._holds = np.zeros(max_units, np.int32)
-        self._references = np.zeros(max_units, np.int32)
-        self._promised = np.zeros(max_units, np.int32)  # holds that end with a step
+        self._references = References(max_units)
         self._ranges: list[AddressRange] = []
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._completed = 0
@@ -160,7 +158,7 @@ class PlacementHeap:
             raise
         split = int(np.searchsorted(found, after + 1))
         units = np.concatenate([found[split : split + count], found[: max(0, count - (len(found) - split))]])
-        self._add(units, holds=1)
+        self._references.add_holds(units, 1)
         return units
 
     def claim(self, units: Any) -> None:
@@ -168,9 +166,9 @@ class PlacementHeap:
 
         *raises:* CapacityError: no memory for another heap; nothing has changed then.
         """
-        units = self._unit_array(units)
-        if len(np.unique(units)) != len(units) or self._references[units].any():
-            taken = units[self._references[units] > 0]
+        units = self._references.units(units)
+        if len(np.unique(units)) != len(units) or self._references.counts[units].any():
+            taken = units[self._references.counts[units] > 0]
             raise ArgumentError(
                 f"expected distinct free units to claim, got {units.tolist()}, {taken.tolist()} taken"
             )
@@ -183,31 +181,26 @@ class PlacementHeap:
         except CapacityError:
             self._files.drop(made)
             raise
-        self._add(units, holds=1)
+        self._references.add_holds(units, 1)
 
     def hold(self, units: Any) -> None:
         """One more reference to each of these units, none of which is free."""
-        units = self._live(units)
-        self._add(units, holds=1)
+        units = self._references.live(units)
+        self._references.add_holds(units, 1)
 
     def free(self, units: Any, *, step: int | None = None) -> None:
         """Give up a hold of each unit: at once, or when `step` has been completed. Mapped positions keep a unit."""
-        units = self._unit_array(units)
-        counts = np.bincount(units) if len(units) else np.zeros(0, int)
-        over = np.flatnonzero(counts > (self._holds - self._promised)[: len(counts)])
-        if len(over):
-            raise ArgumentError(
-                f"expected units that are held, got {over.tolist()}, which are not (so often)"
-            )
+        units = self._references.units(units)
+        self._references.check_held(units)
         if step is None or step <= self._completed:
-            self._add(units, holds=-1)
+            self._references.add_holds(units, -1)
         else:
             self._when(step, lambda: self._free_promised(units))
-            np.add.at(self._promised, units, 1)
+            self._references.promise(units, 1)
 
     def references(self, units: Any) -> np.ndarray:
         """int32, holds and mapped positions of each unit: 1 means that whoever asks is the only one."""
-        return self._references[self._unit_array(units)]
+        return self._references.counts[self._references.units(units)]
 
     # Mapping
 
@@ -222,7 +215,7 @@ class PlacementHeap:
         for address_range, positions, units in changes:
             positions, order = self._position_array(address_range, positions)
             units = np.atleast_1d(np.asarray(units, np.int64))
-            self._live(units[units != -1])
+            self._references.live(units[units != -1])
             if len(units) != len(positions):
                 raise ArgumentError(
                     f"expected a unit for each of {len(positions)} positions, got {len(units)}"
@@ -260,7 +253,7 @@ class PlacementHeap:
 
         *raises:* CapacityError: no memory behind the target.
         """
-        units = self._live([source, target])
+        units = self._references.live([source, target])
         for size, full in zip(num_bytes, self.piece_bytes, strict=True):
             if not 0 <= size <= full:
                 raise ArgumentError(f"expected to copy up to {full} bytes of a piece, got {size}")
@@ -273,17 +266,17 @@ class PlacementHeap:
 
         *raises:* CapacityError: there is none.
         """
-        self._files.commit(self._live(units), piece_bytes)
+        self._files.commit(self._references.live(units), piece_bytes)
 
     def addresses(self, units: Any, lane: int) -> np.ndarray:
         """int64, where these units' pieces of a lane can be reached whether mapped or not; none of them is free."""
-        return self._files.addresses(self._live(units), lane)
+        return self._files.addresses(self._references.live(units), lane)
 
     def trim(self) -> None:
         """Give back the memory of every free unit, and every heap none of whose units is in use."""
         for index in list(self._files.files):
             start, stop = self._files.span(index)
-            unused = np.flatnonzero(self._references[start:stop] == 0) + start
+            unused = self._references.free_in(start, stop)
             if len(unused) == stop - start:
                 self._files.drop([index])
             else:
@@ -306,11 +299,11 @@ class PlacementHeap:
     @property
     def num_used(self) -> int:
         """Units that are not free."""
-        return int(np.count_nonzero(self._references))
+        return int(np.count_nonzero(self._references.counts))
 
     def check(self) -> None:
         """Prove P1 and P3; *raises:* InvariantError with the numbers."""
-        references = self._holds.copy()
+        references = self._references.holds.copy()
         for address_range in self._ranges:
             entries = address_range.entries
             np.add.at(references, entries[entries > 0] - 1, 1)
@@ -319,14 +312,14 @@ class PlacementHeap:
                 raise InvariantError(
                     f"P3: a range counts {address_range.num_mappings} mappings, its entries make {1 + edges}"
                 )
-        wrong = np.flatnonzero(references != self._references)
+        wrong = np.flatnonzero(references != self._references.counts)
         if len(wrong):
             unit = int(wrong[0])
             raise InvariantError(
-                f"P1: unit {unit} counts {self._references[unit]} references, has {references[unit]}; "
+                f"P1: unit {unit} counts {self._references.counts[unit]} references, has {references[unit]}; "
                 f"{len(wrong)} units differ"
             )
-        for unit in np.flatnonzero(self._references).tolist():
+        for unit in np.flatnonzero(self._references.counts).tolist():
             if unit // self.units_per_heap not in self._files.files:
                 raise InvariantError(f"P1: unit {unit} is in use, its heap is not there")
 
@@ -335,50 +328,30 @@ class PlacementHeap:
         for address_range in list(self._ranges):
             self.release(address_range)
         self._waiting.clear()
-        self._holds[:] = 0
-        self._references[:] = 0
-        self._promised[:] = 0
+        self._references.clear()
         self._files.drop(list(self._files.files))
 
     # How
 
     def _change(self, changes: list[Change]) -> None:
         for (_, _, units), before in zip(changes, change(self._files, changes), strict=True):
-            np.add.at(self._references, units[units >= 0], 1)
-            np.add.at(self._references, before[before >= 0], -1)
+            self._references.moved(before, units)
 
     def _free_units(self) -> np.ndarray:
         parts = [np.zeros(0, np.int32)]
         for index in sorted(self._files.files):
             start, stop = self._files.span(index)
-            parts.append((np.flatnonzero(self._references[start:stop] == 0) + start).astype(np.int32))
+            parts.append(self._references.free_in(start, stop).astype(np.int32))
         return np.concatenate(parts)
 
     def _free_promised(self, units: np.ndarray) -> None:
-        np.add.at(self._promised, units, -1)
-        self._add(units, holds=-1)
-
-    def _add(self, units: np.ndarray, *, holds: int) -> None:
-        np.add.at(self._holds, units, holds)
-        np.add.at(self._references, units, holds)
+        self._references.promise(units, -1)
+        self._references.add_holds(units, -1)
 
     def _when(self, step: int, act: Callable[[], None]) -> None:
         if self._waiting and step < self._waiting[-1][0]:
             raise ArgumentError(f"expected steps in order, got {step} after {self._waiting[-1][0]}")
         self._waiting.append((step, act))
-
-    def _unit_array(self, units: Any) -> np.ndarray:
-        units = np.atleast_1d(np.asarray(units, np.int64))
-        if len(units) and (units.min() < 0 or units.max() >= self.max_units):
-            raise ArgumentError(f"expected units of 0 to {self.max_units - 1}, got {units.tolist()}")
-        return units
-
-    def _live(self, units: Any) -> np.ndarray:
-        units = self._unit_array(units)
-        if len(units) and not self._references[units].all():
-            free = units[self._references[units] == 0]
-            raise ArgumentError(f"expected units in use, got {free.tolist()}, which are free")
-        return units
 
     def _require(self, address_range: AddressRange) -> None:
         if not any(address_range is own for own in self._ranges):

@@ -1,0 +1,41 @@
+"""Carrying out a step that `reserve.py` has decided and the pool has room for: units change hands here.
+
+Cost: O(new blocks) per group.
+"""
+
+from __future__ import annotations
+
+from quire.cache.blocks import Blocks
+from quire.cache.reserve import Copy, Request
+from quire.cache.sequence import GIVEN_UP
+
+__all__ = ["allocate", "take_over"]
+
+
+def take_over(blocks: Blocks, request: Request) -> None:
+    """No room for a copy and nobody else to wait for: the tree forgets the block, which is then ours."""
+    for group, table in enumerate(request.sequence.tables):
+        unit = table[request.start // blocks.tree.block_size]
+        if blocks.node_of[unit] is not None:
+            blocks.take_over(unit, group, request.sequence.account)
+    request.copies = False
+
+
+def allocate(
+    blocks: Blocks, request: Request, copies: list[list[Copy]], sources: list[tuple[int, int]]
+) -> None:
+    """Give one sequence its units; the copies' sources are let go at the end of the call."""
+    sequence = request.sequence
+    block, offset = divmod(request.start, blocks.tree.block_size)
+    for group, table in enumerate(sequence.tables):
+        if request.copies:
+            source = table[block]
+            table[block] = blocks.allocate(sequence)
+            copies[group].append((source, table[block], offset))
+            sources.append((source, sequence.id))
+        elif offset:
+            blocks.pool.writer[table[block]] = sequence.id
+        for new in range(len(table), -(-request.end // blocks.tree.block_size)):
+            is_needed = new >= request.first_blocks[group]
+            table.append(blocks.allocate(sequence) if is_needed else GIVEN_UP)
+    sequence.reserved = request.end

@@ -1,0 +1,119 @@
+"""`KVBudget`: how much memory the KV cache of one `LLM` may take, what fits in it, how it is changed.
+
+Over an engine and its storage, which keep the units: it only sees to it that both always have the same number, and that
+pins may take their share of it. Not thread-safe: calls are made between two steps.
+
+Cost: `resize` and `trim` O(units given up or made); figures O(1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from quire.engine.shares import parse_share
+from quire.engine.storages import OpenStorage, StorageOptions
+from quire.errors import ArgumentError
+from quire.sizes import format_size
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
+
+__all__ = ["KVBudget"]
+
+
+class KVBudget:
+    """options: what the storage was opened with. pin_memory: what pins may take, a size or a share.
+
+    *raises:* ArgumentError: of `pin_memory`.
+    """
+
+    def __init__(
+        self,
+        opened: OpenStorage,
+        engine: Engine,
+        options: StorageOptions,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        pin_memory: str | int,
+    ) -> None:
+        self._name = opened.name
+        self._storage = opened.storage
+        self._cache = opened.cache
+        self._engine = engine
+        # "virtual" has blocks of its pieces.
+        self.block_size = opened.cache.block_size if opened.name == "virtual" else options.block_size
+        self._options = replace(options, block_size=self.block_size)
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._pin_memory = pin_memory
+        self.num_blocks: int = opened.cache.num_blocks
+        self._limit_pins()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self._cache.unit_bytes
+
+    @property
+    def max_num_full_sequences(self) -> int:
+        """Sequences of `max_model_len` tokens that the cache holds at once."""
+        return self.num_blocks // self._cache.units_alone(self._max_model_len)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens that the cache holds in sequences of at most `max_model_len`."""
+        units = self._cache.units_alone(self._max_model_len)
+        if self.num_blocks < units:
+            return self._cache.max_tokens_alone()
+        return self.num_blocks * self._max_model_len // units
+
+    def __str__(self) -> str:
+        """What the cache can hold, in one line."""
+        blocks = f"{self.num_blocks} {self._cache.unit}s"
+        if self._name in ("paged", "virtual"):
+            blocks += f" of {self.block_size} tokens"
+        return (
+            f"KV cache of {format_size(self.num_bytes)}, {self._name}, {blocks}; "
+            f"holds {self.max_num_tokens} tokens, {self.max_num_full_sequences} sequences of the maximum of "
+            f"{self._max_model_len} tokens"
+        )
+
+    def resize(self, kv_memory: str | int) -> None:
+        """See `LLM.resize`. *raises:* ArgumentError, CapacityError: nothing was changed."""
+        self._require_elastic()
+        storage = self._storage
+        num_blocks = replace(self._options, kv_memory=kv_memory).num_blocks(
+            self._cache.spec,
+            storage.unit_bytes,
+            self._max_model_len,
+            self._max_num_seqs,
+            storage.bytes_committed,
+        )
+        self._engine.tenants.check_resize(num_blocks)
+        if num_blocks > storage.num_blocks:
+            storage.resize(num_blocks)
+        storage.give_back(self._engine.resize(num_blocks))
+        self.num_blocks = num_blocks
+        self._limit_pins()
+
+    def trim(self) -> None:
+        """See `LLM.trim`. *raises:* ArgumentError, CapacityError: the system refuses; the budget stays."""
+        self._require_elastic()
+        counts = self._engine.stats()
+        given_up = self._engine.resize(max(1, counts["held"] + counts["leased"] + counts["pinned"]))
+        try:
+            self._storage.give_back(given_up)
+        finally:  # the budget stays, also where the system refuses
+            self._engine.resize(self.num_blocks)
+
+    def _limit_pins(self) -> None:
+        unit_bytes = self._cache.unit_bytes
+        size = parse_share("pin_memory", self._pin_memory, self.num_blocks * unit_bytes)
+        self._cache.pins.max_units = size // unit_bytes
+
+    def _require_elastic(self) -> None:
+        if not self._storage.capabilities.elastic:
+            raise ArgumentError(
+                f'expected a storage whose memory can be resized, got {self._name}; use storage="paged" or "virtual"'
+            )
