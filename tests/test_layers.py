@@ -15,6 +15,7 @@ ORDER = [
     "errors",
     "sizes",
     "deferred_dynamo",
+    "deferred_symbolic_shapes",
     "startup",
     "torch_threads",
     "_native",

@@ -2,7 +2,8 @@
 
 The garbage collector is off: importing torch and a model's code makes some million objects that stay, and the collector
 walks all of them again and again meanwhile, a fifth of the time of those imports. Torch's compiler is not imported
-(`deferred_dynamo`). And transformers looks for the names in its 1 600 files once, not twice (`scan_models_once`).
+(`deferred_dynamo`), nor are the symbolic shapes it works with (`deferred_symbolic_shapes`). And transformers looks for
+the names in its 1 600 files once, not twice (`scan_models_once`).
 Measured in docs/benchmarks.md, "Start and memory".
 """
 
@@ -17,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from quire.deferred_dynamo import dynamo_deferred
+from quire.deferred_symbolic_shapes import symbolic_shapes_deferred
 
 __all__ = ["collector_paused", "scan_models_once", "short_start"]
 
 
 @contextmanager
 def short_start() -> Iterator[None]:
-    """The first two inside the block; afterwards as before. Blocks may nest."""
-    with collector_paused(), dynamo_deferred():
+    """The first three inside the block; afterwards as before. Blocks may nest."""
+    with collector_paused(), dynamo_deferred(), symbolic_shapes_deferred():
         yield
 
 

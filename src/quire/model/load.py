@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.model.mapped_weights import MappedWeights
+from quire.model.shell import making_shells
 from quire.spec import DTYPE_BYTES, KVSpec
 from quire.spec.config import spec_of
 
@@ -104,7 +105,7 @@ def load(
         options["local_files_only"] = True
     elif revision is not None:
         options["revision"] = revision
-    with _quiet():
+    with _quiet(), making_shells():
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 where, dtype=wanted or "auto", output_loading_info=True, **options
