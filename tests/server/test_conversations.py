@@ -295,19 +295,29 @@ def test_snapshots_outlive_the_server_and_are_their_tenants(tmp_path: Path) -> N
         whole = one.tokens(name)
         kept = one("POST", f"conversations/{name}/snapshot", {"name": "mine"}, 201)
         assert (kept["num_tokens"], kept["num_stored_tokens"], kept["is_usable"]) == (72, 64, True)
-        one("POST", f"conversations/{name}/snapshot", {"name": "mine"}, 400)
+        one("POST", f"conversations/{name}/snapshot", {"name": "mine"}, 409)
         one("POST", f"conversations/{name}/snapshot", {"name": "../x"}, 400)
     with LLM(**options) as llm, running(llm, settings) as (url, _):
         one, two = Client(url, "a"), Client(url, "b")
         assert [card["name"] for card in one("GET", "snapshots?cache_salt=s")["data"]] == ["mine"]
         assert one("GET", "snapshots")["data"] == two("GET", "snapshots?cache_salt=s")["data"] == []
-        two("POST", "conversations", {"snapshot": "mine", "cache_salt": "s"}, 400)
+        two("POST", "conversations", {"snapshot": "mine", "cache_salt": "s"}, 404)
         again = one.make(snapshot="mine", cache_salt="s")
         assert one.tokens(again) == whole
         assert one.turn(again)["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
-        two("DELETE", "snapshots/mine?cache_salt=s", status=400)
+        two("DELETE", "snapshots/mine?cache_salt=s", status=404)
         one("DELETE", "snapshots/mine?cache_salt=s", status=204)
         assert one("GET", "snapshots?cache_salt=s")["data"] == []
+
+
+def test_no_body_is_an_empty_one(url: str) -> None:
+    made = httpx.post(f"{url}/v1/conversations")
+    assert made.status_code == 201
+    name = made.json()["id"]
+    httpx.post(f"{url}/v1/conversations/{name}/append", json={"text": "def f(", "generate": False})
+    turn = httpx.post(f"{url}/v1/conversations/{name}/append", timeout=30)
+    assert turn.status_code == 200
+    assert turn.json()["usage"]["completion_tokens"] > 0
 
 
 def test_without_a_disk_cache_there_are_no_snapshots(client: Client) -> None:

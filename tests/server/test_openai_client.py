@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import httpx
 import openai
@@ -155,6 +156,29 @@ def test_health_metrics_tokens(url: str, model: str) -> None:
     page = httpx.get(f"{url}/metrics").text
     assert f'vllm:num_requests_running{{model_name="{model}"}} 0.0' in page
     assert "vllm:generation_tokens_total" in page
+    assert f'vllm:request_success_total{{finished_reason="length",model_name="{model}"}}' in page
+    assert f'vllm:time_to_first_token_seconds_count{{model_name="{model}"}}' in page
+
+
+def test_the_time_of_a_token_is_counted_once_a_request(url: str) -> None:
+    def told() -> dict[str, float]:
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        name = "vllm:request_time_per_output_token_seconds"
+        found = {line.split("{")[0]: float(line.split()[-1]) for line in lines if line.startswith(name)}
+        return {end: found[f"{name}_{end}"] for end in ("count", "sum")}
+
+    before, began = told(), time.perf_counter()
+    body = {"prompt": PROMPT, "max_tokens": 9, "ignore_eos": True}
+    for more in ({}, {"max_tokens": 1}, {"n": 2}):
+        assert httpx.post(f"{url}/v1/completions", json={**body, **more}, timeout=30).status_code == 200
+    after, seconds = told(), time.perf_counter() - began
+    assert (
+        after["count"] - before["count"] == 1
+    )  # one token has no second; two answers have no time of their own
+    assert 0 < after["sum"] - before["sum"] < seconds / 8
+
+
+def test_tokens_there_and_back(url: str, model: str) -> None:
     tokens = httpx.post(f"{url}/tokenize", json={"prompt": PROMPT}).json()
     assert httpx.post(f"{url}/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"] == PROMPT
     assert httpx.get(f"{url}/openapi.json").json()["openapi"].startswith("3.")

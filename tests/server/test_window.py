@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.window_client import Generating, Watcher, ask
 
 from quire.server.settings import ServerSettings
 from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
@@ -21,81 +21,6 @@ from quire.server.window.feed import MAX_SHARE, Feed
 ALICE, BOSS = "key-of-alice-5f2c", "key-of-the-boss-77aa"
 SECRET = "xyzzy plugh secret"
 KEYS = KeyRing([(digest_of_key(ALICE), Tenant("alice-the-tenant")), (digest_of_key(BOSS), ADMIN)])
-
-
-def ask(
-    url: str, path: str, key: str | None = None, body: Any = None, method: str | None = None, **headers: str
-) -> tuple[int, dict[str, str], bytes]:
-    if key is not None:
-        headers["Authorization"] = f"Bearer {key}"
-    data = None
-    if body is not None:
-        data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
-    request = urllib.request.Request(url + path, data, headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return response.status, dict(response.headers), response.read()
-    except urllib.error.HTTPError as error:
-        return error.code, dict(error.headers), error.read()
-
-
-class Watcher:
-    """A connection to the events."""
-
-    def __init__(self, url: str, key: str | None = None) -> None:
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        request = urllib.request.Request(url + "/window/events", headers=headers)
-        self.response = urllib.request.urlopen(request, timeout=30)
-        self.raw = b""
-        self.state: dict[str, Any] = {}
-        self.next()
-
-    def next(self) -> dict[str, Any]:
-        while True:
-            line = self.response.readline()
-            assert line, "the stream has ended"
-            self.raw += line
-            if line.startswith(b"data: "):
-                event = json.loads(line[6:])
-                self.state |= event
-                return event
-
-    def until(self, is_reached: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-        for _ in range(100):
-            if is_reached(self.state):
-                return self.state
-            self.next()
-        raise AssertionError(f"not reached: {sorted(self.state)}")
-
-    def __enter__(self) -> Watcher:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.response.close()
-
-
-class Generating:
-    """A request that runs until the block ends."""
-
-    def __init__(self, url: str, prompt: str, key: str | None = None) -> None:
-        host = url.removeprefix("http://")
-        self.connection = http.client.HTTPConnection(host, timeout=60)
-        body = {"prompt": prompt, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        self.connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        self.response = self.connection.getresponse()
-        assert self.response.status == 200
-        line = self.response.readline()
-        self.id = json.loads(line[6:])["id"]
-
-    def __enter__(self) -> Generating:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.response.close()
-        self.connection.close()
 
 
 @pytest.fixture
@@ -219,6 +144,24 @@ def test_what_is_cached_is_told_and_by_nobody_held(url: str) -> None:
             raise AssertionError("no row leads to the prompt")
     assert details["state"] == "cached"
     assert details["num_holders"] == 0
+
+
+def test_ages_are_those_of_the_cache_also_of_what_came_before_anybody_looked(
+    serve: Any, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.cache.reset()
+    mirror = llm.watch.mirror
+    now = [mirror.clock()]
+    monkeypatch.setattr(mirror, "clock", lambda: now[0])
+    body = {"prompt": list(range(3, 40)), "max_tokens": 2, "temperature": 0}
+    with serve(ServerSettings()) as (url, _):
+        assert ask(url, "/v1/completions", body=body)[0] == 200
+        now[0] += 100
+        assert ask(url, "/v1/completions", body=body)[0] == 200
+        now[0] += 50
+        with Watcher(url) as watcher:
+            (row, *_) = watcher.until(lambda state: state.get("tree", {}).get("rows"))["tree"]["rows"]
+    assert (row["age"], row["idle"], row["older"]) == (150.0, 50.0, False)
 
 
 def test_nothing_is_taken_while_nobody_watches(server: tuple[str, Any]) -> None:

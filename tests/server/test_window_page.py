@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.running_server import running
 
+from quire import LLM
 from quire.server.settings import ServerSettings
 from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
 
@@ -251,6 +253,43 @@ def test_keys_are_asked_for_and_nothing_is_told_to_a_tenant(browser: Any, serve:
                 "return localStorage.length + sessionStorage.length + document.cookie.length"
             )
             assert stored == 0
+        finally:
+            browser.get("about:blank")
+
+
+@pytest.mark.parametrize("storage", ["contiguous", "growing"])
+def test_a_storage_of_rows_can_be_clicked_too(browser: Any, storage: str) -> None:
+    with LLM(kv_memory="16MiB", storage=storage) as llm, running(llm, ServerSettings()) as (url, _):
+        step = llm.engine.step
+
+        def slow_step() -> Any:  # so that it still runs when it is clicked
+            time.sleep(0.03)
+            return step()
+
+        llm.engine.step = slow_step  # type: ignore[method-assign]
+        browser.get_log("browser")
+        browser.get(url)
+        try:
+            until(lambda: by_id(browser, "status").text == "live")
+            kind = llm.cache.unit
+            until(lambda: by_id(browser, "map-title").text == f"{kind.capitalize()}s")
+            by_id(browser, "max-tokens").clear()
+            by_id(browser, "max-tokens").send_keys("1500")
+            by_id(browser, "send").click()
+            until(lambda: f"{kind}s: 0" in by_id(browser, "try-status").text)
+            by_id(browser, "map").send_keys(Keys.HOME + Keys.ENTER)
+            until(lambda: by_id(browser, "details").is_displayed())
+            facts = by_id(browser, "details").text
+            assert by_id(browser, "details-title").text.startswith(kind.capitalize())
+            assert "held" in facts
+            assert "(default)" in facts
+            assert f"{kind}s 0" in facts
+            tokens = browser.find_element(By.CSS_SELECTOR, "#details .tokens")
+            assert tokens.get_attribute("textContent").startswith("def")
+            assert "finds no prefix again" in by_id(browser, "tree").text
+            by_id(browser, "stop").click()
+            errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+            assert not errors
         finally:
             browser.get("about:blank")
 

@@ -4,7 +4,7 @@ The calls of `Cache`, over a `RowManager`. It finds no prefixes and forks nothin
 of an arena, pages of buffers), and tells what of them is waste. Not thread-safe: one owner at a time.
 
 Nothing is kept once a sequence ends, so a retention means nothing here, there are no events and no tree, and nothing is
-there to drop. Accounts are counted, and have no limits: `set_limits` is refused.
+there to drop. Accounts are counted, and have no limits: `set_limits` of one is refused.
 """
 
 from __future__ import annotations

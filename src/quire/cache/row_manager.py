@@ -292,6 +292,8 @@ class RowManager:
     # that rests for one that runs, and an engine that wants to hold somebody back admits less.
 
     def set_limits(self, account: int, floor_units: int, quota_units: int) -> None:
+        if not floor_units and quota_units < 0:
+            return  # no limits, as ever
         raise ValueError(
             f"expected a storage whose sequences share memory, got limits for account {account} in one where each lies "
             "in one piece of its own; use storage paged or virtual"

@@ -90,8 +90,13 @@ def serve(
         with LLM(**model_options, tenant_secret=settings.tenant_secret) as llm:
             name = settings.served_model_name or llm.name
             where = f"http://{settings.host}:{listener.getsockname()[1]}"
-            print(f"quire: {llm.capacity}", file=sys.stderr)
-            print(f"quire: serving {name} on {where} (try {where}/v1/models)", file=sys.stderr, flush=True)
-            run(llm, settings, listener)
+
+            def tell() -> None:
+                print(f"quire: {llm.capacity}", file=sys.stderr)
+                print(
+                    f"quire: serving {name} on {where} (try {where}/v1/models)", file=sys.stderr, flush=True
+                )
+
+            run(llm, settings, listener, tell)
     finally:
         listener.close()

@@ -162,6 +162,10 @@ class Engine:
         """A prompt as int32, a copy. *raises:* PromptError: empty, no integers, ids out of range, too long."""
         return self._intake.check_tokens(prompt_token_ids)
 
+    def use_default_max_tokens(self, num_tokens: int) -> None:
+        """Has answers end there (256 if this is not called) where neither the request nor the model says how long."""
+        self._intake.default_max_tokens = num_tokens
+
     def submit(
         self,
         prompt_token_ids: Any,

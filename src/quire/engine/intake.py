@@ -52,6 +52,7 @@ class Intake:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._grammars = Grammars(tokenizer, vocab_size, sorted(self.eos_token_ids))
         self._sampling_defaults = sampling_defaults
+        self.default_max_tokens = _DEFAULT_MAX_TOKENS  # where neither a request nor the model says
         self._seed = seed
         self._clock = clock
         self._share = share
@@ -96,7 +97,7 @@ class Intake:
         room = self.max_model_len - len(tokens)
         if params.max_tokens is None:
             fits = self._share.max_tokens(place.account) + 1 - len(tokens)
-            max_tokens = max(1, min(_DEFAULT_MAX_TOKENS, room, fits))
+            max_tokens = max(1, min(self.default_max_tokens, room, fits))
         else:
             max_tokens = min(params.max_tokens, room)
         self._share.check_fits(

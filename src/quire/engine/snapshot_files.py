@@ -37,7 +37,7 @@ from quire.errors import ArgumentError, LoadError
 from quire.tiers.files import Files
 from quire.tiers.tier import TierError
 
-__all__ = ["SnapshotFiles", "SnapshotRecord", "check_name"]
+__all__ = ["NoSnapshotError", "SnapshotExistsError", "SnapshotFiles", "SnapshotRecord", "check_name"]
 
 _PREFIX = "quire-cache.snapshot-"
 _LOCK, _WRITING = "quire-cache.snapshots", "quire-cache.snapshots-writing"
@@ -45,6 +45,14 @@ _MAGIC = b"QUIRESNP"
 _FRONT = len(_MAGIC) + 4 + 4 + 16
 VERSION = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class NoSnapshotError(ArgumentError):
+    """There is none of this name."""
+
+
+class SnapshotExistsError(ArgumentError):
+    """There is one of this name already."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +93,7 @@ class SnapshotFiles:
         path = self._path(record.name, namespace)
         with self._errors("written", record.name), self._alone():
             if not overwrite and self._files.size(path):
-                raise ArgumentError(
+                raise SnapshotExistsError(
                     f"expected a new name for a snapshot, got {record.name!r}, which is taken - in {self.folder}; "
                     "overwrite it, or remove it first"
                 )
@@ -106,7 +114,7 @@ class SnapshotFiles:
             try:
                 descriptor = self._files.open(path)
             except FileNotFoundError:
-                raise ArgumentError(
+                raise NoSnapshotError(
                     f"expected the name of a snapshot, got {name!r} - in {self.folder}"
                 ) from None
             try:
@@ -130,7 +138,7 @@ class SnapshotFiles:
         path = self._path(check_name(name), namespace)
         with self._errors("removed", name), self._alone():
             if not self._files.size(path):
-                raise ArgumentError(f"expected the name of a snapshot, got {name!r} - in {self.folder}")
+                raise NoSnapshotError(f"expected the name of a snapshot, got {name!r} - in {self.folder}")
             self._files.remove(path)
             self._files.sync_folder(self.folder)
 

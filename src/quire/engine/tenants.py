@@ -129,6 +129,11 @@ class Tenants:
         size = cache.unit_bytes
         quota_bytes = None if quota is None else _bytes(quota, f"the quota {where}")
         floor_bytes = 0 if floor in (None, 0) else _bytes(floor, f"the floor {where}")  # type: ignore[arg-type]
+        if (quota_bytes is not None or floor_bytes) and not cache.can_fork:
+            raise ArgumentError(
+                "expected neither quota nor floor in a storage that keeps each sequence in one piece of its own, got "
+                f"{'a quota' if quota_bytes is not None else 'a floor'} {where}; use storage paged or virtual"
+            )
         least = cache.units_alone(1)
         if quota_bytes is not None and quota_bytes // size < least:
             raise ArgumentError(

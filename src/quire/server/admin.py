@@ -15,7 +15,7 @@ import numpy as np
 from fastapi import APIRouter, Depends, Response
 
 from quire.cache.pins import Pin
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, CapacityError
 from quire.server.dependencies import TheService, administrator, text_only
 from quire.server.errors import ApiError
 from quire.server.messages import render
@@ -150,6 +150,8 @@ async def resize(body: Resize, service: TheService) -> Memory:
             llm.resize(body.kv_memory)
         except (OSError, MemoryError, OverflowError) as error:
             raise ArgumentError(f"the system refuses a kv_memory of {body.kv_memory}: {error}") from error
+        except CapacityError as error:  # no prompt is too long
+            raise ArgumentError(str(error)) from error
         return Memory(kv_memory_bytes=llm.kv_memory_bytes, num_blocks=llm.num_blocks, capacity=llm.capacity)
 
     return await service.engine.between_steps(change)
@@ -174,14 +176,17 @@ async def report(service: TheService) -> Response:
 
 
 @router.post("/flush")
-async def flush(body: Flush, service: TheService) -> Flushed:
+async def flush(service: TheService, body: Flush | None = None) -> Flushed:
     """Has the tiers hold all that memory does, and then, if asked to, memory forget what nobody holds."""
+    body = body or Flush()  # type: ignore[call-arg]
     llm = service.engine.llm
     if body.tiers and (tiers := llm.tiers) is not None:
         await service.engine.between_steps(tiers.stores.flush)
         await asyncio.to_thread(tiers.stack.flush)
 
     def forget() -> int:
+        if not llm.cache.can_fork:
+            return 0  # a storage that keeps nothing once a request has ended
         before = llm.cache.stats()["cached"]
         llm.trim()
         if not llm.cache.stats()["num_sequences"]:

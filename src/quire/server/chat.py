@@ -156,7 +156,11 @@ class ChatWriter:
             )
         completion = ChatCompletion(**self._head, choices=choices, usage=_usage(answer))
         more = {} if self._more is None else self._more()
-        return JSONResponse({**completion.model_dump(), **more}, headers=_hit_header(answer))
+        shown = completion.model_dump()
+        for choice in shown["choices"]:
+            if choice["message"]["tool_calls"] is None:  # not there rather than null, as OpenAI's
+                del choice["message"]["tool_calls"]
+        return JSONResponse({**shown, **more}, headers=_hit_header(answer))
 
     def _message(self, text: str) -> AnswerMessage:
         said: list[str] = []
@@ -191,7 +195,9 @@ class ChatWriter:
     ) -> AsyncGenerator[bytes]:
         readers = [CallReader(self._form) for _ in range(self._params.n)]
         begun: set[int] = set()
-        write = ChoiceEvents(self._head)
+        options = self._body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        write = ChoiceEvents(self._head, with_usage=with_usage)
         async with aclosing(generated) as outputs:
             async for output in outputs:
                 answer.num_prompt_tokens = len(output.prompt_token_ids)
@@ -222,7 +228,7 @@ class ChatWriter:
                             _choice(index, {}, finish_reason="tool_calls" if called else reason)
                         )
         more = {} if self._more is None else self._more()
-        if more or (self._body.stream_options is not None and self._body.stream_options.include_usage):
+        if more or with_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump(), **more})
         yield DONE
 

@@ -46,7 +46,7 @@ async def completions(
     for prompt in prompts:
         service.check(tenant, body, prompt, params)
     service.admit(tenant, len(prompts))
-    one = _Writer(body, service, params, [p if isinstance(p, str) else None for p in given])
+    one = _Writer(body, service, params, _echoes(body, service, given))
     if body.stream:
         return await one.stream(tenant, prompts)
 
@@ -65,12 +65,10 @@ def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
         raise ApiError(
             400, f"expected at most {limits.max_prompts} prompts, got {len(prompts)}", param="prompt"
         )
-    if body.suffix is not None:
+    if body.suffix:
         raise ApiError(400, "expected no suffix: this server does not fill in the middle", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, "expected best_of to be n: this server does not rank answers", param="best_of")
-    if body.echo and body.stream:
-        raise ApiError(400, "expected echo without stream", param="echo")
     return prompts
 
 
@@ -92,6 +90,18 @@ def _params(body: CompletionRequest, service: Service) -> SamplingParams:
     )
 
 
+def _echoes(body: CompletionRequest, service: Service, prompts: list[Any]) -> list[str]:
+    """What stands before the answers to each prompt."""
+    if not body.echo:
+        return [""] * len(prompts)
+    if service.tokenizer is None:
+        raise ApiError(400, "expected no echo: this model has no tokenizer", param="echo")
+    vocab_size = service.engine.llm.vocab_size
+    if any(not isinstance(one, str) and max(one) >= vocab_size for one in prompts):
+        raise ApiError(400, f"expected token ids below {vocab_size} - in `prompt`", param="prompt")
+    return [one if isinstance(one, str) else service.tokenizer.decode(one) for one in prompts]
+
+
 async def _token_ids(service: Service, prompt: Any) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
@@ -104,12 +114,12 @@ class _Writer:
     """The answers of one request, written in this endpoint's shape."""
 
     def __init__(
-        self, body: CompletionRequest, service: Service, params: SamplingParams, texts: list[str | None]
+        self, body: CompletionRequest, service: Service, params: SamplingParams, echoes: list[str]
     ) -> None:
         self._body = body
         self._service = service
         self._params = params
-        self._texts = texts
+        self._echoes = echoes
         self._head = {
             "id": new_id("cmpl"),
             "object": "text_completion",
@@ -121,7 +131,7 @@ class _Writer:
         body, choices = self._body, []
         for place, answer in enumerate(answers):
             for index, text in enumerate(answer.texts):
-                echo = self._texts[place] or "" if body.echo else ""
+                echo = self._echoes[place]
                 logprobs = None
                 if body.logprobs is not None:
                     logprobs = completion_logprobs(
@@ -152,7 +162,9 @@ class _Writer:
         self, tenant: Tenant, prompts: list[Any], answers: list[Answer]
     ) -> AsyncGenerator[bytes]:
         offsets: dict[int, int] = {}
-        write = ChoiceEvents(self._head)
+        options = self._body.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        write = ChoiceEvents(self._head, with_usage=with_usage)
         async with aclosing(self._outputs(tenant, prompts)) as outputs:
             async for one in outputs:
                 place, output = one if isinstance(one, tuple) else (0, one)
@@ -167,6 +179,10 @@ class _Writer:
                     answer.token_ids[part.index] += part.token_ids
                     answer.finish_reasons[part.index] = part.finish_reason
                     index = place * self._params.n + part.index
+                    if index not in offsets:
+                        offsets[index] = len(self._echoes[place])
+                        if self._echoes[place]:
+                            yield write.text(index, self._echoes[place])
                     if part.finish_reason is None and not part.logprobs:
                         yield write.text(index, part.new_text)
                         continue
@@ -181,13 +197,13 @@ class _Writer:
                             self._service.tokenizer,
                             part.token_ids,
                             part.logprobs,
-                            offsets.get(index, 0),
+                            offsets[index],
                             self._body.logprobs,
                         )
                         offsets[index] = shown.text_offset[-1] + len(shown.tokens[-1])
                         choice["logprobs"] = shown.model_dump()
                     yield write.choice(choice)
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+        if with_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answers).model_dump()})
         yield DONE
 

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from quire.engine.async_conversation import AsyncConversation
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.snapshot_files import NoSnapshotError, SnapshotExistsError
 from quire.server.chat import ChatWriter, chat_params
 from quire.server.conversation_store import Talk
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
@@ -56,14 +57,22 @@ def _one_of(body: NewConversation | Turn, *names: str) -> str | None:
 
 
 @router.post("/v1/conversations", status_code=201)
-async def make(body: NewConversation, service: TheService, tenant: TheTenant) -> ConversationCard:
+async def make(
+    service: TheService, tenant: TheTenant, body: NewConversation | None = None
+) -> ConversationCard:
     """A conversation that begins with this, or with nothing. Nothing is computed before its first turn."""
+    body = body or NewConversation()  # type: ignore[call-arg]
     service.conversations.check_room(tenant)
     engine, salt = service.engine, body.cache_salt or None
     given = _one_of(body, "messages", "text", "tokens", "snapshot")
     if given == "snapshot":
         name = body.snapshot or ""
-        found = await engine.resume(name, tenant=tenant.in_engine, cache_salt=salt, recompute=body.recompute)
+        try:
+            found = await engine.resume(
+                name, tenant=tenant.in_engine, cache_salt=salt, recompute=body.recompute
+            )
+        except NoSnapshotError as error:
+            raise _no_snapshot(name, "snapshot") from error
         return _card(service.conversations.add(tenant, Talk(found, salt)))
     state = engine.conversation(tenant=tenant.in_engine, cache_salt=salt)
     if given == "messages":  # kept as they are: what the first turn adds is framed with them
@@ -130,9 +139,10 @@ async def rewind(conversation_id: str, body: Rewind, service: TheService, tenant
     responses={200: {"content": {"text/event-stream": {}}, "description": "The answer, or how it stands."}},
 )
 async def append(
-    conversation_id: str, body: Turn, request: Request, service: TheService, tenant: TheTenant
+    conversation_id: str, request: Request, service: TheService, tenant: TheTenant, body: Turn | None = None
 ) -> Any:
     """A turn: what is given is appended, and the model answers, whole or as events like those of chat."""
+    body = body or Turn()  # type: ignore[call-arg]
     talk = service.conversations.get(tenant, conversation_id)
     talk.require_rest()
     service.check_model(body.model)
@@ -240,7 +250,15 @@ async def snapshot(
     """Keeps it under a name in the disk cache, beyond the server's end."""
     talk = service.conversations.get(tenant, conversation_id)
     talk.require_rest()
-    return SnapshotCard.of(await talk.state.fork().snapshot(body.name, overwrite=body.overwrite))
+    try:
+        return SnapshotCard.of(await talk.state.fork().snapshot(body.name, overwrite=body.overwrite))
+    except SnapshotExistsError as error:
+        raise ApiError(
+            409,
+            f"expected a new name for a snapshot, got {body.name!r}, which is taken; say overwrite: true, or delete it",
+            param="name",
+            code="snapshot_exists",
+        ) from error
 
 
 @router.get("/v1/snapshots")
@@ -255,7 +273,14 @@ async def remove_snapshot(
     name: str, service: TheService, tenant: TheTenant, cache_salt: str | None = None
 ) -> None:
     """Forgets one; its keys and values stay until their room is needed."""
-    await service.engine.remove_snapshot(name, namespace=_namespace(service, tenant, cache_salt))
+    try:
+        await service.engine.remove_snapshot(name, namespace=_namespace(service, tenant, cache_salt))
+    except NoSnapshotError as error:
+        raise _no_snapshot(name, None) from error
+
+
+def _no_snapshot(name: str, param: str | None) -> ApiError:
+    return ApiError(404, f"there is no snapshot {name!r}", param=param, code="snapshot_not_found")
 
 
 def _namespace(service: Service, tenant: Tenant, cache_salt: str | None) -> bytes:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from fastapi import Request
@@ -21,6 +22,9 @@ from quire.errors import ArgumentError, CancelledError, CapacityError, QuireErro
 __all__ = ["ApiError", "answer_of", "error_body", "install_handlers"]
 
 _log = logging.getLogger("quire.server")
+
+_NAMED_FIELD = re.compile(r" - in `([a-z_]+)`")  # as the engine's errors say which argument is meant
+_MOST_SHOWN = 64  # characters of what was got instead
 
 _TYPES = {
     401: "authentication_error",
@@ -68,7 +72,8 @@ def answer_of(error: BaseException) -> ApiError:
     if isinstance(error, CapacityError):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, ArgumentError):
-        return ApiError(400, str(error))
+        named = _NAMED_FIELD.search(str(error))
+        return ApiError(400, str(error), param=named and named[1])
     if isinstance(error, CancelledError):
         return ApiError(503, str(error), code="cancelled", retry_after_s=1)
     if isinstance(error, QuireError):
@@ -91,10 +96,7 @@ def install_handlers(app: Any) -> None:
         return _answer(answer_of(error))
 
     async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = f"{first['msg']} - in `{where}`" if where else first["msg"]
-        return _answer(ApiError(400, message, param=where or None, code="invalid_body"))
+        return _answer(_invalid(error, request.headers.get("content-type", "")))
 
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
         answer = _answer(ApiError(error.status_code, str(error.detail)))
@@ -106,3 +108,48 @@ def install_handlers(app: Any) -> None:
     app.add_exception_handler(ApiError, on_error)
     app.add_exception_handler(QuireError, on_error)
     app.add_exception_handler(Exception, on_error)
+
+
+def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
+    """What is wrong with a body, or with a path or query: the first thing. Where that could be one of several things
+    (a text, or tokens), the one that was told apart last."""
+    first, *others = error.errors()
+    place = list(first["loc"])
+    if first["type"] == "json_invalid":
+        why = first.get("ctx", {}).get("error", "it cannot be read")
+        return ApiError(400, f"expected a body of JSON, got one that is none: {why}", code="invalid_body")
+    if place == ["body"]:
+        message = "expected a JSON object as the body"
+        if isinstance(error.body, bytes):  # not read as JSON: browsers send other types to any site
+            said = content_type.partition(";")[0] or "no Content-Type"
+            message += f" and the header `Content-Type: application/json`, got {said}"
+        elif error.body is None:
+            message += ", got none"
+        return ApiError(400, message, code="invalid_body")
+    if place[0] == "body":
+        places = [
+            (_in_body(list(one["loc"][1:]), error.body, is_missing=one["type"] == "missing"), one)
+            for one in [first, *others]
+            if one["loc"][:2] == first["loc"][:2]
+        ]
+        place, first = max(places, key=lambda pair: len(pair[0]))
+    else:
+        place = place[1:]
+    where = ".".join(str(part) for part in place)
+    got = first.get("input")
+    shown = "" if first["type"] == "missing" or isinstance(got, (dict, list)) else f", got {got!r}"
+    message = f"{first['msg']}{shown if len(shown) <= _MOST_SHOWN else ''} - in `{where}`"
+    return ApiError(400, message, param=where or None, code="invalid_body")
+
+
+def _in_body(place: list[Any], body: Any, *, is_missing: bool) -> list[Any]:
+    """A place without the names that pydantic gives to the sides of a union: those that the body itself has."""
+    found: list[Any] = []
+    for at, part in enumerate(place):
+        try:
+            body = body[part]
+        except (KeyError, IndexError, TypeError):
+            if not (is_missing and at == len(place) - 1):
+                continue
+        found.append(part)
+    return found

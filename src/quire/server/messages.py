@@ -32,7 +32,13 @@ def render(
         raise ApiError(
             400, f"expected at most {limits.max_messages} messages, got {len(messages)}", param="messages"
         )
+    template = str(getattr(tokenizer, "chat_template", None) or "")
     plain = [_plain(message, index) for index, message in enumerate(messages)]
+    if (
+        "developer" not in template
+    ):  # OpenAI's newer name; a template that does not know it would drop the message
+        for one in plain:
+            one["role"] = "system" if one["role"] == "developer" else one["role"]
     told: list[Any] | None = None
     if tools and template_tells_tools(tokenizer):
         told = [tool.model_dump(exclude_none=True) for tool in tools]

@@ -6,7 +6,7 @@
     vllm:prefix_cache_queries_total, _hits_total      tokens of prompts, and those found in the cache
     vllm:num_preemptions_total
     vllm:request_success_total{finished_reason}
-    vllm:time_to_first_token_seconds, vllm:e2e_request_latency_seconds
+    vllm:time_to_first_token_seconds, vllm:e2e_request_latency_seconds, vllm:request_time_per_output_token_seconds
     quire:...                                the cache's and the engine's other counts
 
 Each server has a registry of its own; counts of the engine are read when scraped. Cost: nothing for a token.
@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 __all__ = ["Metrics"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 
 # Ours -> (name, help) of counts since the start and of figures now.
 _COUNTERS = {
@@ -56,7 +57,10 @@ class Metrics:
         self._label = model_name
         self._engine_stats: Mapping[str, Any] = {}
         self.finished = Counter(
-            "vllm:request_success", "Requests that ended.", ["finished_reason"], registry=self.registry
+            "vllm:request_success",
+            "Requests that ended.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
         )
         self.refused = Counter(
             "quire:refused_requests", "Answers of 429.", ["reason"], registry=self.registry
@@ -68,7 +72,16 @@ class Metrics:
             "vllm:time_to_first_token_seconds", "From arrival to the first token."
         )
         self.request_latency = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.")
+        self.time_per_output_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Of each request, from its first token to its end, by tokens after the first.",
+            _TOKEN_SECONDS,
+        )
         self.registry.register(self)  # type: ignore[arg-type]
+
+    def ended(self, reason: str) -> None:
+        """A request has."""
+        self.finished.labels(self._label, reason).inc()
 
     def render(self, engine_stats: Mapping[str, Any]) -> bytes:
         """The page, with the engine's counts as given (`LLM.stats`)."""
@@ -79,8 +92,7 @@ class Metrics:
         """(seconds from arrival to the first token, summed; how many) since the start."""
         values = {
             sample.name.rpartition("_")[2]: sample.value
-            for family in self.time_to_first_token.collect()
-            for sample in family.samples
+            for sample in next(iter(self.time_to_first_token.collect())).samples
         }
         return values["sum"], values["count"]
 
@@ -109,5 +121,6 @@ class Metrics:
         family.add_metric([self._label], value)
         return family
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_SECONDS, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Any:
+        family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
+        return family.labels(self._label)

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -61,18 +62,25 @@ class _Nothing:
         pass
 
 
-def serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> None:
-    """Serves until it is told to stop. Closes the engine, not the LLM."""
-    asyncio.run(_serve(llm, settings, listener))
+def serve(
+    llm: LLM, settings: ServerSettings, listener: socket.socket, when_ready: Callable[[], None] = lambda: None
+) -> None:
+    """Serves until it is told to stop. Closes the engine, not the LLM.
+
+    when_ready: called once nothing in the settings can end the start any more."""
+    asyncio.run(_serve(llm, settings, listener, when_ready))
 
 
-async def _serve(llm: LLM, settings: ServerSettings, listener: socket.socket) -> None:
+async def _serve(
+    llm: LLM, settings: ServerSettings, listener: socket.socket, when_ready: Callable[[], None]
+) -> None:
     engine = AsyncEngine(llm)
     try:
         app = make_app(engine, settings)
     except BaseException:  # limits of tenants that cannot be
         await asyncio.to_thread(engine.close)
         raise
+    when_ready()
     service = app.state.service
     server = _Server(
         uvicorn.Config(

@@ -97,6 +97,8 @@ class Service:
         self._open_of: dict[str, int] = {}
         self._recent: dict[str, deque[float]] = {}
         tenants = [*settings.tenants, *settings.keys.tenants]
+        # Clients of chat seldom say how long an answer may be, and mean: to its end.
+        engine.llm.engine.use_default_max_tokens(engine.llm.max_model_len)
         engine.submit_between_steps(lambda: install(engine.llm, tenants)).result()
 
     @property
@@ -174,7 +176,7 @@ class Service:
             stop=stop,
             stop_token_ids=body.stop_token_ids or (),
             n=n,
-            seed=body.seed,
+            seed=None if body.seed is None else body.seed % 2**63,  # a negative one is as good as any
             ignore_eos=bool(body.ignore_eos),
             logit_bias=bias,
             **others,
@@ -211,13 +213,17 @@ class Service:
         self._open_of[tenant.name] = self._open_of.get(tenant.name, 0) + 1
         began = time.monotonic()
         first_s: float | None = None
+        num_behind_first = 0  # tokens, of an answer that is one
         output: RequestOutput | None = None
         try:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, prompt)
             async with aclosing(generated):
                 async for output in generated:
-                    if first_s is None:
+                    if first_s is not None:
+                        if len(output.outputs) == 1:
+                            num_behind_first += len(output.outputs[0].token_ids)
+                    else:
                         first_s = time.monotonic() - began
                         self.metrics.time_to_first_token.observe(first_s)
                         if body.keep_for is not None:
@@ -229,8 +235,11 @@ class Service:
             reason = "abort"
             if output is not None and output.finished:
                 reason = output.outputs[0].finish_reason or "abort"
-            self.metrics.finished.labels(reason).inc()
-            self.metrics.request_latency.observe(time.monotonic() - began)
+            seconds = time.monotonic() - began
+            self.metrics.ended(reason)
+            self.metrics.request_latency.observe(seconds)
+            if first_s is not None and num_behind_first:
+                self.metrics.time_per_output_token.observe((seconds - first_s) / num_behind_first)
 
     async def _check_kept(self, tenant: Tenant, body: SamplingBody, prompt: Any) -> None:
         """Refuses at once what could not be kept."""
@@ -282,8 +291,15 @@ class Service:
     def check(self, tenant: Tenant, body: SamplingBody, token_ids: list[int], params: SamplingParams) -> None:
         """Raises what the engine would: a prompt or parameters that can never be served. With a salt, it is the engine
         that says so: only its thread may make a namespace."""
-        if not body.cache_salt:
+        if body.cache_salt:
+            return
+        try:
             self.engine.llm.engine.check(token_ids, params, tenant=tenant.in_engine)
+        except ArgumentError as error:
+            if len(token_ids) < self.engine.llm.max_model_len:
+                raise
+            # What OpenAI's clients know by a code of its own.
+            raise ApiError(400, str(error), code="context_length_exceeded") from error
 
     def check_schema(self, schema: Any, param: str) -> None:
         """Refuses a JSON schema beyond the limits."""

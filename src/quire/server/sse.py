@@ -27,27 +27,31 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 
 class ChoiceEvents:
-    """Events of one answer: what they have in common is written once."""
+    """Events of one answer: what they have in common is written once.
 
-    def __init__(self, head: Mapping[str, Any]) -> None:
+    with_usage: the answer ends with an event of its usage, so that the others say they have none, as OpenAI's do.
+    """
+
+    def __init__(self, head: Mapping[str, Any], *, with_usage: bool = False) -> None:
         self._front = b"data: " + _dumps(head)[:-1].encode() + b',"choices":['
+        self._end = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
     def text(self, index: int, text: str) -> bytes:
         """`choice` of a plain piece of a completion's text, the event there are most of, in a third of the time."""
         return (
-            b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n'
-            % (self._front, index, _quoted(text).encode("utf-8", "replace"))
+            b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}%b'
+            % (self._front, index, _quoted(text).encode("utf-8", "replace"), self._end)
         )  # fmt: skip
 
     def content(self, index: int, text: str) -> bytes:
         """Likewise of a chat message's content."""
         return (
-            b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}]}\n\n'
-            % (self._front, index, _quoted(text).encode("utf-8", "replace"))
+            b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b'
+            % (self._front, index, _quoted(text).encode("utf-8", "replace"), self._end)
         )  # fmt: skip
 
     def choice(self, choice: Mapping[str, Any]) -> bytes:
-        return self._front + _dumps(choice).encode("utf-8", "replace") + b"]}\n\n"
+        return self._front + _dumps(choice).encode("utf-8", "replace") + self._end
 
 
 class EventStream(Response):

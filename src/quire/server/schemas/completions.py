@@ -19,7 +19,7 @@ class CompletionRequest(SamplingBody):
     logprobs: int | None = Field(None, ge=0)
     echo: bool | None = False
     best_of: int | None = Field(None, ge=1, description="Only n itself.")
-    suffix: str | None = Field(None, description="Not supported: refused unless null.")
+    suffix: str | None = Field(None, description="Not supported: refused unless null or empty.")
     json_schema: dict[str, Any] | None = Field(None, description="Ours: the answer is JSON of this schema.")
     regex: str | None = Field(None, description="Ours: the answer matches this expression.")
 

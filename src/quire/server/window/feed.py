@@ -22,7 +22,7 @@ from quire.errors import CancelledError
 from quire.server.errors import ApiError
 from quire.server.service import Service
 from quire.server.sse import event
-from quire.server.window.prefix_summary import Births, summarize
+from quire.server.window.prefix_summary import Births, Known, summarize
 from quire.server.window.snapshot import Painter, Snapshot, collect
 
 __all__ = ["MAX_SHARE", "Feed"]
@@ -146,6 +146,20 @@ class Feed:
         self.number += 1
         await self._tell()
 
+    def _known(self, snapshot: Snapshot) -> Known:
+        """Ages of nodes by the mirror, whose blocks are looked up one by one while it goes on."""
+        watch = self._service.engine.llm.watch
+        blocks = {} if watch is None else watch.mirror.by_id
+
+        def known(node: int) -> tuple[float, float] | None:
+            block = blocks.get(node)
+            if block is None:
+                return None
+            now = snapshot.mirror_now
+            return max(0.0, now - block.made_at), max(0.0, now - block.used_at)
+
+        return known
+
     def _paint(self, snapshot: Snapshot, is_private: bool) -> tuple[float, float]:
         """(processor seconds, those of the tree, which has its own share)."""
         began = time.thread_time()
@@ -160,7 +174,9 @@ class Feed:
             private = self._painter.private(snapshot)
             if snapshot.tree is not None:
                 tree_began = time.thread_time()
-                private["tree"] = summarize(snapshot.tree, snapshot.owners, self._births, snapshot.at)
+                private["tree"] = summarize(
+                    snapshot.tree, snapshot.owners, self._births, snapshot.at, self._known(snapshot)
+                )
                 tree_s = time.thread_time() - tree_began
             self._parts[True].update(public | private, self.number + 1)
         return time.thread_time() - began - tree_s, tree_s

@@ -1,6 +1,7 @@
 """The prefix tree as at most some hundred rows: chains without a branch in one row each, the largest first.
 
 Rows come parents before children, siblings by size. Sizes are tokens of everything from the row's first block down.
+Ages of full blocks are those of the cache's mirror; of others they are known to the time between two looks.
 
 Cost: O(nodes) of plain Python and numpy, some 30 ms for 100 000: for now and then, outside of the engine's thread.
 """
@@ -8,15 +9,18 @@ Cost: O(nodes) of plain Python and numpy, some 30 ms for 100 000: for now and th
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from quire.cache.tree_view import STATES, TreeView
 from quire.server.tenants import name_of_owner
 
-__all__ = ["Births", "summarize"]
+__all__ = ["Births", "Known", "summarize"]
+
+Known: TypeAlias = Callable[[int], tuple[float, float] | None]
+"""(seconds since it was made, since it was last used) of a node, where that is known exactly."""
 
 _MAX_ROWS = 200
 _MAX_POINTS = 512
@@ -50,7 +54,9 @@ class Births:
         return now - self._points[low][1], low == 0
 
 
-def summarize(tree: TreeView, owners: Mapping[bytes, str], births: Births, now: float) -> dict[str, Any]:
+def summarize(
+    tree: TreeView, owners: Mapping[bytes, str], births: Births, now: float, known: Known = lambda _: None
+) -> dict[str, Any]:
     """{"rows": [...], "nodes": all of the tree's, "hidden": nodes that no row tells of}. owners: of namespaces."""
     n = len(tree)
     if not n:
@@ -83,7 +89,7 @@ def summarize(tree: TreeView, owners: Mapping[bytes, str], births: Births, now: 
             chain += only
         below.setdefault(parent, []).append(len(shown))
         put(children.get(chain[-1], []), len(shown))
-        shown.append(_row(tree, chain, sizes[row], births, now, owners))
+        shown.append(_row(tree, chain, sizes[row], births, now, owners, known))
         num_told += len(chain)
 
     salts: dict[int, int] = {}
@@ -109,14 +115,24 @@ def _parent_rows(tree: TreeView) -> list[int]:
 
 
 def _row(
-    tree: TreeView, chain: list[int], size: int, births: Births, now: float, owners: Mapping[bytes, str]
+    tree: TreeView,
+    chain: list[int],
+    size: int,
+    births: Births,
+    now: float,
+    owners: Mapping[bytes, str],
+    known: Known,
 ) -> dict[str, Any]:
     states = np.bincount(tree.states[chain].ravel(), minlength=len(STATES))
     units = tree.units[chain[-1]]
-    age, is_older = births.age(int(tree.node_ids[chain[0]]), now)
+    node = int(tree.node_ids[chain[0]])
+    age, is_older = births.age(node, now)
+    idle = None
+    if (spans := known(node)) is not None:
+        (age, idle), is_older = spans, False
     there = units[units >= 0]
     return {
-        "node": int(tree.node_ids[chain[0]]),
+        "node": node,
         "tenant": name_of_owner(owners.get(tree.namespaces[int(tree.namespace_index[chain[0]])])),
         "namespace": int(tree.namespace_index[chain[0]]),
         "blocks": len(chain),
@@ -129,4 +145,5 @@ def _row(
         "unit": int(there[0]) if len(there) else None,
         "age": round(age, 1),
         "older": is_older,
+        "idle": None if idle is None else round(idle, 1),
     }

@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import Any
 
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from quire.server.dependencies import TheService, administrator, tenant_of
@@ -111,9 +111,11 @@ async def events(request: Request, service: TheService) -> Response:
 
 
 @router.get("/window/units/{unit}", dependencies=[Depends(administrator)])
-async def unit(service: TheService, unit: int = Path(ge=0, lt=2**31)) -> Response:
-    """A unit of the cache: its state, who holds it, and its tokens."""
-    details = await service.engine.between_steps(lambda: unit_details(service.engine.llm, unit))
+async def unit(
+    service: TheService, unit: int = Path(ge=0, lt=2**31), last: int | None = Query(None, ge=0, lt=2**31)
+) -> Response:
+    """A unit of the cache: its state, who holds it, and its tokens. last: of a range, of tokens or pages."""
+    details = await service.engine.between_steps(lambda: unit_details(service.engine.llm, unit, last))
     return _shown(details, service)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.cache.row_cache import RowCache
 from quire.cache.tree_view import TreeView
 from quire.cache.unit_map import CACHED, HELD, LEASED, PINNED, UnitMap
 from quire.engine.llm import LLM
@@ -60,7 +61,8 @@ class SequenceRow:
 class Snapshot:
     """Copies: nothing in it changes any more. owners: whose each namespace is.
 
-    committed_bytes: that the cache has taken from the system, if asked.
+    committed_bytes: that the cache has taken from the system, if asked. mirror_now: of the clock by which the cache's
+    mirror notes times.
 
     cpu_s, slow_cpu_s: what taking it has cost; the second of the tree and the committed bytes."""
 
@@ -75,15 +77,19 @@ class Snapshot:
     sequences: list[SequenceRow]
     tiers: list[tuple[str, int]]
     tree: TreeView | None
+    mirror_now: float
     cpu_s: float
     slow_cpu_s: float
 
 
 def table_of(llm: LLM, sample: Sample) -> NDArray[np.int32]:
-    """All entries of a running sample's block tables; those behind a window left out."""
+    """All units that a running sample has, as its block tables name them, those behind a window left out; of a storage
+    that keeps a sequence in one piece: those of its place."""
     cache = llm.cache
-    if not cache.can_fork:  # rows: no units by number
-        return np.empty(0, np.int32)
+    if isinstance(cache, RowCache):
+        spans = cache.spans()
+        found = [np.arange(first, first + count) for row, first, count in spans if row == sample.sequence.id]
+        return np.concatenate(found).astype(np.int32) if found else np.empty(0, np.int32)
     tables = [sample.sequence.block_table(group) for group in range(cache.num_groups)]
     table = tables[0] if len(tables) == 1 else np.concatenate(tables)
     return table[table >= 0]
@@ -113,6 +119,10 @@ def collect(llm: LLM, *, with_sequences: bool, with_tree: bool, with_committed: 
     ]
     cache, tiers = llm.cache, llm.tiers
     slow_began = time.thread_time()
+    mirror_now = 0.0
+    if with_tree and llm.watch is not None:
+        llm.watch.feed.collect()
+        mirror_now = llm.watch.mirror.clock()
     committed_bytes = llm.kv_committed_bytes if with_committed else None
     tree = cache.tree() if with_tree and cache.can_fork else None
     slow_cpu_s = time.thread_time() - slow_began
@@ -129,6 +139,7 @@ def collect(llm: LLM, *, with_sequences: bool, with_tree: bool, with_committed: 
         sequences=sequences,
         tiers=[] if tiers is None else [(tier.name, tier.bytes) for tier in tiers.stack.stats().tiers],
         tree=tree,
+        mirror_now=mirror_now,
         cpu_s=time.thread_time() - began - slow_cpu_s,
         slow_cpu_s=slow_cpu_s,
     )

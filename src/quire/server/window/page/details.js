@@ -33,9 +33,10 @@ function tokenText(before, texts, tokens) {
   return place;
 }
 
-// A cell of the map: one unit, or many of which one is to be chosen.
-export async function showUnits(first, last) {
-  if (last > first) {
+// A cell of the map: one block, or many of which one is to be chosen; of tokens or pages all that it stands for.
+export async function showUnits(first, last, kind = "block") {
+  const Kind = kind[0].toUpperCase() + kind.slice(1);
+  if (last > first && kind === "block") {
     const units = Array.from({ length: Math.min(MOST_LISTED, last - first + 1) }, (_, i) => first + i);
     show(`Blocks ${first} to ${last}`, [[first, last - first + 1]], make("p", {}, "A cell of many blocks; choose one:"),
       make("div", { className: "row" }, ...units.map((unit) => {
@@ -45,8 +46,9 @@ export async function showUnits(first, last) {
       })));
     return;
   }
+  const title = last > first ? `${Kind}s ${first} to ${last}` : `${Kind} ${first}`;
   try {
-    const it = await get(`/window/units/${first}`);
+    const it = await get(`/window/units/${first}${last > first ? `?last=${last}` : ""}`);
     const held = it.holders.length
       ? it.holders.flatMap((one, i) => [i ? ", " : "", holderLink(one)])
       : [it.state === "cached" ? "nobody: it may be given up when room is needed" : "nobody"];
@@ -55,12 +57,13 @@ export async function showUnits(first, last) {
     if (it.tenant !== null) rows.push(["Tenant", it.tenant]);
     if (it.first_position !== null)
       rows.push(["Tokens", `${it.tokens.length}, from position ${number(it.first_position)}`]);
+    if (it.place) rows.push(["Its sequence's place", `${kind}s ${runs([it.place])}`]);
     rows.push(["Memory", bytes(it.bytes)]);
-    show(`Block ${it.unit}`, [[it.unit, 1]], facts(...rows),
+    show(title, [it.place ?? [it.unit, 1]], facts(...rows),
       it.tokens.length ? tokenText(it.before, it.texts, it.tokens) : make("p", { className: "muted" }, "No known content."));
   } catch (error) {
     announce(error.message);
-    show(`Block ${first}`, [], make("p", {}, error.message));
+    show(title, [], make("p", {}, error.message));
   }
 }
 

@@ -14,7 +14,7 @@ let isAdmin = false;
 let connection = new AbortController();
 
 const map = new BlockMap($("map"), (first, last) => {
-  if (isAdmin) showUnits(first, last);
+  if (isAdmin) showUnits(first, last, state.unit);
   else announce("Tokens and holders are shown to the administrator only.");
 });
 const openKey = keyDialog(() => connection.abort());
@@ -74,6 +74,11 @@ function drawMapText() {
   const { per_cell: perCell, units } = state.map;
   const each = perCell === 1 ? `a cell is a ${state.unit}` : `a cell is ${number(perCell)} ${state.unit}s`;
   const size = state.unit === "block" ? ` of ${state.block_size} tokens` : "";
+  const Unit = state.unit[0].toUpperCase() + state.unit.slice(1);
+  setText($("map-title"), `${Unit}s`);
+  setText($("map-table-unit"), `${Unit}s`);
+  setText($("find-label"), `${Unit} number`);
+  setText($("map-help"), `Click a ${state.unit} to see its tokens and who holds it. With the keyboard: arrow keys move, Enter opens.`);
   $("map-size").textContent = `${number(units)} ${state.unit}s${size}; ${each}`;
   drawLegend($("legend"), $("map-table"), state.counts, state.tenants ?? [], map.byTenant);
 }
@@ -88,7 +93,7 @@ for (const input of document.querySelectorAll("input[name=colours]"))
 $("find").addEventListener("submit", (event) => {
   event.preventDefault();
   const unit = Number($("find-unit").value);
-  showUnits(unit, unit);
+  showUnits(unit, unit, state.unit);
 });
 $("details-close").addEventListener("click", () => { $("details").hidden = true; map.mark([]); $("map").focus(); });
 document.addEventListener("quire-mark", (event) => map.mark(event.detail));
@@ -138,12 +143,13 @@ function drawSequences() {
 }
 
 function drawTree() {
-  const { rows, nodes, hidden } = state.tree;
+  const { rows, nodes, hidden } = state.tree ?? { rows: [], nodes: 0, hidden: 0 };
   $("tree-count").textContent = `${number(nodes)} blocks${hidden ? `, ${number(hidden)} of them in branches not shown` : ""}`;
   keepRows($("tree"), rows, (one) => `${one.node}`, () => make("tr", {}, make("th", { scope: "row" }), make("td"),
-    ...Array.from({ length: 3 }, () => make("td", { className: "number" })), make("td"), make("td", { className: "number" })),
+    ...Array.from({ length: 3 }, () => make("td", { className: "number" })), make("td"),
+    ...Array.from({ length: 2 }, () => make("td", { className: "number" }))),
   (row, one) => {
-    const [name, tenant, blocks, tokens, size, held, age] = row.children;
+    const [name, tenant, blocks, tokens, size, held, age, idle] = row.children;
     name.style.paddingLeft = `${Math.min(one.level, 12) * 0.9}rem`;
     const label = `${one.level ? "└ " : ""}node ${one.node}`;
     if (one.unit === null) setText(name, `${label} (given up)`);
@@ -159,8 +165,10 @@ function drawTree() {
     setText(size, number(one.size));
     setText(held, `${number(one.held)}, ${number(one.cached)}${one.readers > 1 ? `, shared by ${one.readers}` : ""}`);
     setText(age, `${one.older ? "> " : ""}${seconds(one.age)}`);
+    setText(idle, one.held ? "in use" : seconds(one.idle));
   });
-  if (!rows.length) $("tree").replaceChildren(make("tr", {}, make("td", { colSpan: 7, className: "muted" }, "Nothing is known yet.")));
+  if (!rows.length) $("tree").replaceChildren(make("tr", {}, make("td", { colSpan: 8, className: "muted" },
+    state.unit === "block" ? "Nothing is known yet." : "This storage finds no prefix again: paged and virtual do.")));
 }
 
 // -- events ---------------------------------------------------------------------------------------------------
@@ -192,8 +200,8 @@ function take(message) {
   drawMapText();
   if (isAdmin) {
     drawSequences();
-    if (message.tree) drawTree();
-    prompt.follow(state.sequences ?? []);
+    if (message.tree || state.unit !== "block") drawTree();
+    prompt.follow(state.sequences ?? [], state.unit);
   }
   document.body.dataset.number = state.number;
 }

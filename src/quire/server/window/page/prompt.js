@@ -11,6 +11,7 @@ export class Prompt {
     this.mark = mark;
     this.id = null;
     this.seen = null;
+    this.unit = "block"; // or what else the storage hands out
     this.running = null;
     $("try").addEventListener("submit", (event) => { event.preventDefault(); this.#send(); });
     $("stop").addEventListener("click", () => this.running?.abort());
@@ -20,9 +21,10 @@ export class Prompt {
   }
 
   // The sequences of an update: ours among them?
-  follow(sequences) {
+  follow(sequences, unit) {
     const mine = sequences.find((one) => one.id === this.id);
     if (!mine) return;
+    this.unit = unit;
     this.seen = mine;
     this.mark(mine.runs);
     this.#tell();
@@ -30,7 +32,7 @@ export class Prompt {
 
   #tell(end = "") {
     const one = this.seen;
-    const blocks = one ? ` in ${number(one.blocks)} blocks: ${one.hidden_runs ? "… " : ""}${runs(one.runs)}` : "";
+    const blocks = one ? ` in ${number(one.blocks)} ${this.unit}s: ${one.hidden_runs ? "… " : ""}${runs(one.runs)}` : "";
     const cached = this.cached ? `, ${number(this.cached)} of the prompt's from the cache` : "";
     $("try-status").textContent = `${number(this.count)} tokens generated${cached}${blocks}${end}`;
   }

@@ -1,0 +1,191 @@
+"""Requests that OpenAI's API allows though few send them, and the exact shape of what comes back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from quire import LLM
+from quire.server.messages import render
+from quire.server.schemas.chat import ChatMessage
+from quire.server.settings import Limits
+
+PROMPT = "def parse_args(argv):"
+MESSAGES = [{"role": "user", "content": "Write a loop."}]
+SHORT = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+CHAT = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+
+
+def post(url: str, path: str, body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    answer = httpx.post(f"{url}/v1/{path}", json={**body, "stream": True}, timeout=30)
+    assert answer.status_code == 200, answer.text
+    lines = [line[6:] for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text_of(url: str, body: dict[str, Any]) -> str:
+    return post(url, "completions", body)["choices"][0]["text"]
+
+
+def test_a_prompt_of_token_ids_is_echoed_as_its_text(url: str, llm: LLM) -> None:
+    tokens = llm.tokenizer(PROMPT)["input_ids"]
+    assert text_of(url, {**SHORT, "prompt": tokens, "echo": True}) == PROMPT + text_of(url, SHORT)
+
+
+def test_an_echo_is_streamed_before_each_answer(url: str) -> None:
+    body = {**SHORT, "prompt": [PROMPT, "class A:"], "n": 2, "echo": True, "logprobs": 1}
+    whole = post(url, "completions", body)["choices"]
+    told = events(url, "completions", body)
+    for choice in whole:
+        mine = [one["choices"][0] for one in told if one["choices"][0]["index"] == choice["index"]]
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        offsets = [at for one in mine if one["logprobs"] for at in one["logprobs"]["text_offset"]]
+        assert offsets == choice["logprobs"]["text_offset"]
+
+
+@pytest.mark.parametrize(("path", "body"), [("completions", SHORT), ("chat/completions", CHAT)])
+def test_usage_is_null_until_the_last_event(url: str, path: str, body: dict[str, Any]) -> None:
+    told = events(url, path, {**body, "stream_options": {"include_usage": True}})
+    assert [one["usage"] for one in told[:-1]] == [None] * (len(told) - 1)
+    assert told[-1]["choices"] == []
+    assert told[-1]["usage"]["completion_tokens"] == 4
+    assert all("usage" not in one for one in events(url, path, body))
+
+
+def test_a_message_without_calls_has_no_calls(url: str) -> None:
+    message = post(url, "chat/completions", CHAT)["choices"][0]["message"]
+    assert set(message) == {"role", "content", "refusal"}
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none(llm: LLM) -> None:
+    def rendered(role: str) -> str:
+        messages = [ChatMessage(role=role, content="Be brief."), ChatMessage(role="user", content="Hi.")]
+        return render(llm.tokenizer, messages, Limits())
+
+    assert "developer" not in llm.tokenizer.chat_template
+    assert rendered("developer") == rendered("system")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"suffix": ""},
+        {"seed": -1},
+        {"best_of": 1, "user": "u", "metadata": {"a": "b"}, "store": True},
+        {"stop": [], "logit_bias": {}, "n": None, "temperature": None, "stream": None},
+    ],
+)
+def test_legal_and_odd_completions(url: str, more: dict[str, Any]) -> None:
+    assert post(url, "completions", {**SHORT, **more})["usage"]["completion_tokens"] == 4
+
+
+def test_a_chat_goes_on_to_its_end_where_nothing_says_how_long_it_may_be(
+    url: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intake = llm.engine._intake
+    defaults = dict(intake._sampling_defaults)
+    assert post(url, "chat/completions", {"messages": MESSAGES, "ignore_eos": True})["usage"][
+        "completion_tokens"
+    ] == defaults.pop("max_new_tokens")
+    monkeypatch.setattr(intake, "_sampling_defaults", defaults)
+    prompt = llm.tokenizer(" x" * 1500)["input_ids"]  # so that the end is near
+    answer = post(url, "completions", {"prompt": prompt, "max_tokens": None, "ignore_eos": True})
+    assert answer["usage"]["total_tokens"] == llm.max_model_len
+    assert answer["usage"]["completion_tokens"] > 256
+
+
+def test_a_negative_seed_is_a_seed(url: str) -> None:
+    body = {**SHORT, "temperature": 1, "max_tokens": 12}
+    assert text_of(url, {**body, "seed": -5}) == text_of(url, {**body, "seed": -5})
+    assert text_of(url, {**body, "seed": -5}) != text_of(url, {**body, "seed": -6})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+            ]
+        },
+        {"messages": [{"role": "developer", "content": "a"}, *MESSAGES]},
+        {
+            "max_completion_tokens": 4,
+            "max_tokens": None,
+            "parallel_tool_calls": False,
+            "service_tier": "auto",
+        },
+        {"tools": [], "tool_choice": "auto"},
+        {"response_format": {"type": "text"}, "logprobs": None, "top_logprobs": None},
+        {"reasoning_effort": "low", "modalities": ["text"], "prediction": None},
+    ],
+)
+def test_legal_and_odd_chats(url: str, more: dict[str, Any]) -> None:
+    assert post(url, "chat/completions", {**CHAT, **more})["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("completions", {"prompt": [1, "a"]}, "prompt.1", "got 'a'"),
+        ("completions", {"prompt": [[3, -1]]}, "prompt.0.1", "got -1"),
+        ("completions", {"prompt": "a", "temperature": -1}, "temperature", "got -1"),
+        ("completions", {"prompt": "a", "stop": ""}, "stop", "non-empty"),
+        ("completions", {"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias", "got 99999"),
+        ("completions", {}, "prompt", "required"),
+        ("chat/completions", {**CHAT, "tool_choice": "some"}, "tool_choice", "got 'some'"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, "messages.0.role", "required"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"text": 5}]}]},
+         "messages.0.content.0.type", "required"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_by_the_fields_own_name(
+    url: str, path: str, body: dict[str, Any], param: str, said: str
+) -> None:
+    answer = httpx.post(f"{url}/v1/{path}", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "said"),
+    [
+        (b"{nope", "application/json", "expected a body of JSON"),
+        (b"", "application/json", "got none"),
+        (b"[1]", "application/json", "expected a JSON object"),
+        (b'{"prompt": "a"}', "application/x-www-form-urlencoded", "Content-Type: application/json"),
+    ],
+)
+def test_what_is_no_body_is_said(url: str, content: bytes, content_type: str, said: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", content=content, headers={"Content-Type": content_type})
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": [5] * 5000}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "loop " * 5000}]}),
+    ],
+)
+def test_a_prompt_that_is_too_long_has_openais_code(url: str, path: str, body: dict[str, Any]) -> None:
+    answer = httpx.post(f"{url}/v1/{path}", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "2047" in error["message"]
+    assert "got 50" in error["message"]

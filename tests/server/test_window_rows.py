@@ -1,0 +1,98 @@
+"""The window into storages that keep a sequence in one piece, and tenants there: who has which tokens or pages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.running_server import running
+from support.window_client import Generating, Watcher, ask
+
+from quire import LLM
+from quire.errors import ArgumentError
+from quire.server.settings import ServerSettings
+from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
+
+ALICE, BOSS = "key-of-alice", "key-of-the-boss"
+KEYS = KeyRing([(digest_of_key(ALICE), Tenant("alice-the-tenant")), (digest_of_key(BOSS), ADMIN)])
+PROMPT = "def parse_args(argv):\n    "
+
+
+@pytest.fixture(scope="module", params=["contiguous", "growing"])
+def rows(request: pytest.FixtureRequest) -> Any:
+    with LLM(kv_memory="16MiB", storage=request.param, max_model_len=1600) as llm:
+        yield llm
+
+
+def units_of(sequence: dict[str, Any]) -> list[int]:
+    return [unit for first, length in sequence["runs"] for unit in range(first, first + length)]
+
+
+def test_a_click_tells_whose_a_place_is_and_its_tokens(rows: LLM) -> None:
+    with running(rows, ServerSettings()) as (url, _), Watcher(url) as watcher, Generating(url, PROMPT) as one:
+        state = watcher.until(lambda state: state.get("sequences") and state["sequences"][0]["tokens"] > 30)
+        (sequence,) = state["sequences"]
+        units = units_of(sequence)
+        assert units == list(range(units[0], units[0] + sequence["blocks"]))
+        assert state["unit"] == rows.cache.unit
+        assert sum(tenant["blocks"] for tenant in state["tenants"]) == len(units)
+
+        status, _, body = ask(url, f"/window/units/{units[0]}?last={units[19]}")
+        assert status == 200
+        details = json.loads(body)
+        assert (details["kind"], details["state"], details["tenant"]) == (rows.cache.unit, "held", "default")
+        assert details["place"] == [units[0], len(units)]
+        assert [holder["id"] for holder in details["holders"]] == [one.id]
+        assert details["bytes"] == 20 * rows.cache.unit_bytes
+        text = details["before"] + "".join(details["texts"])
+        assert text.startswith(PROMPT)
+        if rows.cache.unit == "token":
+            assert len(details["tokens"]) == 20
+            third = json.loads(ask(url, f"/window/units/{units[2]}")[2])
+            assert third["tokens"] == details["tokens"][2:3]
+            assert third["first_position"] == 2
+            assert third["before"] + third["texts"][0] == "".join(details["texts"][:3])
+            reserved = json.loads(ask(url, f"/window/units/{units[-1]}")[2])  # nothing is computed there yet
+            assert (reserved["state"], reserved["tokens"]) == ("held", [])
+        else:
+            assert len(details["tokens"]) > 30  # a page has a layer's part of all of them
+        behind = units[-1] + 1
+        assert json.loads(ask(url, f"/window/units/{behind}")[2])["state"] == "free"
+        whole = json.loads(ask(url, f"/window/sequences/{one.id}/0")[2])
+        assert whole["runs"] == [[units[0], len(units)]]
+
+
+def test_ranges_that_cannot_be(rows: LLM) -> None:
+    with running(rows, ServerSettings()) as (url, _):
+        for query in (f"{rows.num_blocks}", f"0?last={rows.num_blocks}", "3?last=2"):
+            status, _, body = ask(url, f"/window/units/{query}")
+            assert (status, json.loads(body)["error"]["code"]) == (404, "no_such_unit")
+
+
+def test_a_range_of_blocks_is_refused(url: str) -> None:
+    status, _, body = ask(url, "/window/units/0?last=3")
+    assert (status, json.loads(body)["error"]["param"]) == (400, "last")
+
+
+def test_tenants_are_told_apart_and_see_nothing(rows: LLM) -> None:
+    with (
+        running(rows, ServerSettings(keys=KEYS)) as (url, _),
+        Generating(url, PROMPT, ALICE),
+        Watcher(url, BOSS) as boss,
+    ):
+        state = boss.until(lambda state: state.get("sequences"))
+        assert [tenant["name"] for tenant in state["tenants"]] == ["alice-the-tenant"]
+        unit = units_of(state["sequences"][0])[0]
+        assert json.loads(ask(url, f"/window/units/{unit}?last={unit + 9}", BOSS)[2])["tokens"]
+        assert ask(url, f"/window/units/{unit}?last={unit + 9}", ALICE)[0] == 403
+
+
+def test_tenants_with_limits_are_refused_in_one_line(rows: LLM) -> None:
+    for limit in ({"quota": "8MiB"}, {"floor": "1MiB"}):
+        with pytest.raises(
+            ArgumentError, match=r"neither quota nor floor .* tenant 'alice'; use storage paged"
+        ):
+            rows.add_tenant("alice", **limit)
+    rows.add_tenant("alice", priority=2)
+    rows.remove_tenant("alice")
