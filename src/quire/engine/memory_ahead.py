@@ -1,8 +1,8 @@
 """Memory of a fresh pool, taken from the system before a prefix is loaded into it.
 
-Memory is committed where it is first written, which costs a page fault each: 0.2 s for each GiB in huge pages, several
-times that in a virtual machine whose host has to find the memory first. A prompt computed hides it; a prefix that comes
-from a tier in no more time than that does not. So where a tier has something already when an engine starts, a thread
+Memory is committed where it is first written, at a page fault each: 0.2 s for each GiB in huge pages, several seconds
+in a virtual machine whose host has to find the memory first. A prompt that is computed hides that; a prefix that comes
+from a tier in less time does not. So where a tier has something already when an engine starts, a thread
 of the lowest priority has memory put behind the units that will be handed out first: as many bytes as there are to
 be loaded, `MAX_BYTES` at most, so that an engine still takes little before it is used.
 

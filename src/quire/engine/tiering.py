@@ -45,7 +45,8 @@ def world_tag(fingerprint: bytes) -> str:
 class OpenTiers:
     """What an engine is given: the stack, and the two who use it; and what names the segments there.
 
-    ahead: takes memory for what the tiers have. disk: the tier that survives, if there is one. fingerprint: of the model, see `quire.tiers.keys.root_key`.
+    ahead: takes memory for what the tiers have. disk: the tier that survives, if there is one. fingerprint: of the
+    model, see `quire.tiers.keys.root_key`.
     """
 
     stack: TierStack

@@ -13,9 +13,9 @@ Invariants
     H2  `release` touches no page that holds a byte outside the range given.
     H3  a call that fails changes nothing.
 
-Cost: reserving about 10 us; `commit` 0.2 s per GiB, several times that where the machine is a virtual one whose host has
-to find the memory first; `release` one system call, about 0.1 us per page given back; `committed_bytes` about
-1 ms per GiB looked at.
+Cost: reserving about 10 us; `commit` 0.2 s per GiB, several seconds in a virtual machine whose host has to find the
+memory first; `release` one system call, about 0.1 us per page given back; `committed_bytes` about 1 ms per GiB looked
+at.
 """
 
 from __future__ import annotations
