@@ -5,7 +5,8 @@
 Random weights in the shape of Qwen3-0.6B (`benchmarks/engine.py`); --quick takes a small model and 512 tokens.
   cold     nothing known
   memory   the same prompt again: only its last token is computed; median of three, the first while its KV is stored
-  restart  a new engine over the same folder: the prefix is loaded, its last token computed
+  restart  a new engine over the same folder: the prefix is loaded, its last token computed; asked once the engine has
+           memory for it from the system (`memory_ahead_s` after its first answer), and at once
 beside a decode step behind the same prompt, and the disk tier's own speed: all segments of the prompt through the
 stack, checked, into nowhere. The file system's cache is warm. The first tokens of all three are compared.
 """
@@ -72,22 +73,37 @@ def one_turn(model: Any, prompt: list[int], folder: str) -> dict[str, float]:
         memory, second = statistics.median(seconds for seconds, _ in again), again[-1][1]
         step = decode_step(llm, prompt)
         num_bytes = len(prompt) * llm.spec.bytes_per_token
-    with LLM((model, None), **options) as llm:
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
-        restart, third = first_token(llm, prompt)
-        found = llm.stats()["num_loaded_tokens"]
-        read = reading(llm, prompt)
-    assert first == second == third, "the first token differs"
-    assert found == len(prompt) - 1, f"{found} of {len(prompt)} tokens came from the disk"
+    at_once, third, _, _ = restarted(model, options, prompt, at_once=True)
+    restart, fourth, ahead, read = restarted(model, options, prompt, at_once=False)
+    assert first == second == third == fourth, "the first token differs"
     return {
         "cold_s": cold,
         "memory_s": memory,
         "restart_s": restart,
+        "restart_at_once_s": at_once,
+        "memory_ahead_s": ahead,
         "decode_step_s": step,
         "read_s": read,
         "bytes": num_bytes,
         "read_bytes_per_s": num_bytes / read,
     }
+
+
+def restarted(
+    model: Any, options: dict[str, Any], prompt: list[int], *, at_once: bool
+) -> tuple[float, int, float, float]:
+    """Seconds to the first token of a new engine, the token, seconds waited before, seconds of reading alone."""
+    with LLM((model, None), **options) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+        assert llm.tiers is not None
+        began = time.perf_counter()
+        if not at_once:
+            llm.tiers.ahead.wait()
+        waited = time.perf_counter() - began
+        seconds, token = first_token(llm, prompt)
+        found = llm.stats()["num_loaded_tokens"]
+        assert found == len(prompt) - 1, f"{found} of {len(prompt)} tokens came from the disk"
+        return seconds, token, waited, reading(llm, prompt)
 
 
 def first_token(llm: LLM, prompt: list[int]) -> tuple[float, int]:

@@ -161,6 +161,23 @@ def test_a_second_engine_finds_what_the_first_one_stored(
         assert answers(llm) == alone[backend]
 
 
+def test_memory_is_taken_ahead_for_what_the_disk_has_and_for_nothing_else(tmp_path: Path) -> None:
+    options = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "kv_memory": "4MiB"}
+    with tiny_llm.llm(**options) as llm:
+        assert llm.tiers is not None
+        assert llm.tiers.ahead.wait()
+        assert llm.kv_committed_bytes == 0
+        answers(llm)
+    with tiny_llm.llm(**options) as llm:
+        assert llm.tiers is not None
+        assert llm.tiers.ahead.wait()
+        [disk] = llm.tiers.stack.stats().tiers
+        assert 0 < disk.bytes < llm.kv_memory_bytes // 2
+        assert disk.bytes <= llm.kv_committed_bytes <= llm.kv_memory_bytes
+        llm.resize(kv_memory="2MiB")  # and nobody takes it again
+        assert llm.kv_committed_bytes <= 2 << 20
+
+
 def test_engines_share_a_server(tmp_path: Path, alone: dict[str, Any]) -> None:
     from support.redis_server import redis_server
 

@@ -273,3 +273,34 @@ def test_units_given_back_wherever_they_lie_return_their_pages_and_spare_their_n
     storage.give_back([])
     with pytest.raises(ArgumentError, match="units of 0 to 399, got 3 to 400"):
         storage.give_back([3, 400])
+
+
+@pytest.mark.parametrize("layout", ["packed", "split"])
+def test_memory_committed_ahead_is_that_of_the_units_and_their_bytes_stay(layout: str) -> None:
+    storage = PagedStorage(UNIFORM, 64, 16, layout=layout)
+    storage.view(0).k[3] = 7
+    assert storage.commit_ahead(0, 32)
+    committed = storage.bytes_committed
+    assert 32 * storage.unit_bytes <= committed <= 64 * storage.unit_bytes
+    assert bool((storage.view(0).k[3] == 7).all())
+    assert storage.commit_ahead(32, 64)
+    assert storage.bytes_committed == 64 * storage.unit_bytes
+    for first, stop in ((0, 65), (-1, 3), (5, 5)):
+        assert not storage.commit_ahead(first, stop)
+
+
+@pytest.mark.parametrize("how", ["resize", "give_back", "close"])
+def test_nothing_is_committed_ahead_once_memory_was_given_back(how: str) -> None:
+    storage = PagedStorage(UNIFORM, 64, 16)
+    storage.fill(1.0)
+    if how == "resize":
+        storage.resize(128)
+        assert storage.commit_ahead(64, 128)  # growing gives nothing back
+        storage.resize(32)
+    elif how == "give_back":
+        storage.give_back(np.arange(32))
+    else:
+        storage.close()
+    assert not storage.commit_ahead(0, 32)
+    if how != "close":
+        assert storage.bytes_committed <= 96 * storage.unit_bytes

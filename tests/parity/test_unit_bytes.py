@@ -259,6 +259,29 @@ def test_native_and_plain_copies_agree(data: st.DataObject) -> None:
     pool.close()
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 700), st.integers(0, 130), st.integers(0, 70), st.integers(0, 70))
+def test_rows_of_any_length_and_alignment_come_and_go(
+    num_rows: int, row_bytes: int, gap: int, ours: int, theirs: int
+) -> None:
+    native = pytest.importorskip("quire._native")
+    rng = np.random.default_rng(num_rows * row_bytes)
+    stride = row_bytes + gap
+    payload = rng.integers(0, 256, ours + num_rows * row_bytes, np.uint8)
+    storage = rng.integers(0, 256, theirs + num_rows * stride + 64, np.uint8)
+    expected = storage.copy()
+    for row in range(num_rows):
+        at = theirs + row * stride
+        expected[at : at + row_bytes] = payload[ours + row * row_bytes :][:row_bytes]
+    pieces = np.array([[ours, storage.ctypes.data + theirs, num_rows, row_bytes, stride]], np.int64)
+    native.copy_rows(payload.ctypes.data, pieces, True)
+    assert np.array_equal(storage, expected)
+    back = np.zeros_like(payload)
+    native.copy_rows(back.ctypes.data, pieces, False)
+    assert np.array_equal(back[ours:], payload[ours:])
+    assert not back[:ours].any()
+
+
 def test_a_thread_writes_its_units_while_another_reads_others() -> None:
     spec = spec_of("uniform", "float32")
     pool = Pool("packed", spec, 16, num_blocks=8)

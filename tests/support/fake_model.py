@@ -105,6 +105,9 @@ class FakeRunner:
             parts.append(rows.reshape(-1))
         return np.concatenate(parts)
 
+    def commit_ahead(self, first: int, stop: int) -> bool:
+        return False
+
     def write_units(
         self,
         units: np.ndarray,

@@ -90,11 +90,11 @@ def test_many_loads_at_once() -> None:
     stack = TierStack([DictTier("host"), DictTier()], SHAPE, workers=3)
     for names in chains:
         filled(stack, names)
-    taken: list[list[np.ndarray]] = [[] for _ in chains]
+    taken: list[dict[int, np.ndarray]] = [{} for _ in chains]
 
     def into(which: int, index: int, found: np.ndarray) -> None:
-        assert index == len(taken[which])
-        taken[which].append(found)
+        assert index not in taken[which]
+        taken[which][index] = found
 
     loads = [
         stack.load(names, into=lambda index, found, which=which: into(which, index, found))
@@ -103,7 +103,42 @@ def test_many_loads_at_once() -> None:
     for load, found, names in zip(loads, taken, chains, strict=True):
         assert load.wait(30)
         assert load.outcome == "complete"
-        assert all(np.array_equal(one, payload(name)) for one, name in zip(found, names, strict=True))
+        assert all(np.array_equal(found.pop(index), payload(name)) for index, name in enumerate(names))
+        assert not found
+    assert stack.close()
+
+
+def test_a_load_has_as_many_segments_under_way_as_there_are_workers() -> None:
+    stack = filled(TierStack([DictTier()], SHAPE, workers=3), chain(6))
+    meet = threading.Barrier(3)
+    load = stack.load(chain(6), into=lambda index, found: meet.wait(30) and None)
+    assert load.wait(30)
+    assert (load.outcome, load.num_loaded, load.bytes_done) == ("complete", 6, load.bytes_total)
+    assert stack.close()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_lies_behind_a_missing_segment_counts_for_nothing(kept: bool) -> None:
+    behind = threading.Event()
+    names = chain(5)
+
+    class HolesTier(DictTier):
+        def load(self, key: bytes) -> object | None:
+            if key == names[4].key:
+                behind.set()
+            if key == names[2].key:
+                assert behind.wait(30)
+                return None
+            return super().load(key)
+
+    stack = filled(TierStack([HolesTier()], SHAPE, workers=2), names)
+    taken: list[int] = []
+    load = stack.load(names, into=None if kept else lambda index, found: taken.append(index))
+    assert load.wait(30)
+    assert (load.outcome, load.num_loaded, len(load.tiers)) == ("missing", 2, 2)
+    assert len(load.payloads) == (2 if kept else 0)
+    assert load.bytes_done == sum(payload(name).nbytes for name in names[:2])
+    assert kept or {0, 1, 3} <= set(taken)
     assert stack.close()
 
 
@@ -172,28 +207,29 @@ def test_after_cancel_nothing_is_written_any_more() -> None:
     assert stack.stats().num_loads_cancelled == 1
 
 
-def test_cancel_waits_for_the_segment_being_written() -> None:
-    stack = filled(TierStack([DictTier()], SHAPE), chain(3))
-    entered, leave = threading.Event(), threading.Event()
+@pytest.mark.parametrize("workers", [1, 2])
+def test_cancel_waits_for_the_segments_being_written(workers: int) -> None:
+    stack = filled(TierStack([DictTier()], SHAPE, workers=workers), chain(3))
+    entered, leave = threading.Barrier(workers + 1), threading.Event()
     left: list[int] = []
 
     def into(index: int, found: np.ndarray) -> None:
-        entered.set()
+        entered.wait(30)
         assert leave.wait(30)
         left.append(index)
 
     load = stack.load(chain(3), into=into)
-    assert entered.wait(30)
+    entered.wait(30)
     canceller = threading.Thread(target=load.cancel)
     canceller.start()
     canceller.join(0.1)
     assert canceller.is_alive()
     leave.set()
     canceller.join(30)
-    assert left == [0]
-    assert (load.outcome, load.num_loaded) == ("cancelled", 1)
+    assert sorted(left) == list(range(workers))
+    assert (load.outcome, load.num_loaded) == ("cancelled", workers)
     assert stack.close()
-    assert left == [0]
+    assert sorted(left) == list(range(workers))
 
 
 def test_a_load_may_cancel_itself_and_be_waited_for_nowhere() -> None:

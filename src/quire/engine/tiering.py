@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.engine.memory_ahead import MAX_BYTES, MemoryAhead
 from quire.engine.preemption import MODES, Mode, Parking
 from quire.engine.speeds import Speeds
 from quire.engine.tier_events import TierEvents
@@ -44,12 +45,14 @@ def world_tag(fingerprint: bytes) -> str:
 class OpenTiers:
     """What an engine is given: the stack, and the two who use it; and what names the segments there.
 
-    disk: the tier that survives, if there is one. fingerprint: of the model, see `quire.tiers.keys.root_key`.
+    ahead: takes memory for what the tiers have. disk: the tier that survives, if there is one. fingerprint: of the
+    model, see `quire.tiers.keys.root_key`.
     """
 
     stack: TierStack
     loads: TierLoads
     stores: TierStores
+    ahead: MemoryAhead
     disk: DiskTier | None
     fingerprint: bytes
     segment_tokens: int
@@ -76,6 +79,7 @@ class OpenTiers:
 
     def close(self) -> None:
         """Stores what is not stored yet, and lets go of threads, files and connections."""
+        self.ahead.stop()
         self.stores.flush()
         self.stack.flush(60.0)
         self.stack.close()
@@ -161,6 +165,7 @@ class TierOptions:
             stack,
             TierLoads(*shared, speeds),
             TierStores(*shared, policy=self.cache_write, feed=feed),
+            MemoryAhead(storage, cache.unit_bytes, _bytes_there(stack)),
             disk=next((tier for tier in tiers if isinstance(tier, DiskTier)), None),
             fingerprint=fingerprint,
             segment_tokens=segment_tokens,
@@ -203,3 +208,8 @@ class TierOptions:
 
         assert self.remote_cache is not None
         return RemoteTier(self.remote_cache)
+
+
+def _bytes_there(stack: TierStack) -> int:
+    """What the tiers have already, as far as they can say; a server cannot."""
+    return sum(MAX_BYTES if tier.bytes < 0 else tier.bytes for tier in stack.stats().tiers)

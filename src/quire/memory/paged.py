@@ -14,7 +14,8 @@ Invariants
     S2  a block never moves: addresses stay the same through `resize`.
     S3  bytes of units at or above `num_blocks` are given back (but for the page that the boundary cuts), and no more is
         committed than the units' bytes, whatever the size of pages.
-    S4  groups of unequal shape share blocks of the largest size; a smaller group leaves the rest unused.
+    S4  memory is committed where it is written, or by `commit_ahead`, and by that never again once any was given back.
+    S5  groups of unequal shape share blocks of the largest size; a smaller group leaves the rest unused.
 
 Cost: `view` makes two tensors, about 10 us (the engine asks once); `copy` two torch copies for each row, over all
 layers; growing costs nothing, shrinking one system call per slot, `give_back` one per slot and run of neighbours.
@@ -22,7 +23,9 @@ layers; growing costs nothing, shrinking one system call per slot, `give_back` o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -82,6 +85,8 @@ class PagedStorage:
         self.dtype: torch.dtype = dtype if dtype is not None else getattr(torch, spec.dtype)
         self.layout: Layout = layout
         self.num_blocks = num_blocks
+        self._committing = threading.Lock()  # held by whoever commits ahead, or gives memory back
+        self._gave_back = False
         self.num_slots = max(len(group.layers) for group in spec.groups)
         self._home = {
             layer: (group, slot) for group in spec.groups for slot, layer in enumerate(group.layers)
@@ -229,9 +234,13 @@ class PagedStorage:
                 f"cannot grow the KV storage to {num_blocks} blocks: address space was reserved for "
                 f"{self.max_blocks} of {self.unit_bytes} bytes; build it with a larger max_blocks"
             )
-        for start, block_bytes in self._pools():
-            if num_blocks < self.num_blocks:
-                self._heap.release(start + num_blocks * block_bytes, start + self.num_blocks * block_bytes)
+        if num_blocks < self.num_blocks:
+            with self._giving_back():
+                for start, block_bytes in self._pools():
+                    self._heap.release(
+                        start + num_blocks * block_bytes, start + self.num_blocks * block_bytes
+                    )
+                self.num_blocks = num_blocks
         self.num_blocks = num_blocks
         self._prefer_huge_pages()
 
@@ -250,9 +259,24 @@ class PagedStorage:
             raise ArgumentError(f"expected units of 0 to {self.num_blocks - 1}, got {ids[0]} to {ids[-1]}")
         ends = np.flatnonzero(np.diff(ids) != 1)
         firsts, lasts = ids[np.r_[0, ends + 1]], ids[np.r_[ends, ids.size - 1]]
-        for start, block_bytes in self._pools():
-            for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-                self._heap.release(start + first * block_bytes, start + (last + 1) * block_bytes)
+        with self._giving_back():
+            for start, block_bytes in self._pools():
+                for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+                    self._heap.release(start + first * block_bytes, start + (last + 1) * block_bytes)
+
+    def commit_ahead(self, first: int, stop: int) -> bool:
+        """Have memory behind units `first` .. `stop` before anything is written there; what they hold stays.
+
+        The one call that may come from any thread, beside any other. Whether it was done: not beyond the units there
+        are, not once any memory was given back (somebody wants less of it), not where the kernel cannot.
+        """
+        with self._committing:
+            if self._gave_back or not 0 <= first < stop <= self.num_blocks:
+                return False
+            return all(
+                self._heap.commit(start + first * block_bytes, start + stop * block_bytes)
+                for start, block_bytes in self._pools()
+            )
 
     def fill(self, value: float) -> None:
         """Set every element of every unit, which commits them all. For tests that poison unwritten slots."""
@@ -263,7 +287,14 @@ class PagedStorage:
 
     def close(self) -> None:
         """Give all memory back."""
-        self._heap.close()
+        with self._giving_back():
+            self._heap.close()
+
+    @contextmanager
+    def _giving_back(self) -> Iterator[None]:
+        with self._committing:
+            self._gave_back = True
+            yield
 
     def _reserve(self, max_blocks: int) -> None:
         # Regions begin on huge pages, so that a region's tail can be given back without splitting its neighbour's.

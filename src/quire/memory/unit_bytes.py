@@ -60,6 +60,11 @@ class UnitStorage(Protocol):
         """
         ...
 
+    def commit_ahead(self, first: int, stop: int) -> bool:
+        """Have memory behind units `first` .. `stop` before anything is written there; from any thread. Whether it was
+        done."""
+        ...
+
 
 def read_units(
     storage: UnitStorage,

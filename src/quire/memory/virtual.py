@@ -232,6 +232,10 @@ class VirtualStorage:
         k, v = (dim * self.dtype.itemsize for dim in (group.k_head_dim, group.v_head_dim))
         return UnitPlaces(addresses, (k, v), (group.num_kv_heads * k, group.num_kv_heads * v))
 
+    def commit_ahead(self, first: int, stop: int) -> bool:
+        """False: a unit has memory from the first step that needs it (U2)."""
+        return False
+
     def read_units(
         self, units: Any, num_tokens: int, *, first: int = 0, origins: Sequence[int] | None = None
     ) -> np.ndarray:

@@ -18,9 +18,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from quire.tiers.files import Files
+from quire.tiers.read_buffers import ReadBuffers
 
 __all__ = ["PAGE", "Slabs", "pages_of"]
 
@@ -53,6 +52,7 @@ class Slabs:
         self._folder = folder
         self._identity = identity
         self._files = files
+        self._buffers = ReadBuffers()
         self._open: dict[int, _OpenSlab] = {}
         self._lock = threading.Lock()
 
@@ -74,9 +74,9 @@ class Slabs:
             self._open[slab] = opened
 
     def read(self, slab: int, offset: int, num_bytes: int) -> memoryview | None:
-        """The bytes, in memory of their own; None where the file ends before them."""
+        """The bytes, in memory of their own while referred to; None where the file ends before them."""
         opened = self._opened(slab)
-        buffer = np.empty(num_bytes, np.uint8).data
+        buffer = self._buffers.take(pages_of(num_bytes))[:num_bytes]
         done = 0
         while done < num_bytes:
             count = self._files.read(opened.descriptor, buffer[done:], offset + done)

@@ -9,6 +9,8 @@ only refreshed). A load goes top down, segment by segment; what a lower tier gav
 What it is not: a policy. When to store (on eviction, through), and whether to load or to recompute, is the engine's
 business; `estimate_seconds` helps.
 
+A load has as many segments under way as there are workers: while one waits for the medium another is checked or copied.
+
 Threads: `workers` of them load and look up, one for each tier stores; daemons, joined by `close`. workers=0: everything
 is done inside the call, `on_done` included, in an order that depends on nothing else: for the laws and the simulator.
 Calls may come from any thread; `into` and `on_done` run in the stack's.
@@ -90,6 +92,7 @@ class TierStack:
             )
         self.shape = shape
         self.tier_names = tuple(names)
+        self._workers = workers
         self._promote = promote
         self._clock = clock
         self._wall_clock = wall_clock
@@ -159,17 +162,20 @@ class TierStack:
         retention: int = 1,
         owner: str = "",
     ) -> Load:
-        """Loads a chain, segment after segment, until one is in no tier.
+        """Loads a chain, a few segments at a time, until one is in no tier.
 
-        into(index, payload): takes each one, in order, in a thread of the stack (X2 says until when); the payload is
-        uint8, read-only, and valid while referred to. Without it they are kept in `Load.payloads`. retention, owner: of
-        what is promoted; with retention 0 (discard) nothing is. Loads under way take turns by segment.
+        into(index, payload): takes each one, in threads of the stack, several at once (X2 says until when, X3 in what
+        order); the payload is uint8, read-only, and valid while referred to. Without it they are kept in
+        `Load.payloads`. retention, owner: of what is promoted; with retention 0 (discard) nothing is. Loads under way
+        take turns by segment.
         """
         load = Load(chain, self.shape.bytes_per_token, into, self._ended, on_done)
         with self._lock:
             self._num_loads += 1
             self._running.add(load)
-        self._go_on(load, retention, owner)
+        load._settle()  # where the chain is empty
+        for _ in range(self._num_turns(load)):
+            self._go_on(load, retention, owner)
         return load
 
     def evict(self, keys: Sequence[bytes]) -> None:
@@ -278,35 +284,46 @@ class TierStack:
         lookup.where = tuple(name for name in takewhile(bool, where) if name)
         lookup._end("complete")
 
+    def _num_turns(self, load: Load) -> int:
+        """Segments of a load that are under way at once."""
+        return min(len(load.chain), max(1, self._workers))
+
     def _go_on(self, load: Load, retention: int, owner: str) -> None:
-        if load.num_loaded == len(load.chain):
-            load._end("complete")
-        elif not self._readers.submit(
+        if not self._readers.submit(
             partial(self._try, load, lambda: self._take_turn(load, retention, owner))
         ):
             load._end("closed")
 
     def _take_turn(self, load: Load, retention: int, owner: str) -> None:
         """One segment of a load."""
-        name = load.chain[load.num_loaded]
+        index = load._take()
+        if index is None:
+            return
+        if self._fetch(load, index, retention, owner):
+            self._go_on(load, retention, owner)
+        load._settle()
+
+    def _fetch(self, load: Load, index: int, retention: int, owner: str) -> bool:
+        """Brings one segment up; whether it was delivered."""
+        name = load.chain[index]
         for depth, tier in enumerate(self._tiers):
             started = self._clock()
             fetched = tier.fetch(name, self.shape)
             if fetched is not None:
-                if not load._deliver(fetched.payload, tier.name):
-                    return
-                if not fetched.was_queued:
-                    tier.loaded(fetched.payload.nbytes, self._clock() - started)
+                if not load._deliver(index, fetched.payload, tier.name):
+                    return False
+                if not fetched.was_queued:  # others of the load have shared the time
+                    tier.loaded(fetched.payload.nbytes, (self._clock() - started) / self._num_turns(load))
                 if self._promote and depth and retention:
                     info = name.info(retention=retention, owner=owner)
                     outgoing = Outgoing(name, info, fetched.payload, fetched.make, fetched.num_bytes)
                     for above in self._tiers[:depth]:
                         above.store(outgoing, promoted=True)
-                self._go_on(load, retention, owner)
-                return
+                return True
             if load.outcome is not None:
-                return
-        load._end("missing")
+                return False
+        load._stop_at(index, "missing")
+        return False
 
     def _ended(self, handle: Load | Lookup) -> None:
         with self._lock:

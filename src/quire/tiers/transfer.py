@@ -4,8 +4,9 @@ Invariants
     X1  it ends exactly once, with one outcome; `done` is set and `on_done` called then, and never before its results
         can be read.
     X2  once `Load.cancel` has returned, `into` is not running and is never called again: what it wrote to may be freed.
-    X3  a load delivers the segments of its chain in order, each whole and verified, and stops at the first that no
-        tier has: `num_loaded` of them are there, whatever the outcome.
+    X3  a load delivers segments of its chain, each whole and verified, several at a time and in any order among those;
+        it ends at the first that no tier has. `num_loaded` leading ones are there, whatever the outcome; what was
+        delivered behind them counts for nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +36,7 @@ class _Handle(Generic[_Self]):
         self.outcome: Outcome | None = None
         self._on_end = on_end  # the stack's book-keeping, before anybody can see the end
         self._on_done = on_done
-        # Held while `into` runs and while the end is decided; reentrant, as `into` itself may cancel.
-        self._lock = threading.RLock()
-        # Set before the lock is waited for: a lock is not fair, and the next segments might all go first.
-        self._ending = False
+        self._lock = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether it has ended within `timeout` seconds (None: however long it takes)."""
@@ -46,7 +44,6 @@ class _Handle(Generic[_Self]):
 
     def _end(self, outcome: Outcome) -> bool:
         """Ends it, unless it has ended before; whether it did. `on_done` runs in the calling thread."""
-        self._ending = True
         with self._lock:
             if self.outcome is not None:
                 return False
@@ -112,37 +109,83 @@ class Load(_Handle["Load"]):
         self.payloads: list[np.ndarray] = []
         self.error: Exception | None = None
         self._into = into
+        self._next = 0  # the first segment that nobody has taken
+        self._stop = len(self.chain)  # where it ends, as
+        self._stop_outcome: Outcome = "complete"
+        self._arrived: dict[int, tuple[str, int, np.ndarray | None]] = {}  # delivered, behind one that is not
+        self._writing: set[int] = set()  # threads that `into` runs in
+        self._written = threading.Condition(self._lock)  # of the one above
+        self._ending = False
 
     @property
     def num_loaded(self) -> int:
-        """Segments delivered."""
+        """Leading segments delivered."""
         return len(self.tiers)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the segments delivered."""
+        """Tokens of the segments loaded."""
         return sum(len(name.tokens) for name in self.chain[: self.num_loaded])
 
     def cancel(self) -> bool:
-        """Ends it now, whatever a tier still does; whether it was still under way. Waits for a running `into` only."""
+        """Ends it now, whatever a tier still does; whether it was still under way. Waits for a running `into` only,
+        and from within one for none."""
         return self._end("cancelled")
 
-    def _deliver(self, payload: np.ndarray, tier: str) -> bool:
-        """Hands the next segment over; False where the load has ended meanwhile, or ends here because `into` raised."""
+    def _end(self, outcome: Outcome) -> bool:
+        with self._written:
+            self._ending = True  # nobody begins to write any more
+            if threading.get_ident() not in self._writing:
+                self._written.wait_for(lambda: not self._writing)  # X2
+        return super()._end(outcome)
+
+    def _take(self) -> int | None:
+        """The next segment to be fetched and delivered; None where there is none."""
         with self._lock:
-            if self._ending:
+            if self._ending or self._next >= self._stop:
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _deliver(self, index: int, payload: np.ndarray, tier: str) -> bool:
+        """Hands a segment over that was taken; False where nobody wants it, or `into` raised. `_settle` is due then."""
+        with self._lock:
+            if self._ending or index >= self._stop:
                 return False
-            try:
-                if self._into is None:
-                    self.payloads.append(payload)
-                else:
-                    self._into(self.num_loaded, payload)
-            except Exception as error:
-                self.error = error
-            else:
-                self.bytes_done += payload.nbytes
-                self.tiers.append(tier)
-                return not self._ending  # `into` may have cancelled
-        _log.error("a load ended, as what takes its segments failed: %r", self.error)
-        self._end("failed")
+            self._writing.add(threading.get_ident())
+        error: Exception | None = None
+        try:
+            if self._into is not None:
+                self._into(index, payload)
+        except Exception as raised:
+            error = raised
+        with self._written:
+            self._writing.discard(threading.get_ident())
+            self._written.notify_all()
+            if error is None:
+                self._arrived[index] = (tier, payload.nbytes, None if self._into else payload)
+                self._count()
+                return True
+        _log.error("a load ended, as what takes its segments failed: %r", error)
+        self._stop_at(index, "failed", error)
         return False
+
+    def _count(self) -> None:
+        """Counts what lies behind the leading segments without a hole."""
+        while (arrived := self._arrived.pop(len(self.tiers), None)) is not None:
+            tier, num_bytes, payload = arrived
+            if payload is not None:
+                self.payloads.append(payload)
+            self.bytes_done += num_bytes
+            self.tiers.append(tier)
+
+    def _stop_at(self, index: int, outcome: Outcome, error: Exception | None = None) -> None:
+        """It will not get beyond this segment; those before it are still delivered."""
+        with self._lock:
+            if index < self._stop:
+                self._stop, self._stop_outcome, self.error = index, outcome, error
+
+    def _settle(self) -> None:
+        """Ends it where all has been delivered that will be."""
+        if self.num_loaded >= self._stop:
+            self._end(self._stop_outcome)
