@@ -37,7 +37,7 @@ def explain(
         )
     from pathlib import Path
 
-    from quire.tiers.disk_index import FILE_NAME
+    from quire.tiers.disk_schema import FILE_NAME
 
     if disk_cache is not None and not (Path(disk_cache).expanduser() / FILE_NAME).is_file():
         raise ArgumentError(f"expected a folder with a disk cache, got none - in {disk_cache}")

@@ -23,7 +23,6 @@ import logging
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,17 +30,18 @@ from pathlib import Path
 
 from quire.errors import ArgumentError
 from quire.sizes import format_size
-from quire.tiers.disk_index import FILE_NAME, DiskIndex, Place, StoredEntry, StoredRoot, is_damage
+from quire.tiers.disk_index import DiskIndex, Place, StoredEntry, StoredRoot, is_damage
+from quire.tiers.disk_schema import FILE_NAME
 from quire.tiers.disk_writer import LOG_SHARE, MIN_CAP, DiskWriter, StoreCall
 from quire.tiers.files import Files
 from quire.tiers.folder_lock import FolderLock
+from quire.tiers.shared_stores import SharedStores
 from quire.tiers.slabs import Slabs
 from quire.tiers.tier import Reason, SegmentInfo, TierError, TierStats
 
 __all__ = ["DiskTier", "DiskUse"]
 
 _DAMAGED, _SET_ASIDE = "quire-cache.damaged", "quire-cache.set-aside"
-_MAX_BATCH, _MAX_BATCH_BYTES = 64, 64 << 20
 _MAX_USES = 64  # remembered before they are written
 _TRIES = 8
 
@@ -60,13 +60,6 @@ class DiskUse:
     @property
     def total(self) -> int:
         return self.slabs + self.index + self.set_aside
-
-
-@dataclass(eq=False)
-class _Waiting:
-    call: StoreCall
-    done: bool = False
-    error: TierError | None = None
 
 
 class DiskTier:
@@ -101,9 +94,7 @@ class DiskTier:
         self._stats = TierStats(0, 0)
         self._counting = threading.Lock()  # of the two around it
         self._uses: dict[bytes, float] = {}
-        self._waiting: deque[_Waiting] = deque()
-        self._storing = False
-        self._stored = threading.Condition()  # of the two above
+        self._stores = SharedStores(self._store_in_turn)
         self._turn = threading.Lock()  # of whoever uses the writer
         self._closed = False
         self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
@@ -141,26 +132,7 @@ class DiskTier:
         self._check_open()
         if not self._writer.fits_at_all(call.num_bytes):
             return False
-        waiting = _Waiting(call)
-        with self._stored:
-            self._waiting.append(waiting)
-        while not waiting.done:  # a batch may be full before it comes to this one
-            with self._stored:
-                while self._storing and not waiting.done:
-                    self._stored.wait()
-                if waiting.done:
-                    break
-                self._storing = True
-                batch = self._next_batch()
-            try:  # one of those who waited stores for all of them
-                with self._turn:
-                    self._store(batch)
-            finally:
-                with self._stored:
-                    self._storing = False
-                    self._stored.notify_all()
-        if waiting.error is not None:
-            raise waiting.error
+        self._stores.store(call)
         return call.kept
 
     def evict(self, key: bytes) -> bool:
@@ -321,33 +293,27 @@ class DiskTier:
 
     # Storing
 
-    def _next_batch(self) -> list[_Waiting]:
-        batch, num_bytes = [], 0
-        while self._waiting and len(batch) < _MAX_BATCH and num_bytes < _MAX_BATCH_BYTES:
-            batch.append(self._waiting.popleft())
-            num_bytes += batch[-1].call.num_bytes
-        return batch
+    def _store_in_turn(self, batch: list[StoreCall]) -> None:
+        with self._turn:
+            self._store(batch)
 
-    def _store(self, batch: list[_Waiting]) -> None:
+    def _store(self, batch: list[StoreCall]) -> None:
         """Sees all of them done; an error belongs to the one that has it alone."""
         try:
             with self._clear_errors("store a value"):
                 uses = self._take_uses()
                 try:
-                    self._writer.store([one.call for one in batch], uses, self._clock())
+                    self._writer.store(batch, uses, self._clock())
                 except BaseException:
                     self._give_uses_back(uses)
                     raise
         except TierError as error:
             if len(batch) > 1:
-                for one in batch:
-                    self._store([one])
+                for call in batch:
+                    self._store([call])
                 return
             self._count(failures=1)
             batch[0].error = error
-        finally:
-            for one in batch:
-                one.done = True
 
     # Loading
 

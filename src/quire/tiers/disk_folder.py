@@ -9,7 +9,8 @@ from pathlib import Path
 
 from quire.errors import ArgumentError
 from quire.tiers.disk import DiskTier
-from quire.tiers.disk_index import FILE_NAME, StoredEntry
+from quire.tiers.disk_index import StoredEntry
+from quire.tiers.disk_schema import FILE_NAME
 from quire.tiers.files import Files
 from quire.tiers.folder_lock import FolderLock
 from quire.tiers.segment import SegmentError, read_header

@@ -1,10 +1,5 @@
-"""The index of a disk tier: an SQLite file in WAL mode that says what is stored, where, and who goes first.
-
-    state     one row: the index's own name, the byte cap, a counter that only grows
-    entry     a value: key, parent, root, position, tokens' number, place, retention, stored children, when used
-    content   its tokens and extra keys, apart, so that a use rewrites small rows
-    root      what its owner calls it
-    slab, extent   see `extents`
+"""The index of a disk tier: an SQLite file in WAL mode that says what is stored, where, and who goes first. Its tables
+are in `disk_schema`.
 
 It knows no bytes of values. Every change is one transaction; `durable` ones are on the medium when they have ended.
 
@@ -20,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,39 +22,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.errors import ArgumentError
-from quire.tiers import extents
 from quire.tiers.disk_check import check_index
+from quire.tiers.disk_schema import FILE_NAME, prepare, transaction_of
 from quire.tiers.extents import Extents
 from quire.tiers.files import Files
 from quire.tiers.tier import SegmentInfo
 
 __all__ = ["DiskIndex", "Place", "StoredEntry", "StoredRoot", "is_damage"]
 
-FILE_NAME = "quire-cache.sqlite"
-PAGE_SIZE = 4096
-VERSION = 1
-_APPLICATION = 0x51756972  # "Quir"
 _MAX_VARIABLES = 30_000
-_CHECKPOINT_PAGES = 256
-_SCHEMA = (
-    """
-CREATE TABLE state (one INTEGER PRIMARY KEY CHECK (one = 1), identity TEXT NOT NULL, max_bytes INTEGER NOT NULL,
-                    counter INTEGER NOT NULL);
-CREATE TABLE entry (id INTEGER PRIMARY KEY, key BLOB NOT NULL, parent BLOB NOT NULL, root BLOB NOT NULL,
-                    start INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
-                    slab INTEGER NOT NULL, offset INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
-                    retention INTEGER NOT NULL, children INTEGER NOT NULL, used INTEGER NOT NULL,
-                    made_at REAL NOT NULL, used_at REAL NOT NULL, owner TEXT NOT NULL);
-CREATE UNIQUE INDEX entry_by_key ON entry (key);
-CREATE INDEX entry_by_parent ON entry (parent);
-CREATE INDEX entry_by_place ON entry (slab, offset);
-CREATE INDEX leaf_by_use ON entry (retention, used) WHERE children = 0;
-CREATE TABLE content (id INTEGER PRIMARY KEY, tokens BLOB NOT NULL, extra_keys TEXT NOT NULL);
-CREATE TABLE root (root BLOB PRIMARY KEY, description TEXT NOT NULL);
-"""
-    + extents.SCHEMA
-)
 
 
 @dataclass(frozen=True)
@@ -128,7 +98,7 @@ class DiskIndex:
         self._writer = files.connect(self.path, timeout_s=timeout_s)
         self._reader: sqlite3.Connection | None = None
         try:
-            self._prepare(max_bytes)
+            prepare(self._writer, self.path, max_bytes)
             self._reader = files.connect(self.path, timeout_s=timeout_s)
             self._reader.execute("PRAGMA query_only = 1")
         except BaseException:
@@ -136,56 +106,6 @@ class DiskIndex:
             raise
         self.extents = Extents(self._writer)
         self.identity: str = self._row("SELECT identity FROM state")[0]
-
-    def _prepare(self, max_bytes: int | None) -> None:
-        sql = self._writer.execute
-        application, version = (
-            sql("PRAGMA application_id").fetchone()[0],
-            sql("PRAGMA user_version").fetchone()[0],
-        )
-        tables = sql("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if tables == 0 and application == 0:
-            if max_bytes is None:
-                raise ArgumentError(
-                    f"expected a disk cache, got a folder without an index - in {self.path.parent}"
-                )
-            self._create(max_bytes)
-        elif application != _APPLICATION:
-            raise ArgumentError(
-                f"expected an index of Quire's, got an SQLite file of another program - in {self.path}"
-            )
-        elif version != VERSION:
-            raise ArgumentError(
-                f"expected a disk cache of version {VERSION}, got version {version} - in {self.path}; "
-                "take another folder, or remove this one with `quire cache rm`"
-            )
-        mode = sql("PRAGMA journal_mode = WAL").fetchone()[0]
-        if mode != "wal":
-            raise sqlite3.OperationalError(
-                f"expected a file system with shared memory for WAL, got mode {mode}"
-            )
-        sql(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
-        sql(f"PRAGMA journal_size_limit = {_CHECKPOINT_PAGES * PAGE_SIZE}")
-        # Both ends of the trees: damage there is found now and not by a request. Nothing is scanned.
-        sql("SELECT * FROM entry ORDER BY id LIMIT 1").fetchone()
-        sql("SELECT * FROM entry ORDER BY id DESC LIMIT 1").fetchone()
-        sql("SELECT retention FROM entry WHERE children = 0 ORDER BY retention, used LIMIT 1").fetchone()
-        if sql("SELECT count(*) FROM state").fetchone()[0] != 1:
-            error = sqlite3.DatabaseError("the index has lost its state")
-            error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-            raise error
-        if max_bytes is not None:
-            sql("UPDATE state SET max_bytes = ? WHERE max_bytes <> ?", (max_bytes, max_bytes))
-
-    def _create(self, max_bytes: int) -> None:
-        self._writer.execute(f"PRAGMA page_size = {PAGE_SIZE}")
-        self._writer.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        with self._transaction_of(self._writer):
-            for statement in _SCHEMA.split(";"):
-                self._writer.execute(statement)
-            self._writer.execute("INSERT INTO state VALUES (1, ?, ?, 0)", (secrets.token_hex(4), max_bytes))
-            self._writer.execute(f"PRAGMA application_id = {_APPLICATION}")
-            self._writer.execute(f"PRAGMA user_version = {VERSION}")
 
     def close(self) -> None:
         with self._reading, self._writing:
@@ -201,19 +121,8 @@ class DiskIndex:
         with self._writing:
             self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._writer.execute(f"PRAGMA busy_timeout = {self._timeout_ms if wait else 0}")
-            with self._transaction_of(self._writer):
+            with transaction_of(self._writer):
                 yield
-
-    @contextmanager
-    def _transaction_of(self, connection: sqlite3.Connection) -> Iterator[None]:
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:
-                connection.rollback()
-            raise
 
     def checkpoint(self) -> None:
         """Moves the log into the index and gives its space back, unless a reader needs it."""

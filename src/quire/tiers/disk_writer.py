@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.tiers.disk_index import PAGE_SIZE, DiskIndex, Place
+from quire.tiers.disk_index import DiskIndex, Place
+from quire.tiers.disk_schema import PAGE_SIZE
 from quire.tiers.slabs import PAGE, Slabs, pages_of
 from quire.tiers.tier import Reason, SegmentInfo, TierError
 
@@ -30,13 +31,14 @@ _log = logging.getLogger("quire")
 
 @dataclass(eq=False)
 class StoreCall:
-    """A value to be kept, and what became of it."""
+    """A value to be kept, and what became of it: kept or not, or an error."""
 
     key: bytes
     parts: Sequence[memoryview]
     num_bytes: int
     info: SegmentInfo
     kept: bool = False
+    error: TierError | None = None
 
 
 class _LostSlabError(Exception):

@@ -1,0 +1,66 @@
+"""Threads that store at the same time share one transaction: one of them stores for all who wait.
+
+Invariants
+    Q1  a call returns when its own value was stored, refused or failed, and not before.
+    Q2  a batch is stored at a time; what comes meanwhile is of the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.tiers.disk_writer import StoreCall
+
+__all__ = ["SharedStores"]
+
+_MAX_BATCH, _MAX_BATCH_BYTES = 64, 64 << 20
+
+
+@dataclass(eq=False)
+class _Waiting:
+    call: StoreCall
+    done: bool = False
+
+
+class SharedStores:
+    """store_batch: does it, in one of the waiting threads; what happened to each it notes in its call."""
+
+    def __init__(self, store_batch: Callable[[list[StoreCall]], None]) -> None:
+        self._store_batch = store_batch
+        self._waiting: deque[_Waiting] = deque()
+        self._storing = False
+        self._stored = threading.Condition()  # of the two above
+
+    def store(self, call: StoreCall) -> None:
+        """Waits until the call is done. *raises:* TierError: it failed."""
+        waiting = _Waiting(call)
+        with self._stored:
+            self._waiting.append(waiting)
+        while not waiting.done:  # a batch may be full before it comes to this one
+            with self._stored:
+                while self._storing and not waiting.done:
+                    self._stored.wait()
+                if waiting.done:
+                    break
+                self._storing = True
+                batch = self._next_batch()
+            try:
+                self._store_batch([one.call for one in batch])
+            finally:
+                with self._stored:
+                    for one in batch:
+                        one.done = True
+                    self._storing = False
+                    self._stored.notify_all()
+        if call.error is not None:
+            raise call.error
+
+    def _next_batch(self) -> list[_Waiting]:
+        batch, num_bytes = [], 0
+        while self._waiting and len(batch) < _MAX_BATCH and num_bytes < _MAX_BATCH_BYTES:
+            batch.append(self._waiting.popleft())
+            num_bytes += batch[-1].call.num_bytes
+        return batch
