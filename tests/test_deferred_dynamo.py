@@ -45,6 +45,7 @@ def test_importing_the_engine_does_not_import_the_compiler() -> None:
     run("from quire import LLM; import sys; assert 'torch._dynamo' not in sys.modules")
 
 
+@pytest.mark.ci
 def test_afterwards_the_compiler_knows_what_was_said_to_the_stand_in() -> None:
     run(
         IN_THE_BLOCK

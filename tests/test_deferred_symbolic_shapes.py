@@ -41,6 +41,7 @@ def test_importing_the_engine_does_not_import_them() -> None:
     )
 
 
+@pytest.mark.ci
 def test_afterwards_everybody_has_the_real_ones() -> None:
     run(
         IN_THE_BLOCK
@@ -55,6 +56,7 @@ assert not any(type(finder).__module__.startswith("quire") for finder in sys.met
     )
 
 
+@pytest.mark.ci
 def test_a_function_called_before_gets_the_real_one() -> None:
     run(
         IN_THE_BLOCK
@@ -65,6 +67,7 @@ assert guard_or_false is sys.modules["{NAME}"].guard_or_false
     )
 
 
+@pytest.mark.ci
 def test_any_other_use_in_the_block_gets_the_real_one() -> None:
     run(
         f"""

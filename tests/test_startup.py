@@ -59,6 +59,7 @@ assert transformers.Qwen3ForCausalLM is Qwen3ForCausalLM
 """
 
 
+@pytest.mark.ci
 def test_transformers_knows_the_same_models_as_when_it_scans_twice() -> None:
     done = subprocess.run([sys.executable, "-c", _SAME_NAMES], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

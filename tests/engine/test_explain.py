@@ -180,6 +180,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.ci
 def test_what_a_killed_process_stored_is_named_rightly(tmp_path: Path) -> None:
     """It is of another namespace, and not of another model, though nobody took leave."""
     prompt = tokens_of(1, 60)

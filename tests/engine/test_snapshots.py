@@ -48,6 +48,7 @@ with tiny_llm.llm(disk_cache=sys.argv[1], disk_cache_size="64MiB", backend=sys.a
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_another_process_goes_on_with_it(backend: str, tmp_path: Path) -> None:
     with opened(tmp_path, backend=backend) as llm:

@@ -90,7 +90,9 @@ def test_a_machine_that_cannot_is_refused_and_auto_falls_back(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("every", [1, 2, 7, 60, 83, 211])
+@pytest.mark.parametrize(
+    "every", [pytest.param(n, marks=[] if n == 60 else pytest.mark.ci) for n in (1, 2, 7, 60, 83, 211)]
+)
 def test_a_call_that_fails_lets_requests_wait_or_ends_one_that_is_alone(
     monkeypatch: pytest.MonkeyPatch, every: int, backend: str
 ) -> None:

@@ -76,7 +76,7 @@ def _paged_logits(name: str, backend: str) -> list[torch.Tensor]:
         return [answer.logits for answer in run.answer()]
 
 
-@pytest.mark.parametrize("backend", ["python", "native"])
+@pytest.mark.parametrize("backend", [pytest.param("python", marks=pytest.mark.ci), "native"])
 @pytest.mark.parametrize("storage", ROWS)
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
 def test_other_storages_give_the_tokens_of_generate_and_the_bits_of_paged(

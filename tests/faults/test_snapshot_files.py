@@ -97,6 +97,7 @@ SnapshotFiles(Path(sys.argv[2]), Ends()).write(record(200), b"", overwrite=True)
 """
 
 
+@pytest.mark.ci
 def test_the_process_ends_at_any_call(tmp_path: Path) -> None:
     snapshots = SnapshotFiles(tmp_path)
     found = []

@@ -77,6 +77,7 @@ def _check(name: str, storages: list[str], monkeypatch: pytest.MonkeyPatch) -> N
                 assert counter.count >= (0 if padded and name == "llama4_text" else 4), mode
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("storage", STORAGES[1:])
 def test_windows_and_chunks_on_plain_memory(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long enough for growing buffers to leave their first tokens behind."""

@@ -346,6 +346,7 @@ def _continue(cache: QuireCache) -> list[list[int]]:
     return model.generate(more, past_key_values=cache, max_new_tokens=4, do_sample=False).tolist()
 
 
+@pytest.mark.ci
 def test_another_process_goes_on_from_the_file_that_one_left(tmp_path: Path) -> None:
     path = tmp_path / "cache"
     assert _process(_WRITER, path, "off").communicate()[0] == "saved\n"

@@ -28,7 +28,7 @@ def run(num_examples: int, num_steps: int) -> None:
 
 
 def test_the_laws_hold() -> None:
-    run(num_examples=120, num_steps=40)
+    run(num_examples=80, num_steps=40)
 
 
 @pytest.mark.ci

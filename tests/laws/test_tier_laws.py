@@ -23,7 +23,7 @@ def run(num_examples: int, num_steps: int) -> None:
 
 
 def test_the_laws_hold() -> None:
-    run(num_examples=200, num_steps=30)
+    run(num_examples=100, num_steps=30)
 
 
 @pytest.mark.ci

@@ -142,6 +142,7 @@ def test_a_refused_reservation_is_one_clear_error(monkeypatch: pytest.MonkeyPatc
         Heap(8192)
 
 
+@pytest.mark.ci
 def test_under_a_real_address_space_limit() -> None:
     """More than exists is refused; what fits still works afterwards."""
     script = """

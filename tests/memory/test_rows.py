@@ -107,6 +107,7 @@ def test_a_step_that_fits_copies_no_byte() -> None:
     one.storage.close()
 
 
+@pytest.mark.ci
 def test_spread_growth_peaks_far_below_together() -> None:
     """The old and the new buffer of a layer lie side by side for a step: of few layers, or of all 64."""
     peaks, committed = {}, {}

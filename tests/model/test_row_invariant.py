@@ -125,7 +125,13 @@ def test_what_is_left_to_torch_is_row_invariant(name: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.ci) if name == "sum of the first" else name  # 3 s each
+        for name in REPLACED
+    ],
+)
 def test_what_is_replaced_is_row_invariant_and_torchs_answer(name: str, dtype: torch.dtype) -> None:
     module = exact(REPLACED[name])
     for width in [8, 24, 100] if "product of" in name else WIDTHS:

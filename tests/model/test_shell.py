@@ -90,6 +90,7 @@ def test_a_model_is_loaded_as_without(model_type: str, tmp_path: Path) -> None:
         assert not tensors
 
 
+@pytest.mark.ci
 def test_a_start_imports_no_sympy() -> None:
     program = (
         "import sys\nfrom quire import LLM, SamplingParams\n"

@@ -33,6 +33,7 @@ def test_the_guard_ends_a_process_that_reads_on() -> None:
     assert guarded(_native.isa(), "--beyond").returncode == -signal.SIGSEGV
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "isa",
     [
