@@ -14,6 +14,7 @@ PACKAGE = Path(quire.__file__).parent
 ORDER = [
     "errors",
     "sizes",
+    "deferred_module",
     "deferred_dynamo",
     "deferred_symbolic_shapes",
     "startup",

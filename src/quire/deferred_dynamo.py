@@ -14,14 +14,14 @@ Cost: a function call, about 0.1 us, around each function that was disabled so.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
+
+from quire.deferred_module import Deferral, StandIn
 
 __all__ = ["dynamo_deferred"]
 
@@ -29,81 +29,51 @@ _NAME = "torch._dynamo"
 # Stands on its own: needs nothing of the package around it.
 _FREE = f"{_NAME}._trace_wrapped_higher_order_op"
 
-
 # Decorators that make a note of a function and return it as it is.
 _NOTES = ("allow_in_graph", "assume_constant_result")
 
 
-@contextmanager
-def dynamo_deferred() -> Iterator[None]:
-    """No import of `torch._dynamo` inside the block, unless something there needs it. Blocks may nest."""
-    if _NAME in sys.modules:
-        yield
-        return
-    finder = next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
-    if finder is None:
-        finder = _Finder()
-        sys.meta_path.insert(0, finder)  # pyright: ignore[reportArgumentType]
-    was_deferring, finder.deferring = finder.deferring, True
-    try:
-        yield
-    finally:
-        if not was_deferring:
-            finder.end()
+class _StandIn(StandIn):
+    def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
+        if fn is None:
+            return functools.partial(self.disable, recursive=recursive, **options)
+        if not isinstance(fn, FunctionType):
+            return self._quire_finder.real().disable(fn, recursive, **options)
+        return _disabled(fn, recursive, options)
+
+    def answer(self, name: str) -> Any:
+        return functools.partial(self._note, name) if name in _NOTES else super().answer(name)
+
+    def _note(self, name: str, fn: Any) -> Any:
+        if not isinstance(fn, FunctionType) or not self._quire_finder.deferring:
+            return getattr(self._quire_finder.real(), name)(fn)
+        self._quire_finder.notes.append((name, fn))
+        return fn
 
 
-class _Finder:
-    """Finds the stand-in while `deferring`, afterwards the real package, which is told the notes then."""
+class _Dynamo(Deferral):
+    """The real package is told the notes once it has run."""
+
+    name = _NAME
+    stand_in = _StandIn
 
     def __init__(self) -> None:
-        self.deferring = False
+        super().__init__()
         self.notes: list[tuple[str, FunctionType]] = []
 
-    def end(self) -> None:
-        """The next import of `torch._dynamo` is the real one."""
-        self.deferring = False
-        if isinstance(sys.modules.get(_NAME), _StandIn):
-            del sys.modules[_NAME]
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(torch.__dict__.get("_dynamo"), _StandIn):
-            del torch.__dict__["_dynamo"]  # torch imports it when it is asked for
-
-    def real(self) -> Any:
-        """The real package, imported now if need be."""
-        self.end()
-        return importlib.import_module(_NAME)
+    def loaded(self, module: ModuleType) -> None:
+        if _FREE in sys.modules:  # imported below the stand-in
+            setattr(module, _FREE.rpartition(".")[2], sys.modules[_FREE])
+        for name, function in self.notes:
+            getattr(module, name)(function)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name == _NAME:
-            return self._package(PathFinder.find_spec(name, path))
         if self.deferring and name.startswith(f"{_NAME}.") and name != _FREE:
             self.real()  # which imports most of its own
-            if name in sys.modules:
-                return ModuleSpec(name, _Loaded())
-        return None
-
-    def _package(self, spec: ModuleSpec | None) -> ModuleSpec | None:
-        if spec is None or spec.loader is None:
-            return spec
-        if not self.deferring:
-            spec.loader = _Told(spec.loader, self)
-            return spec
-        stand_in = ModuleSpec(_NAME, _StandInLoader(self), is_package=True)
-        stand_in.submodule_search_locations = spec.submodule_search_locations
-        return stand_in
-
-
-class _StandInLoader(Loader):
-    def __init__(self, finder: _Finder) -> None:
-        self._finder = finder
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(self._finder)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """There is nothing to run."""
+            return ModuleSpec(name, _Loaded()) if name in sys.modules else None
+        return super().find_spec(name, path, target)
 
 
 class _Loaded(Loader):
@@ -116,54 +86,6 @@ class _Loaded(Loader):
         """It has run."""
 
 
-class _Told(Loader):
-    """The real package's loader, with the notes handed in once it has run."""
-
-    def __init__(self, loader: Any, finder: _Finder) -> None:
-        self._loader, self._finder = loader, finder
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        sys.meta_path.remove(self._finder)  # pyright: ignore[reportArgumentType]
-        if _FREE in sys.modules:  # imported below the stand-in
-            setattr(module, _FREE.rpartition(".")[2], sys.modules[_FREE])
-        for name, function in self._finder.notes:
-            getattr(module, name)(function)
-
-
-class _StandIn(ModuleType):
-    """What `torch._dynamo` is inside the block."""
-
-    def __init__(self, finder: _Finder) -> None:
-        super().__init__(_NAME)
-        self.__dict__["_quire_finder"] = finder
-
-    def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
-        if fn is None:
-            return functools.partial(self.disable, recursive=recursive, **options)
-        if not isinstance(fn, FunctionType):
-            return self._quire_finder.real().disable(fn, recursive, **options)
-        return _disabled(fn, recursive, options)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
-        if name in _NOTES:
-            return functools.partial(self._note, name)
-        return getattr(self._quire_finder.real(), name)
-
-    def _note(self, name: str, fn: Any) -> Any:
-        if not isinstance(fn, FunctionType) or not self._quire_finder.deferring:
-            return getattr(self._quire_finder.real(), name)(fn)
-        self._quire_finder.notes.append((name, fn))
-        return fn
-
-
 def _disabled(fn: FunctionType, recursive: bool, options: dict[str, Any]) -> Callable[..., Any]:
     real: Callable[..., Any] | None = None
 
@@ -172,10 +94,14 @@ def _disabled(fn: FunctionType, recursive: bool, options: dict[str, Any]) -> Cal
         nonlocal real
         if real is None:
             dynamo = sys.modules.get(_NAME)
-            if dynamo is None or isinstance(dynamo, _StandIn):
+            if dynamo is None or isinstance(dynamo, StandIn):
                 return fn(*args, **kwargs)  # nobody compiles
             real = dynamo.disable(fn, recursive, **options)
         assert real is not None
         return real(*args, **kwargs)
 
     return call
+
+
+dynamo_deferred = _Dynamo.block
+"""A block in which `torch._dynamo` is not imported, unless something there needs it. Blocks may nest."""
