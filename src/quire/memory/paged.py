@@ -34,7 +34,8 @@ import torch
 from quire.errors import ArgumentError, CapacityError
 from quire.memory.heap import HUGE_PAGE_BYTES, Heap, physical_bytes
 from quire.memory.storage import Capabilities, Placement
-from quire.memory.unit_bytes import UnitPlaces, read_units, write_units
+from quire.memory.unit_bytes import read_units, write_units
+from quire.memory.unit_pieces import UnitPieces, UnitPlaces
 from quire.memory.view import KVView
 from quire.spec import KVGroup, KVSpec
 
@@ -83,6 +84,7 @@ class PagedStorage:
         self.spec = spec
         self.block_size = block_size
         self.dtype: torch.dtype = dtype if dtype is not None else getattr(torch, spec.dtype)
+        self.unit_pieces = UnitPieces(spec, self.dtype.itemsize)
         self.layout: Layout = layout
         self.num_blocks = num_blocks
         self._committing = threading.Lock()  # held by whoever commits ahead, or gives memory back

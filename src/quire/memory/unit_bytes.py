@@ -9,42 +9,31 @@ Invariants
     B1  only the bytes of the tokens asked for are read or written: a call for units that one alone may touch may run
         beside anything else, in any thread, and lets go of Python's lock while it copies.
 
-Cost: one copy, by the native core at about the speed of memcpy; about 50 us of arithmetic beside it. Without the core
-one call of ctypes for each run of bytes that is adjacent on both sides.
+Cost: one copy, by the native core at about the speed of memcpy; about 60 us of arithmetic beside it (`unit_pieces`).
+Without the core one call of ctypes for each run of bytes that is adjacent on both sides.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from quire.backends import native_module
 from quire.errors import ArgumentError
+from quire.memory.unit_pieces import UnitPieces, UnitPlaces
 from quire.spec import KVGroup, KVSpec
 
-__all__ = ["UnitPlaces", "UnitStorage", "read_units", "write_units"]
-
-
-@dataclass(frozen=True, eq=False)
-class UnitPlaces:
-    """Where blocks of a group lie, bytes. Keys and values apart: index 0 and 1 of each.
-
-    addresses: int64 [2, layers of the group, blocks], of token 0 of head 0. head_strides, token_strides.
-    """
-
-    addresses: np.ndarray
-    head_strides: tuple[int, int]
-    token_strides: tuple[int, int]
+__all__ = ["UnitStorage", "read_units", "write_units"]
 
 
 class UnitStorage(Protocol):
     """What these functions ask of a storage."""
 
     spec: KVSpec
+    unit_pieces: UnitPieces
     block_size: int
     num_blocks: int
     dtype: Any
@@ -147,7 +136,6 @@ def _copy(
         )
     if first == num_tokens:
         return
-    before = _bytes_before(storage.spec, storage.dtype.itemsize, total, origins)
     parts: list[np.ndarray] = []
     for group in storage.spec.groups:
         origin = origins[group.index]
@@ -158,49 +146,10 @@ def _copy(
                 np.minimum((kept + 1) * size, num_tokens),
             )
             places = storage.unit_places(group, units[group.index, kept])
-            parts += _pieces(
-                storage, group, places, kept * size, starts, stops, origin, total - origin, before
-            )
+            table = storage.unit_pieces.of(group, places, total, origins, kept * size, starts, stops)
+            parts.append(table)
     if parts:
-        _copy_rows(payload, np.concatenate(parts), to_storage)
-
-
-def _pieces(
-    storage: UnitStorage,
-    group: KVGroup,
-    places: UnitPlaces,
-    block_starts: np.ndarray,
-    starts: np.ndarray,
-    stops: np.ndarray,
-    origin: int,
-    count: int,
-    before: dict[int, int],
-) -> list[np.ndarray]:
-    """int64 [n, 5] for keys and for values: see `_native.copy_rows`. starts, stops: tokens of each block. The payload
-    has `count` tokens of the group from `origin` on; before: where each layer begins in it."""
-    itemsize = storage.dtype.itemsize
-    heads = np.arange(group.num_kv_heads)
-    head_bytes = (group.k_head_dim + group.v_head_dim) * itemsize
-    layers = np.array([before[layer] for layer in group.layers])[:, None, None]
-    parts: list[np.ndarray] = []
-    for kind, dim in enumerate((group.k_head_dim, group.v_head_dim)):
-        row_bytes, stride = dim * itemsize, places.token_strides[kind]
-        own = group.k_head_dim * itemsize * kind  # values lie behind the keys of their head
-        pieces = np.empty((len(group.layers), len(heads), len(starts), 5), np.int64)
-        pieces[..., 0] = layers + count * (heads[:, None] * head_bytes + own) + (starts - origin) * row_bytes
-        pieces[..., 1] = (
-            places.addresses[kind][:, None]
-            + heads[:, None] * places.head_strides[kind]
-            + (starts - block_starts) * stride
-        )
-        num_rows = stops - starts
-        if stride == row_bytes:
-            pieces[..., 2], pieces[..., 3] = 1, num_rows * row_bytes
-        else:
-            pieces[..., 2], pieces[..., 3] = num_rows, row_bytes
-        pieces[..., 4] = stride
-        parts.append(pieces.reshape(-1, 5))
-    return parts
+        _copy_rows(payload, parts[0] if len(parts) == 1 else np.concatenate(parts), to_storage)
 
 
 def _copy_rows(payload: np.ndarray, pieces: np.ndarray, to_storage: bool) -> None:
@@ -228,15 +177,3 @@ def _group_bytes(storage: UnitStorage) -> list[int]:
     """Bytes of a token in each group."""
     spec = storage.spec
     return [group.bytes_per_token // spec.dtype_bytes * storage.dtype.itemsize for group in spec.groups]
-
-
-def _bytes_before(spec: KVSpec, itemsize: int, total: int, origins: Sequence[int]) -> dict[int, int]:
-    """Where each layer that stores KV begins in a payload."""
-    origin_of = {layer: origins[group.index] for group in spec.groups for layer in group.layers}
-    found: dict[int, int] = {}
-    num_bytes = 0
-    for index, layer in enumerate(spec.layers):
-        if layer.shares_kv_with is None:
-            found[index] = num_bytes
-            num_bytes += layer.elements_per_token * itemsize * (total - origin_of[index])
-    return found

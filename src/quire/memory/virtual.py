@@ -39,7 +39,8 @@ from quire.memory.row_map import RowMap
 from quire.memory.row_places import RowShape, placements
 from quire.memory.rows import Rows
 from quire.memory.storage import Capabilities, Placement
-from quire.memory.unit_bytes import UnitPlaces, read_units, write_units
+from quire.memory.unit_bytes import read_units, write_units
+from quire.memory.unit_pieces import UnitPieces, UnitPlaces
 from quire.memory.view import KVView
 from quire.memory.virtual_sizes import check_block_size, piece_bytes_of, virtual_block_size
 from quire.memory.window_ring import places_for
@@ -102,6 +103,7 @@ class VirtualStorage:
         self.spec = spec
         self.block_size = block_size
         self.dtype: torch.dtype = dtype if dtype is not None else getattr(torch, spec.dtype)
+        self.unit_pieces = UnitPieces(spec, self.dtype.itemsize)
         self.num_blocks = num_blocks
         self.max_num_seqs = max_num_seqs
         self._home = {
