@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +113,30 @@ def test_rm(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "mine.txt").write_text("not of the cache")
     assert run("rm", str(folder), "--yes")[0] == 0
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+
+
+def test_rm_leaves_what_is_not_ours(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "a file")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", no)
+        code, out, err = run("rm", str(folder), "--yes")
+    assert (code, out) == (1, "")
+    assert err == f"quire: the disk cache in {folder} cannot be removed: Read-only file system\n"
+    index = folder / "quire-cache.sqlite"
+    index.unlink()
+    with sqlite3.connect(index) as foreign:
+        foreign.execute("CREATE TABLE mine (x)")
+    foreign.close()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    code, out, err = run("rm", str(folder), "--yes")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "an SQLite file of another program" in err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    index.write_bytes(b"damaged")
+    assert run("rm", str(folder), "--yes")[0] == 0
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("verb", [["ls"], ["verify"], ["prune", "--to", "1GiB"], ["rm", "--yes"]])

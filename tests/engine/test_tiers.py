@@ -360,6 +360,12 @@ def test_options_are_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         tiny_llm.llm(host_cache="1MiB", storage="contiguous")
     with pytest.raises(ArgumentError, match="expected a cache that shares prefixes for host_cache"):
         tiny_llm.llm(host_cache="1MiB", prefix_caching=False)
+    with pytest.raises(ArgumentError, match="expected auto, park or recompute, got 'kill' - in `preemption`"):
+        tiny_llm.llm(preemption="kill")
+    folders: list[Any] = ["", " ", b"kv", 7]
+    for folder in folders:
+        with pytest.raises(ArgumentError, match=r"expected a folder, got .* - in `disk_cache`"):
+            tiny_llm.llm(disk_cache=folder)
     file = tmp_path / "a file"
     file.write_text("")
     with tiny_llm.llm(disk_cache=file, disk_cache_size="64MiB") as llm:

@@ -7,8 +7,8 @@ without it.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.memory_ahead import MAX_BYTES, MemoryAhead
@@ -90,7 +90,7 @@ class TierOptions:
     """See `quire.LLM`; checked when it is made, before a model is loaded."""
 
     host_cache: str | int | None = None
-    disk_cache: str | Path | None = None
+    disk_cache: str | os.PathLike[str] | None = None
     disk_cache_size: str | int = "8GiB"
     remote_cache: str | None = None
     cache_write: Policy = "eviction"
@@ -108,7 +108,13 @@ class TierOptions:
             ("preemption", self.preemption, MODES),
         ):
             if value not in known:
-                raise ArgumentError(f"expected {' or '.join(known)}, got {value!r} - in `{where}`")
+                raise ArgumentError(
+                    f"expected {', '.join(known[:-1])} or {known[-1]}, got {value!r} - in `{where}`"
+                )
+        # An empty name, as of a variable that is not set, would be the folder the process happens to be in.
+        disk = self.disk_cache
+        if disk is not None and (not isinstance(disk, str | os.PathLike) or not str(os.fspath(disk)).strip()):
+            raise ArgumentError(f"expected a folder, got {disk!r} - in `disk_cache`")
         if self.remote_cache is not None and not isinstance(self.remote_cache, str):
             raise ArgumentError(
                 f"expected the URL of a Redis server, got {self.remote_cache!r} - in `remote_cache`"
