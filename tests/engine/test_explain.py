@@ -127,6 +127,10 @@ def test_tiers_and_other_models(tmp_path: Path) -> None:
         assert (answer.num_hit_tokens, answer.num_tier_tokens) == (0, {"disk": 48})
         assert (answer.stop, answer.reason) == (48, "never seen")
         assert "48 more in the tier disk" in str(answer)
+        assert (
+            "never seen, or no longer: the last 12 fill no block, and are found only while in memory"
+            in str(answer)
+        )
         assert llm.explain(tokens_of(1, 60), tenant="alice").num_tier_tokens == {"disk": 48}
         assert llm.explain(tokens_of(1, 60), tenant="bob").reason == "never seen"
         assert llm.explain(tokens_of(1, 60)).reason == "other namespace"
@@ -138,6 +142,44 @@ def test_tiers_and_other_models(tmp_path: Path) -> None:
         assert (answer.num_tier_tokens, answer.reason) == ({}, "other fingerprint")
         assert llm.explain(tokens_of(1, 60), tenant="alice").reason == "other fingerprint"
         assert llm.explain(tokens_of(1, 60), tenant="bob").reason == "never seen"
+
+
+def test_where_a_prompt_leaves_what_is_on_disk(tmp_path: Path) -> None:
+    """A new engine over the folder of an old one says what is stored there instead; to nobody else."""
+    prompt = tokens_of(0, 70)
+    options: dict[str, Any] = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "tenant_secret": SECRET}
+    with tiny_llm.llm(**options) as llm:
+        llm.add_tenant("alice")
+        serve(llm, prompt, tenant="alice")
+    with tiny_llm.llm(**options) as llm:
+        llm.add_tenant("alice")
+        llm.add_tenant("bob")
+        for at in (37, 48, 3):
+            other = [*prompt[:at], 1, 2, 3, *prompt[at + 3 :]]
+            answer = llm.explain(other, tenant="alice")
+            stop = at // 16 * 16
+            assert (sum(answer.num_tier_tokens.values()), answer.stop, answer.reason) == (
+                stop,
+                stop,
+                "differs",
+            )
+            assert (answer.differs_at, answer.differs_on_disk) == (at, True)
+            end = at // 16 * 16 + 16
+            assert answer.nearest.tolist() == prompt[at:end]
+            shown = prompt[at : min(at + 8, end)]
+            assert (
+                f"stored prefix on disk differs at token {at}: stored {shown}, asked {other[at : at + 8]}"
+                in str(answer)
+            )
+            told = llm.explain(other, tenant="bob")
+            assert (told.reason, told.nearest.tolist()) == ("never seen", [])
+        salted = llm.explain([*prompt[:37], 1, 2, 3], tenant="alice", cache_salt="other")
+        assert salted.nearest.tolist() == []
+        # What memory has is nearer once it has it.
+        longer = [*prompt[:60], *[4] * 10]
+        serve(llm, longer, tenant="alice")
+        answer = llm.explain([*longer[:50], 1, *longer[51:]], tenant="alice")
+        assert (answer.reason, answer.differs_at, answer.differs_on_disk) == ("differs", 50, False)
 
 
 @pytest.mark.ci  # two processes

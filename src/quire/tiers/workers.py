@@ -26,7 +26,8 @@ Job = Callable[[], None]
 class Workers:
     """See the module's text. num_threads 0: jobs run inline; one submitted by a running job runs after it.
 
-    nice: of the threads at least, 0 .. 19; Linux gives those of 5 about a quarter of a processor that a step wants whole.
+    nice: of the threads, 0 .. 19, or more if the process has more; Linux gives those of 5 about a quarter of a
+    processor that a step wants whole.
     """
 
     def __init__(self, name: str, num_threads: int, max_bytes: int | None = None, *, nice: int = 0) -> None:
