@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenTiers", "TierOptions", "world_tag"]
 
 _MAX_BYTES_IN_FLIGHT = 256 << 20  # waiting to be stored, for each tier
+_GREETING_S = 1.5  # a server's time-out and a little, however long its name takes to be resolved
 _PARK_SHARE = 4  # of the KV memory, one part in so many, where park_memory is "auto"
 
 _log = logging.getLogger("quire")
@@ -160,6 +161,7 @@ class TierOptions:
         shape = SegmentShape.of(cache.spec)
         segment_tokens = shape.segment_tokens(cache.block_size)
         stack = TierStack(tiers, shape, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT)
+        self._greet(tiers, stack)
         shared = (cache, storage, stack, fingerprint, segment_tokens)
         _log.info(
             "tiers %s: segments of %d tokens, %s each",
@@ -177,6 +179,17 @@ class TierOptions:
             segment_tokens=segment_tokens,
             block_size=cache.block_size,
         )
+
+    def _greet(self, tiers: list[Tier], stack: TierStack) -> None:
+        """Has a server that is not there said now, and not by the first request, which then need not wait for it."""
+        if self.remote_cache is None:
+            return
+        from quire.tiers.remote import RemoteTier
+
+        for tier in tiers:
+            if isinstance(tier, RemoteTier):
+                stack.queue(tier.name, "start", tier.greet)
+        stack.flush(_GREETING_S)
 
     def _tiers(self) -> list[Tier]:
         tiers: list[Tier] = []
