@@ -401,4 +401,7 @@ def test_a_server_that_is_not_there_is_said_at_the_start_and_once(
             assert answers(llm, PROMPTS[:2]) == alone[BACKENDS[-1]][:2]
             llm.flush()
             assert llm.stats()["num_loaded_tokens"] == 0
+            told = llm.explain([9] * 40)
+            assert (told.reason, told.silent_tiers) == ("never seen", ("remote",))
+            assert "\nthe tier remote does not answer\n" in str(told)
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [line]

@@ -59,7 +59,8 @@ class Explanation:
     nothing has; None where all but the last token, which is always computed, is found. reason: the first that holds, in
     the order of `Reason`. nearest: int32, what is stored in place of the block with the first token missing in memory;
     where `differs_on_disk`, what the disk cache has stored from `differs_at` on. is_end: the first token missing is
-    one of the last, which fill no block: of such nothing is remembered.
+    one of the last, which fill no block: of such nothing is remembered. silent_tiers: that failed, or are given a rest
+    after a failure, while they were asked: what they have is not known.
     lost_s_ago, idle_s: seconds since memory lost it, and from its last use till then. tier_losses: seconds since tiers
     gave it up, by tier. lost_for, by: the tenant for whose
     need, and whose namespace it is in: for the administrator. is_log_full: older losses are not remembered.
@@ -82,12 +83,14 @@ class Explanation:
     tier_losses: dict[str, float] = field(default_factory=dict)
     differs_on_disk: bool = False
     is_end: bool = False
+    silent_tiers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.num_hit_tokens} of {self.num_tokens} tokens are in memory"]
         if self.num_published_tokens:
             lines[0] += f", {self.num_published_tokens} of them published"
         lines += [f"{count} more in the tier {tier}" for tier, count in self.num_tier_tokens.items()]
+        lines += [f"the tier {tier} does not answer" for tier in self.silent_tiers]
         return "\n".join([*lines, self._why()])
 
     def _why(self) -> str:
@@ -142,7 +145,9 @@ def explain(
     watch.feed.collect()
     where = {"namespace": place.namespace, "extra_keys": place.extra_keys}
     found = cache.match(tokens, **where).num_tokens
+    before = {} if loads is None else loads.unanswered()
     search = _search(loads, tokens, place) if loads is not None else None
+    after = {} if loads is None else loads.unanswered()
     by_tier = _in_tiers(search, found) if search is not None else {}
     last = len(tokens) - 1
     reached = found + sum(by_tier.values())
@@ -152,6 +157,7 @@ def explain(
         "num_hit_tokens": found,
         "num_tier_tokens": by_tier,
         "num_published_tokens": min(place.num_published, found),
+        "silent_tiers": tuple(name for name, count in after.items() if count > before[name]),
         "tokens": tokens,
         "nearest": nearest,
     }

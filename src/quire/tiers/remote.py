@@ -287,7 +287,9 @@ def _index_entry(info: SegmentInfo) -> bytes:
 
 def _reason(error: Exception, timeout: float) -> str:
     """One line of what to do about it."""
-    text = "".join(c if c.isprintable() else "?" for c in str(error)[:200]) or type(error).__name__
+    text = (
+        "".join(c if c.isprintable() else "?" for c in str(error)[:200]).rstrip(".") or type(error).__name__
+    )
     if isinstance(error, TimeoutError | _redis().TimeoutError):
         return f"no answer within {timeout:g} s"
     if isinstance(error, _redis().AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS")):

@@ -85,6 +85,7 @@ class Explained(BaseModel):
     lost_for: str | None
     elsewhere: str | None
     is_log_full: bool
+    silent_tiers: list[str] = Field(description="Tiers that failed when they were asked.")
     is_end: bool = Field(description="The first token missing is one of the last, which fill no block.")
 
 
