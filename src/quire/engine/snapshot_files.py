@@ -126,7 +126,7 @@ class SnapshotFiles:
     def names(self, namespace: bytes) -> list[str]:
         """Of this namespace's snapshots, sorted; damaged ones too."""
         prefix = f"{_PREFIX}{_tag(namespace)}-"
-        with self._errors("listed", "*"):
+        with self._errors("listed"):
             return sorted(
                 name.removeprefix(prefix)
                 for name in self._files.names(self.folder)
@@ -183,12 +183,13 @@ class SnapshotFiles:
             os.close(descriptor)
 
     @contextmanager
-    def _errors(self, done: str, name: str) -> Iterator[None]:
+    def _errors(self, done: str, name: str | None = None) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            what = "the snapshots" if name is None else f"the snapshot {name!r}"
             raise TierError(
-                f"the snapshot {name!r} could not be {done} in {self.folder}: {error.strerror or error}"
+                f"{what} could not be {done} in {self.folder}: {error.strerror or error}"
             ) from error
 
 
