@@ -37,7 +37,14 @@ from quire.errors import ArgumentError, LoadError
 from quire.tiers.files import Files
 from quire.tiers.tier import TierError
 
-__all__ = ["NoSnapshotError", "SnapshotExistsError", "SnapshotFiles", "SnapshotRecord", "check_name"]
+__all__ = [
+    "NoSnapshotError",
+    "SnapshotExistsError",
+    "SnapshotFiles",
+    "SnapshotRecord",
+    "check_name",
+    "count_snapshots",
+]
 
 _PREFIX = "quire-cache.snapshot-"
 _LOCK, _WRITING = "quire-cache.snapshots", "quire-cache.snapshots-writing"
@@ -78,6 +85,11 @@ def check_name(name: object) -> str:
             f"got {shown}"
         )
     return name
+
+
+def count_snapshots(folder: Path) -> int:
+    """All namespaces' in a folder, damaged ones too; 0 where there is no folder. *raises:* OSError."""
+    return sum(1 for _ in folder.glob(f"{_PREFIX}*"))
 
 
 class SnapshotFiles:
