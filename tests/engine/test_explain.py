@@ -15,6 +15,7 @@ from support import tiny_llm
 from support.cache_case import BACKENDS
 
 from quire import LLM, SamplingParams
+from quire.cli.app import main
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 SECRET = b"a secret of the server's"
@@ -208,6 +209,21 @@ def test_the_command(tmp_path: Path, as_json: bool) -> None:
         assert "more in the tier disk" in found.stdout
         other = run("explain", "import os\n" + text, "--disk-cache", folder)
         assert "is the first one missing" in other.stdout
+
+
+def test_the_command_over_somebody_elses_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    monkeypatch.setattr(sys, "argv", ["quire", "explain", "def f(", "--disk-cache", str(tmp_path)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    out, err = capsys.readouterr()
+    expected = f"quire: expected a folder for the disk cache that can be written, got {tmp_path}: Permission denied\n"
+    assert (left.value.code, out, err) == (2, "", expected)
 
 
 _KILLED = """
