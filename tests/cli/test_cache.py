@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import typer
 from support.tier_values import ROOT, chain, value
 
 from quire.cli.app import main
+from quire.engine.snapshot_files import SnapshotFiles, SnapshotRecord
 from quire.tiers.disk import DiskTier
 from quire.tiers.keys import root_key
 
@@ -58,7 +64,7 @@ def test_ls(run: Run, folder: Path) -> None:
     assert code == 0
     assert ROOT.hex()[:12] in out
     assert "ann" in out
-    assert "6 segments of 2 models and namespaces" in out
+    assert "6 segments of 2 models and namespaces, 0 snapshots, " in out
 
 
 def test_verify_finds_and_repairs(run: Run, folder: Path) -> None:
@@ -110,6 +116,48 @@ def test_rm(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "mine.txt").write_text("not of the cache")
     assert run("rm", str(folder), "--yes")[0] == 0
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+
+
+def test_snapshots_are_counted_and_asked_for_and_removed_with_the_rest(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        record = SnapshotRecord(name, "tiny", b"f", np.arange(3, dtype=np.int32), {}, 1.0)
+        SnapshotFiles(folder).write(record, b"namespace", overwrite=False)
+    assert json.loads(run("ls", str(folder), "--json")[1])["snapshots"] == 2
+    assert "2 snapshots" in run("ls", str(folder))[1]
+    assert run("prune", str(folder), "--to", "1")[0] == 0
+    assert SnapshotFiles(folder).names(b"namespace") == ["one", "two"]
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    asked: list[str] = []
+    monkeypatch.setattr(typer, "confirm", lambda text, **_: asked.append(text))
+    assert run("rm", str(folder))[0] == 0
+    assert asked == [f"Remove the disk cache in {folder}, with 2 snapshots?"]
+    assert not folder.exists()
+
+
+def test_rm_leaves_what_is_not_ours(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "a file")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", no)
+        code, out, err = run("rm", str(folder), "--yes")
+    assert (code, out) == (1, "")
+    assert err == f"quire: the disk cache in {folder} cannot be removed: Read-only file system\n"
+    index = folder / "quire-cache.sqlite"
+    index.unlink()
+    with sqlite3.connect(index) as foreign:
+        foreign.execute("CREATE TABLE mine (x)")
+    foreign.close()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    code, out, err = run("rm", str(folder), "--yes")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert "an SQLite file of another program" in err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    index.write_bytes(b"damaged")
+    assert run("rm", str(folder), "--yes")[0] == 0
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("verb", [["ls"], ["verify"], ["prune", "--to", "1GiB"], ["rm", "--yes"]])

@@ -15,6 +15,7 @@ from support import tiny_llm
 from support.cache_case import BACKENDS
 
 from quire import LLM, SamplingParams
+from quire.cli.app import main
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 SECRET = b"a secret of the server's"
@@ -127,6 +128,10 @@ def test_tiers_and_other_models(tmp_path: Path) -> None:
         assert (answer.num_hit_tokens, answer.num_tier_tokens) == (0, {"disk": 48})
         assert (answer.stop, answer.reason) == (48, "never seen")
         assert "48 more in the tier disk" in str(answer)
+        assert (
+            "never seen, or no longer: the last 12 fill no block, and are found only while in memory"
+            in str(answer)
+        )
         assert llm.explain(tokens_of(1, 60), tenant="alice").num_tier_tokens == {"disk": 48}
         assert llm.explain(tokens_of(1, 60), tenant="bob").reason == "never seen"
         assert llm.explain(tokens_of(1, 60)).reason == "other namespace"
@@ -138,6 +143,44 @@ def test_tiers_and_other_models(tmp_path: Path) -> None:
         assert (answer.num_tier_tokens, answer.reason) == ({}, "other fingerprint")
         assert llm.explain(tokens_of(1, 60), tenant="alice").reason == "other fingerprint"
         assert llm.explain(tokens_of(1, 60), tenant="bob").reason == "never seen"
+
+
+def test_where_a_prompt_leaves_what_is_on_disk(tmp_path: Path) -> None:
+    """A new engine over the folder of an old one says what is stored there instead; to nobody else."""
+    prompt = tokens_of(0, 70)
+    options: dict[str, Any] = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "tenant_secret": SECRET}
+    with tiny_llm.llm(**options) as llm:
+        llm.add_tenant("alice")
+        serve(llm, prompt, tenant="alice")
+    with tiny_llm.llm(**options) as llm:
+        llm.add_tenant("alice")
+        llm.add_tenant("bob")
+        for at in (37, 48, 3):
+            other = [*prompt[:at], 1, 2, 3, *prompt[at + 3 :]]
+            answer = llm.explain(other, tenant="alice")
+            stop = at // 16 * 16
+            assert (sum(answer.num_tier_tokens.values()), answer.stop, answer.reason) == (
+                stop,
+                stop,
+                "differs",
+            )
+            assert (answer.differs_at, answer.differs_on_disk) == (at, True)
+            end = at // 16 * 16 + 16
+            assert answer.nearest.tolist() == prompt[at:end]
+            shown = prompt[at : min(at + 8, end)]
+            assert (
+                f"stored prefix on disk differs at token {at}: stored {shown}, asked {other[at : at + 8]}"
+                in str(answer)
+            )
+            told = llm.explain(other, tenant="bob")
+            assert (told.reason, told.nearest.tolist()) == ("never seen", [])
+        salted = llm.explain([*prompt[:37], 1, 2, 3], tenant="alice", cache_salt="other")
+        assert salted.nearest.tolist() == []
+        # What memory has is nearer once it has it.
+        longer = [*prompt[:60], *[4] * 10]
+        serve(llm, longer, tenant="alice")
+        answer = llm.explain([*longer[:50], 1, *longer[51:]], tenant="alice")
+        assert (answer.reason, answer.differs_at, answer.differs_on_disk) == ("differs", 50, False)
 
 
 @pytest.mark.ci  # two processes
@@ -166,6 +209,21 @@ def test_the_command(tmp_path: Path, as_json: bool) -> None:
         assert "more in the tier disk" in found.stdout
         other = run("explain", "import os\n" + text, "--disk-cache", folder)
         assert "is the first one missing" in other.stdout
+
+
+def test_the_command_over_somebody_elses_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    monkeypatch.setattr(sys, "argv", ["quire", "explain", "def f(", "--disk-cache", str(tmp_path)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    out, err = capsys.readouterr()
+    expected = f"quire: expected a folder for the disk cache that can be written, got {tmp_path}: Permission denied\n"
+    assert (left.value.code, out, err) == (2, "", expected)
 
 
 _KILLED = """

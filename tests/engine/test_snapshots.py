@@ -300,6 +300,9 @@ def test_segments_that_the_disk_refuses_cost_time_alone(
         def refuse(*_: Any) -> bool:
             raise TierError("the disk is full")
 
+        def gone(*_: Any) -> list[str]:
+            raise FileNotFoundError(2, "No such file or directory")
+
         assert llm.tiers is not None
         with monkeypatch.context() as patch:
             patch.setattr(llm.tiers.disk, "store", refuse)
@@ -307,6 +310,18 @@ def test_segments_that_the_disk_refuses_cost_time_alone(
         assert made.num_stored_tokens == 0
         assert "the snapshot a has not all of its keys and values: the disk is full" in caplog.text
         assert llm.resume("a").token_ids == conversation.token_ids
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.tiers.disk, "set_retention", refuse)
+            llm.remove_snapshot("a")
+        assert (
+            "the snapshot a is removed, but its keys and values go last still: the disk is full"
+            in caplog.text
+        )
+        assert llm.snapshots() == []
+        with monkeypatch.context() as patch:
+            patch.setattr("quire.tiers.files.Files.names", gone)
+            with pytest.raises(TierError, match=r"the snapshots could not be listed in .*: No such file or"):
+                llm.snapshots()
 
 
 def test_an_async_engine_keeps_and_resumes_them_while_it_serves(tmp_path: Path) -> None:

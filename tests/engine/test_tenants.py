@@ -374,6 +374,9 @@ def test_pins_of_an_engine_hold_under_pressure_and_within_their_budget() -> None
         llm.add_tenant("a")
         pin = llm.pin(tokens_of(0, 100), tenant="a", owner="the chat")
         assert (pin.owner, len(pin.tokens)) == ("the chat", 100)
+        assert (
+            repr(pin) == "Pin(owner='the chat', num_tokens=100, ttl_s=None, num_hits=0)"
+        )  # no token, no namespace
         with pytest.raises(
             CapacityError, match=r"expected a pin within the budget of 64KiB \(8 blocks\), got one that"
         ):

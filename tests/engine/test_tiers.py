@@ -5,8 +5,10 @@ Faults in a tier change no token.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -360,8 +362,46 @@ def test_options_are_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         tiny_llm.llm(host_cache="1MiB", storage="contiguous")
     with pytest.raises(ArgumentError, match="expected a cache that shares prefixes for host_cache"):
         tiny_llm.llm(host_cache="1MiB", prefix_caching=False)
+    with pytest.raises(ArgumentError, match="expected auto, park or recompute, got 'kill' - in `preemption`"):
+        tiny_llm.llm(preemption="kill")
+    folders: list[Any] = ["", " ", b"kv", 7]
+    for folder in folders:
+        with pytest.raises(ArgumentError, match=r"expected a folder, got .* - in `disk_cache`"):
+            tiny_llm.llm(disk_cache=folder)
     file = tmp_path / "a file"
     file.write_text("")
     with tiny_llm.llm(disk_cache=file, disk_cache_size="64MiB") as llm:
         answers(llm, PROMPTS[:1])
     assert "without the tier" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["nobody", "hangs", "password"])
+def test_a_server_that_is_not_there_is_said_at_the_start_and_once(
+    how: str, tmp_path: Path, alone: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.ExitStack() as stack:
+        if how == "password":
+            from support.redis_server import redis_server
+
+            url, expected = stack.enter_context(redis_server(tmp_path, "--requirepass", "sesame")), "password"
+        else:
+            there = stack.enter_context(socket.socket())
+            there.bind(("127.0.0.1", 0))
+            if how == "hangs":
+                there.listen()
+            url = f"redis://127.0.0.1:{there.getsockname()[1]}"
+            expected = "Connection refused" if how == "nobody" else "no answer within 1 s"
+        with tiny_llm.llm(remote_cache=url) as llm:
+            assert llm.tiers is not None
+            assert llm.tiers.stack.flush(60)  # what the start waits for, on a machine that is busy too
+            [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+            assert line.startswith("remote tier: start failed: a greeting at 127.0.0.1:")
+            assert expected in line
+            assert "\n" not in line
+            assert answers(llm, PROMPTS[:2]) == alone[BACKENDS[-1]][:2]
+            llm.flush()
+            assert llm.stats()["num_loaded_tokens"] == 0
+            told = llm.explain([9] * 40)
+            assert (told.reason, told.silent_tiers) == ("never seen", ("remote",))
+            assert "\nthe tier remote does not answer\n" in str(told)
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -94,3 +95,34 @@ def test_close_gives_up_what_waits_when_the_time_is_over() -> None:
     for thread in workers._threads:
         thread.join(30)
     assert workers.num_bytes == 0
+
+
+@pytest.mark.parametrize("refuses_all", [False, True])
+def test_who_may_not_set_its_niceness_works_all_the_same(
+    refuses_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ordinary user's process under `nice -n 10` may not go back to 5, and a sandbox may refuse all."""
+    asked: list[int] = []
+
+    def refuse(which: int, who: int, nice: int) -> None:
+        asked.append(nice)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "getpriority", lambda which, who: 0 if refuses_all else 10)
+    monkeypatch.setattr(os, "setpriority", refuse)
+    workers = Workers("test", 1, nice=5)
+    ended: list[int] = []
+    workers.submit(lambda: ended.append(1))
+    assert workers.close(30) == (True, 0)
+    assert ended == [1]
+    assert asked == ([5] if refuses_all else [])
+
+
+def test_niceness_is_the_threads_alone() -> None:
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    workers = Workers("test", 1, nice=19)
+    found: list[int] = []
+    workers.submit(lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    assert workers.close(30) == (True, 0)
+    assert found == [19]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,9 +33,12 @@ if TYPE_CHECKING:
 __all__ = ["Pin", "Pins"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Pin:
-    """One of them. expires_at: of `Pins.now`, None for never; num_hits: prompts that began with all of its tokens."""
+    """One of them. expires_at: of `Pins.now`, None for never; num_hits: prompts that began with all of its tokens.
+
+    Its `repr` shows neither tokens nor namespace: it may stand in a log.
+    """
 
     owner: str
     namespace: bytes
@@ -45,9 +48,12 @@ class Pin:
     ttl_s: float | None
     made_at: float
     expires_at: float | None
-    sequence: Sequence = field(repr=False)
-    units: frozenset[int] = field(repr=False)
+    sequence: Sequence
+    units: frozenset[int]
     num_hits: int = 0
+
+    def __repr__(self) -> str:
+        return f"Pin(owner={self.owner!r}, num_tokens={len(self.tokens)}, ttl_s={self.ttl_s}, num_hits={self.num_hits})"
 
     def num_common(self, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None) -> int:
         """Tokens that it and a prompt have in common, from the beginning on, keys counted."""

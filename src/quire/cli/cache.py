@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,11 +34,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.
 @cache.command("ls")
 def list_folder(folder: Folder, as_json: AsJson = False) -> None:
     """Lists what is stored, by model and namespace."""
+    from quire.engine.snapshot_files import count_snapshots
     from quire.tiers.disk import DiskTier
 
     tier = DiskTier(folder, None)
     try:
         roots, use, cap = tier.roots(), tier.use(), tier.max_bytes()
+        num_snapshots = count_snapshots(tier.path)
     finally:
         tier.close()
     if as_json:
@@ -53,6 +56,7 @@ def list_folder(folder: Folder, as_json: AsJson = False) -> None:
                         "index": use.index,
                         "set_aside": use.set_aside,
                     },
+                    "snapshots": num_snapshots,
                     "roots": [
                         {
                             "root": root.root.hex(),
@@ -74,7 +78,7 @@ def list_folder(folder: Folder, as_json: AsJson = False) -> None:
         _print_roots(roots)
     print(
         f"{sum(root.num_values for root in roots)} segments of {len(roots)} models and namespaces, "
-        f"{format_size(use.total)} on disk of {format_size(cap)}"
+        f"{num_snapshots} snapshots, {format_size(use.total)} on disk of {format_size(cap)}"
     )
 
 
@@ -251,11 +255,14 @@ def rm(
     folder: Folder,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Removes the disk cache in DIR: its index and slab files, and nothing else that is there."""
+    """Removes the disk cache in DIR: index, slab files and snapshots, and nothing else that is there."""
     from quire.tiers.disk_folder import remove_folder
 
     if not yes:
         if not sys.stdin.isatty():
             raise ArgumentError("expected --yes, or a terminal to ask on: nothing was removed")
-        typer.confirm(f"Remove the disk cache in {folder}?", abort=True, err=True)
+        from quire.engine.snapshot_files import count_snapshots
+
+        num = count_snapshots(Path(folder).expanduser())
+        typer.confirm(f"Remove the disk cache in {folder}, with {num} snapshots?", abort=True, err=True)
     print(f"{format_size(remove_folder(folder))} removed")

@@ -35,12 +35,6 @@ def explain(
         raise ArgumentError(
             "expected a place to look at, got none; name one with --disk-cache DIR or --remote-cache URL"
         )
-    from pathlib import Path
-
-    from quire.tiers.disk_schema import FILE_NAME
-
-    if disk_cache is not None and not (Path(disk_cache).expanduser() / FILE_NAME).is_file():
-        raise ArgumentError(f"expected a folder with a disk cache, got none - in {disk_cache}")
     engine_options = options.EngineOptions(
         model, kv_memory, "paged", "max", "spread", "64KiB", block_size, dtype, max_model_len, 0, backend, revision,
         trust_remote_code, disk_cache=disk_cache, disk_cache_size=_cap(disk_cache), remote_cache=remote_cache,

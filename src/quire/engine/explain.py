@@ -24,7 +24,7 @@ from quire.engine.watch import Watch
 if TYPE_CHECKING:
     from quire.cache.cache import Cache
 
-__all__ = ["Explanation", "Reason", "explain"]
+__all__ = ["Explanation", "OnDisk", "Reason", "explain"]
 
 Reason = Literal[
     "complete",
@@ -41,12 +41,26 @@ _SHOWN = 8  # tokens on each side of a difference
 
 
 @dataclass(frozen=True)
+class OnDisk:
+    """What the disk cache has beside what can be loaded. elsewhere: more of the prompt, under another name that the
+    asker may know of. differs_at, behind: where what is stored under the prompt's own name leaves the prompt, and its
+    tokens from there on; empty where it does not."""
+
+    elsewhere: tuple[Reason, str] | None = None
+    differs_at: int = 0
+    behind: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+
+
+@dataclass(frozen=True)
 class Explanation:
     """How far a prompt is known, and why not further.
 
     num_hit_tokens: found in memory. num_tier_tokens: by tier, those beyond that a tier has. stop: the first token that
     nothing has; None where all but the last token, which is always computed, is found. reason: the first that holds, in
-    the order of `Reason`. nearest: int32, what is stored in place of the block with the first token missing in memory.
+    the order of `Reason`. nearest: int32, what is stored in place of the block with the first token missing in memory;
+    where `differs_on_disk`, what the disk cache has stored from `differs_at` on. is_end: the first token missing is
+    one of the last, which fill no block: of such nothing is remembered. silent_tiers: that failed, or are given a rest
+    after a failure, while they were asked: what they have is not known.
     lost_s_ago, idle_s: seconds since memory lost it, and from its last use till then. tier_losses: seconds since tiers
     gave it up, by tier. lost_for, by: the tenant for whose
     need, and whose namespace it is in: for the administrator. is_log_full: older losses are not remembered.
@@ -67,12 +81,16 @@ class Explanation:
     elsewhere: str | None = None
     is_log_full: bool = False
     tier_losses: dict[str, float] = field(default_factory=dict)
+    differs_on_disk: bool = False
+    is_end: bool = False
+    silent_tiers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.num_hit_tokens} of {self.num_tokens} tokens are in memory"]
         if self.num_published_tokens:
             lines[0] += f", {self.num_published_tokens} of them published"
         lines += [f"{count} more in the tier {tier}" for tier, count in self.num_tier_tokens.items()]
+        lines += [f"the tier {tier} does not answer" for tier in self.silent_tiers]
         return "\n".join([*lines, self._why()])
 
     def _why(self) -> str:
@@ -97,13 +115,16 @@ class Explanation:
             return f"{where}: a tier has it of another model, dtype or build ({self.elsewhere})"
         if self.reason == "differs":
             assert self.differs_at is not None
-            at = self.differs_at
-            return f"{where}: the nearest stored prefix differs at token {at}: {self._shown(at)}"
+            at, on_disk = self.differs_at, " on disk" if self.differs_on_disk else ""
+            return f"{where}: the nearest stored prefix{on_disk} differs at token {at}: {self._shown(at)}"
+        if self.is_end:
+            end = f"the last {self.num_tokens - self.stop} fill no block, and are found only while in memory"
+            return f"{where}: never seen, or no longer: {end}"
         more = "; the log is full, it may have been evicted long ago" if self.is_log_full else ""
         return f"{where}: never seen{more}"
 
     def _shown(self, at: int) -> str:
-        start = at - at % max(1, len(self.nearest)) if len(self.nearest) else at
+        start = at if self.differs_on_disk else at - at % len(self.nearest)
         stored = self.nearest[at - start : at - start + _SHOWN].tolist()
         return f"stored {stored}, asked {self.tokens[at : at + _SHOWN].tolist()}"
 
@@ -118,13 +139,15 @@ def explain(
     tenant: str | None,
     is_administrator: bool,
     loads: TierLoads | None = None,
-    stored_elsewhere: Callable[[np.ndarray, Place, int], tuple[Reason, str] | None] | None = None,
+    on_disk: Callable[[np.ndarray, Place, int], OnDisk] | None = None,
 ) -> Explanation:
-    """stored_elsewhere: says of a prompt whether the asker has more of it than so many tokens under another name."""
+    """on_disk: says what the disk cache has of a prompt beside so many tokens that are found."""
     watch.feed.collect()
     where = {"namespace": place.namespace, "extra_keys": place.extra_keys}
     found = cache.match(tokens, **where).num_tokens
+    before = {} if loads is None else loads.unanswered()
     search = _search(loads, tokens, place) if loads is not None else None
+    after = {} if loads is None else loads.unanswered()
     by_tier = _in_tiers(search, found) if search is not None else {}
     last = len(tokens) - 1
     reached = found + sum(by_tier.values())
@@ -134,6 +157,7 @@ def explain(
         "num_hit_tokens": found,
         "num_tier_tokens": by_tier,
         "num_published_tokens": min(place.num_published, found),
+        "silent_tiers": tuple(name for name, count in after.items() if count > before[name]),
         "tokens": tokens,
         "nearest": nearest,
     }
@@ -156,12 +180,25 @@ def explain(
     elsewhere = _other_namespace(cache, tenants, tokens, place, reached, tenant, is_administrator)
     if elsewhere is not None:
         return Explanation(**common, reason="other namespace", elsewhere=elsewhere)
-    if stored_elsewhere is not None and (found_there := stored_elsewhere(tokens, place, reached)) is not None:
-        reason, elsewhere = found_there
+    there = OnDisk() if on_disk is None else on_disk(tokens, place, reached)
+    if there.elsewhere is not None:
+        reason, elsewhere = there.elsewhere
         return Explanation(**common, reason=reason, elsewhere=elsewhere)
+    if (
+        len(there.behind)
+        and there.differs_at >= max(reached, 1)
+        and not (len(nearest) and at >= there.differs_at)
+    ):
+        common["nearest"] = there.behind
+        return Explanation(**common, reason="differs", differs_at=there.differs_at, differs_on_disk=True)
     if len(nearest) and at:
         return Explanation(**common, reason="differs", differs_at=at)
-    return Explanation(**common, reason="never seen", is_log_full=watch.history.num_forgotten > 0)
+    return Explanation(
+        **common,
+        reason="never seen",
+        is_log_full=watch.history.num_forgotten > 0,
+        is_end=reached >= len(tokens) // watch.mirror.block_size * watch.mirror.block_size,
+    )
 
 
 def _search(loads: TierLoads, tokens: np.ndarray, place: Place) -> Search:

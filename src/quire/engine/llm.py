@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.arguments import check_range, writable_folder
@@ -137,7 +136,7 @@ class LLM(Sharing, Visibility):
         )
         tier_options = TierOptions(
             host_cache,
-            None if disk_cache is None else Path(disk_cache),
+            disk_cache,
             disk_cache_size,
             remote_cache,
             cache_write,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.cache.report import aligned, report
-from quire.engine.explain import Explanation, Reason, explain
+from quire.engine.explain import Explanation, OnDisk, explain
 from quire.engine.kv_events import EventBatch
 from quire.engine.kv_publisher import KVEventPublisher
 from quire.engine.prompts import encode
@@ -83,18 +83,18 @@ class Visibility:
                 tenant=tenant,
                 is_administrator=is_administrator,
                 loads=None if self.tiers is None else self.tiers.loads,
-                stored_elsewhere=lambda asked, at, reached: self._stored_elsewhere(
+                on_disk=lambda asked, at, reached: self._on_disk(
                     asked, at, reached, tenant, is_administrator
                 ),
             )
 
-    def _stored_elsewhere(
+    def _on_disk(
         self, tokens: np.ndarray, place: Place, reached: int, tenant: str | None, is_administrator: bool
-    ) -> tuple[Reason, str] | None:
-        """What the disk cache has more of under other roots: all of them, or those the tenant owns."""
+    ) -> OnDisk:
+        """What the disk cache has under the place's own root, and more of under others: all, or those of the tenant."""
         tiers = self.tiers
         if tiers is None or tiers.disk is None or place.num_published:
-            return None
+            return OnDisk()
         from quire.tiers.keys import root_key
         from quire.tiers.stored_prefix import stored_prefixes
         from quire.tiers.tier import TierError
@@ -103,15 +103,19 @@ class Visibility:
         try:
             found = stored_prefixes(tiers.disk, tokens, place.extra_keys)
         except TierError:
-            return None
+            return OnDisk()
+        elsewhere, differs_at, behind = None, 0, np.empty(0, np.int32)
         for prefix in found:
             root = prefix.root
+            if root.root == own:
+                differs_at, behind = prefix.num_common, prefix.behind
+                continue
             is_told = is_administrator or (tenant is not None and tenant in root.owners)
-            if prefix.num_tokens > reached and root.root != own and is_told:
+            if elsewhere is None and prefix.num_tokens > reached and is_told:
                 name = root.description or f"root {root.root.hex()[:12]}"
                 is_ours = world_tag(tiers.fingerprint) in root.description
-                return "other namespace" if is_ours else "other fingerprint", f"on disk: {name}"
-        return None
+                elsewhere = "other namespace" if is_ours else "other fingerprint", f"on disk: {name}"
+        return OnDisk(elsewhere, differs_at, behind)
 
     def subscribe(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
         """Has `callback(batch)` told which blocks memory and tiers have: at once all, then what comes and goes.

@@ -13,10 +13,10 @@ Cost: a thread for a moment; a call of it holds up giving memory back for as lon
 
 from __future__ import annotations
 
-import os
 import threading
 
 from quire.memory.unit_bytes import UnitStorage
+from quire.tiers.niceness import give_way
 
 __all__ = ["MAX_BYTES", "MemoryAhead"]
 
@@ -39,7 +39,7 @@ class MemoryAhead:
         self._thread.start()
 
     def _work(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        give_way(19)
         for first in range(0, self._num_units, self._chunk):
             stop = min(first + self._chunk, self._num_units)
             if self._stopping or not self._storage.commit_ahead(first, stop):

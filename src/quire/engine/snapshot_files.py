@@ -37,7 +37,14 @@ from quire.errors import ArgumentError, LoadError
 from quire.tiers.files import Files
 from quire.tiers.tier import TierError
 
-__all__ = ["NoSnapshotError", "SnapshotExistsError", "SnapshotFiles", "SnapshotRecord", "check_name"]
+__all__ = [
+    "NoSnapshotError",
+    "SnapshotExistsError",
+    "SnapshotFiles",
+    "SnapshotRecord",
+    "check_name",
+    "count_snapshots",
+]
 
 _PREFIX = "quire-cache.snapshot-"
 _LOCK, _WRITING = "quire-cache.snapshots", "quire-cache.snapshots-writing"
@@ -78,6 +85,11 @@ def check_name(name: object) -> str:
             f"got {shown}"
         )
     return name
+
+
+def count_snapshots(folder: Path) -> int:
+    """All namespaces' in a folder, damaged ones too; 0 where there is no folder. *raises:* OSError."""
+    return sum(1 for _ in folder.glob(f"{_PREFIX}*"))
 
 
 class SnapshotFiles:
@@ -126,7 +138,7 @@ class SnapshotFiles:
     def names(self, namespace: bytes) -> list[str]:
         """Of this namespace's snapshots, sorted; damaged ones too."""
         prefix = f"{_PREFIX}{_tag(namespace)}-"
-        with self._errors("listed", "*"):
+        with self._errors("listed"):
             return sorted(
                 name.removeprefix(prefix)
                 for name in self._files.names(self.folder)
@@ -183,12 +195,13 @@ class SnapshotFiles:
             os.close(descriptor)
 
     @contextmanager
-    def _errors(self, done: str, name: str) -> Iterator[None]:
+    def _errors(self, done: str, name: str | None = None) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            what = "the snapshots" if name is None else f"the snapshot {name!r}"
             raise TierError(
-                f"the snapshot {name!r} could not be {done} in {self.folder}: {error.strerror or error}"
+                f"{what} could not be {done} in {self.folder}: {error.strerror or error}"
             ) from error
 
 

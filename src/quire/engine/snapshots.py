@@ -140,11 +140,15 @@ class Snapshots:
         return found
 
     def remove(self, name: str, namespace: bytes) -> None:
-        """Its segments stay until their room is needed. *raises:* ArgumentError: there is none."""
+        """Its segments stay until their room is needed. *raises:* ArgumentError: there is none; TierError: it stays."""
         record = self._record(check_name(name), namespace)
         self._files.remove(name, namespace)
-        if record is not None:
+        if record is None:
+            return
+        try:
             self._let_go(record, namespace)
+        except TierError as error:  # it is gone all the same
+            _log.warning("the snapshot %s is removed, but its keys and values go last still: %s", name, error)
 
     # -- segments --------------------------------------------------------------------------------------
 

@@ -184,6 +184,10 @@ class TierLoads:
         holders = [*names[index : index + 1], *self._blocks(search, names, index)]
         return self._stack.losses([name.key for name in holders if name.start <= at < name.end])
 
+    def unanswered(self) -> dict[str, int]:
+        """By tier, how many calls have failed, or were not made as it is given a rest after a failure."""
+        return {tier.name: tier.failures + tier.skipped for tier in self._stack.stats().tiers}
+
     def num_worth_loading(self, sample: Sample, found: int) -> int:
         """Tokens that the sample, of which memory has `found`, had better have after loading; `found` if none."""
         search = sample.search

@@ -7,8 +7,8 @@ without it.
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.memory_ahead import MAX_BYTES, MemoryAhead
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenTiers", "TierOptions", "world_tag"]
 
 _MAX_BYTES_IN_FLIGHT = 256 << 20  # waiting to be stored, for each tier
+_GREETING_S = 1.5  # a server's time-out and a little, however long its name takes to be resolved
 _PARK_SHARE = 4  # of the KV memory, one part in so many, where park_memory is "auto"
 
 _log = logging.getLogger("quire")
@@ -90,7 +91,7 @@ class TierOptions:
     """See `quire.LLM`; checked when it is made, before a model is loaded."""
 
     host_cache: str | int | None = None
-    disk_cache: str | Path | None = None
+    disk_cache: str | os.PathLike[str] | None = None
     disk_cache_size: str | int = "8GiB"
     remote_cache: str | None = None
     cache_write: Policy = "eviction"
@@ -108,7 +109,13 @@ class TierOptions:
             ("preemption", self.preemption, MODES),
         ):
             if value not in known:
-                raise ArgumentError(f"expected {' or '.join(known)}, got {value!r} - in `{where}`")
+                raise ArgumentError(
+                    f"expected {', '.join(known[:-1])} or {known[-1]}, got {value!r} - in `{where}`"
+                )
+        # An empty name, as of a variable that is not set, would be the folder the process happens to be in.
+        disk = self.disk_cache
+        if disk is not None and (not isinstance(disk, str | os.PathLike) or not str(os.fspath(disk)).strip()):
+            raise ArgumentError(f"expected a folder, got {disk!r} - in `disk_cache`")
         if self.remote_cache is not None and not isinstance(self.remote_cache, str):
             raise ArgumentError(
                 f"expected the URL of a Redis server, got {self.remote_cache!r} - in `remote_cache`"
@@ -154,6 +161,7 @@ class TierOptions:
         shape = SegmentShape.of(cache.spec)
         segment_tokens = shape.segment_tokens(cache.block_size)
         stack = TierStack(tiers, shape, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT)
+        self._greet(tiers, stack)
         shared = (cache, storage, stack, fingerprint, segment_tokens)
         _log.info(
             "tiers %s: segments of %d tokens, %s each",
@@ -171,6 +179,17 @@ class TierOptions:
             segment_tokens=segment_tokens,
             block_size=cache.block_size,
         )
+
+    def _greet(self, tiers: list[Tier], stack: TierStack) -> None:
+        """Has a server that is not there said now, and not by the first request, which then need not wait for it."""
+        if self.remote_cache is None:
+            return
+        from quire.tiers.remote import RemoteTier
+
+        for tier in tiers:
+            if isinstance(tier, RemoteTier):
+                stack.queue(tier.name, "start", tier.greet)
+        stack.flush(_GREETING_S)
 
     def _tiers(self) -> list[Tier]:
         tiers: list[Tier] = []

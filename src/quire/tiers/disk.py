@@ -20,6 +20,7 @@ Cost: opening O(slabs): no value and no table is read through. `contains` one qu
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 import threading
 import time
@@ -75,16 +76,17 @@ class DiskTier:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | os.PathLike[str],
         max_bytes: int | None,
         *,
         clock: Callable[[], float] = time.time,
         files: Files | None = None,
         timeout_s: float = 10.0,
     ) -> None:
-        if not str(path) or "\0" in str(path):
-            raise ArgumentError(f"expected a folder for the disk cache, got {str(path)!r}")
-        self.path = Path(path).expanduser()
+        name = os.fspath(path)
+        if not name or "\0" in name:
+            raise ArgumentError(f"expected a folder for the disk cache, got {name!r}")
+        self.path = Path(name).expanduser()
         if max_bytes is not None and max_bytes < MIN_CAP:
             raise ArgumentError(
                 f"expected a disk cache of at least {format_size(MIN_CAP)}, got {format_size(max_bytes)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from quire.errors import ArgumentError
 from quire.tiers.disk import DiskTier
 from quire.tiers.disk_index import StoredEntry
-from quire.tiers.disk_schema import FILE_NAME
+from quire.tiers.disk_schema import FILE_NAME, is_foreign
 from quire.tiers.files import Files
 from quire.tiers.folder_lock import FolderLock
 from quire.tiers.segment import SegmentError, read_header
@@ -50,25 +50,38 @@ def find_damage(tier: DiskTier) -> Iterator[Damage | None]:
 def remove_folder(path: str | Path) -> int:
     """Removes a disk cache, damaged or of another version as it may be, and nothing else; how many bytes it took.
 
-    *raises:* ArgumentError: there is none. TierError: somebody has it open. OSError.
+    *raises:* ArgumentError: there is none, or the index is another program's. TierError: somebody has it open, or the
+    system does not let us.
     """
     folder = Path(path).expanduser()
-    if not (folder / FILE_NAME).is_file():
-        raise ArgumentError(f"expected a folder with a disk cache, got none - in {folder}")
+    try:
+        index = folder / FILE_NAME
+        if not index.is_file():
+            raise ArgumentError(f"expected a folder with a disk cache, got none - in {folder}")
+        if is_foreign(index):
+            raise ArgumentError(
+                f"expected an index of Quire's, got an SQLite file of another program - in {index}; nothing was removed"
+            )
+        num_bytes = _remove(folder)
+        with suppress(OSError):
+            folder.rmdir()  # if it was ours alone
+    except OSError as error:
+        raise TierError(f"the disk cache in {folder} cannot be removed: {error.strerror or error}") from error
+    return num_bytes
+
+
+def _remove(folder: Path) -> int:
     lock = FolderLock(folder, Files(), timeout_s=10.0)
     try:
         with lock.opening():
             if not lock.is_alone():
                 raise TierError(f"expected a disk cache that nobody uses, got one that is open - in {folder}")
             num_bytes = 0
-            for file in sorted(
-                folder.iterdir(), reverse=True
-            ):  # slabs first: what is left can be removed again
+            # Slabs first: what is left can be removed again.
+            for file in sorted(folder.iterdir(), reverse=True):
                 if file.is_file() and file.name.startswith(("slab-", "quire-cache.")):
                     num_bytes += file.stat().st_size
                     file.unlink()
     finally:
         lock.close()
-    with suppress(OSError):
-        folder.rmdir()  # if it was ours alone
     return num_bytes

@@ -19,12 +19,13 @@ from pathlib import Path
 from quire.errors import ArgumentError
 from quire.tiers import extents
 
-__all__ = ["FILE_NAME", "PAGE_SIZE", "VERSION", "prepare", "transaction_of"]
+__all__ = ["FILE_NAME", "PAGE_SIZE", "VERSION", "is_foreign", "prepare", "transaction_of"]
 
 FILE_NAME = "quire-cache.sqlite"
 PAGE_SIZE = 4096
 VERSION = 1
 _APPLICATION = 0x51756972  # "Quir"
+_FILE_HEADER = b"SQLite format 3\0"  # of SQLite's; the application's id is at byte 68, big endian
 _CHECKPOINT_PAGES = 256
 _SCHEMA = (
     """
@@ -44,6 +45,13 @@ CREATE TABLE root (root BLOB PRIMARY KEY, description TEXT NOT NULL);
 """
     + extents.SCHEMA
 )
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a file is an SQLite database of another program; one that is none, or empty, may be ours, damaged."""
+    with path.open("rb") as file:
+        header = file.read(72)
+    return header.startswith(_FILE_HEADER) and header[68:] != _APPLICATION.to_bytes(4, "big")
 
 
 def prepare(connection: sqlite3.Connection, path: Path, max_bytes: int | None) -> None:

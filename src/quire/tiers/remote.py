@@ -94,6 +94,12 @@ class RemoteTier:
         # The server does not say what it gives up: this is never called.
         self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
 
+    def greet(self) -> None:
+        """Asks whether the server is there and lets us in. *raises:* TierError: it is not, and is given a rest."""
+        with self._exchange("a greeting"):
+            if self._client.ping() is not True:
+                raise ValueError("an answer that is none to this question")
+
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._exchange("a look-up"):
             pipeline = self._client.pipeline(transaction=False)
@@ -281,7 +287,9 @@ def _index_entry(info: SegmentInfo) -> bytes:
 
 def _reason(error: Exception, timeout: float) -> str:
     """One line of what to do about it."""
-    text = "".join(c if c.isprintable() else "?" for c in str(error)[:200]) or type(error).__name__
+    text = (
+        "".join(c if c.isprintable() else "?" for c in str(error)[:200]).rstrip(".") or type(error).__name__
+    )
     if isinstance(error, TimeoutError | _redis().TimeoutError):
         return f"no answer within {timeout:g} s"
     if isinstance(error, _redis().AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS")):

@@ -1,11 +1,11 @@
-"""How far a prompt is stored in a disk cache under each root: for explanations, not for loads.
+"""How far a prompt is stored in a disk cache under each root, and what is stored where it ends: for explanations only.
 
 Cost: every row of the index is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +18,17 @@ __all__ = ["StoredPrefix", "stored_prefixes"]
 
 @dataclass(frozen=True)
 class StoredPrefix:
-    """So many tokens of a prompt, from its beginning, are stored under this root."""
+    """What is stored under one root of a prompt, from its beginning on.
+
+    num_tokens: in values that hold nothing else, so that they could be loaded. num_common: those that what is stored
+    has in common with the prompt, the beginning of a value counted. behind: int32, what is stored behind these, in the
+    value in which they end; empty where no value goes on differently.
+    """
 
     root: StoredRoot
     num_tokens: int
+    num_common: int
+    behind: np.ndarray
 
 
 def stored_prefixes(
@@ -29,22 +36,42 @@ def stored_prefixes(
 ) -> list[StoredPrefix]:
     """Under every root, the longest first."""
     tokens = np.ascontiguousarray(tokens, "<i4")
-    keys = sorted((extra_keys or {}).items())
-    found = [StoredPrefix(root, _num_stored(tier, root.root, tokens, keys)) for root in tier.roots()]
+    found = [_under(tier, root, tokens, dict(extra_keys or {})) for root in tier.roots()]
     return sorted(found, key=lambda prefix: -prefix.num_tokens)
 
 
-def _num_stored(tier: DiskTier, root: bytes, tokens: np.ndarray, keys: list[tuple[int, bytes]]) -> int:
-    ends = {root: 0}  # of what matches so far
-    longest = 0
-    for entry in tier.entries(root):  # parents first
+def _under(tier: DiskTier, root: StoredRoot, tokens: np.ndarray, keys: dict[int, bytes]) -> StoredPrefix:
+    ends = {root.root: 0}  # of what matches so far
+    longest = num_common = 0
+    behind = np.empty(0, "<i4")
+    for entry in tier.entries(root.root):  # parents first
         info = entry.info
         start = ends.get(info.parent)
         if start is None or start != info.start:
             continue
-        stop = start + entry.num_tokens
-        own = tuple((at, key) for at, key in keys if start <= at < stop)
-        if tokens[start:stop].tobytes() == info.tokens and own == tuple(info.extra_keys):
-            ends[entry.key] = stop
-            longest = max(longest, stop)
-    return longest
+        stored = np.frombuffer(info.tokens, "<i4")
+        common = _num_common(tokens[start:], stored, start, keys, info.extra_keys)
+        if common == len(stored):
+            ends[entry.key] = start + common
+            longest = max(longest, start + common)
+        elif start + common > num_common or not len(behind):
+            num_common, behind = start + common, stored[common:]
+    if longest > num_common:
+        num_common, behind = longest, behind[:0]
+    return StoredPrefix(root, longest, num_common, behind)
+
+
+def _num_common(
+    asked: np.ndarray,
+    stored: np.ndarray,
+    start: int,
+    keys: Mapping[int, bytes],
+    stored_keys: Iterable[tuple[int, bytes]],
+) -> int:
+    n = min(len(asked), len(stored))
+    same = asked[:n] == stored[:n]
+    n = n if same.all() else int(same.argmin())
+    theirs = dict(stored_keys)
+    return min(
+        [n, *(at - start for at in {*keys, *theirs} if at >= start and keys.get(at) != theirs.get(at))]
+    )

@@ -10,11 +10,12 @@ Invariants
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+
+from quire.tiers.niceness import give_way
 
 __all__ = ["Workers"]
 
@@ -25,7 +26,8 @@ Job = Callable[[], None]
 class Workers:
     """See the module's text. num_threads 0: jobs run inline; one submitted by a running job runs after it.
 
-    nice: of the threads, 0 .. 19; Linux gives those of 5 about a quarter of a processor that a step wants whole.
+    nice: of the threads, 0 .. 19, or more if the process has more; Linux gives those of 5 about a quarter of a
+    processor that a step wants whole.
     """
 
     def __init__(self, name: str, num_threads: int, max_bytes: int | None = None, *, nice: int = 0) -> None:
@@ -95,7 +97,7 @@ class Workers:
 
     def _work(self) -> None:
         if self._nice:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+            give_way(self._nice)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._urgent or self._closed)

@@ -79,11 +79,14 @@ class Explained(BaseModel):
     stop: int | None
     reason: str
     differs_at: int | None
+    differs_on_disk: bool
     lost_s_ago: float | None
     idle_s: float | None
     lost_for: str | None
     elsewhere: str | None
     is_log_full: bool
+    silent_tiers: list[str] = Field(description="Tiers that failed when they were asked.")
+    is_end: bool = Field(description="The first token missing is one of the last, which fill no block.")
 
 
 class Flush(Body):
