@@ -141,7 +141,7 @@ def run_sequence(repetitions: int, step_tokens: int) -> None:
         cache.reset()
         # Memory that the heap has already: the same units for another sequence, in a row of its own.
         other = cache.open(tokens + 7)
-        storage._unmap_parked()
+        storage._map.unmap_parked()
         ready.append(step(other, 100))
         step(other, step_tokens - 100)
         regrown.append(step(other, 1))

@@ -55,7 +55,7 @@ class RowMap:
                 self._heap.map(changes)
             except CapacityError:
                 # Rows that nobody uses cost mappings and memory: without them once more.
-                self._unmap_parked()
+                self.unmap_parked()
                 self._heap.map(changes)
         except BaseException:
             self._heap.free(new)
@@ -84,7 +84,7 @@ class RowMap:
         self.is_held[given] = False
         self._heap.trim()
 
-    def _unmap_parked(self) -> None:
+    def unmap_parked(self) -> None:
         changes = []
         for places in self._places:
             at = places.mapped(self._rows.parked)
