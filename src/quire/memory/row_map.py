@@ -85,6 +85,7 @@ class RowMap:
         self._heap.trim()
 
     def unmap_parked(self) -> None:
+        """Rows that nobody uses lead nowhere any more."""
         changes = []
         for places in self._places:
             at = places.mapped(self._rows.parked)
