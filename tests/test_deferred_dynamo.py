@@ -41,6 +41,7 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.ci
 def test_importing_the_engine_does_not_import_the_compiler() -> None:
     run("from quire import LLM; import sys; assert 'torch._dynamo' not in sys.modules")
 

@@ -34,6 +34,7 @@ def _needs_distributed() -> None:
     pytest.importorskip("torch.distributed.tensor")
 
 
+@pytest.mark.ci
 def test_importing_the_engine_does_not_import_them() -> None:
     run(
         "from quire import LLM; import sys; import quire.model.prepare\n"

@@ -152,6 +152,7 @@ def test_prompts_come_from_files_and_a_stream_equals_the_batch(run: Run, tmp_pat
     assert "class A" in from_lines
 
 
+@pytest.mark.ci
 def test_ctrl_c_in_the_middle_is_one_line(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "quire", "generate", "def f(", "--max-tokens", "2000", "--temperature", "0"],

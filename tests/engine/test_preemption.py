@@ -211,9 +211,7 @@ def test_the_oldest_request_gets_a_token_in_every_step_that_it_could_alone(preem
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(
-        ArgumentError, match="expected auto or park or recompute, got 'drop' - in `preemption`"
-    ):
+    with pytest.raises(ArgumentError, match="expected auto, park or recompute, got 'drop' - in `preemption`"):
         tiny_llm.llm(preemption="drop")
     with pytest.raises(ArgumentError, match="expected a storage whose blocks can be copied out"):
         tiny_llm.llm(preemption="park", storage="contiguous")

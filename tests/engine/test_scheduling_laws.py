@@ -137,7 +137,7 @@ def check_case(
     assert history == history_again  # the scheduler is a function of what arrives
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(**CASES)
 def test_every_request_gets_the_tokens_it_gets_alone(**case: object) -> None:
     check_case(**case)  # type: ignore[arg-type]

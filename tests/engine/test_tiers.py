@@ -229,6 +229,7 @@ with tiny_llm.llm(**json.loads(sys.argv[1])) as llm:
 """
 
 
+@pytest.mark.ci
 def test_a_second_process_hits_what_the_first_one_stored(tmp_path: Path, alone: dict[str, Any]) -> None:
     """While the first one is open still: two engines in one folder."""
     options = {"disk_cache": str(tmp_path), "disk_cache_size": "64MiB"}

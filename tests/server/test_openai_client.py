@@ -153,6 +153,8 @@ def test_unknown_model(client: openai.OpenAI) -> None:
 def test_health_metrics_tokens(url: str, model: str) -> None:
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     assert httpx.get(f"{url}/ready").status_code == 200
+    body = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}  # one that ends for its length
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
     page = httpx.get(f"{url}/metrics").text
     assert f'vllm:num_requests_running{{model_name="{model}"}} 0.0' in page
     assert "vllm:generation_tokens_total" in page

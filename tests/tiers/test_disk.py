@@ -204,6 +204,7 @@ def test_mixed_sizes_find_room_again_and_again(tier: DiskTier, tmp_path: Path) -
     assert use.values > use.slabs * 0.6
 
 
+@pytest.mark.ci
 def test_the_index_of_many_small_values_stays_within_the_cap(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, CAP)
     parts = [memoryview(b"x" * 100)]
