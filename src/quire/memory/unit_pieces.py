@@ -3,7 +3,7 @@
 Segments are alike: a table differs from the one before by the addresses of its blocks only. So what follows from the
 shape of a payload is computed once for each shape that comes, and kept for the last of them.
 
-Cost: about 10 us for a shape that is kept, 150 us for a new one (28 layers).
+Cost: about 4 us for a shape that is kept, 55 us for a new one (28 layers of 8 heads, one block).
 """
 
 from __future__ import annotations
