@@ -34,14 +34,15 @@ CASES = {  # name: (batch, prompt tokens, new tokens)
 }
 
 
-def make_model(*, quick: bool, dtype: str) -> PreTrainedModel:
-    """A model with random weights; the Qwen3-0.6B shape, or a small one of the same kind."""
+def make_model(*, quick: bool, dtype: str, num_layers: int | None = None) -> PreTrainedModel:
+    """A model with random weights; the Qwen3-0.6B shape, or a small one of the same kind. num_layers: of it."""
     torch.manual_seed(0)
     shape: dict[str, Any] = (
         {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32}
         if quick
         else {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128}
     )
+    shape |= {} if num_layers is None else {"num_hidden_layers": num_layers}
     heads = (
         {"num_attention_heads": 4, "num_key_value_heads": 2}
         if quick

@@ -1,15 +1,16 @@
 """`generate()` on the caches of transformers and on QuireCache: time of a decode step, memory, forking. JSON lines.
 
-    python benchmarks/hf_generate.py [--quick] [--context 1024 --context 8192 --context 32768] [--steps 16]
+    python benchmarks/hf_generate.py [--quick] [--context 1024 --context 8192 --context 32768] [--turns 4] [--steps 10]
 
 Random weights in the shape of Qwen3-0.6B with a vocabulary of 32 000 (see engine.py), bfloat16, one sequence. A cache
 is filled with random keys and values of `context` tokens (a prompt that long would take minutes and is the same for
 all), then `model.generate` goes on from there, greedily. `step_ms` is the median time between two of its tokens, the
 first two left out; `times` that of DynamicCache over it. `peak_mib` is how much the memory of the process (VmHWM)
-rose over what it was when the cache was filled: a second copy of a layer's keys shows there.
+rose over what it was when the cache was filled, at most: a second copy of a layer's keys shows there.
 
 Ways: dynamic, static (sized for the run), and QuireCache on `virtual` and `growing` memory as they are, then virtual
-and growing on the accelerated model, and dynamic on it too. All in one run, one after the other.
+and growing on the accelerated model, and dynamic on it too. They take turns, each turn with a cache of its own, so that
+what disturbs the machine for a while disturbs all; the medians are over all turns. `turns_ms`: each turn's median.
 
 `fork`: time of QuireCache.fork() of a filled cache with pieces of 2 MiB, of the first step after it, and the memory
 that the step took.
@@ -19,10 +20,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from engine import make_model
@@ -30,7 +32,7 @@ from machine import emit, emit_machine
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from quire.hf import QuireCache, accelerate, restore
+from quire.hf import QuireCache, accelerate
 
 WAYS = (
     "dynamic",
@@ -43,67 +45,76 @@ WAYS = (
 )
 SKIPPED_TOKENS = 2
 FILLED_AT_ONCE = 4096
-SLOW_STEPS = 4  # where a step takes seconds
+SLOW_STEPS = 6  # and one turn, where a step takes seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="1 024 tokens, few steps, about half a minute")
+    parser.add_argument("--quick", action="store_true", help="1 024 tokens, one turn, about half a minute")
     parser.add_argument("--context", action="append", type=int, help="tokens before the first step")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10, help="of each turn")
     arguments = parser.parse_args()
     contexts = arguments.context or ([1024] if arguments.quick else [1024, 8192, 32768])
-    steps = 8 if arguments.quick else arguments.steps
     emit_machine()
-    model = make_model(quick=False, dtype="bfloat16")
-    emit("hf_generate", case="setup", torch_threads=torch.get_num_threads(), steps=steps, dtype="bfloat16")
+    plain, accelerated = (make_model(quick=False, dtype="bfloat16") for _ in range(2))
+    accelerate(accelerated)
+    emit("hf_generate", case="setup", torch_threads=torch.get_num_threads(), dtype="bfloat16")
     for context in contexts:
-        dynamic_ms = 0.0
-        for way in WAYS:
-            figures = measure(model, way, context, steps if context < 16_384 else SLOW_STEPS + SKIPPED_TOKENS)
-            if way == "dynamic":
-                dynamic_ms = figures["step_ms"]
-            figures["times"] = round(dynamic_ms / figures["step_ms"], 2)
-            emit("hf_generate", case="decode", context=context, way=way, **figures)
-        emit("hf_generate", case="fork", context=context, **measure_fork(model, context))
-
-
-def measure(model: PreTrainedModel, way: str, context: int, steps: int) -> dict[str, Any]:
-    """A way's decode steps behind `context` tokens."""
-    kind, _, accelerated = way.partition("+")
-    if accelerated:
-        accelerate(model)
-    try:
-        cache = make_cache(model, kind, context + 64)
-        fill(model, cache, context)
-        ids = torch.randint(3, 32_000, (1, context + 1), generator=torch.Generator().manual_seed(1))
-        gc.collect()
-        before = resident(reset=True)
-        clock = Clock()
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=steps,
-            min_new_tokens=steps,
-            do_sample=False,
-            streamer=clock,
-            pad_token_id=0,
+        turns, steps = (
+            (1 if arguments.quick else arguments.turns, arguments.steps)
+            if context < 16_384
+            else (1, SLOW_STEPS)
         )
-        peak = resident() - before
-        gaps = [
-            b - a
-            for a, b in zip(clock.times[SKIPPED_TOKENS:-1], clock.times[SKIPPED_TOKENS + 1 :], strict=True)
-        ]
-        return {
-            "step_ms": round(statistics.median(gaps) * 1e3, 2),
-            "fastest_ms": round(min(gaps) * 1e3, 2),
-            "cache_mib": round(context * kv_bytes(model) / 2**20),
-            "peak_mib": round(peak / 2**20, 1),
-        }
-    finally:
-        if accelerated:
-            restore(model)
+        found: dict[str, list[Turn]] = {way: [] for way in WAYS}
+        for _ in range(turns):
+            for way, taken in found.items():
+                kind, _, on = way.partition("+")
+                taken.append(take_turn(accelerated if on else plain, kind, context, steps))
+        dynamic = statistics.median(gap for turn in found["dynamic"] for gap in turn.gaps)
+        for way, taken in found.items():
+            gaps = [gap for turn in taken for gap in turn.gaps]
+            median = statistics.median(gaps)
+            figures = {
+                "step_ms": round(median * 1e3, 2),
+                "fastest_ms": round(min(gaps) * 1e3, 2),
+                "turns_ms": [round(statistics.median(turn.gaps) * 1e3, 1) for turn in taken],
+                "times": round(dynamic / median, 2),
+                "cache_mib": round(context * kv_bytes(plain) / 2**20),
+                "peak_mib": round(max(turn.peak for turn in taken) / 2**20, 1),
+            }
+            emit("hf_generate", case="decode", context=context, way=way, **figures)
+        emit("hf_generate", case="fork", context=context, **measure_fork(plain, context))
+
+
+class Turn(NamedTuple):
+    """gaps: seconds between tokens. peak: bytes the process rose by."""
+
+    gaps: list[float]
+    peak: int
+
+
+def take_turn(model: PreTrainedModel, kind: str, context: int, steps: int) -> Turn:
+    """Decode steps behind `context` tokens in a new cache."""
+    cache = make_cache(model, kind, context + 64)
+    fill(model, cache, context)
+    ids = torch.randint(3, 32_000, (1, context + 1), generator=torch.Generator().manual_seed(1))
+    gc.collect()
+    before = resident(reset=True)
+    clock = Clock()
+    cast(Any, model).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=steps,
+        min_new_tokens=steps,
+        do_sample=False,
+        streamer=clock,
+        pad_token_id=0,
+    )
+    peak = resident() - before
+    times = clock.times[SKIPPED_TOKENS:]
+    return Turn([b - a for a, b in itertools.pairwise(times)], peak)
 
 
 def measure_fork(model: PreTrainedModel, context: int) -> dict[str, Any]:

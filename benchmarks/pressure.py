@@ -1,10 +1,14 @@
 """What it costs when memory runs out: requests parked, or computed again, against enough memory. JSON lines.
 
-    python benchmarks/pressure.py [--quick] [--repetitions 3] [--dtype bfloat16]
+    python benchmarks/pressure.py [--quick] [--repetitions 3] [--dtype bfloat16] [--layers N] [--only CASE] [--seed N]
 
-Random weights in the shape of Qwen3-0.6B (`benchmarks/engine.py`); --quick takes a small model of the same kind.
+Random weights in the shape of Qwen3-0.6B (`benchmarks/engine.py`); --layers takes so many of its 28 layers, each as
+large as before, so that a token's bytes and its arithmetic stay in proportion; --quick takes a small model of the kind.
+--only and --seed are for who measures in parts: one case, with other prompts.
   throughput  the same greedy requests with memory for all, and with a tenth of that: parked, computed again, auto;
-              the tokens are compared. The engines take turns; medians, and medians of the turns' ratios.
+              the tokens are compared. Prompts are short and answers long, so that many requests begin and few can end:
+              each is preempted several times. The engines take turns, another one first in each turn; medians, and
+              medians of the turns' ratios to enough memory and to the better of parking and computing.
   prefill     n tokens that were generated, computed again in one prefill behind their prompt, against the n steps
               that generated them
   partial     one block of 16 tokens of which 8 are to be kept: copied, against computed again
@@ -30,14 +34,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model, fewer repetitions")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--layers", type=int, help="of the model, each of its full size")
+    parser.add_argument("--only", choices=["throughput", "prefill", "partial"])
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     emit_machine()
-    model = make_model(quick=arguments.quick, dtype=arguments.dtype)
+    model = make_model(quick=arguments.quick, dtype=arguments.dtype, num_layers=arguments.layers)
     repetitions = 1 if arguments.quick else arguments.repetitions
-    throughput(model, *((20, 64, 48) if arguments.quick else (20, 48, 32)), repetitions)
-    for n in (16, 64, 256) if arguments.quick else (16, 64):
-        prefill(model, 128, n, repetitions)
-    partial(model, repetitions)
+    if arguments.only in (None, "throughput"):
+        throughput(model, 32, 16, 112, repetitions, arguments.seed)
+    if arguments.only in (None, "prefill"):
+        for n in (16, 64, 256) if arguments.quick else (16, 64):
+            prefill(model, 128, n, repetitions)
+    if arguments.only in (None, "partial"):
+        partial(model, repetitions)
 
 
 SIDES = {  # name: (preemption, share of the memory for all)
@@ -49,21 +59,24 @@ SIDES = {  # name: (preemption, share of the memory for all)
 COUNTS = ("num_preemptions", "num_parked", "num_computed_tokens", "num_restored_tokens")
 
 
-def throughput(model: Any, num_requests: int, length: int, new: int, repetitions: int) -> None:
+def throughput(model: Any, num_requests: int, length: int, new: int, repetitions: int, seed: int) -> None:
     params = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True)
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     counts: dict[str, dict[str, int]] = {}
     for turn in range(repetitions):
-        prompts = prompts_of(num_requests, length, seed=turn)
+        prompts = prompts_of(num_requests, length, seed=seed + turn)
         expected = None
-        for name, (preemption, share) in SIDES.items():
+        names = [*SIDES]
+        first = (seed + turn) % len(names)
+        for name in names[first:] + names[:first]:
+            preemption, share = SIDES[name]
             options: dict[str, Any] = {
                 "max_model_len": length + new,
                 "max_num_seqs": num_requests,
                 "max_batch_tokens": 256,
                 "preemption": preemption,
                 "kv_memory": "1GiB",
-                "park_memory": "1GiB",
+                **({} if preemption == "recompute" else {"park_memory": "1GiB"}),
             }
             # One after another: a model runs from one cache at a time.
             with LLM((model, None), **options) as llm:
@@ -77,10 +90,12 @@ def throughput(model: Any, num_requests: int, length: int, new: int, repetitions
                 after = llm.stats()
                 num_blocks = llm.num_blocks
             expected = expected or tokens
-            assert tokens == expected, f"{name}: other tokens than with enough memory"
+            assert tokens == expected, f"{name}: other tokens than before"
             counts[name] = {key: after[key] - before[key] for key in COUNTS} | {"num_blocks": num_blocks}
+    better = [min(pair) for pair in zip(*(seconds[name] for name in list(SIDES)[1:3]), strict=True)]
     for name in SIDES:
         ratios = [enough / own for own, enough in zip(seconds[name], seconds["enough memory"], strict=True)]
+        to_better = [one / own for own, one in zip(seconds[name], better, strict=True)]
         emit(
             {
                 "case": "throughput",
@@ -90,6 +105,9 @@ def throughput(model: Any, num_requests: int, length: int, new: int, repetitions
                 "new_tokens": new,
                 "tokens_per_second": num_requests * new / statistics.median(seconds[name]),
                 "share_of_enough": statistics.median(ratios),
+                "share_of_better": statistics.median(to_better),
+                "seconds": [round(one, 3) for one in seconds[name]],
+                "layers": model.config.num_hidden_layers,
                 **counts[name],
             }
         )

@@ -1,6 +1,7 @@
 """`quire serve` under load: what clients see, what the server costs, what is left when they go. JSON lines.
 
-    python benchmarks/serving.py [--part load|cost|drops|overload]... [--quick] [--model DIR] [--traces DIR]
+    python benchmarks/serving.py [--part load|cost|drops|overload]... [--quick] [--turns N] [--model DIR]
+        [--traces DIR]
 
 Server and clients are processes of their own on loopback. Without --model the embedded model is served.
   load      64 clients at once; then open loop: requests arrive when their time has come, answered or not, at Poisson
@@ -9,7 +10,9 @@ Server and clients are processes of their own on loopback. Without --model the e
   cost      CPU of the server process a streamed token, beyond that of the engine alone, which is given the same
             requests in a process of its own; and tokens/s beside it. They take turns; medians
   drops     connections that send part of a request, read part of an answer and go: the blocks held at the end
-  overload  8 times what the server manages: statuses, memory of the process at each quarter of the time
+  overload  8 times what the server manages: statuses, memory of the process without the pages of its KV cache at each
+            eighth of the time, and what it grew by for 10 000 requests over the last half
+--turns: of the cost, 5 if not given (1 with --quick).
 --traces: a folder with gsm8k_test.jsonl, qmsum_test.jsonl (texts) and azure2023_code.csv (times); without it the texts
 are made up and the trace is left out.
 """
@@ -47,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="few requests, for CI")
+    parser.add_argument("--turns", type=int, help="of the cost")
     parser.add_argument("--model", help="a folder or Hub id; the embedded model if not given")
     parser.add_argument("--traces", type=Path, default=Path(__file__).parent.parent.parent / "shared/traces")
     parser.add_argument(
@@ -241,6 +245,7 @@ async def load(arguments: argparse.Namespace, texts: Texts) -> None:
 async def cost(arguments: argparse.Namespace, texts: Texts) -> None:
     draw = random.Random(2)
     batch, new, turns = (16, 32, 1) if arguments.quick else (32, 128, 5)
+    turns = arguments.turns or turns
     prompt = [text[:600] for text in (texts.prompt(draw) for _ in range(batch))]
     command = [sys.executable, __file__, "--engine"] + (
         ["--model", arguments.model] if arguments.model else []
@@ -330,27 +335,28 @@ async def drops(arguments: argparse.Namespace, texts: Texts) -> None:
 
 
 async def overload(arguments: argparse.Namespace, texts: Texts) -> None:
-    draw, seconds = (
-        random.Random(4),
-        3.0 if arguments.quick else 120.0,
-    )  # the log of what the cache lost fills, too
+    draw, seconds = random.Random(4), 4.0 if arguments.quick else 120.0
     with serving(arguments.model, kv_memory="128MiB", max_waiting=64) as server:
         bodies = [_body(texts, draw) for _ in range(64)]
         began = time.perf_counter()
         await asyncio.gather(*[ask(server.port, body) for body in bodies])
         rate = 8 * 64 / (time.perf_counter() - began)
         times = _times([draw.expovariate(rate) for _ in range(int(rate * seconds))])
-        resident: list[float] = []
+        looks: list[tuple[int, float]] = []  # requests that have come, MiB
 
         async def look() -> None:
-            for _ in range(4):
-                await asyncio.sleep(seconds / 4)
-                resident.append(server.resident_bytes() / 2**20)
+            began = time.perf_counter()
+            for eighth in range(1, 9):
+                await asyncio.sleep(max(0.0, began + seconds * eighth / 8 - time.perf_counter()))
+                kv_bytes = await asyncio.to_thread(server.metric, "quire:kv_committed_bytes")
+                num_come = sum(at <= time.perf_counter() - began for at in times)
+                looks.append((num_come, (server.resident_bytes() - kv_bytes) / 2**20))
 
         looking = asyncio.create_task(look())
         outcomes = await _open_loop(server.port, times, texts, draw)
         await looking
         statuses = collections.Counter(outcome.status for outcome in outcomes)
+        (middle, half_mib), (end, end_mib) = looks[3], looks[-1]
         emit(
             "serving",
             part="overload",
@@ -359,7 +365,9 @@ async def overload(arguments: argparse.Namespace, texts: Texts) -> None:
             statuses=dict(statuses),
             errors=sum(outcome.error is not None for outcome in outcomes),
             seconds=seconds,
-            resident_mib_at_quarters=resident,
+            resident_mib_without_kv=[round(mib, 1) for _, mib in looks],
+            grown_mib_per_10k_requests=round(1e4 * (end_mib - half_mib) / (end - middle), 2),
+            evicted_blocks=server.metric("quire:evicted_blocks_total"),
             held_blocks=server.metric("quire:held_blocks"),
         )
         assert set(statuses) <= {200, 429}, statuses

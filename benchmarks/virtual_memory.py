@@ -187,10 +187,15 @@ def run_calls(count: int) -> None:
 def call_times(piece: int, n: int) -> dict[str, list[float]]:
     """Of n pieces, no two of them neighbours, each call one after another."""
     backend = MemfdBackend()
-    memory = backend.make_heap(2 * n * piece, piece)
+    memory = backend.make_heap(2 * n * piece)
     base = backend.reserve(2 * n * piece, piece)
+
+    def commit(at: int) -> None:
+        if piece != backend.huge_bytes or not backend.commit_huge(memory, at):
+            backend.commit(memory, at, piece)
+
     calls: dict[str, Callable[[int], None]] = {
-        "commit": lambda at: backend.commit(memory, at, piece),
+        "commit": commit,
         "map": lambda at: backend.map(base + at, piece, memory, at),
         "unmap": lambda at: backend.unmap(base + at, piece),
         "map_again": lambda at: backend.map(base + at, piece, memory, at),

@@ -170,12 +170,12 @@ void bind_cache(nb::module_& module) {
         .def("__init__",
              [](Manager* self, const std::vector<std::pair<std::string, std::int64_t>>& retentions,
                 std::int64_t num_blocks, std::int64_t block_size, bool prefix_caching, std::int64_t watermark_blocks,
-                bool overlapped_steps) {
+                bool overlapped_steps, std::int64_t run_blocks) {
                  new (self) Manager(retentions_of(retentions), num_blocks, block_size, prefix_caching,
-                                    watermark_blocks, overlapped_steps);
+                                    watermark_blocks, overlapped_steps, run_blocks);
              },
              "retentions"_a, "num_blocks"_a, "block_size"_a, "prefix_caching"_a, "watermark_blocks"_a,
-             "overlapped_steps"_a)
+             "overlapped_steps"_a, "run_blocks"_a)
         .def("match",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
                 const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys) {

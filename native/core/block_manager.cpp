@@ -10,13 +10,14 @@ UnknownSequence::UnknownSequence(SequenceId sequence)
     : std::out_of_range("sequence " + std::to_string(sequence) + " is unknown or closed"), id(sequence) {}
 
 BlockManager::BlockManager(std::vector<Retention> retentions, std::int64_t num_blocks, std::int64_t block_size,
-                           bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps)
+                           bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps,
+                           std::int64_t run_blocks)
     : retentions_(std::move(retentions)),
       block_size_(block_size),
       prefix_caching_(prefix_caching),
       watermark_blocks_(watermark_blocks),
       overlapped_(overlapped_steps),
-      pool_(num_blocks),
+      pool_(num_blocks, run_blocks),
       // As many nodes as there are units, and a root. More (windows leave nodes without units) make the slabs grow.
       tree_(static_cast<std::int32_t>(block_size), num_groups(), static_cast<std::size_t>(num_blocks) + 1),
       events_(static_cast<std::int32_t>(block_size), num_groups()),

@@ -117,7 +117,7 @@ struct UnitContent {
 class BlockManager {
 public:
     BlockManager(std::vector<Retention> retentions, std::int64_t num_blocks, std::int64_t block_size,
-                 bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps);
+                 bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps, std::int64_t run_blocks);
 
     std::int64_t match(const Prompt& prompt);
     Explanation explain(const Prompt& prompt);
@@ -216,7 +216,8 @@ private:
     void leave_node(UnitId unit) noexcept;
     void drop_bare(NodeId node) noexcept;
     void evict(UnitId victim, std::int32_t account, Event::Reason reason) noexcept;
-    UnitId allocate(const Sequence& sequence) noexcept;
+    void make_room(const Sequence& sequence, std::int64_t num_units) noexcept;
+    UnitId allocate(const Sequence& sequence, UnitId before, std::int64_t block) noexcept;
     UnitId* note_removed(NodeId node, std::int32_t account, Event::Reason reason) noexcept;
     std::int32_t highest_retention(std::span<const UnitId> units) const noexcept;
     void move_end(Sequence& sequence, NodeId node) noexcept;

@@ -236,20 +236,27 @@ std::shared_ptr<const StepPlan> BlockManager::carry_out(std::int64_t num_needed,
     return plan;
 }
 
-// Gives one sequence its units: the copy's, then new ones by position, group after group.
+// Gives one sequence its units: the copy's, then new ones by position, group after group. All that has to go goes first, so
+// that what is freed together is handed out in runs.
 void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
     Sequence& sequence = *work.sequence;
+    make_room(sequence, units_of(work));
     for (std::size_t group = 0; group < sequence.tables.size(); ++group) {
         BlockTable& entries = sequence.tables[group];
+        const auto take = [&](std::int64_t block) {
+            if (!retentions_[group].is_full()) return allocate(sequence, kNone, kNone);
+            return allocate(sequence, block == 0 ? kNone : entries[block - 1], block);
+        };
         if (work.copies) {
             const std::int64_t block = sequence.num_computed / block_size_;
             const UnitId source = entries[block];
-            entries.set(block, allocate(sequence));
+            entries.set(block, take(block));
             plan.groups[group].copies.push_back(
                 {source, entries[block], static_cast<std::int32_t>(sequence.num_computed % block_size_)});
         }
         const std::int64_t first = first_block_with_unit(work, static_cast<std::int32_t>(group));
-        while (entries.size() < work.num_blocks) entries.push(entries.size() < first ? kNone : allocate(sequence));
+        while (entries.size() < work.num_blocks)
+            entries.push(entries.size() < first ? kNone : take(entries.size()));
     }
     sequence.reserved = sequence.num_computed + work.num_new + plan.num_lookahead;
     sequence.is_writer = true;

@@ -112,10 +112,15 @@ void BlockManager::evict(UnitId victim, std::int32_t account, Event::Reason reas
     stats_.evicted_blocks += had - pool_.num_cached();
 }
 
-UnitId BlockManager::allocate(const Sequence& sequence) noexcept {
-    if (pool_.num_free() == 0)
+// Evicts until so many units are free, which the sequence will be given.
+void BlockManager::make_room(const Sequence& sequence, std::int64_t num_units) noexcept {
+    while (pool_.num_free() < num_units)
         evict(pool_.order().first(false), pool_.order().account(sequence.account).number, Event::Reason::evicted);
-    return pool_.take(sequence.account, sequence.retention);
+}
+
+// A unit for the sequence's block, behind one that has `before`, or kNone; kNone for the block: the lowest.
+UnitId BlockManager::allocate(const Sequence& sequence, UnitId before, std::int64_t block) noexcept {
+    return pool_.take(sequence.account, sequence.retention, before, block);
 }
 
 // The units of an event of units that leave the node, to be written; null where there is none to tell.

@@ -5,33 +5,21 @@
 
 namespace quire {
 
-Pool::Pool(std::int64_t num_units)
-    : num_ids_(num_units), num_free_(num_units), units_(static_cast<std::size_t>(num_units)) {}
+Pool::Pool(std::int64_t num_units, std::int64_t run)
+    : num_ids_(num_units), units_(static_cast<std::size_t>(num_units)), free_(num_units, run) {}
 
 UnitState Pool::state(UnitId unit) const noexcept {
-    if (is_fresh(unit)) return UnitState::free;
+    if (is_free(unit)) return UnitState::free;
     const UnitRecord& record = units_[index(unit)];
     if (record.previous == kHeld) return UnitState::held;
-    if (record.previous == kInFreeStack) return UnitState::free;
     if (record.previous == kGivenUp) return UnitState::given_up;
     return record.previous == kLeased ? UnitState::leased : UnitState::cached;
 }
 
-UnitId Pool::take(std::int32_t slot, std::int32_t retention) noexcept {
-    const UnitId unit = pop_free();
-    if (order_.is_marked()) order_.own(unit, slot, retention);
-    return unit;
-}
-
-UnitId Pool::pop_free() noexcept {
-    --num_free_;
-    UnitId unit = free_top_;
-    if (unit != kNone) {
-        free_top_ = units_[index(unit)].next;
-    } else {
-        unit = num_touched_++;
-    }
+UnitId Pool::take(std::int32_t slot, std::int32_t retention, UnitId before, std::int64_t position) noexcept {
+    const UnitId unit = free_.take(before, position);
     units_[index(unit)] = {kHeld, 1, kNone};
+    if (order_.is_marked()) order_.own(unit, slot, retention);
     return unit;
 }
 
@@ -54,17 +42,11 @@ void Pool::hold(UnitId unit, std::int32_t retention) noexcept {
 
 void Pool::make_free(UnitId unit) noexcept {
     if (order_.is_marked()) order_.disown(unit);
-    push_free(unit);
-}
-
-void Pool::push_free(UnitId unit) noexcept {
-    units_[index(unit)] = {kInFreeStack, free_top_, kNone};
-    free_top_ = unit;
-    ++num_free_;
+    free_.add(unit);
 }
 
 UnitId Pool::give_up() noexcept {
-    const UnitId unit = pop_free();
+    const UnitId unit = free_.take_lowest();
     units_[index(unit)] = {kGivenUp, given_up_top_, kNone};
     given_up_top_ = unit;
     ++num_given_up_;
@@ -76,12 +58,12 @@ void Pool::grow(std::int64_t num_units) noexcept {
         const UnitId unit = given_up_top_;
         given_up_top_ = units_[index(unit)].next;
         --num_given_up_;
-        push_free(unit);
+        free_.add(unit);
     }
     const std::int64_t num_new = num_units - this->num_units();
     if (num_new <= 0) return;
     num_ids_ += num_new;
-    num_free_ += num_new;
+    free_.grow(num_ids_);
 }
 
 void Pool::make_cached(UnitId unit) noexcept {
@@ -118,36 +100,32 @@ UnitId Pool::end_lease(std::int64_t step) noexcept {
 
 void Pool::clear() noexcept {
     order_.clear();
-    free_top_ = kNone;
     num_cached_ = 0;
-    num_free_ = num_units() - num_leased_;
-    if (num_leased_ == 0 && num_given_up_ == 0) {
-        num_touched_ = 0;
+    if (num_leased_ == 0) {
         while (!leases_.empty()) leases_.pop();
-        return;
+        if (num_given_up_ == 0) return free_.fill();
     }
-    num_free_ = num_ids_ - num_touched_;
-    for (UnitId unit = num_touched_ - 1; unit >= 0; --unit) {
-        if (state(unit) == UnitState::given_up) continue;
+    for (UnitId unit = 0; unit < free_.num_touched(); ++unit) {
+        if (is_free(unit) || state(unit) == UnitState::given_up) continue;
         if (state(unit) == UnitState::leased) {
             units_[index(unit)].node = kNone;
         } else {
-            push_free(unit);
+            free_.add(unit);
         }
     }
 }
 
 void Pool::check() const {
     const auto text = [](auto number) { return std::to_string(number); };
-    std::int64_t counts[5] = {num_ids_ - num_touched_, 0, 0, 0, 0};
-    for (UnitId unit = 0; unit < num_touched_; ++unit) {
+    std::int64_t counts[5] = {num_ids_ - free_.num_touched(), 0, 0, 0, 0};
+    for (UnitId unit = 0; unit < free_.num_touched(); ++unit) {
         ++counts[static_cast<int>(state(unit))];
         prove(state(unit) != UnitState::held || num_refs(unit) > 0, "C3", "unit " + text(unit) + " has " + text(num_refs(unit)) + " references");
     }
-    prove(counts[0] == num_free_ && counts[1] == num_cached_ && counts[2] == num_held() && counts[3] == num_leased_ &&
+    prove(counts[0] == num_free() && counts[1] == num_cached_ && counts[2] == num_held() && counts[3] == num_leased_ &&
               counts[4] == num_given_up_, "C1",
           "free " + text(counts[0]) + ", cached " + text(counts[1]) + ", held " + text(counts[2]) + ", leased " +
-              text(counts[3]) + " found; free " + text(num_free_) + ", cached " + text(num_cached_) + ", held " +
+              text(counts[3]) + " found; free " + text(num_free()) + ", cached " + text(num_cached_) + ", held " +
               text(num_held()) + ", leased " + text(num_leased_) + " counted");
     const std::vector<std::int64_t> listed = times();
     for (UnitId unit = 0; unit < num_ids_; ++unit)
@@ -158,7 +136,7 @@ void Pool::check() const {
         std::vector<std::int64_t> leased(order_.accounts().size(), 0);
         std::unordered_map<std::int32_t, std::size_t> slots;
         for (std::size_t slot = 0; slot < owned.size(); ++slot) slots[order_.accounts()[slot].number] = slot;
-        for (UnitId unit = 0; unit < num_touched_; ++unit) {
+        for (UnitId unit = 0; unit < free_.num_touched(); ++unit) {
             const UnitState now = state(unit);
             if (now == UnitState::free || now == UnitState::given_up) continue;
             ++owned[slots.at(order_.number_of(unit))];
@@ -171,12 +149,7 @@ void Pool::check() const {
                       text(account.num_leased) + " leased; " + text(owned[slot]) + " and " + text(leased[slot]) + " found");
         }
     }
-    std::int64_t num_stacked = num_ids_ - num_touched_;
-    for (UnitId unit = free_top_; unit != kNone; unit = units_[index(unit)].next, ++num_stacked) {
-        prove(state(unit) == UnitState::free, "C1", "unit " + text(unit) + " is in the free stack and not free");
-        prove(num_stacked < num_free_, "C1", "the free stack is longer than " + text(num_free_) + " free units");
-    }
-    prove(num_stacked == num_free_, "C1", text(num_stacked) + " units in the free stack, " + text(num_free_) + " free");
+    free_.check();
     std::int64_t num_listed_given_up = 0;
     for (UnitId unit = given_up_top_; unit != kNone; unit = units_[index(unit)].next, ++num_listed_given_up) {
         prove(state(unit) == UnitState::given_up && num_listed_given_up < num_given_up_, "C1",

@@ -13,7 +13,7 @@ namespace quire {
 namespace {
 
 constexpr std::int64_t kSerialElements = 1 << 14;  // below, waking another thread costs more than it saves
-constexpr std::int64_t kMlpRows = 480;  // rows of an MLP at a time: bounds the scratch; two passes over the weights anyway
+constexpr std::int64_t kRowsAtOnce = 480;  // of an MLP, of the way into attention: bounds the scratch; two passes over the weights anyway
 
 thread_local GrownBuffer layer_scratch, decoder_scratch;
 
@@ -126,43 +126,52 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
     fit(parts.rotation == Rotation::none || (rotary > 0 && rotary % 2 == 0 && rotary <= k_width), "a rotary embedding wider than a head");
     check_slots(view, step.slots, rows);
 
-    Buffers buffers(rows, std::max(width, q_heads * v_width) + all + width, bytes);
-    unsigned char* normed = buffers.take(std::max(width, q_heads * v_width));
-    unsigned char* q = buffers.take(all);
-    unsigned char* result = writes_out(parts.around) ? static_cast<unsigned char*>(out) : buffers.take(width);
+    // What all rows need at once lives in two buffers: queries, then the output product's rows; attended rows. Keys and values go to
+    // their slots a chunk at a time.
     const bool merged = parts.qkv.size() == 1;
-    unsigned char* k = merged ? q + q_row * bytes : q + rows * q_row * bytes;
-    unsigned char* v = merged ? k + k_row * bytes : k + rows * k_row * bytes;
+    const std::int64_t at_once = std::min(rows, kRowsAtOnce), given_row = merged ? all : k_row + v_row;
+    const auto lines = [](std::int64_t size) { return (size + 63) / 64 * 64; };
+    const std::int64_t attended_bytes = lines(rows * q_heads * v_width * bytes), q_bytes = lines(rows * std::max(q_row, width) * bytes);
+    const std::int64_t normed_bytes = lines(at_once * width * bytes);
+    unsigned char* attended = layer_scratch.get(static_cast<std::size_t>(attended_bytes + q_bytes + normed_bytes + at_once * given_row * bytes));
+    unsigned char *q = attended + attended_bytes, *normed = q + q_bytes, *products = normed + normed_bytes;
+    unsigned char* result = writes_out(parts.around) ? static_cast<unsigned char*>(out) : q;
     const std::int64_t q_stride = merged ? all : q_row, k_stride = merged ? all : k_row, v_stride = merged ? all : v_row;
 
-    unsigned char* const targets[3] = {q, k, v};
-    multiply_all(parts.qkv, entered(parts.around.before, ops, rows, width, bytes, hidden, normed), rows, targets);
+    for (std::int64_t start = 0; start < rows; start += kRowsAtOnce) {
+        const std::int64_t count = std::min(kRowsAtOnce, rows - start);
+        const auto* from = static_cast<const unsigned char*>(hidden) + start * width * bytes;
+        unsigned char* q_given = merged ? products : q + start * q_row * bytes;
+        unsigned char* k = merged ? products + q_row * bytes : products;
+        unsigned char* v = merged ? k + k_row * bytes : k + count * k_row * bytes;
+        unsigned char* const targets[3] = {q_given, k, v};
+        multiply_all(parts.qkv, entered(parts.around.before, ops, count, width, bytes, from, normed), count, targets);
 
-    each_row(rows, 2 * all, [&](std::int64_t row) {
-        const auto* cos = static_cast<const unsigned char*>(step.cos) + row * step.table_width * bytes;
-        const auto* sin = static_cast<const unsigned char*>(step.sin) + row * step.table_width * bytes;
-        const std::int64_t block = step.slots[row] / view.block_size, offset = step.slots[row] % view.block_size;
-        unsigned char* k_slot = view.k.data + (block * view.k.block_stride + offset * view.k.token_stride) * bytes;
-        unsigned char* v_slot = view.v.data + (block * view.v.block_stride + offset * view.v.token_stride) * bytes;
-        const auto prepare = [&](unsigned char* x, std::int64_t heads, const Norm& norm, unsigned char* to, std::int64_t head_stride) {
-            if (norm.kind != Norm::none && !parts.norm_heads) ops.norm(x, norm, x, heads * k_width);
-            for (std::int64_t head = 0; head < heads; ++head) {
-                unsigned char* at = x + head * k_width * bytes;
-                if (norm.kind != Norm::none && parts.norm_heads) ops.norm(at, norm, at, k_width);
-                ops.rotate(at, cos, sin, parts.rotation, rotary, to + head * head_stride * bytes, k_width);
+        each_row(count, 2 * all, [&](std::int64_t row) {
+            const std::int64_t token = start + row;
+            const auto* cos = static_cast<const unsigned char*>(step.cos) + token * step.table_width * bytes;
+            const auto* sin = static_cast<const unsigned char*>(step.sin) + token * step.table_width * bytes;
+            const std::int64_t block = step.slots[token] / view.block_size, offset = step.slots[token] % view.block_size;
+            unsigned char* k_slot = view.k.data + (block * view.k.block_stride + offset * view.k.token_stride) * bytes;
+            unsigned char* v_slot = view.v.data + (block * view.v.block_stride + offset * view.v.token_stride) * bytes;
+            const auto prepare = [&](unsigned char* x, std::int64_t heads, const Norm& norm, unsigned char* to, std::int64_t head_stride) {
+                if (norm.kind != Norm::none && !parts.norm_heads) ops.norm(x, norm, x, heads * k_width);
+                for (std::int64_t head = 0; head < heads; ++head) {
+                    unsigned char* at = x + head * k_width * bytes;
+                    if (norm.kind != Norm::none && parts.norm_heads) ops.norm(at, norm, at, k_width);
+                    ops.rotate(at, cos, sin, parts.rotation, rotary, to + head * head_stride * bytes, k_width);
+                }
+            };
+            prepare(q_given + row * q_stride * bytes, q_heads, parts.q_norm, q + token * q_row * bytes, k_width);
+            prepare(k + row * k_stride * bytes, kv_heads, parts.k_norm, k_slot, view.k.head_stride);
+            const unsigned char* v_at = v + row * v_stride * bytes;
+            for (std::int64_t head = 0; head < kv_heads; ++head) {
+                std::copy_n(v_at + head * v_width * bytes, v_width * bytes, v_slot + head * view.v.head_stride * bytes);
             }
-        };
-        unsigned char* q_at = q + row * q_stride * bytes;
-        prepare(q_at, q_heads, parts.q_norm, q_at, k_width);
-        prepare(k + row * k_stride * bytes, kv_heads, parts.k_norm, k_slot, view.k.head_stride);
-        const unsigned char* v_at = v + row * v_stride * bytes;
-        for (std::int64_t head = 0; head < kv_heads; ++head) {
-            std::copy_n(v_at + head * v_width * bytes, v_width * bytes, v_slot + head * view.v.head_stride * bytes);
-        }
-    });
+        });
+    }
 
-    unsigned char* attended = normed;  // the normed rows have been used
-    attention_run(view, {q, q_stride, k_width}, {attended, q_heads * v_width, v_width}, q_heads, *step.batch, *step.options, output.isa());
+    attention_run(view, {q, q_row, k_width}, {attended, q_heads * v_width, v_width}, q_heads, *step.batch, *step.options, output.isa());
     output.multiply(attended, rows, parts.output.bias, result);
     leave(parts.around, ops, rows, width, bytes, hidden, result, out);
 }
@@ -173,8 +182,8 @@ void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void*
     const RowOps& ops = row_ops(output.isa(), output.element());
     const std::int64_t bytes = element_bytes(output.element()), width = output.num_outputs(), inner = output.num_inputs();
     const std::int64_t given = inner * (parts.gated ? 2 : 1);
-    for (std::int64_t start = 0; start < rows; start += kMlpRows) {
-        const std::int64_t count = std::min(kMlpRows, rows - start);
+    for (std::int64_t start = 0; start < rows; start += kRowsAtOnce) {
+        const std::int64_t count = std::min(kRowsAtOnce, rows - start);
         const auto* from = static_cast<const unsigned char*>(hidden) + start * width * bytes;
         auto* to = static_cast<unsigned char*>(out) + start * width * bytes;
         const bool merged = parts.inputs.size() == 1, apart = merged && parts.gated;

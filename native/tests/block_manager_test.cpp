@@ -25,9 +25,10 @@ struct Setup {
     bool prefix_caching = true;
     std::int64_t watermark_blocks = 0;
     bool overlapped_steps = false;
+    std::int64_t run_blocks = 1;
 
     BlockManager make() const {
-        return BlockManager(retentions, num_blocks, block_size, prefix_caching, watermark_blocks, overlapped_steps);
+        return BlockManager(retentions, num_blocks, block_size, prefix_caching, watermark_blocks, overlapped_steps, run_blocks);
     }
 };
 

@@ -42,6 +42,7 @@ class BlockManager:
         prefix_caching: bool,
         watermark_blocks: int,
         overlapped_steps: bool,
+        run_blocks: int,
     ) -> None: ...
     def match(
         self,
@@ -193,6 +194,13 @@ def copy_rows(
 ) -> None:
     """
     Copies rows between the payload at an address and a storage. pieces: int64 [n, 5], of each its offset in the payload, its address in the storage, its number of rows, bytes of a row (adjacent in the payload) and their distance in the storage.
+    """
+
+SHORTEST_READ: int = 241
+
+def read_now(reads: Sequence[tuple[int, int, object, Sequence[object]]]) -> list[int]:
+    """
+    Reads values that the system has in memory, each (descriptor, offset, front, parts) into its front and then its parts, writable buffers, the parts of SHORTEST_READ bytes or more together. The XXH3-64 of the parts of the leading values; ends before the first for which it would have to wait. Holds Python's lock only before and after. Raises OSError.
     """
 
 class PackedWeight:

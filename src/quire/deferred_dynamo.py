@@ -16,12 +16,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
-from quire.deferred_module import Deferral, StandIn
+from quire.deferred_module import Deferral, Loaded, StandIn
 
 __all__ = ["dynamo_deferred"]
 
@@ -72,18 +71,8 @@ class _Dynamo(Deferral):
     ) -> ModuleSpec | None:
         if self.deferring and name.startswith(f"{_NAME}.") and name != _FREE:
             self.real()  # which imports most of its own
-            return ModuleSpec(name, _Loaded()) if name in sys.modules else None
+            return Loaded.spec_of(name) if name in sys.modules else None
         return super().find_spec(name, path, target)
-
-
-class _Loaded(Loader):
-    """Of a module that is there already."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return sys.modules[spec.name]
-
-    def exec_module(self, module: ModuleType) -> None:
-        """It has run."""
 
 
 def _disabled(fn: FunctionType, recursive: bool, options: dict[str, Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from quire.deferred_module import Deferral, StandIn
+from quire.deferred_placeholders import Placeholders
 
 __all__ = ["symbolic_shapes_deferred"]
 
@@ -31,11 +32,8 @@ class _StandIn(StandIn):
         finder: _SymbolicShapes = self._quire_finder
         if not finder.deferring or name not in _FUNCTIONS | _EXCEPTIONS:
             return super().answer(name)
-        if name not in finder.placeholders:
-            make = _exception if name in _EXCEPTIONS else _function
-            finder.placeholders[name] = make(name, finder)
-        finder.holders.append(sys._getframe(2).f_globals)  # of who asked `__getattr__`
-        return finder.placeholders[name]
+        holder = sys._getframe(2).f_globals  # of who asked `__getattr__`
+        return finder.placeholders.take(finder.name, name, holder, is_exception=name in _EXCEPTIONS)
 
 
 class _SymbolicShapes(Deferral):
@@ -46,28 +44,11 @@ class _SymbolicShapes(Deferral):
 
     def __init__(self) -> None:
         super().__init__()
-        self.placeholders: dict[str, Any] = {}
-        self.holders: list[dict[str, Any]] = []  # globals of modules that asked for one
+        self.placeholders = Placeholders(self.real_of)
 
     def loaded(self, module: ModuleType) -> None:
         """Whoever has a placeholder has the module's object from now on."""
-        for holder in self.holders:
-            for name, placeholder in self.placeholders.items():
-                if holder.get(name) is placeholder:
-                    holder[name] = getattr(module, name)
-
-
-def _function(name: str, finder: _SymbolicShapes) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(finder.real(), name)(*args, **kwargs)
-
-    call.__name__ = call.__qualname__ = name
-    return call
-
-
-def _exception(name: str, finder: _SymbolicShapes) -> Any:
-    """One that nobody raises: to raise it takes the real module, and then this is replaced."""
-    return type(name, (RuntimeError,), {})
+        self.placeholders.replace(module)
 
 
 symbolic_shapes_deferred = _SymbolicShapes.block

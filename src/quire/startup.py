@@ -2,7 +2,8 @@
 
 The garbage collector is off: importing torch and a model's code makes some million objects that stay, and the collector
 walks all of them again and again meanwhile, a fifth of the time of those imports. Torch's compiler is not imported
-(`deferred_dynamo`), nor are the symbolic shapes it works with (`deferred_symbolic_shapes`). And transformers looks for
+(`deferred_dynamo`), nor are the symbolic shapes it works with (`deferred_symbolic_shapes`), nor what spreads a model
+over processes (`deferred_distributed`), nor quantization (`deferred_quantization`). And transformers looks for
 the names in its 1 600 files once, not twice (`scan_models_once`).
 Measured in docs/benchmarks.md, "Start and memory".
 """
@@ -17,7 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quire.deferred_distributed import distributed_deferred
 from quire.deferred_dynamo import dynamo_deferred
+from quire.deferred_quantization import quantization_deferred
 from quire.deferred_symbolic_shapes import symbolic_shapes_deferred
 
 __all__ = ["collector_paused", "scan_models_once", "short_start"]
@@ -25,8 +28,14 @@ __all__ = ["collector_paused", "scan_models_once", "short_start"]
 
 @contextmanager
 def short_start() -> Iterator[None]:
-    """The first three inside the block; afterwards as before. Blocks may nest."""
-    with collector_paused(), dynamo_deferred(), symbolic_shapes_deferred():
+    """All of that inside the block but the last; afterwards as before. Blocks may nest."""
+    with (
+        collector_paused(),
+        dynamo_deferred(),
+        symbolic_shapes_deferred(),
+        distributed_deferred(),
+        quantization_deferred(),
+    ):
         yield
 
 

@@ -13,7 +13,7 @@ NO_KEYS = (np.empty(0, np.int64), [])
 
 def filled(num_prompts: int, num_blocks: int, *, common: int = 0) -> PythonBlockManager:
     """A pool filled by prompts of 4 blocks of 4 tokens, the first `common` tokens equal."""
-    manager = PythonBlockManager([("full", 0)], num_blocks, 4, True, 0, False)
+    manager = PythonBlockManager([("full", 0)], num_blocks, 4, True, 0, False, 1)
     for index in range(num_prompts):
         run(manager, tokens_of(index, common))
     return manager
@@ -68,7 +68,7 @@ def test_evicting_visits_the_same_whatever_is_cached() -> None:
 def test_a_decode_step_does_not_grow_with_the_length_of_the_sequence() -> None:
     counts = []
     for length in (100, 400):
-        manager = PythonBlockManager([("full", 0)], 1000, 4, True, 0, False)
+        manager = PythonBlockManager([("full", 0)], 1000, 4, True, 0, False, 1)
         sequence = manager.open(np.arange(length, dtype=np.int32), b"", *NO_KEYS)
         assert manager.reserve(np.array([sequence]), np.array([length]), 0) is not None
         manager.commit(sequence, length)

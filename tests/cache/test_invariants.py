@@ -42,7 +42,7 @@ def raise_cached(m: PythonBlockManager) -> None:
 def add_leftover(m: PythonBlockManager) -> None:
     node = m.blocks.tree.roots[b""].children[0]
     assert node.parent is not None
-    unit = m.blocks.pool.free.pop()
+    unit = m.blocks.pool.free.take_lowest()
     m.blocks.pool.cached.append(unit)
     m.blocks.tree.insert(node.parent, node.content[:4], 1, [unit, -1])
     m.blocks.node_of[unit] = node.parent.children[0]
@@ -51,12 +51,12 @@ def add_leftover(m: PythonBlockManager) -> None:
 @pytest.mark.parametrize(
     ("number", "damage"),
     [
-        ("C1", lambda m: m.blocks.pool.free.pop()),
-        ("C1", lambda m: m.blocks.pool.free.append(m.blocks.pool.free[0])),
+        ("C1", lambda m: m.blocks.pool.free.take_lowest()),
+        ("C1", lambda m: m.blocks.pool.free.add(m.sequences[2].tables[0][0])),
         ("C2", lambda m: m.blocks.node_of.__setitem__(m.sequences[2].tables[0][0], None)),
         ("C3", lambda m: m.blocks.pool.num_references.__setitem__(m.sequences[2].tables[0][0], 2)),
         ("C4", lambda m: m.blocks.pool.writer.__setitem__(m.sequences[2].tables[0][5], -1)),
-        ("C4", lambda m: m.blocks.pool.writer.__setitem__(m.blocks.pool.free[0], 2)),
+        ("C4", lambda m: m.blocks.pool.writer.__setitem__(next(iter(m.blocks.pool.free)), 2)),
         ("C5", swap_lru),
         ("C6", swap_siblings),
         ("C6", add_leftover),

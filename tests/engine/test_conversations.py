@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import tiny_llm
-from support.cache_case import BACKENDS
+from support.cache_case import BACKENDS, LONG_BACKENDS
 from support.conversations_case import GREEDY, START, TURNS, alone, answer, windowed
 from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens, full_spec, window_spec
@@ -206,7 +206,7 @@ def test_forks_with_several_samples_and_seeds_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("tiers", [{}, {"host_cache": "8MiB"}], ids=["no tier", "host"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LONG_BACKENDS)
 def test_a_pool_of_a_tenth_loses_nothing(backend: str, tiers: dict[str, str]) -> None:
     """Ten conversations in turn, where memory holds one: each has the tokens it has alone."""
     starts = [[(i * 13 + 7 * j) % 120 + 5 for j in range(90)] for i in range(10)]

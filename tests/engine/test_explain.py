@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 from support import tiny_llm
 from support.cache_case import BACKENDS
 
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncEngine, SamplingParams
 from quire.cli.app import main
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
@@ -226,6 +229,73 @@ def test_the_command_over_somebody_elses_folder(
     assert (left.value.code, out, err) == (2, "", expected)
 
 
+CONFIG = """
+[model]
+disk_cache = "{folder}"
+kv_memory = "32MiB"
+max_num_seqs = 4
+host_cache = "1MiB"
+[server]
+tenant_secret = "{secret}"
+[[tenants]]
+name = "alice"
+keys = ["env:A_KEY_THAT_IS_NOT_SET"]
+"""
+
+
+def config_of(tmp_path: Path, secret: str) -> str:
+    file = tmp_path / f"{secret[:5]}.toml"
+    file.write_text(CONFIG.format(folder=tmp_path / "disk", secret=secret))
+    return str(file)
+
+
+@pytest.fixture
+def explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`quire explain` with these arguments: its status, what it says, and what is wrong."""
+
+    def run(*arguments: str) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["quire", "explain", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_knows_a_servers_tenants(tmp_path: Path, explained: Any) -> None:
+    file = config_of(tmp_path, SECRET.decode())
+    code, _, err = explained("x", "--config", file, "--tenant", "bob")
+    assert (code, "expected a tenant of" in err, "(known: alice)" in err) == (2, True, True)
+    (tmp_path / "none.toml").write_text('[server]\ntenant_secret = "short"')
+    code, _, err = explained("x", "--config", str(tmp_path / "none.toml"), "--tenant", "alice")
+    assert (code, "expected at least 16 bytes, got 5 bytes" in err) == (2, True)
+
+
+@pytest.mark.ci  # the embedded model, five times
+def test_the_command_asks_in_a_tenants_namespace(tmp_path: Path, explained: Any) -> None:
+    text = "def add(a, b):\n    return a + b\n\n" * 12
+    options: dict[str, Any] = {"kv_memory": "32MiB", "disk_cache": tmp_path / "disk", "tenant_secret": SECRET}
+    with LLM(**options) as llm:
+        llm.add_tenant("alice")
+        llm.generate([text], ONE, tenant="alice", cache_salt="chat")
+    file = config_of(tmp_path, SECRET.decode())
+
+    def tokens(*arguments: str) -> tuple[dict[str, int], str]:
+        code, out, err = explained(text, "--json", *arguments)
+        assert code == 0, err
+        found = json.loads(out)
+        return found["num_tier_tokens"], found["reason"]
+
+    whose = ("--config", file, "--tenant", "alice")
+    found, _ = tokens(*whose, "--cache-salt", "chat")
+    assert found["disk"] > 100
+    assert tokens(*whose) == ({}, "other namespace")
+    assert tokens(*whose, "--cache-salt", "other") == ({}, "other namespace")
+    assert tokens("--config", file) == ({}, "other namespace")
+    other = config_of(tmp_path, "another secret altogether")
+    assert tokens("--config", other, "--tenant", "alice", "--cache-salt", "chat") == ({}, "other namespace")
+
+
 _KILLED = """
 import os, signal, sys
 from support import tiny_llm
@@ -272,3 +342,67 @@ def test_what_a_tier_has_given_up_is_said(backend: str, tmp_path: Path) -> None:
         assert list(answer.tier_losses) == ["host"]
         assert ", from the tier host " in str(answer)
         assert llm.explain(tokens_of(20, 60)).tier_losses == {}
+
+
+class Hanging:
+    """The host tier of an engine, whose answers wait until `free` is set; `asked` is, once somebody waits."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked, self.free = threading.Event(), threading.Event()
+        assert llm.tiers is not None
+        tier = llm.tiers.stack._tiers[0].tier
+        contains = tier.contains
+
+        def wait(keys: Any) -> Any:
+            self.asked.set()
+            assert self.free.wait(60)
+            return contains(keys)
+
+        monkeypatch.setattr(tier, "contains", wait)
+
+
+def test_no_step_waits_for_a_tier_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = tokens_of(0, 60)
+    long = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+
+    async def main(llm: LLM) -> None:
+        async with AsyncEngine(llm) as engine:
+            outputs = engine.generate(prompt, long)
+            await anext(outputs)
+            tier = Hanging(llm, monkeypatch)
+            asking = asyncio.create_task(engine.explain(tokens_of(1, 60)))
+            assert await asyncio.to_thread(tier.asked.wait, 60)
+            rest = [output async for output in outputs]
+            assert len(rest[-1].outputs[0].token_ids) == 100
+            assert not asking.done()
+            tier.free.set()
+            assert (await asking).reason == "never seen"
+
+    with tiny_llm.llm(host_cache="1MiB") as llm:
+        asyncio.run(asyncio.wait_for(main(llm), 120))
+
+
+def test_other_threads_step_while_one_asks_a_tier_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = tokens_of(0, 60)
+    with tiny_llm.llm(host_cache="1MiB") as llm, ThreadPoolExecutor(1) as other:
+        stream = iter(llm.stream([prompt], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)))
+        next(stream)
+        tier = Hanging(llm, monkeypatch)
+        asking = other.submit(llm.explain, tokens_of(1, 60))
+        assert tier.asked.wait(60)
+        assert [*stream]
+        assert not asking.done()
+        tier.free.set()
+        assert asking.result(60).silent_tiers == ()
+
+
+def test_a_tier_that_does_not_answer_in_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.explain._TIERS_S", 0.05)
+    prompt = tokens_of(0, 60)
+    with tiny_llm.llm(host_cache="1MiB", block_size=8) as llm:
+        serve(llm, prompt)
+        tier = Hanging(llm, monkeypatch)
+        answer = llm.explain([*prompt, 1])
+        assert (answer.num_hit_tokens, answer.stop, answer.silent_tiers) == (60, None, ("host",))
+        assert "the tier host does not answer" in str(answer)
+        tier.free.set()

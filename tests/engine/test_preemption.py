@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import tiny_llm
-from support.cache_case import BACKENDS
+from support.cache_case import BACKENDS, LONG_BACKENDS
 from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens, window_spec
 
@@ -47,14 +47,13 @@ def alone() -> dict[str, Any]:
 
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda s: s["storage"])
 @pytest.mark.parametrize("preemption", ["park", "recompute", "auto"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LONG_BACKENDS)
 def test_under_a_tenth_of_the_memory_every_request_gets_the_bits_it_gets_alone(
     backend: str, preemption: Mode, storage: dict[str, str], alone: dict[str, Any]
 ) -> None:
     load = sum(len(prompt) + 40 for prompt in PROMPTS)
-    with tiny_llm.llm(
-        backend=backend, preemption=preemption, park_memory="1MiB", max_num_seqs=12, **storage
-    ) as llm:
+    memory = {} if preemption == "recompute" else {"park_memory": "1MiB"}
+    with tiny_llm.llm(backend=backend, preemption=preemption, max_num_seqs=12, **memory, **storage) as llm:
         tokens = max(load // 10, 120)
         llm.resize(-(-tokens // llm.block_size) * llm._storage.unit_bytes)
         assert answers(llm) == alone[backend]
@@ -70,7 +69,7 @@ def test_under_a_tenth_of_the_memory_every_request_gets_the_bits_it_gets_alone(
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda s: s["storage"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LONG_BACKENDS)
 def test_what_windows_have_left_is_parked_bit_for_bit(backend: str, storage: dict[str, str]) -> None:
     """Sequences of 60 tokens and more over windows of 16: all that comes back has given blocks up."""
     with tiny_llm.llm(window=16, backend=backend, max_num_seqs=1, prefix_caching=False) as llm:

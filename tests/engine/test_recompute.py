@@ -66,7 +66,7 @@ def windows(**options: Any) -> LLM:
 
 
 @pytest.mark.parametrize("make", [full, windows])
-@pytest.mark.parametrize("block_size", [4, 8, 16])
+@pytest.mark.parametrize("block_size", [4, *(pytest.param(size, marks=pytest.mark.ci) for size in (8, 16))])
 def test_what_engines_store_is_what_the_model_computes(make: Any, block_size: int, tmp_path: Path) -> None:
     num_segments = stored(make, tmp_path, block_size=block_size)
     assert num_segments > 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support import tiny_llm
-from support.cache_case import BACKENDS
+from support.cache_case import LONG_BACKENDS
 from support.faulty_calls import FaultyCalls
 
 from quire import LLM, SamplingParams
@@ -34,7 +34,7 @@ STORAGES = [{"storage": "paged"}, {"storage": "virtual", "piece_size": "4KiB"}]
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=["paged", "virtual"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LONG_BACKENDS)
 def test_tokens_stay_while_the_pool_breathes(backend: str, storage: dict[str, str]) -> None:
     with tiny_llm.llm(backend=backend, **storage) as llm:
         expected = tokens_of(llm)

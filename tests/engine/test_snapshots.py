@@ -313,15 +313,86 @@ def test_segments_that_the_disk_refuses_cost_time_alone(
         with monkeypatch.context() as patch:
             patch.setattr(llm.tiers.disk, "set_retention", refuse)
             llm.remove_snapshot("a")
-        assert (
-            "the snapshot a is removed, but its keys and values go last still: the disk is full"
-            in caplog.text
-        )
-        assert llm.snapshots() == []
+            assert llm.snapshots() == []
+        assert "what removed snapshots have kept goes last still: the disk is full" in caplog.text
         with monkeypatch.context() as patch:
             patch.setattr("quire.tiers.files.Files.names", gone)
             with pytest.raises(TierError, match=r"the snapshots could not be listed in .*: No such file or"):
                 llm.snapshots()
+
+
+def aside(folder: Path) -> int:
+    return len(list(folder.glob("quire-cache.removed-*")))
+
+
+def refuse(*_: Any) -> None:
+    raise TierError("the disk is full")
+
+
+@pytest.mark.parametrize("how", ["remove", "overwrite"])
+@pytest.mark.parametrize("when", ["later", "restart", "no call"])
+def test_what_a_full_disk_keeps_is_let_go_when_it_can_be(
+    how: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as llm:
+        conversation = llm.conversation(START)
+        conversation.generate(GREEDY)
+        made = conversation.snapshot("a")
+        shared = llm.conversation(START[:40])
+        shared.generate(GREEDY)
+        num_kept = shared.snapshot("b").num_stored_tokens // llm.block_size
+        kept = retentions(llm)
+        assert set(kept) == {2}
+        assert llm.tiers is not None
+        disk = llm.tiers.disk
+        set_retention = disk.set_retention  # type: ignore[union-attr]
+
+        def refuse_to_let_go(keys: Any, retention: int) -> None:
+            if retention < 2:
+                refuse()
+            set_retention(keys, retention)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "set_retention", refuse_to_let_go)
+            if how == "remove":
+                llm.remove_snapshot("a")
+            else:
+                llm.conversation([7] * 20).snapshot("a", overwrite=True)
+            assert retentions(llm)[: len(kept)] == kept
+            assert aside(tmp_path) == 1
+            with pytest.raises(ArgumentError, match="expected the name of a snapshot"):
+                llm.remove_snapshot("none")
+        if when == "later":
+            llm.snapshots()
+            assert aside(tmp_path) == 0
+    with opened(tmp_path) as llm:
+        if when == "restart":
+            llm.snapshots()
+        elif when == "no call":
+            llm.generate([START + [3] * 16], GREEDY)
+            llm.flush()
+        assert aside(tmp_path) == 0
+        assert retentions(llm).count(2) == num_kept  # what b needs
+        names = [one.name for one in llm.snapshots()]
+        assert names == (["b"] if how == "remove" else ["a", "b"])
+        llm.remove_snapshot("b")
+        assert set(retentions(llm)) == {1}
+        assert made.num_stored_tokens // llm.block_size > num_kept
+
+
+def test_what_another_model_has_kept_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as llm:
+        conversation = llm.conversation(START)
+        conversation.generate(GREEDY)
+        conversation.snapshot("a")
+    other = {"kv_memory": "2MiB", "disk_cache": tmp_path, **SIZE}
+    with LLM((tiny_llm.model(1), tiny_llm.tokenizer()), **other) as llm:
+        llm.remove_snapshot("a")
+        assert llm.snapshots() == []
+        assert (aside(tmp_path), set(retentions(llm))) == (1, {2})
+    with opened(tmp_path) as llm:
+        assert llm.snapshots() == []
+        assert (aside(tmp_path), set(retentions(llm))) == (0, {1})
 
 
 def test_an_async_engine_keeps_and_resumes_them_while_it_serves(tmp_path: Path) -> None:

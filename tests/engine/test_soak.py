@@ -15,10 +15,10 @@ _CHECKED = ("forked", "cancelled", "pinned", "published", "ended")
 
 def test_everything_is_accounted_for_and_decided_alike_under_a_seed(tmp_path: Path) -> None:
     first, second = (
-        request_soak.run(tmp_path / str(number), 150, seed=3, threads=False) for number in range(2)
+        request_soak.run(tmp_path / str(number), 100, seed=3, threads=False) for number in range(2)
     )
     assert first == second
-    other = request_soak.run(tmp_path / "other", 150, seed=4, threads=False)
+    other = request_soak.run(tmp_path / "other", 100, seed=4, threads=False)
     assert other["digest"] != first["digest"]
     assert first["num_preemptions"] > 0
     assert first["num_loaded_tokens"] > 0

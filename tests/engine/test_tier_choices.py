@@ -47,7 +47,7 @@ def test_what_is_to_be_discarded_is_stored_in_no_tier_and_what_is_to_be_kept_goe
     for first, retention in enumerate(("discard", "normal", "keep")):
         serve(engine, prompt(first), retention=retention)
     assert engine.stores is not None
-    engine.stores.flush()
+    engine.stores.hand_over()
     assert retentions(engine, tier, prompt(0)) == []
     assert retentions(engine, tier, prompt(1)) == [1] * 4
     assert retentions(engine, tier, prompt(2)) == [2] * 4
@@ -57,7 +57,7 @@ def test_what_is_to_be_discarded_is_stored_in_no_tier_and_what_is_to_be_kept_goe
     tier.max_bytes = 6 * value
     for first in range(10, 16):
         serve(engine, prompt(first))
-    engine.stores.flush()
+    engine.stores.hand_over()
     assert retentions(engine, tier, prompt(2)) == [2] * 4
     assert retentions(engine, tier, prompt(1)) == []
 
@@ -72,14 +72,14 @@ def test_a_later_use_decides_too(policy: Policy) -> None:
     serve(engine, prompt(0, 16))
     serve(engine, prompt(1, 16), retention="keep")
     assert engine.stores is not None
-    engine.stores.flush()
+    engine.stores.hand_over()
     # The last token of a prompt is computed again, in a block of its own: the fourth is used by nobody else.
     assert retentions(engine, tier, prompt(0), 2)[:1] == [1]
     assert 2 in retentions(engine, tier, prompt(1), 2)
     serve(engine, prompt(0), retention="keep")
     for first in range(10, 16):
         serve(engine, prompt(first))
-    engine.stores.flush()
+    engine.stores.hand_over()
     assert retentions(engine, tier, prompt(0)) == [2] * 4
 
 

@@ -106,9 +106,9 @@ def test_who_follows_knows_what_each_tier_has(
         if also == 9:
             run.engine.cache.reset()
         elif also == 8:
-            run.stores.flush()
+            run.stores.hand_over()
         run.check()
-    run.stores.flush()
+    run.stores.hand_over()
     run.check()
     if subscribed_at >= len(steps):
         run.subscribe(late)
@@ -138,7 +138,7 @@ def test_what_is_gone_is_told_with_the_reason() -> None:
     run = Followed(host, disk)
     run.subscribe(run.follower)
     run.serve(prompt_of(1, 40))
-    run.stores.flush()
+    run.stores.hand_over()
     run.check()
     assert len(run.follower.of("DISK")) == 10
     # Others have taken one out of the folder's, and one of host memory is damaged.
@@ -172,7 +172,7 @@ def test_what_is_followed_is_bounded_and_stays_in_balance() -> None:
     run.subscribe(run.follower)
     for seed in range(5):
         run.serve(prompt_of(seed, 40))
-    run.stores.flush()
+    run.stores.hand_over()
     run.watch.collect()
     assert len(run.events._segments) == 3
     assert ("CPU_TIER1", "forgotten") in run.follower.reasons
@@ -196,7 +196,7 @@ def test_nobody_listens_and_nothing_is_kept() -> None:
     assert run.engine.stack is not None
     notices = run.engine.stack.notices
     run.serve(prompt_of(1, 40))
-    run.stores.flush()
+    run.stores.hand_over()
     assert notices.mark() == 0
     assert all(block.hash is None for block in run.stores._blocks.values())
     end = run.subscribe(run.follower)
@@ -220,7 +220,7 @@ def test_what_was_seen_before_undoes_nothing() -> None:
     notices = run.engine.stack.notices
     run.serve(prompt_of(1, 20))
     before = notices.mark()
-    run.stores.flush()
+    run.stores.hand_over()
     [entry, *_] = run.tiers[0]._entries.items()
     notices.gone("host", [entry[0]], "missing", before)
     run.check()
@@ -238,7 +238,7 @@ def test_what_a_tier_has_that_nothing_is_known_of_is_counted() -> None:
     """Another engine has stored it, and its beginning is nowhere any more."""
     first = Followed(DiskLike(1 << 22))
     first.serve(prompt_of(1, 40))
-    first.stores.flush()
+    first.stores.hand_over()
     disk = first.tiers[0]
     for key in [key for key, entry in disk._entries.items() if entry.info.start == 0]:
         disk.evict(key)

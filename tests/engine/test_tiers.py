@@ -6,6 +6,7 @@ Faults in a tier change no token.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from quire.engine.request import RequestOutput
 from quire.engine.tier_stores import Policy
 from quire.errors import ArgumentError
 from quire.memory.placement import why_not
+from quire.tiers.files import Files
 from quire.tiers.host import HostTier
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
@@ -95,11 +98,29 @@ class LateTier(HostTier):
 
     def __init__(self) -> None:
         super().__init__(1 << 24)
-        self.go = threading.Event()
+        self.asked, self.go = threading.Event(), threading.Event()
 
     def store(self, key: bytes, value: Any, info: Any) -> bool:
+        self.asked.set()
         assert self.go.wait(60)
         return super().store(key, value, info)
+
+
+def test_steps_go_on_while_a_flush_waits_for_a_slow_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = LateTier()
+    monkeypatch.setattr("quire.engine.tiering.TierOptions._host", lambda _: tier)
+    with tiny_llm.llm(host_cache="16MiB") as llm, ThreadPoolExecutor(1) as other:
+        stream = iter(
+            llm.stream([PROMPTS[3]], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
+        )
+        next(stream)
+        flushing = other.submit(llm.flush)
+        assert tier.asked.wait(60)
+        assert [*stream]
+        assert not flushing.done()
+        tier.go.set()
+        flushing.result(60)
+        assert tier.stats().num_values > 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -356,7 +377,7 @@ def test_loads_make_room_for_those_who_came_before(slow: tuple[LLM, SlowTier]) -
     assert llm.stats()["held"] == 0
 
 
-def test_options_are_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="expected eviction or through, got 'back' - in `cache_write`"):
         tiny_llm.llm(host_cache="1MiB", cache_write="back")
     with pytest.raises(ArgumentError, match="expected a cache that shares prefixes for host_cache"):
@@ -371,7 +392,19 @@ def test_options_are_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
             tiny_llm.llm(disk_cache=folder)
     file = tmp_path / "a file"
     file.write_text("")
-    with tiny_llm.llm(disk_cache=file, disk_cache_size="64MiB") as llm:
+    for path in (file, file / "folder"):
+        with pytest.raises(ArgumentError, match=r"expected a folder .* is a file"):
+            tiny_llm.llm(disk_cache=path, disk_cache_size="64MiB")
+
+
+def test_a_folder_that_may_not_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Files, path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Files, "make_folder", refuse)
+    with tiny_llm.llm(disk_cache=tmp_path / "kv", disk_cache_size="64MiB") as llm:
         answers(llm, PROMPTS[:1])
     assert "without the tier" in caplog.text
 

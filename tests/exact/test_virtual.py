@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.architectures import ALL
+from support.cache_case import LONG_BACKENDS
 from support.engine_run import EngineRun
 from support.generate_oracle import MAX_TOKENS, PROMPTS, expected
 from support.virtual_run import VirtualRun
@@ -19,11 +20,9 @@ if (_reason := why_not()) is not None:
 SOME = ("gemma2", "gemma3n_text", "gpt2", "gpt_oss", "llama4_text", "mimo_v2_flash", "qwen3")
 
 
-@pytest.mark.parametrize("backend", ["python", "native"])
+@pytest.mark.parametrize("backend", LONG_BACKENDS)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SOME else [pytest.mark.ci]) for n in ALL])
 def test_exact(name: str, backend: str) -> None:
-    if backend == "native":
-        pytest.importorskip("quire._native")
     model, tokens, logits = expected(name)
     num_groups = len(KVSpec.from_config(model.config).groups)
     for num_blocks in (4 * num_groups, 40 * num_groups):  # with preemptions, and with room

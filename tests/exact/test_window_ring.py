@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from support.architectures import VOCAB_SIZE, tiny
+from support.cache_case import LONG_BACKENDS
 from support.engine_run import EngineRun
 from support.generate_oracle import generate
 from support.virtual_run import VirtualRun
@@ -50,11 +51,9 @@ def ring_run(model: PreTrainedModel, num_blocks: int, backend: str) -> VirtualRu
     return run
 
 
-@pytest.mark.parametrize("backend", ["python", "native"])
+@pytest.mark.parametrize("backend", LONG_BACKENDS)
 @pytest.mark.parametrize("name", ["gemma2", "mistral", "gpt_oss"])
 def test_tokens_are_those_of_generate(name: str, backend: str) -> None:
-    if backend == "native":
-        pytest.importorskip("quire._native")
     model, tokens, logits = expected(name)
     num_groups = len(KVSpec.from_config(model.config).groups)
     for num_blocks in (5 + 5 * num_groups, 40 * num_groups):  # few: requests wait and are preempted

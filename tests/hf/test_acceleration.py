@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from support.hf_case import (
     prompts,
     quire_cache,
 )
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
-from quire.hf import accelerate, acceleration, restore
+from quire.errors import CapacityError
+from quire.hf import QuireCache, accelerate, acceleration, restore
 
 pytest.importorskip("quire._native")
 
@@ -149,6 +152,97 @@ def test_what_a_step_does_not_give_is_the_models_own(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-3, rtol=0)
 
 
+def test_logits_are_nobody_elses_in_any_mode() -> None:
+    """Whole or padded, with or without inference mode: ordinary tensors, not written by a later step."""
+    model = model_of("qwen3")
+    ids, mask = prompts()
+    with _accelerated(model):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                cache = quire_cache(model)
+                padded = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+                whole = [model(ids, past_key_values=quire_cache(model), use_cache=True).logits for _ in "ab"]
+                kept = whole[0].clone()
+                model(ids.flip(1), past_key_values=quire_cache(model), use_cache=True)
+            assert not padded.is_inference()
+            assert not whole[0].is_inference()
+            assert torch.equal(whole[0], kept)
+            assert torch.equal(whole[0], whole[1])
+            whole[0].zero_()
+            assert torch.equal(whole[1], kept)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_cache_that_was_emptied_takes_another_batch(storage: str) -> None:
+    """Its rows are others then, and as many as the new batch has; emptied as a whole or layer by layer."""
+    model = model_of("llama")
+    ids, mask = prompts()
+    with _accelerated(model):
+
+        def tokens(cache: Any, rows: slice) -> list[list[int]]:
+            options = {"attention_mask": mask[rows], "max_new_tokens": 4, "do_sample": False}
+            return as_lists(cast(Any, model).generate(ids[rows], past_key_values=cache, **options))
+
+        cache = quire_cache(model, storage)
+        for rows in (slice(1, 2), slice(0, 3), slice(0, 2)):
+            assert tokens(cache, rows) == tokens(quire_cache(model, storage), rows)
+            for layer in cache.layers:
+                layer.reset()
+        cache.reset()
+        assert tokens(cache, slice(2, 3)) == tokens(quire_cache(model, storage), slice(2, 3))
+
+
+class _Threads(BaseStreamer):
+    """Notes how many threads torch has where generate computes between two forwards."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.numel() < 3 * 4:  # not the prompts, which come first
+            self.seen.add(torch.get_num_threads())
+
+    def end(self) -> None:
+        pass
+
+
+def test_generate_has_one_torch_thread_beside_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    ids = prompts()[0][:1]
+    in_steps: set[int] = set()
+    answer = acceleration._Steps.answer
+
+    def noted(*args: Any) -> Any:
+        in_steps.add(torch.get_num_threads())
+        return answer(*args)
+
+    monkeypatch.setattr(acceleration._Steps, "answer", noted)
+
+    def between(cache: Any, **options: Any) -> set[int]:
+        threads = _Threads()
+        options = {"max_new_tokens": 3, **options}
+        cast(Any, model).generate(ids, past_key_values=cache, do_sample=False, streamer=threads, **options)
+        assert torch.get_num_threads() == 3
+        return threads.seen
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with _accelerated(model):
+            assert between(quire_cache(model)) == {1}
+            assert between(quire_cache(model), output_hidden_states=True, return_dict_in_generate=True) == {1}
+            assert between(DynamicCache(config=model.config)) == {3}
+            user = LogitsProcessorList([lambda ids, scores: scores])  # may compute, with all threads
+            assert between(quire_cache(model), logits_processor=user) == {3}
+            with pytest.raises(CapacityError):
+                between(QuireCache(model.config, max_length=ids.shape[1] - 1))
+            assert torch.get_num_threads() == 3
+        assert between(quire_cache(model)) == {3}
+    finally:
+        torch.set_num_threads(before)
+    assert in_steps == {3}  # the steps themselves, and the model's own forward, have all
+
+
 def test_restore_gives_the_model_back_bit_for_bit() -> None:
     model = model_of("qwen3_moe")
     ids, _ = prompts()
@@ -165,7 +259,7 @@ def test_restore_gives_the_model_back_bit_for_bit() -> None:
         assert torch.equal(model(ids).logits, want)
     assert list(before) == list(model.state_dict())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert "forward" not in model.__dict__
+    assert not {"forward", "generate"} & model.__dict__.keys()
     assert not model.training
     model.train()
     accelerate(model)

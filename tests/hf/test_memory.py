@@ -185,3 +185,30 @@ def test_memory_goes_back(storage: str) -> None:
     assert memory.used_bytes == 0
     for heap in getattr(memory, "_heaps", {}).values():
         assert heap.committed_bytes == 0
+
+
+def test_what_cannot_be_unmapped_as_its_tensor_goes_is_at_the_next_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = FaultyCalls()
+    backend = MemfdBackend(calls, MappingBudget(None))
+    monkeypatch.setattr(virtual, "PlacementHeap", partial(PlacementHeap, backend=backend))
+    cache = quire_cache(model_of("llama"))
+    memory = cache.memory
+    for layer in (0, 1):
+        cache.update(_tokens(45), _tokens(45), layer)
+    fork = cache.fork()
+    for layer in (0, 1):
+        fork.update(_tokens(40), _tokens(40), layer)
+    both = memory.used_bytes
+    calls.arm(1, once=True)
+    del fork
+    gc.collect()
+    assert calls.num_failed == 1
+    assert memory.used_bytes == both
+    for layer in (0, 1):
+        cache.update(_tokens(1), _tokens(1), layer)
+    assert memory.used_bytes < both
+    del cache
+    gc.collect()
+    assert memory.used_bytes == 0

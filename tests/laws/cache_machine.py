@@ -44,6 +44,7 @@ class CacheMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, True, False]),
         watermark=st.sampled_from([0.0, 0.0, 0.2]),
         overlapped=st.booleans(),
+        run_blocks=st.sampled_from([1, 1, 2, 4, 8]),
         stored=st.lists(TOKENS, max_size=3),
     )
     def start(
@@ -54,6 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         watermark: float,
         overlapped: bool,
+        run_blocks: int,
         stored: list[list[int]],
     ) -> None:
         self.caches = [
@@ -64,6 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
                 prefix_caching=prefix_caching,
                 watermark=watermark,
                 overlapped_steps=overlapped,
+                run_blocks=run_blocks,
                 backend=backend,
             )
             for backend in self.backends

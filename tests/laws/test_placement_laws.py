@@ -31,12 +31,26 @@ some_positions = st.lists(st.integers(0, POSITIONS - 1), min_size=1, max_size=5,
 
 
 class HeapMachine(RuleBasedStateMachine):
-    @initialize(merges=st.booleans(), max_pages=st.integers(20, 60), max_mappings=st.integers(20, 60))
-    def start(self, merges: bool, max_pages: int, max_mappings: int) -> None:
+    @initialize(
+        merges=st.booleans(),
+        max_pages=st.integers(20, 60),
+        max_mappings=st.integers(20, 60),
+        units_per_heap=st.sampled_from([7, 8]),
+        huge_pages=st.sampled_from([0, 4, 4]),
+    )
+    def start(
+        self, merges: bool, max_pages: int, max_mappings: int, units_per_heap: int, huge_pages: int
+    ) -> None:
         self.machine = SimulatedBackend(
-            PAGE, merges=merges, max_bytes=max_pages * PAGE, max_mappings=max_mappings
+            PAGE,
+            huge_bytes=huge_pages * PAGE,
+            merges=merges,
+            max_bytes=max_pages * PAGE,
+            max_mappings=max_mappings,
         )
-        self.heap = PlacementHeap([PAGE, 2 * PAGE], max_units=UNITS, units_per_heap=7, backend=self.machine)
+        self.heap = PlacementHeap(
+            [PAGE, 2 * PAGE], max_units=UNITS, units_per_heap=units_per_heap, backend=self.machine
+        )
         self.holds: Counter[int] = Counter()
         self.ranges: list[AddressRange] = []
         self.mapped: list[dict[int, int]] = []
@@ -62,7 +76,7 @@ class HeapMachine(RuleBasedStateMachine):
         try:
             units = self.heap.allocate(count, after).tolist()
         except CapacityError:
-            assert len(free) < count or self.machine.budget.used == self.machine.budget.limit
+            assert len(free) < count or self.machine.budget.used >= self.machine.budget.limit
             return
         assert len(set(units)) == count
         assert set(units) <= set(free)
@@ -111,7 +125,7 @@ class HeapMachine(RuleBasedStateMachine):
             self.ranges.append(self.heap.reserve(POSITIONS))
             self.mapped.append({})
         except CapacityError:
-            assert self.machine.budget.used == self.machine.budget.limit
+            assert self.machine.budget.used >= self.machine.budget.limit
 
     @precondition(lambda self: self.ranges)
     @rule(which=st.integers(0, 3), positions=some_positions, data=st.data())
@@ -140,6 +154,29 @@ class HeapMachine(RuleBasedStateMachine):
                     self.mapped[index].pop(position, None)
                     if unit >= 0:
                         self.mapped[index][position] = unit
+
+    @precondition(lambda self: self.ranges)
+    @rule(which=st.integers(0, 3), position=st.integers(0, POSITIONS - 1), count=st.integers(2, POSITIONS))
+    def map_run(self, which: int, position: int, count: int) -> None:
+        """Units to positions that are the same modulo any huge page: what makes and completes them."""
+        which %= len(self.ranges)
+        free = [unit for unit, references in enumerate(self.references()) if not references]
+        positions = range(position, min(position + count, POSITIONS))
+        if {(which, one) for one in positions} & self.leaving():
+            return
+        try:
+            wanted = [one for one in positions if one in free]
+            if wanted:
+                self.heap.claim(wanted)
+                self.holds.update(wanted)
+            self.heap.map([(self.ranges[which], list(positions), list(positions))])
+        except CapacityError:
+            return
+        self.mapped[which].update((one, one) for one in positions)
+
+    @rule(gives_huge=st.booleans())
+    def run_out_of_huge_pages(self, gives_huge: bool) -> None:
+        self.machine.gives_huge = gives_huge
 
     @precondition(lambda self: self.ranges)
     @rule(which=st.integers(0, 3), positions=some_positions, later=st.booleans())
@@ -196,6 +233,18 @@ class HeapMachine(RuleBasedStateMachine):
                     )
                     assert self.machine.mapped_at(address) == self.heap._files.place(unit, lane)
         assert self.machine.num_mapped_pages == pages
+        self.huge_pages_are_translated_as_one()
+
+    def huge_pages_are_translated_as_one(self) -> None:
+        for lane, each in enumerate(self.heap._files.frame_units):
+            for address_range in self.ranges if each else []:
+                for position in range(0, POSITIONS - each + 1, each):
+                    units = address_range.units(position, position + each).tolist()
+                    if units[0] < 0 or units[0] % each or units != list(range(units[0], units[0] + each)):
+                        continue
+                    if self.machine.is_huge(*self.heap._files.place(units[0], lane)):
+                        address = address_range.address + address_range.offsets[lane]
+                        assert self.machine.is_translated_as_one(address + position * (lane + 1) * PAGE)
 
 
 def run(num_examples: int, num_steps: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.fake_redis import FAULTS, FakeRedis
-from support.tiers_case import SHAPE, Clock, DictTier, chain, payload, with_payloads
+from support.tiers_case import SHAPE, SMALL_TURN, Clock, InPlaceTier, chain, payload, with_payloads
 
 from quire.tiers.host import HostTier
 from quire.tiers.remote import RemoteTier
@@ -33,7 +33,7 @@ class TierMachine(RuleBasedStateMachine):
         self.disk_fault: tuple[str, int, str] | None = None
         self.remote_fault: tuple[str, int, str] | None = None
         self.num_calls = 0
-        self.disk = DictTier(fault=self._disk_call)
+        self.disk = InPlaceTier(fault=self._disk_call)
         self.server = FakeRedis(self.clock, self._remote_call)
         remote = RemoteTier(
             "redis://nowhere",
@@ -51,6 +51,7 @@ class TierMachine(RuleBasedStateMachine):
             clock=self.clock,
             wall_clock=self.clock,
         )
+        self.stack._turn_bytes = min(self.stack._turn_bytes, SMALL_TURN)
         self.names = names
         self.stored: set[bytes] = set()  # at any time
         self.sure: set[bytes] = set()  # in the dict tier, whole
@@ -108,22 +109,33 @@ class TierMachine(RuleBasedStateMachine):
             self.doubtful -= keys
         assert self.stack.flush(0)
 
-    @rule(which=st.integers(0, NUM_CHAINS - 1), first=st.integers(0, LENGTH - 1), kept=st.booleans())
-    def load(self, which: int, first: int, kept: bool) -> None:
+    @rule(
+        which=st.integers(0, NUM_CHAINS - 1),
+        first=st.integers(0, LENGTH - 1),
+        way=st.sampled_from(["kept", "into", "in place", "in place"]),
+    )
+    def load(self, which: int, first: int, way: str) -> None:
         names = CHAINS[which][first:]
-        taken: list[np.ndarray] = []
+        taken = [np.full_like(EXPECTED[name.key], 255) for name in names]
         ended = []
 
         def into(index: int, segment: np.ndarray) -> None:
-            assert index == len(taken)
-            taken.append(segment.copy())
+            taken[index][:] = segment
+
+        def places(index: int) -> list[np.ndarray] | None:
+            return None if index == 2 else np.array_split(taken[index], 3)
 
         self._begin()
-        load = self.stack.load(names, into=None if kept else into, on_done=ended.append)
+        load = self.stack.load(
+            names,
+            into=None if way == "kept" else into,
+            places=places if way == "in place" else None,
+            on_done=ended.append,
+        )
         self._end()
         assert ended == [load]
         assert load.done.is_set()
-        segments = load.payloads if kept else taken
+        segments = load.payloads if way == "kept" else taken[: load.num_loaded]
         assert len(segments) == load.num_loaded == len(load.tiers)
         assert load.bytes_done == sum(segment.nbytes for segment in segments)
         for name, segment in zip(names, segments, strict=False):
@@ -164,7 +176,7 @@ class TierMachine(RuleBasedStateMachine):
             assert self.stack.load(CHAINS[which][first:]).num_loaded == 0
 
     @rule(
-        operation=st.sampled_from(["contains", "load", "store", "evict"]),
+        operation=st.sampled_from(["contains", "load", "store", "evict", "locate", "read_now", "confirm"]),
         period=st.integers(1, 3),
         kind=st.sampled_from([*DICT_FAULTS, *["cut"] * 3]),
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from quire.memory.placement import (
     SimulatedBackend,
     why_not,
 )
+from quire.memory.placement.calls import SystemCalls
 
 if (_reason := why_not()) is not None:
     pytest.skip(f"no placement heaps here: {_reason}", allow_module_level=True)
@@ -294,6 +298,174 @@ def test_two_mebibyte_pieces_lie_on_huge_pages_where_the_kernel_can() -> None:
     heap.close()
 
 
+def _huge_bytes(start: int, num_bytes: int) -> int:
+    """How much of these addresses the system translates by huge pages."""
+    assert mappings(start, start + num_bytes)
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(head[1], 16) < start + num_bytes and int(head[2], 16) > start
+        elif inside and line.startswith("ShmemPmdMapped"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+PIECE, FRAME = 64 << 10, 32  # units of a huge page
+
+
+def _gives_huge_pages() -> bool:
+    backend = MemfdBackend()
+    return backend.commit_huge(backend.make_heap(2 << 20), 0)
+
+
+def untimed(calls: SystemCalls | None = None) -> MemfdBackend:
+    """One that asks for huge pages however long the last one took."""
+    return MemfdBackend(calls, clock=lambda: 0.0)
+
+
+needs_huge_pages = pytest.mark.skipif(not _gives_huge_pages(), reason="this kernel collapses no memfd")
+
+
+@needs_huge_pages
+def test_runs_of_small_pieces_lie_on_huge_pages_however_they_come_to_be_mapped() -> None:
+    heap = PlacementHeap([PIECE, PIECE], max_units=100, backend=untimed())
+    assert (heap.frame_units, heap.units_per_heap) == (FRAME, 128)
+    range_ = heap.reserve(3 * FRAME)
+    lanes = [range_.address + offset for offset in range_.offsets]
+    units = heap.allocate(3 * FRAME)
+    first, second = np.arange(FRAME), np.arange(FRAME, 2 * FRAME)
+    heap.map([(range_, second, units[second])])  # whole at once
+    assert [_huge_bytes(lane, 3 * FRAME * PIECE) for lane in lanes] == [2 << 20] * 2
+    elements(range_, 1)[second] = 3.0
+
+    heap.commit(units[first], heap.piece_bytes)
+    for position in [*range(20), *range(FRAME - 1, 19, -1)]:
+        heap.map([(range_, [position], [units[position]])])
+    assert [_huge_bytes(lane, 3 * FRAME * PIECE) for lane in lanes] == [4 << 20] * 2
+
+    heap.map([(range_, [5], units[[70]])])  # another unit, as when a block is copied
+    assert [_huge_bytes(lane, 3 * FRAME * PIECE) for lane in lanes] == [2 << 20] * 2
+    heap.map([(range_, [5], units[[5]])])
+    assert [_huge_bytes(lane, 3 * FRAME * PIECE) for lane in lanes] == [4 << 20] * 2
+    assert range_.num_mappings == 1 + 2 * 2
+    assert bool((elements(range_, 1)[second] == 3.0).all())
+
+    other = heap.reserve(3 * FRAME)  # the same units where addresses do not agree
+    heap.map([(other, second + 1, units[second])])
+    assert _huge_bytes(other.address, other.num_bytes) == 0
+    assert heap.committed_bytes == 2 * (2 * FRAME + 1) * PIECE
+    heap.check()
+    heap.close()
+
+
+@needs_huge_pages
+def test_a_huge_page_gives_back_single_units_and_is_made_anew_when_it_is_empty() -> None:
+    heap = PlacementHeap([PIECE], max_units=FRAME, backend=untimed())
+    range_ = heap.reserve(FRAME)
+    units = heap.allocate(FRAME)
+    heap.map([(range_, np.arange(FRAME), units)])
+    elements(range_, 0)[:] = 7.0
+    heap.unmap(range_, [3, 4])
+    heap.free(units)
+    heap.trim()
+    assert heap.committed_bytes == (FRAME - 2) * PIECE
+    assert bool((elements(range_, 0)[5:] == 7.0).all())
+    heap.map([(range_, [3, 4], heap.allocate(2))])  # small pages serve
+    assert not elements(range_, 0)[3:5].any()
+    assert _huge_bytes(range_.address, range_.num_bytes) == 0
+    heap.unmap(range_, np.arange(FRAME))
+    heap.free(units[3:5])
+    heap.trim()
+    assert heap.committed_bytes == 0
+    heap.map([(range_, np.arange(FRAME), heap.allocate(FRAME))])
+    assert _huge_bytes(range_.address, range_.num_bytes) == 2 << 20
+    heap.close()
+
+
+@pytest.mark.parametrize("name", ["collapse", "forget"])
+def test_without_huge_pages_small_ones_serve(name: str) -> None:
+    calls = SystemCalls()
+
+    def refuse(address: int, num_bytes: int) -> None:
+        raise OSError(errno.EINVAL, "no such advice")
+
+    setattr(calls, name, refuse)
+    heap = PlacementHeap([PIECE], max_units=FRAME, backend=MemfdBackend(calls))
+    range_ = heap.reserve(FRAME)
+    heap.map([(range_, np.arange(FRAME), heap.allocate(FRAME))])
+    elements(range_, 0)[:] = 1.0
+    assert heap.committed_bytes == FRAME * PIECE
+    heap.close()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_huge_pages_that_take_long_are_bounded(works: bool) -> None:
+    now, took_s = 100.0, 0.0
+    calls = SystemCalls()
+
+    def collapse(address: int, num_bytes: int) -> None:
+        nonlocal now
+        now += took_s
+        if not works:
+            raise OSError(errno.ENOMEM, "no huge page to be had")
+
+    setattr(calls, "collapse", collapse)  # noqa: B010
+    backend = MemfdBackend(calls, clock=lambda: now)
+    file = backend.make_heap(2 << 20)
+
+    def num_tried(most: int) -> int:
+        """How many are made, or refused by the system, before none is asked for."""
+        for count in range(most):
+            before = now
+            assert backend.commit_huge(file, 0) is (works and now > before)
+            if now == before:
+                return count
+        return most
+
+    took_s = 1e-3
+    assert num_tried(1000) == 1000
+    took_s = 41e-3
+    assert num_tried(10) == 3  # 0.04 s above the usual: a tenth of a second at once
+    now += 0.2
+    assert num_tried(1) == 0
+    now += 0.2  # a twentieth of the time
+    assert num_tried(10) == 1
+    now += 1000
+    assert num_tried(10) == 3
+
+
+@pytest.mark.parametrize("every", range(1, 30))
+def test_a_failing_call_leaves_huge_pages_as_they_were(every: int) -> None:
+    calls = FaultyCalls()
+    heap = PlacementHeap([PIECE, PIECE], max_units=2 * FRAME, backend=untimed(calls))
+    range_ = heap.reserve(2 * FRAME)
+    units = heap.allocate(2 * FRAME)
+    heap.map([(range_, np.arange(FRAME), units[:FRAME])])
+    for lane in (0, 1):
+        elements(range_, lane)[:FRAME] = torch.arange(FRAME)[:, None].float()
+    huge = _huge_bytes(range_.address, range_.num_bytes)
+    for attempt in (
+        lambda: heap.map([(range_, np.arange(4, 2 * FRAME), np.r_[units[40:], units[4:40]])]),
+        lambda: heap.map([(range_, [5, 9, 40], units[[40, 41, 42]])]),
+    ):
+        before = _state(heap, [range_])
+        calls.arm(every, once=True)
+        try:
+            attempt()
+        except CapacityError:
+            calls.arm(0)
+            assert _state(heap, [range_]) == before
+            assert _huge_bytes(range_.address, range_.num_bytes) == huge
+        calls.arm(0)
+        heap.map(
+            [(range_, np.arange(FRAME), units[:FRAME]), (range_, np.arange(FRAME, 2 * FRAME), [-1] * FRAME)]
+        )
+        assert _huge_bytes(range_.address, range_.num_bytes) == huge
+        assert elements(range_, 1)[:FRAME, 7].tolist() == list(range(FRAME))
+        heap.check()
+    heap.close()
+
+
 def test_addresses_go_with_the_last_tensor_and_files_with_the_heap() -> None:
     num_files = len(os.listdir("/proc/self/fd"))
     heap = PlacementHeap([PAGE], max_units=4)
@@ -464,7 +636,7 @@ def test_policies_run_on_a_machine_of_any_page_size_with_prices() -> None:
 def test_a_simulated_machine_refuses_what_a_real_one_would_punish() -> None:
     machine = SimulatedBackend(PAGE, merges=True)
     address = machine.reserve(4 * PAGE, PAGE)
-    memory = machine.make_heap(4 * PAGE, PAGE)
+    memory = machine.make_heap(4 * PAGE)
     machine.commit(memory, 0, 2 * PAGE)
     for wrong in (
         lambda: machine.map(address + 1, PAGE, memory, 0),

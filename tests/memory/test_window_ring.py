@@ -59,7 +59,7 @@ def rings(storage: VirtualStorage) -> list[WindowRing]:
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("spec", [SLIDING, MIXED])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.ci)])
 def test_rings_hold_what_a_recompute_would_write(spec: KVSpec, prefix_caching: bool, seed: int) -> None:
     """Many laps, chunks, lookahead, forks, rewinds, units given back, rows adopted; with a prefix cache hits too."""
     rng = random.Random(seed)
@@ -175,7 +175,8 @@ def test_memory_and_addresses_are_those_of_the_window() -> None:
     assert max(mappings for _, mappings in seen) <= 2 + 2 * (2 * ring.ring_units + 1)
     assert max(taken) <= (ring.ring_units + 1) * storage.unit_bytes
     twice = 2 * ring.ring_tokens * 64 * 2 * 1024  # of 64 rings, keys and values
-    assert storage.bytes_reserved == twice + 2 * ring.num_laps * ring.ring_tokens * 1024
+    margins = 2 * ring.num_laps * ring.ring_tokens * 1024
+    assert 0 <= storage.bytes_reserved - twice - margins < 2 * (2 << 20)  # both rounded up to huge pages
     _, plain = make(SLIDING, 2000, max_model_len=length, **{**options, "step_tokens": None})
     assert plain.bytes_reserved == length * 64 * 2 * 1024
     assert storage.bytes_reserved < plain.bytes_reserved * 0.1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_llm
-from support.cache_case import BACKENDS
+from support.cache_case import BACKENDS, LONG_BACKENDS
 
 from quire import LLM, SamplingParams
 from quire.errors import ArgumentError
@@ -27,7 +27,7 @@ def tokens(llm: LLM) -> list[int]:
     return llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LONG_BACKENDS)
 def test_a_second_llm_on_a_model_is_refused_and_the_first_goes_on(backend: str) -> None:
     model = tiny_llm.model()
     plain = model(torch.tensor([PROMPT])).logits
@@ -73,7 +73,7 @@ def _let_drop(make: Callable[[], Any]) -> None:
     make()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LONG_BACKENDS)
 def test_an_llm_that_was_dropped_without_close_is_undone_by_the_next(backend: str) -> None:
     model = tiny_llm.model()
     plain = model(torch.tensor([PROMPT])).logits

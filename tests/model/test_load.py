@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,25 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
         LoadError, match="cannot load the model 'nobody/nothing': We couldn't connect to 'https"
     ):
         load("nobody/nothing")
+
+
+def test_a_hub_that_cannot_be_reached_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The Hub's client warns of every try; what is left is our line."""
+    hub = logging.getLogger("huggingface_hub")
+    monkeypatch.setattr(hub, "propagate", True)
+    level = hub.level
+
+    def refuse(*_: Any, **__: Any) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
+        raise OSError("no connection")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(LoadError, match="no connection"):
+        load("nobody/nothing")
+    assert caplog.messages == []
+    assert hub.level == level
 
 
 def test_a_file_in_place_of_a_folder(saved: Path) -> None:

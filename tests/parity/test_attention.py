@@ -244,17 +244,12 @@ def test_the_number_of_query_heads_in_a_group_does_not_touch_a_row(dtype: torch.
 
 
 def variants() -> list[object]:
-    """Variant and examples. In the default suite the portable one; in CI the emulated ones, and this one at length."""
+    """Variant and examples; all of them in CI, this machine's own at length."""
     ours = _native.isa()
     runs = [(isa, 8 if isa == "portable" else 24) for isa in _native.supported_isas() if isa != ours] + [
         (ours, 1500)
     ]
-    return [
-        pytest.param(
-            isa, examples, marks=[] if isa == "portable" and isa != ours else [pytest.mark.ci], id=isa
-        )
-        for isa, examples in runs
-    ]
+    return [pytest.param(isa, examples, marks=pytest.mark.ci, id=isa) for isa, examples in runs]
 
 
 @pytest.mark.skipif("QUIRE_ISA" in os.environ, reason="this run forces a variant itself")

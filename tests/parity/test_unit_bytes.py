@@ -15,7 +15,7 @@ from quire.errors import ArgumentError
 from quire.memory import unit_bytes
 from quire.memory.paged import PagedStorage
 from quire.memory.placement import why_not
-from quire.memory.unit_bytes import read_units, write_units
+from quire.memory.unit_bytes import UnitWriter, read_units, write_units
 from quire.memory.virtual import VirtualStorage, virtual_block_size
 from quire.spec import KVSpec, LayerSpec, Retention
 
@@ -280,6 +280,70 @@ def test_rows_of_any_length_and_alignment_come_and_go(
     native.copy_rows(back.ctypes.data, pieces, False)
     assert np.array_equal(back[ours:], payload[ours:])
     assert not back[:ours].any()
+
+
+def check_places(
+    pool: Pool, writer: UnitWriter, table: np.ndarray, start: int, stop: int, payload: np.ndarray
+) -> None:
+    """What is written to a writer's places, one after the other, is what `write_units` would have written."""
+    places = writer.places(start, stop)
+    if (table < 0).any():
+        assert places is None
+        return
+    if places is None:  # the tokens of a block lie apart
+        return
+    at = 0
+    for place in places:
+        memoryview(place).cast("B")[:] = payload.data[at : at + len(place)]
+        at += len(place)
+    assert at == payload.nbytes
+    num_tokens = (stop - start) * pool.block_size
+    assert np.array_equal(read_units(pool.storage, table[:, start:stop], num_tokens), payload)
+
+
+def test_a_payload_of_one_block_has_a_place_for_each_layer() -> None:
+    pool = Pool("packed", spec_of("uniform", "bfloat16"), 16, num_blocks=4)
+    writer = UnitWriter(pool.storage, np.array([[3, 1]]))
+    places = writer.places(1, 2)
+    assert places is not None
+    num_layers = len(pool.storage.spec.layers)
+    assert [len(place) for place in places] == [
+        16 * pool.storage.spec.bytes_per_token // num_layers
+    ] * num_layers
+    assert writer.places(1, 3) is writer.places(2, 2) is writer.places(-1, 1) is None
+    pool.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_writer_of_many_payloads_writes_what_write_units_does(data: st.DataObject) -> None:
+    """Whole payloads and parts of some, in any order, with and without holes; also of one block as it lies there."""
+    kind = data.draw(st.sampled_from(KINDS))
+    spec = spec_of(data.draw(st.sampled_from(["uniform", "mixed"])), data.draw(st.sampled_from(DTYPES)))
+    pool = Pool(kind, spec, data.draw(st.integers(1, 9)), num_blocks=16)
+    size, num_groups = pool.block_size, len(spec.groups)
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    table = rng.permutation(16)[: 5 * num_groups].reshape(num_groups, 5)
+    if data.draw(st.booleans()):
+        table[data.draw(st.integers(0, num_groups - 1)), data.draw(st.integers(0, 4))] = -1
+    writer = UnitWriter(pool.storage, table)
+    everything = np.arange(16)[None].repeat(num_groups, 0)
+    for _ in range(4):
+        start = data.draw(st.integers(0, 4))
+        stop = data.draw(st.integers(start + 1, 5))
+        num_tokens = data.draw(st.sampled_from([(stop - start) * size, (stop - start) * size - 1]))
+        first = data.draw(st.sampled_from([0, 0, num_tokens // 2]))
+        payload = rng.integers(0, 255, (stop - start) * size * spec.bytes_per_token, np.uint8)
+        before = read_units(pool.storage, everything, 16 * size)
+        writer.write(start, stop, payload, num_tokens, first=first)
+        written = read_units(pool.storage, everything, 16 * size)
+        write_units(pool.storage, everything, before, 16 * size)
+        write_units(pool.storage, table[:, start:stop], payload, num_tokens, first=first)
+        assert np.array_equal(read_units(pool.storage, everything, 16 * size), written)
+        check_places(pool, writer, table, start, stop, payload)
+    with pytest.raises(ArgumentError, match="expected a dense payload"):
+        writer.write(0, 1, np.zeros(7, np.uint8), 1)
+    pool.close()
 
 
 def test_a_thread_writes_its_units_while_another_reads_others() -> None:

@@ -148,7 +148,7 @@ def run(url: str, kind: str, num_examples: int, *, derandomize: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bodies(small_server, kind: str) -> None:
-    run(small_server[0], kind, 60, derandomize=True)
+    run(small_server[0], kind, 30, derandomize=True)
 
 
 @pytest.mark.ci

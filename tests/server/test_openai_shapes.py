@@ -9,9 +9,11 @@ import httpx
 import pytest
 
 from quire import LLM
+from quire.server.errors import ApiError
 from quire.server.messages import render
 from quire.server.schemas.chat import ChatMessage
 from quire.server.settings import Limits
+from quire.server.tools import template_tells_tools
 
 PROMPT = "def parse_args(argv):"
 MESSAGES = [{"role": "user", "content": "Write a loop."}]
@@ -62,6 +64,20 @@ def test_usage_is_null_until_the_last_event(url: str, path: str, body: dict[str,
     assert all("usage" not in one for one in events(url, path, body))
 
 
+@pytest.mark.parametrize(("path", "body"), [("completions", SHORT), ("chat/completions", CHAT)])
+def test_stream_options_of_an_answer_that_is_not_streamed_are_refused(
+    url: str, path: str, body: dict[str, Any]
+) -> None:
+    answer = httpx.post(f"{url}/v1/{path}", json={**body, "stream_options": {"include_usage": True}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")
+
+
+@pytest.mark.parametrize("path", ["health", "ready"])
+def test_a_probe_may_ask_without_a_body(url: str, path: str) -> None:
+    answer = httpx.head(f"{url}/{path}")
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_a_message_without_calls_has_no_calls(url: str) -> None:
     message = post(url, "chat/completions", CHAT)["choices"][0]["message"]
     assert set(message) == {"role", "content", "refusal"}
@@ -74,6 +90,22 @@ def test_a_developer_is_the_system_where_the_template_knows_none(llm: LLM) -> No
 
     assert "developer" not in llm.tokenizer.chat_template
     assert rendered("developer") == rendered("system")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_role_of_the_template_is_taken(several: bool) -> None:
+    text = "{% if message['role'] == 'robot' %}"
+
+    class Tokenizer:
+        chat_template = {"default": "", "with robots": text + '"'} if several else text
+
+        def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+            return "|".join(message["role"] for message in messages)
+
+    assert render(Tokenizer(), [ChatMessage(role="robot", content="a")], Limits()) == "robot"
+    assert not template_tells_tools(Tokenizer())
+    with pytest.raises(ApiError, match="got 'robo'"):
+        render(Tokenizer(), [ChatMessage(role="robo", content="a")], Limits())
 
 
 @pytest.mark.parametrize(
@@ -143,8 +175,17 @@ def test_legal_and_odd_chats(url: str, more: dict[str, Any]) -> None:
         ("completions", {"prompt": "a", "stop": ""}, "stop", "non-empty"),
         ("completions", {"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias", "got 99999"),
         ("completions", {}, "prompt", "required"),
+        ("completions", {"prompt": []}, "prompt", "at least 1 item"),
+        ("completions", {"prompt": 5}, "prompt", "got 5"),
+        ("completions", {"prompt": "a", "json_schema": {"type": "text"}}, "json_schema", "type"),
+        ("chat/completions", {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema":
+         {"type": "text"}}}}, "response_format.json_schema.schema", "in `response_format.json_schema.schema`"),
+        ("chat/completions", {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters":
+         {"type": "text"}}}], "tool_choice": "required"}, "tools", "text"),
         ("chat/completions", {**CHAT, "tool_choice": "some"}, "tool_choice", "got 'some'"),
         ("chat/completions", {"messages": [{"content": "a"}]}, "messages.0.role", "required"),
+        ("chat/completions", {"messages": [*MESSAGES, {"role": "robot", "content": "a"}]},
+         f"messages.{len(MESSAGES)}.role", "user, assistant, tool, function, got 'robot'"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"text": 5}]}]},
          "messages.0.content.0.type", "required"),
     ],

@@ -62,6 +62,7 @@ def test_client(url: str, client: str) -> None:
     assert 0 <= said.get("age", 0) <= 99
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_curl(url: str) -> None:
     def curl(*arguments: str) -> str:

@@ -32,6 +32,13 @@ HTML = "<img src=x onerror=\"document.title='owned'\"><b>bold</b><script>documen
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    driver = start_browser()
+    yield driver
+    driver.quit()
+
+
+def start_browser(font_size: int = 16) -> Any:
+    """font_size: of the browser's settings; 16 unless a person has chosen another."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     # No sandbox: these tests also run as root, where Chromium's does not work. Only our own page is opened.
@@ -39,9 +46,8 @@ def browser() -> Iterator[Any]:
         options.add_argument(flag)
     options.add_argument("--window-size=1300,1000")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
+    options.add_experimental_option("prefs", {"webkit.webprefs.default_font_size": font_size})
+    return webdriver.Chrome(options=options, service=Service(DRIVER))
 
 
 @pytest.fixture
@@ -224,6 +230,70 @@ def test_a_narrow_screen_does_not_scroll_sideways(page: Any) -> None:
         assert page.execute_script("return document.documentElement.scrollWidth") <= 360
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+# Texts that lie on one another, as far as they can be seen: pairs of their beginnings.
+OVERLAPS = """
+  const texts = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode());) {
+    const parent = node.parentElement;
+    if (!node.textContent.trim() || !parent.checkVisibility()) continue;
+    if (parent.closest(".hidden, .skip, noscript, script")) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    for (const { left, top, right, bottom } of range.getClientRects()) {
+      const box = { left, top, right, bottom, node };
+      for (let clip = parent; clip; clip = clip.parentElement) {
+        if (getComputedStyle(clip).overflow === "visible") continue;
+        const frame = clip.getBoundingClientRect();
+        box.left = Math.max(box.left, frame.left); box.right = Math.min(box.right, frame.right);
+        box.top = Math.max(box.top, frame.top); box.bottom = Math.min(box.bottom, frame.bottom);
+      }
+      if (box.right > box.left && box.bottom > box.top) texts.push(box);
+    }
+  }
+  const found = [];
+  for (let i = 0; i < texts.length; i++)
+    for (let j = i + 1; j < texts.length; j++) {
+      const [a, b] = [texts[i], texts[j]];
+      if (a.node !== b.node && Math.min(a.right, b.right) - Math.max(a.left, b.left) > 2
+          && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 4)
+        found.push([a.node.textContent.slice(0, 40), b.node.textContent.slice(0, 40)]);
+    }
+  return found;"""
+
+
+@pytest.fixture(scope="module")
+def large_text_browser() -> Iterator[Any]:
+    driver = start_browser(font_size=32)
+    yield driver
+    driver.quit()
+
+
+@pytest.mark.parametrize("width", [1240, 620])
+@pytest.mark.parametrize("path", ["/", "/compare"])
+def test_text_twice_as_large_lies_on_no_other(
+    large_text_browser: Any, url: str, llm: Any, path: str, width: int
+) -> None:
+    page = large_text_browser
+    llm.cache.reset()
+    complete(url, "A common beginning that several prompts share, one block and more. First.")
+    page.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False},
+    )
+    page.get(url + path)
+    try:
+        if path == "/":
+            until(lambda: page.find_elements(By.CSS_SELECTOR, "#tree tr button"))
+        else:
+            until(lambda: cells_of(page, "#figures-table tbody"))
+        size = page.execute_script("return parseFloat(getComputedStyle(document.body).fontSize)")
+        assert size == 30
+        assert page.execute_script(OVERLAPS) == []
+        assert page.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        page.get("about:blank")
 
 
 def test_keys_are_asked_for_and_nothing_is_told_to_a_tenant(browser: Any, serve: Any, llm: Any) -> None:

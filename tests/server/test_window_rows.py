@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from support.running_server import running
 from support.window_client import Generating, Watcher, ask
 
 from quire import LLM
+from quire.engine.outputs import RequestOutput
 from quire.errors import ArgumentError
 from quire.server.settings import ServerSettings
 from quire.server.tenants import ADMIN, KeyRing, Tenant, digest_of_key
@@ -29,9 +33,37 @@ def units_of(sequence: dict[str, Any]) -> list[int]:
     return [unit for first, length in sequence["runs"] for unit in range(first, first + length)]
 
 
+@contextmanager
+def standing_still(llm: LLM, *, after: int) -> Iterator[None]:
+    """Only so many steps run in the block: what the window then shows does not change between two looks."""
+    step, left = llm.engine.step, after
+
+    def limited() -> list[RequestOutput]:
+        nonlocal left
+        if left == 0:
+            time.sleep(0.005)
+            return []
+        left -= 1
+        return step()
+
+    llm.engine.step = limited
+    try:
+        yield
+    finally:
+        llm.engine.step = step
+
+
 def test_a_click_tells_whose_a_place_is_and_its_tokens(rows: LLM) -> None:
-    with running(rows, ServerSettings()) as (url, _), Watcher(url) as watcher, Generating(url, PROMPT) as one:
-        state = watcher.until(lambda state: state.get("sequences") and state["sequences"][0]["tokens"] > 30)
+    with (
+        standing_still(rows, after=40),
+        running(rows, ServerSettings()) as (url, _),
+        Watcher(url) as watcher,
+        Generating(url, PROMPT) as one,
+    ):
+        prompt = len(rows.tokenizer(PROMPT)["input_ids"])
+        state = watcher.until(
+            lambda state: state.get("sequences") and state["sequences"][0]["tokens"] >= prompt + 38
+        )
         (sequence,) = state["sequences"]
         units = units_of(sequence)
         assert units == list(range(units[0], units[0] + sequence["blocks"]))

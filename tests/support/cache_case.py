@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from quire import Cache, KVSpec
 from quire.backends import native_module
@@ -12,6 +13,8 @@ from quire.cache.cache import Sequence
 from quire.spec import LayerSpec, Retention
 
 BACKENDS = ["python", "native"] if hasattr(native_module(), "BlockManager") else ["python"]
+# For long tests: plain Python waits for CI, unless there is nothing else.
+LONG_BACKENDS = [*BACKENDS[1:], pytest.param("python", marks=pytest.mark.ci)] if BACKENDS[1:] else BACKENDS
 
 
 def spec_of(*retentions: Retention) -> KVSpec:

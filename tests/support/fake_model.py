@@ -59,6 +59,22 @@ def expected_tokens(spec: KVSpec, prompt: list[int], num_tokens: int) -> list[in
     return tokens[len(prompt) :]
 
 
+class FakeWriter:
+    """`UnitWriter` over a `FakeRunner`."""
+
+    def __init__(self, runner: FakeRunner, units: np.ndarray) -> None:
+        self._runner = runner
+        self._units = units
+
+    def write(
+        self, first_block: int, stop_block: int, payload: np.ndarray, num_tokens: int, *, first: int = 0
+    ) -> None:
+        self._runner.write_units(self._units[:, first_block:stop_block], payload, num_tokens, first=first)
+
+    def places(self, first_block: int, stop_block: int) -> None:
+        """Nowhere: its memory is no payload's."""
+
+
 class FakeRunner:
     """Runs scheduled steps over its own storage of numbers; `fail` is raised before the next step."""
 
@@ -107,6 +123,9 @@ class FakeRunner:
 
     def commit_ahead(self, first: int, stop: int) -> bool:
         return False
+
+    def unit_writer(self, units: np.ndarray) -> FakeWriter:
+        return FakeWriter(self, units)
 
     def write_units(
         self,

@@ -15,6 +15,7 @@ _TAKING = (
     "unmap",
     "keep_from_children",
     "fallocate",
+    "collapse",
     "punch_hole",
 )
 

@@ -192,12 +192,14 @@ class SoakEngine:
         assert stats["free"] + stats["cached"] == cache.num_blocks == self.storage.num_blocks or (
             stats["free"] + stats["cached"] == cache.num_blocks <= self.storage.num_blocks
         )
-        self.stores.flush()
-        assert self.stack.flush(120)
+        is_all = False
+        while not is_all:
+            _, is_all = self.stores.hand_over()
+            assert self.stack.flush(120)
         counts = self.stack.stats()
         assert counts.num_loads_running == 0
         assert all(tier.waiting_bytes == tier.damaged == tier.failures == 0 for tier in counts.tiers)
-        figures: dict[str, Any] = {"disk_values": counts.tiers[1].values, "disk_bytes": self._check_disk()}
+        figures: dict[str, Any] = {"disk_values": counts.tiers[1].segments, "disk_bytes": self._check_disk()}
         assert self.host.stats().num_bytes == sum(entry.value.nbytes for entry in self.host._entries.values())
         assert self.host.stats().num_bytes <= self.host.max_bytes
         if self.remote is not None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
+import xxhash
 
 from quire.spec import KVSpec
 from quire.tiers.keys import root_key
 from quire.tiers.names import SegmentName, segment_names
 from quire.tiers.segment import SegmentShape
+from quire.tiers.stack import TierStack
 from quire.tiers.tier import SegmentInfo, TierError, TierStats
+from quire.tiers.transfer import Load
 
 SHAPE = SegmentShape.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32"))
 ROOT = root_key(b"model", b"")
 SEGMENT_TOKENS = 4
+
+SMALL_TURN = 20 * SEGMENT_TOKENS * SHAPE.bytes_per_token
+"""Bytes of a turn, so that chains of tens of segments take several."""
 
 
 def chain(length: int, first_token: int = 0, root: bytes = ROOT) -> list[SegmentName]:
@@ -110,6 +119,52 @@ class DictTier:
         self.fault("close")
 
 
+class InPlaceTier(DictTier):
+    """One that reads to where values are wanted, too. Lies are those of the base, of whole calls or bytes read."""
+
+    def locate(self, keys: Sequence[bytes]) -> list[bytes]:
+        there = list(takewhile(lambda key: key in self.values, keys))
+        match self.fault("locate"):
+            case None:
+                return there
+            case "nothing":
+                return []
+            case _:
+                return there[::-1]
+
+    def read_now(
+        self, places: Sequence[bytes], parts: Sequence[Sequence[Any]]
+    ) -> list[tuple[memoryview, int]]:
+        found = []
+        for place, some in zip(places, parts, strict=True):
+            one = self.read_one_now(place, some)
+            if one is None:
+                break
+            found.append(one)
+        return found
+
+    def read_one_now(self, place: bytes, parts: Sequence[Any]) -> tuple[memoryview, int] | None:
+        lie = self.fault("read_now")
+        value = self.values.get(next(reversed(self.values), b"") if lie == "other" else place, b"")
+        if lie == "flip":
+            value = value[:-1] + bytes([value[-1] ^ 1])
+        front = len(value) - sum(map(len, parts))
+        if lie == "nothing" or front <= 0:
+            return None
+        at = front
+        for part in parts[: len(parts) // 2] if lie == "cut" else parts:
+            memoryview(part)[:] = value[at : at + len(part)]
+            at += len(part)
+        digest = xxhash.xxh3_64_intdigest(b"".join(parts))
+        return memoryview(b"\0garbage" * 9 if lie == "garbage" else value[:front]), digest
+
+    def confirm(self, keys: Sequence[bytes], places: Sequence[bytes]) -> int:
+        if self.fault("confirm") is not None:
+            return 0
+        pairs = zip(keys, places, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def raising(*, errno: int | None = None, text: str = "broken", at: str = "") -> Callable[[str], None]:
     """A fault: TierError at every operation (or the one named), from an OSError of that number where one is given."""
 
@@ -118,3 +173,21 @@ def raising(*, errno: int | None = None, text: str = "broken", at: str = "") -> 
             raise TierError(text) from (None if errno is None else OSError(errno, text))
 
     return fault
+
+
+def check_cancel_waits(load: Load, leave: threading.Event) -> None:
+    """`cancel` does not return before `leave` is set, for which whoever writes waits; and then it does."""
+    canceller = threading.Thread(target=load.cancel)
+    canceller.start()
+    canceller.join(0.1)
+    assert canceller.is_alive()
+    leave.set()
+    canceller.join(30)
+    assert not canceller.is_alive()
+
+
+def filled(stack: TierStack, names: list[SegmentName]) -> TierStack:
+    """The stack, once it has stored these."""
+    assert stack.store(with_payloads(names)) == len(names)
+    assert stack.flush(30)
+    return stack

@@ -6,17 +6,23 @@ import os
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import xxhash
+from support.cache_case import BACKENDS
 from support.tier_values import ROOT, SHAPE, Value, chain, value
 
 from quire.errors import ArgumentError
 from quire.tiers.disk import DiskTier
-from quire.tiers.files import Files
+from quire.tiers.disk_errors import errors_in_use
+from quire.tiers.disk_index import DiskIndex
+from quire.tiers.files import Buffer, Files
 from quire.tiers.keys import root_key
 from quire.tiers.segment import decode
 from quire.tiers.tier import TierError
@@ -324,12 +330,16 @@ class Interrupted(Files):
 
     def __init__(self) -> None:
         self.happens: list[Callable[[], object]] = []
+        self.is_in_memory = True
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         half = super().read(descriptor, buffer[: len(buffer) // 2 + 1], offset)
         if self.happens:
             self.happens.pop()()
         return half
+
+    def read_now(self, reads: Sequence[tuple[int, int, Buffer, Sequence[Buffer]]]) -> list[int]:
+        return super().read_now(reads if self.is_in_memory else [])
 
 
 @pytest.fixture
@@ -350,6 +360,121 @@ def test_pages_written_anew_under_a_reader_are_a_miss(two: tuple[DiskTier, DiskT
     assert reader.load(old.key) is None
     assert not files.happens
     assert reader.load(new.key) == new.whole
+
+
+def test_what_a_lookup_saw_may_be_gone_or_another_when_it_is_loaded(
+    two: tuple[DiskTier, DiskTier, Interrupted],
+) -> None:
+    """K3: the pages a lookup has seen may have been given to another value since, by another process."""
+    reader, writer, _ = two
+    old, new = value(1, 50), value(2, 50)
+    for load in (reader.load, lambda key: (reader.load_many([key]) or [None])[0]):
+        put(writer, old)
+        assert reader.contains([old.key, new.key]) == [True, False]
+        assert load(old.key) == old.whole  # as it was seen
+        assert reader.contains([old.key]) == [True]
+        writer.evict(old.key)
+        put(writer, new)  # in the same pages
+        assert load(old.key) is None
+        assert load(new.key) == new.whole
+        writer.evict(new.key)
+        put(writer, old)
+        assert load(old.key) == old.whole
+        writer.evict(old.key)
+    assert reader.stats().failures == 0
+
+
+def test_many_are_loaded_as_far_as_they_are_there(two: tuple[DiskTier, DiskTier, Interrupted]) -> None:
+    reader, writer, files = two
+    values = [value(number, 50) for number in range(5)]
+    for one in (*values[:2], *values[3:]):
+        put(writer, one)
+    keys = [one.key for one in values]
+    assert reader.load_many(keys) == [one.whole for one in values[:2]]
+    assert reader.contains(keys) == [True, True, False, True, True]
+    assert reader.load_many(keys[3:]) == [one.whole for one in values[3:]]
+    assert reader.load_many(keys[2:]) == reader.load_many([]) == []
+    # The second one goes, and its pages are written anew, while the first is read.
+    files.happens = [lambda: (writer.evict(keys[1]), put(writer, values[2]))]
+    assert reader.load_many(keys[:2]) == [values[0].whole]
+    assert reader.stats().hits == 5
+
+
+def parts_of(one: Value, front: int) -> list[bytearray]:
+    """Room for the bytes behind the first `front` ones, in pieces."""
+    num_bytes = len(one.whole) - front
+    return [bytearray(7), bytearray(num_bytes - 7)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_are_read_to_where_they_are_wanted(
+    backend: str, two: tuple[DiskTier, DiskTier, Interrupted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "python":
+        monkeypatch.setattr("quire.tiers.files.native_module", lambda: None)
+    reader, writer, files = two
+    values = [value(seed, 30) for seed in range(4)]
+    for one in values[:3]:
+        put(writer, one)
+    keys = [one.key for one in values]
+    assert reader.contains(keys) == [True, True, True, False]
+    for _ in range(2):  # as the lookup saw it, and asked anew
+        places = reader.locate(keys)
+        assert len(places) == 3
+        parts = [parts_of(one, 100) for one in values[:3]]
+        expected = [(one.whole[:100], xxhash.xxh3_64_intdigest(one.whole[100:])) for one in values[:3]]
+        assert reader.read_now(places, parts) == expected
+        for one, some in zip(values, parts, strict=False):
+            assert b"".join(some) == one.whole[100:]
+    first = places[:1]
+    assert reader.read_now(first, [parts_of(values[0], 0)]) == []  # nothing is left to be told
+    assert reader.read_now(places, [parts[0], [bytearray(1 << 20)], parts[2]]) == expected[:1]
+    lost = [places[0], replace(places[1], slab=99), places[2]]
+    assert reader.read_now(lost, parts) == expected[:1]
+    beyond = [places[0], replace(places[1], offset=1 << 40), places[2]]
+    assert reader.read_now(beyond, parts) == expected[:1]
+    writer.evict(keys[1])
+    assert reader.confirm(keys, places) == 1
+    assert reader.confirm(keys, []) == 0
+    files.is_in_memory = False
+    assert reader.read_now(first, parts[:1]) == []
+    assert reader.load(keys[0]) == values[0].whole
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reading_at_hand_is_checked_like_the_library_does(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of every size, more than the system takes at once, and few bytes."""
+    if backend == "python":
+        monkeypatch.setattr("quire.tiers.files.native_module", lambda: None)
+    random = np.random.default_rng(5)
+    content = random.bytes(4 << 20)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    files = Files()
+    descriptor = files.open(path)
+    try:
+        for case in range(300):
+            front = bytearray(int(random.integers(0, 200)))
+            sizes = random.choice([0, 1, 7, 63, 64, 65, 129, 1024, 1025], 1500 if case == 0 else case % 23)
+            parts = [bytearray(int(size)) for size in sizes]
+            num_bytes = len(front) + sum(map(len, parts))
+            offset = int(random.integers(0, len(content) - num_bytes))
+            digests = files.read_now([(descriptor, offset, front, parts)])
+            expected = content[offset + len(front) : offset + num_bytes]
+            assert front == content[offset : offset + len(front)]
+            assert b"".join(parts) == expected
+            assert digests == [xxhash.xxh3_64_intdigest(expected)]
+        for length in range(200, 2200):
+            into = bytearray(length)
+            assert files.read_now([(descriptor, length, bytearray(1), [into])]) == [
+                xxhash.xxh3_64_intdigest(content[length + 1 : 2 * length + 1])
+            ]
+    finally:
+        os.close(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        files.read_now([(descriptor, 0, bytearray(1), [bytearray(500)])])
 
 
 def test_a_value_that_came_back_under_a_reader_is_read_again(
@@ -395,6 +520,30 @@ def test_they_see_each_other_and_share_the_last_cap(tmp_path: Path) -> None:
     other.close()
 
 
+@pytest.mark.parametrize("change", ["transaction", "checkpoint", "vacuum"])
+def test_one_of_all_writes_or_moves_the_log(tmp_path: Path, change: str) -> None:
+    """SQLite before 3.51.3 may lose a transaction where two do (D4)."""
+    one, other = (
+        DiskIndex(tmp_path, Files(), max_bytes=None if begun else 16 << 20, timeout_s=0.2) for begun in (0, 1)
+    )
+    others = nullcontext()
+    with suppress(ZeroDivisionError), one.transaction():
+        with (
+            pytest.raises(TierError, match=r"within 0\.2 s, got no lock"),
+            getattr(other, change)() or others,
+        ):
+            pass
+        with pytest.raises(TierError, match="at once, got no lock"), other.transaction(wait=False):
+            pass
+        assert not other.find_all([b"k"])  # nobody waits to read
+        raise ZeroDivisionError
+    with other.transaction(wait=False):  # an error gives it back
+        pass
+    for index in (one, other):
+        index.checkpoint()
+        index.close()
+
+
 # What an opening finds
 
 
@@ -409,7 +558,7 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ArgumentError, match="expected a folder for the disk cache that can be written"):
+        with pytest.raises(ArgumentError, match=r"expected a folder .* is a file"):
             DiskTier(path, CAP)
     assert not list(tmp_path.glob("quire*"))
 
@@ -585,3 +734,18 @@ def test_stray_slabs_are_removed(tmp_path: Path) -> None:
     DiskTier(tmp_path, CAP).close()
     assert not list(tmp_path.glob("slab-*"))
     assert (tmp_path / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("free", [0, 1 << 30])
+def test_an_index_that_cannot_grow_says_that_the_disk_is_full(
+    free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR | 3 << 8  # while writing
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    said = "disk I/O error" if free else r"the disk is full \(disk I/O error\)"
+    with (
+        pytest.raises(TierError, match=f"could not store a value: {said}$"),
+        errors_in_use(tmp_path, "store a value", lambda damage: None),
+    ):
+        raise error

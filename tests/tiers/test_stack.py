@@ -6,14 +6,26 @@ import errno
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import pytest
-from support.tiers_case import SHAPE, Clock, DictTier, chain, payload, raising, with_payloads
+from support.tiers_case import (
+    SHAPE,
+    SMALL_TURN,
+    Clock,
+    DictTier,
+    chain,
+    check_cancel_waits,
+    filled,
+    payload,
+    raising,
+    with_payloads,
+)
 
 from quire.errors import ArgumentError
 from quire.tiers.host import HostTier
-from quire.tiers.names import SegmentName
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import SegmentInfo, Tier
 from quire.tiers.transfer import Load, Lookup
@@ -46,12 +58,6 @@ class GatedTier(DictTier):
     def _wait(self) -> None:
         self.reached.set()
         assert self.gate.wait(30)
-
-
-def filled(stack: TierStack, names: list[SegmentName]) -> TierStack:
-    assert stack.store(with_payloads(names)) == len(names)
-    assert stack.flush(30)
-    return stack
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 5])
@@ -114,6 +120,64 @@ def test_a_load_has_as_many_segments_under_way_as_there_are_workers() -> None:
     load = stack.load(chain(6), into=lambda index, found: meet.wait(30) and None)
     assert load.wait(30)
     assert (load.outcome, load.num_loaded, load.bytes_done) == ("complete", 6, load.bytes_total)
+    assert stack.close()
+
+
+class ManyTier(DictTier):
+    """Gives several at once; `fails`: how many such calls do."""
+
+    def __init__(self, fails: int = 0) -> None:
+        super().__init__()
+        self.fails = fails
+        self.asked: list[int] = []
+
+    def load_many(self, keys: Sequence[bytes]) -> list[Any]:
+        self.asked.append(len(keys))
+        if self.fails:
+            self.fails -= 1
+            raise OSError("made to fail")
+        return list(takewhile(lambda found: found is not None, map(self.load, keys)))
+
+
+@pytest.fixture
+def small_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.tiers.stack._TURN_BYTES", SMALL_TURN)
+
+
+@pytest.mark.usefixtures("small_turns")
+@pytest.mark.parametrize("fails", [0, 1, 100])
+def test_a_tier_that_gives_several_at_once_is_asked_for_them(fails: int) -> None:
+    tier, names = ManyTier(fails), chain(40)
+    taken: dict[int, np.ndarray] = {}
+    stack = filled(TierStack([tier], SHAPE, workers=1), names)
+    load = stack.load(names, into=taken.__setitem__)
+    assert load.wait(30)
+    assert (load.outcome, load.num_loaded, load.bytes_done) == ("complete", 40, load.bytes_total)
+    assert all(np.array_equal(taken[index], payload(name)) for index, name in enumerate(names))
+    assert max(tier.asked) == 20  # half of what is left
+    assert min(tier.asked) == 2  # an eighth of a turn
+    [counts] = stack.stats().tiers
+    assert (counts.hits, counts.misses, counts.failures) == (40, 0, min(fails, len(tier.asked)))
+    assert stack.close()
+
+
+@pytest.mark.usefixtures("small_turns")
+@pytest.mark.parametrize("missing", [0, 1, 5, 13, 39])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_several_at_once_end_at_the_first_that_is_not_there(missing: int, damaged: bool) -> None:
+    tier, names = ManyTier(), chain(40)
+    stack = filled(TierStack([tier], SHAPE, workers=2), names)
+    key = names[missing].key
+    if damaged:
+        tier.values[key] = bytes(len(tier.values[key]))
+    else:
+        tier.evict(key)
+    load = stack.load(names, into=lambda index, found: None)
+    assert load.wait(30)
+    assert (load.outcome, load.num_loaded) == ("missing", missing)
+    [counts] = stack.stats().tiers
+    assert counts.damaged == damaged
+    assert counts.misses >= 1
     assert stack.close()
 
 
@@ -220,12 +284,7 @@ def test_cancel_waits_for_the_segments_being_written(workers: int) -> None:
 
     load = stack.load(chain(3), into=into)
     entered.wait(30)
-    canceller = threading.Thread(target=load.cancel)
-    canceller.start()
-    canceller.join(0.1)
-    assert canceller.is_alive()
-    leave.set()
-    canceller.join(30)
+    check_cancel_waits(load, leave)
     assert sorted(left) == list(range(workers))
     assert (load.outcome, load.num_loaded) == ("cancelled", workers)
     assert stack.close()
@@ -245,7 +304,7 @@ def test_a_load_may_cancel_itself_and_be_waited_for_nowhere() -> None:
     loads.append(stack.load(chain(4), into=into))
     started.set()
     assert loads[0].wait(30)
-    assert (loads[0].outcome, loads[0].num_loaded) == ("cancelled", 2)
+    assert (loads[0].outcome, loads[0].num_loaded) == ("cancelled", 1)
     assert stack.close()
 
 
@@ -353,7 +412,7 @@ def test_a_tier_too_small_for_a_chain_keeps_its_head() -> None:
     stack = filled(TierStack([HostTier(5 * value_bytes)], SHAPE, workers=0), names)
     num_kept = stack.lookup([name.key for name in names]).num_found
     assert num_kept >= 5
-    assert stack.stats().tiers[0].values == num_kept
+    assert stack.stats().tiers[0].segments == num_kept
     assert stack.stats().tiers[0].refused == 12 - num_kept
 
 

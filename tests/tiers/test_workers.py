@@ -126,3 +126,23 @@ def test_niceness_is_the_threads_alone() -> None:
     assert workers.close(30) == (True, 0)
     assert found == [19]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system keeps no thread to a processor")
+@pytest.mark.parametrize("spread", [False, True])
+def test_as_many_threads_as_processors_stay_on_one_each(spread: bool) -> None:
+    processors = os.sched_getaffinity(0)
+    workers = Workers("test", len(processors), spread=spread)
+    all_there = threading.Barrier(len(processors))
+    kept_to: list[set[int]] = []
+
+    def job() -> None:
+        all_there.wait(30)
+        kept_to.append(os.sched_getaffinity(0))
+
+    for _ in processors:
+        workers.submit(job)
+    assert workers.close(30) == (True, 0)
+    expected = [{one} for one in sorted(processors)] if spread else [processors] * len(processors)
+    assert sorted(kept_to, key=min) == expected
+    assert os.sched_getaffinity(0) == processors  # nobody else's

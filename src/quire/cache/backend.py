@@ -112,6 +112,7 @@ class BlockManager(Protocol):
         prefix_caching: bool,
         watermark_blocks: int,
         overlapped_steps: bool,
+        run_blocks: int,
     ) -> None:
         """`retentions`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order."""
         ...

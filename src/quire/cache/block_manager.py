@@ -54,13 +54,14 @@ class PythonBlockManager:
         prefix_caching: bool,
         watermark_blocks: int,
         overlapped_steps: bool,
+        run_blocks: int,
     ) -> None:
         self.retentions = [Retention(kind, size) for kind, size in retentions]  # type: ignore[arg-type]
         self.num_groups = len(self.retentions)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.watermark_blocks = watermark_blocks
-        self.blocks = Blocks(self.retentions, num_blocks, block_size, overlapped_steps)
+        self.blocks = Blocks(self.retentions, num_blocks, block_size, overlapped_steps, run_blocks)
         self.sequences: dict[int, SequenceState] = {}
         self.num_opened = 0
         self.num_admitted = 0

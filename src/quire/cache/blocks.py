@@ -1,7 +1,7 @@
 """Blocks with content: the pool and the prefix tree joined by the four moves everything else is made of.
 
     take      a table names the unit of a node
-    allocate  a table gets a unit of its own, evicting the least recently used content if it must
+    allocate  a table gets a unit of its own, once the least recently used content has been evicted if it must
     release   a table names it no more: it stays findable if the tree knows its content
     remove    the tree forgets a node
 
@@ -27,10 +27,15 @@ class Blocks:
     """The pool and the tree of one cache, and the clock of its steps."""
 
     def __init__(
-        self, retentions: list[Retention], num_blocks: int, block_size: int, overlapped_steps: bool
+        self,
+        retentions: list[Retention],
+        num_blocks: int,
+        block_size: int,
+        overlapped_steps: bool,
+        run_blocks: int,
     ) -> None:
         self.retentions = retentions
-        self.pool = Pool(num_blocks)
+        self.pool = Pool(num_blocks, run_blocks)
         self.tree = PrefixTree(block_size)
         self.node_of: list[Node | None] = [None] * num_blocks
         self.overlapped_steps = overlapped_steps
@@ -61,13 +66,16 @@ class Blocks:
         """One more table names the unit of a node."""
         self.pool.take(unit, retention)
 
-    def allocate(self, sequence: SequenceState) -> int:
-        """A unit without content for the sequence to write. At least one must be available to its account."""
-        if not self.pool.free:
+    def make_room(self, sequence: SequenceState, num_units: int) -> None:
+        """Evict until so many units are free, which must be available to the sequence's account."""
+        while len(self.pool.free) < num_units:
             unit = self._next_victim()
             assert unit is not None
             self._evict(unit, sequence.account, "evicted")
-        unit = self.pool.pop_free(sequence.account, sequence.retention)
+
+    def allocate(self, sequence: SequenceState, before: int, block: int) -> int:
+        """A unit without content for the sequence to write its block, behind the one that has the unit `before`."""
+        unit = self.pool.pop_free(sequence.account, sequence.retention, before, block)
         self.pool.writer[unit] = sequence.id
         return unit
 

@@ -30,6 +30,7 @@ from quire.spec import KVSpec
 __all__ = ["AccountCounts", "Cache", "Explanation", "Match", "Sequence"]
 
 MAX_BLOCK_SIZE = 4096  # a piece of 2 MiB is a thousand tokens and more; the native tree counts to 8191
+MAX_RUN_BLOCKS = 4096  # of the smallest pieces, a page, 512 make a huge page
 
 
 class Cache(InspectedCache):
@@ -62,6 +63,7 @@ class Cache(InspectedCache):
         prefix_caching: bool = True,
         watermark: float = 0.0,
         overlapped_steps: bool = False,
+        run_blocks: int = 1,
         backend: str | None = None,
     ) -> None:
         """
@@ -80,6 +82,10 @@ class Cache(InspectedCache):
             Share of the pool, 0 <= w < 1, that a `reserve` which admits a sequence must leave available.
         overlapped_steps
             The owner submits a step before the last one has ended, and calls `complete`.
+        run_blocks
+            A power of two, 1 .. 4096: a sequence's blocks are put side by side from the start of as many ids that are
+            all free, where there are any; what the storage calls `run_blocks`. With 1 they follow each other where they
+            can.
         backend
             "native", "python", or None: the environment variable QUIRE_BACKEND, else native where built.
         """
@@ -97,6 +103,9 @@ class Cache(InspectedCache):
         self.watermark = float(watermark)
         self.prefix_caching = bool(prefix_caching)
         self.overlapped_steps = bool(overlapped_steps)
+        self.run_blocks = arguments.count(run_blocks, "run_blocks", 1, MAX_RUN_BLOCKS)
+        if self.run_blocks & (self.run_blocks - 1):
+            raise ArgumentError(f"expected a power of two as run_blocks, got {run_blocks}")
         self.num_groups = len(spec.groups)
         self.backend = choose_backend(backend, needs="BlockManager")
         self.unit_bytes = spec.unit_bytes(self.block_size)
@@ -110,6 +119,7 @@ class Cache(InspectedCache):
             self.prefix_caching,
             math.ceil(self.watermark * self.num_blocks),
             self.overlapped_steps,
+            self.run_blocks,
         )
 
     def _set_up(self) -> None:

@@ -6,7 +6,7 @@ Cost: O(new blocks) per group.
 from __future__ import annotations
 
 from quire.cache.blocks import Blocks
-from quire.cache.reserve import Copy, Request
+from quire.cache.reserve import Copy, Request, units_of
 from quire.cache.sequence import GIVEN_UP
 
 __all__ = ["allocate", "take_over"]
@@ -27,15 +27,24 @@ def allocate(
     """Give one sequence its units; the copies' sources are let go at the end of the call."""
     sequence = request.sequence
     block, offset = divmod(request.start, blocks.tree.block_size)
+    # All that has to go goes first, so that what is freed together is handed out in runs.
+    blocks.make_room(sequence, units_of(request, blocks.tree.block_size))
     for group, table in enumerate(sequence.tables):
         if request.copies:
             source = table[block]
-            table[block] = blocks.allocate(sequence)
+            table[block] = _allocate(blocks, request, group, block)
             copies[group].append((source, table[block], offset))
             sources.append((source, sequence.id))
         elif offset:
             blocks.pool.writer[table[block]] = sequence.id
         for new in range(len(table), -(-request.end // blocks.tree.block_size)):
             is_needed = new >= request.first_blocks[group]
-            table.append(blocks.allocate(sequence) if is_needed else GIVEN_UP)
+            table.append(_allocate(blocks, request, group, new) if is_needed else GIVEN_UP)
     sequence.reserved = request.end
+
+
+def _allocate(blocks: Blocks, request: Request, group: int, block: int) -> int:
+    sequence = request.sequence
+    if blocks.retentions[group].kind != "full":
+        return blocks.allocate(sequence, GIVEN_UP, GIVEN_UP)
+    return blocks.allocate(sequence, sequence.tables[group][block - 1] if block else GIVEN_UP, block)

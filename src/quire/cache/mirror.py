@@ -4,7 +4,7 @@ A block *is there* while all its groups that keep everything have it (in a model
 only then can a prefix go through it. Its name is a hash chained over namespace, tokens and extra keys; whoever does not
 know the namespace can compute none.
 
-Cost: 15 us and 0.8 KB for each block that comes, the log of its loss included (one core, blocks of 16 tokens).
+Cost: 15 us and at most 0.8 KB for each block that comes, the log of its loss included (one core, blocks of 16 tokens).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The pool: `num_blocks` units, each in exactly one state, and how many block tables name it.
 
-    free     no known content, nobody names it            on the free stack
+    free     no known content, nobody names it            in the set of free ones (`free_units.py`)
     cached   content known to the tree, nobody names it   in the eviction order (`eviction.py`)
     held     some block table names it                    on no list
     leased   nobody names it, but a step under way may    on the lease list, oldest first
@@ -8,7 +8,8 @@
 
 and beside them the ids given up by a resize, which are no units of the pool until it grows again.
 
-The pool knows no tokens and no tree; who moves a unit says whether its content is known. Every move is O(1).
+The pool knows no tokens and no tree; who moves a unit says whether its content is known. Every move is O(1), but for
+what the set of free units costs.
 Every unit that is not free counts in one account (`accounts.py`).
 
 Invariants
@@ -24,6 +25,7 @@ from collections import OrderedDict
 
 from quire.cache.accounts import NO_QUOTA, Accounts
 from quire.cache.eviction import EvictionOrder
+from quire.cache.free_units import FreeUnits
 
 __all__ = ["NO_WRITER", "Pool"]
 
@@ -31,12 +33,13 @@ NO_WRITER = -1
 
 
 class Pool:
-    """Units 0 .. num_blocks - 1 at first. Unit 0 is handed out first; the unit freed last is handed out first."""
+    """Units 0 .. num_blocks - 1 at first. run_blocks: how many of them make a run; see `FreeUnits`."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, run_blocks: int) -> None:
         self.num_ids = num_blocks
+        self.run_blocks = run_blocks
         self.given_up: list[int] = []
-        self.free = list(range(num_blocks - 1, -1, -1))
+        self.free = FreeUnits(num_blocks, run_blocks)
         self.cached = EvictionOrder(num_blocks)
         self.accounts = Accounts()
         # Unit -> the step that has to complete first.
@@ -119,9 +122,11 @@ class Pool:
         self.num_references[unit] += 1
         self.cached.retention[unit] = max(self.cached.retention[unit], retention)
 
-    def pop_free(self, account: int, retention: int) -> int:
-        """A free unit, now held by one table and counting in the account."""
-        unit = self.free.pop()
+    def pop_free(self, account: int, retention: int, before: int, position: int) -> int:
+        """A free unit, now held by one table and counting in the account.
+
+        For its block at `position`, behind the one that has the unit `before` (negative: none)."""
+        unit = self.free.take(before, position)
         self.num_references[unit] = 1
         self.cached.account[unit], self.cached.retention[unit] = account, retention
         self.accounts[account].num_owned += 1
@@ -135,27 +140,27 @@ class Pool:
             self.cached.append(unit)
         else:
             self._disown(unit)
-            self.free.append(unit)
+            self.free.add(unit)
 
     def uncache(self, unit: int) -> None:
         """Its content is not known any more: a cached unit becomes free, another one stays what it is."""
         if unit in self.cached:
             self.cached.remove(unit)
             self._disown(unit)
-            self.free.append(unit)
+            self.free.add(unit)
 
     def give_up(self) -> int:
-        """The unit that would be handed out next, of the free ones, leaves the pool."""
-        unit = self.free.pop()
+        """The lowest of the free units leaves the pool."""
+        unit = self.free.take_lowest()
         self.given_up.append(unit)
         return unit
 
     def grow(self, num_blocks: int) -> None:
-        """Have `num_blocks` units: those given up last come back first and are handed out first; new ones come last."""
+        """Have `num_blocks` units: those given up last come back first, then there are new ones."""
         while self.num_blocks < num_blocks and self.given_up:
-            self.free.append(self.given_up.pop())
-        num_new = num_blocks - self.num_blocks
-        self.free[:0] = range(self.num_ids + num_new - 1, self.num_ids - 1, -1)
+            self.free.add(self.given_up.pop())
+        num_new = max(0, num_blocks - self.num_blocks)
+        self.free.grow(num_new)
         self.num_ids += num_new
         self.num_references += [0] * num_new
         self.writer += [NO_WRITER] * num_new
@@ -167,9 +172,10 @@ class Pool:
         return next(iter(self.leased.items()), None)
 
     def reset(self) -> None:
-        """Everything that is not leased is free, in the order of a new pool. Nothing may be held."""
+        """Everything that is not leased is free. Nothing may be held."""
         for unit in self.cached:
             self._disown(unit)
         self.cached.clear()
-        absent = {*self.leased, *self.given_up}
-        self.free = [unit for unit in range(self.num_ids - 1, -1, -1) if unit not in absent]
+        self.free = FreeUnits(self.num_ids, self.run_blocks)
+        for unit in (*self.leased, *self.given_up):
+            self.free.remove(unit)

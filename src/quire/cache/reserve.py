@@ -20,7 +20,7 @@ from quire.cache.blocks import Blocks
 from quire.cache.plan import PythonGroupPlan, PythonStepPlan
 from quire.cache.sequence import SequenceState
 
-__all__ = ["Copy", "Request", "decide", "make_plan", "units_by_account"]
+__all__ = ["Copy", "Request", "decide", "make_plan", "units_by_account", "units_of"]
 
 Copy: TypeAlias = tuple[int, int, int]  # source unit, destination unit, tokens
 
@@ -111,11 +111,16 @@ def units_by_account(requests: list[Request], block_size: int) -> dict[int, int]
     """Units the requests take, over all groups, for each account of theirs."""
     needs: dict[int, int] = {}
     for request in requests:
-        num_blocks, had = -(-request.end // block_size), request.sequence.num_blocks
-        num_units = len(request.sequence.tables) * request.copies
-        num_units += sum(max(0, num_blocks - max(had, first)) for first in request.first_blocks)
-        needs[request.sequence.account] = needs.get(request.sequence.account, 0) + num_units
+        account = request.sequence.account
+        needs[account] = needs.get(account, 0) + units_of(request, block_size)
     return needs
+
+
+def units_of(request: Request, block_size: int) -> int:
+    """Units one request takes, over all groups."""
+    num_blocks, had = -(-request.end // block_size), request.sequence.num_blocks
+    num_new = sum(max(0, num_blocks - max(had, first)) for first in request.first_blocks)
+    return len(request.sequence.tables) * request.copies + num_new
 
 
 def make_plan(

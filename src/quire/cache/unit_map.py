@@ -59,7 +59,7 @@ def unit_map(manager: PythonBlockManager) -> tuple[NDArray[np.uint8], Int32Array
     """(states, namespace_index) of the Python back end, which knows no pins: what they hold is HELD."""
     pool, tree = manager.blocks.pool, manager.blocks.tree
     states = np.full(pool.num_ids, HELD, np.uint8)
-    states[pool.free] = FREE
+    states[list(pool.free)] = FREE
     states[list(pool.cached)] = CACHED
     states[list(pool.leased)] = LEASED
     states[pool.given_up] = GIVEN_UP

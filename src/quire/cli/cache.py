@@ -133,6 +133,14 @@ def verify(
     from quire.tiers.disk import DiskTier
     from quire.tiers.disk_folder import find_damage
 
+    if recompute is None:
+        given = {
+            "--model": model is not None, "--dtype": dtype != "auto", "--seed": seed != 0,
+            "--kv-memory": kv_memory != "auto", "--backend": backend is not None, "--revision": revision is not None,
+            "--trust-remote-code": trust_remote_code,
+        }  # fmt: skip
+        if alone := [name for name, is_given in given.items() if is_given]:
+            raise ArgumentError(f"expected --recompute N with {', '.join(alone)}: checksums need no model")
     tier = DiskTier(folder, None)
     num_values = num_bytes = num_removed = 0
     damaged = []

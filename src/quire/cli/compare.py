@@ -112,6 +112,15 @@ def compare(
     unknown = [name for name in names if name not in STORAGES]
     if unknown:
         raise ArgumentError(f"expected some of {', '.join(STORAGES)}, got {unknown[0]!r} - in `storages`")
+    for given, default, needed in (
+        (reservation, "max", "contiguous"), (growth, "spread", "growing"), (block_size, 16, "paged")
+    ):  # fmt: skip
+        if given != default and needed not in names:
+            raise ArgumentError(
+                f"expected {needed} among the storages with {given!r}, got {', '.join(names)}"
+            )
+    if backend is not None and simulate:
+        raise ArgumentError("expected --backend without --simulate: nothing is computed")
     cost_line = CostLine() if cost is None else CostLine.parse(cost)
     if trace is not None:
         workload = read_trace(trace)

@@ -1,10 +1,10 @@
-"""`quire explain`: how much of a prompt a new engine would find in a disk cache, and why no more."""
+"""`quire explain`: how much of a prompt a new engine would find in a disk cache or on a server, and why no more."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,6 +14,13 @@ from quire.errors import ArgumentError
 __all__ = ["explain"]
 
 
+# What of a server's [model] table decides under which names it stores, and how long its segments are.
+_OF_MODEL = (
+    "model", "dtype", "max_model_len", "backend", "revision", "trust_remote_code", "storage", "block_size",
+    "piece_size", "disk_cache", "remote_cache",
+)  # fmt: skip
+
+
 def explain(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The prompt, as `quire generate` takes it.")
@@ -21,9 +28,23 @@ def explain(
     model: options.Model = None,
     disk_cache: options.DiskCache = None,
     remote_cache: options.RemoteCache = None,
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A server's file: its [model], and the secret of its tenants."),
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the server's tenants, whose prompt it is.")
+    ] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The salt that its requests bring.")
+    ] = None,
     kv_memory: options.KVMemory = "auto",
-    block_size: options.BlockSize = 16,
-    dtype: options.DType = "auto",
+    block_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of a block of the engine that stored; 16.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="D", help="auto, float32, bfloat16 or float16.")
+    ] = None,
     max_model_len: options.MaxModelLen = None,
     backend: options.Backend = None,
     revision: options.Revision = None,
@@ -31,16 +52,47 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Says how much of PROMPT the tiers have for this model, and why no more. Nothing is computed or stored."""
-    if disk_cache is None and remote_cache is None:
+    from quire.server.settings import load_stored_as
+    from quire.server.tenants import ANYBODY
+
+    stored_as = None if config is None else load_stored_as(config)
+    secret = None if stored_as is None else stored_as.tenant_secret
+    if (tenant is not None or cache_salt is not None) and secret is None:
         raise ArgumentError(
-            "expected a place to look at, got none; name one with --disk-cache DIR or --remote-cache URL"
+            "expected --config FILE with a tenant_secret in [server] for --tenant and --cache-salt, got none; "
+            "namespaces are made from it"
         )
+    if tenant in ("", ANYBODY.name):
+        tenant = None
+    if tenant is not None and stored_as is not None and tenant not in stored_as.tenants:
+        known = ", ".join(stored_as.tenants) or "none"
+        raise ArgumentError(f"expected a tenant of {config}, got {tenant!r} (known: {known}) - in --tenant")
+    given: dict[str, Any] = {
+        "model": model, "disk_cache": disk_cache, "remote_cache": remote_cache, "block_size": block_size,
+        "dtype": dtype, "max_model_len": max_model_len, "backend": backend, "revision": revision,
+        "trust_remote_code": trust_remote_code or None,
+    }  # fmt: skip
+    table = {} if stored_as is None else stored_as.model
+    options.check_names(table, f"[model] of {config}")
+    own = {name: table[name] for name in _OF_MODEL if name in table}
+    own |= {name: value for name, value in given.items() if value is not None}
+    if own.get("disk_cache") is None and own.get("remote_cache") is None:
+        raise ArgumentError(
+            "expected a place to look at, got none; name one with --disk-cache DIR, --remote-cache URL or a --config "
+            "FILE that does"
+        )
+    defaults: dict[str, Any] = {
+        "model": None, "storage": "paged", "piece_size": "64KiB", "block_size": 16, "dtype": "auto",
+        "max_model_len": None, "backend": None, "revision": None, "trust_remote_code": False,
+    }  # fmt: skip
     engine_options = options.EngineOptions(
-        model, kv_memory, "paged", "max", "spread", "64KiB", block_size, dtype, max_model_len, 0, backend, revision,
-        trust_remote_code, disk_cache=disk_cache, disk_cache_size=_cap(disk_cache), remote_cache=remote_cache,
+        **{**defaults, **own}, kv_memory=kv_memory, reservation="max", growth="spread", seed=0,
+        disk_cache_size=_cap(own.get("disk_cache")),
     )  # fmt: skip
-    with engine_options.build() as llm:
-        explanation = llm.explain(prompt)
+    with engine_options.build(secret) as llm:
+        if tenant is not None:
+            llm.add_tenant(tenant)
+        explanation = llm.explain(prompt, tenant=tenant, cache_salt=cache_salt, as_administrator=True)
     if not as_json:
         print(explanation)
         return
@@ -50,10 +102,10 @@ def explain(
     print(json.dumps(fields))
 
 
-def _cap(disk_cache: str | None) -> str:
+def _cap(disk_cache: str | None) -> str | None:
     """The folder's own: looking at it does not change it."""
     if disk_cache is None:
-        return "8GiB"
+        return None
     from quire.tiers.disk import DiskTier
 
     tier = DiskTier(disk_cache, None)

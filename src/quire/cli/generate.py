@@ -111,7 +111,7 @@ def generate(
     packed_weights: options.PackedWeights = None,
     host_cache: options.HostCache = None,
     disk_cache: options.DiskCache = None,
-    disk_cache_size: options.DiskCacheSize = "8GiB",
+    disk_cache_size: options.DiskCacheSize = None,
     remote_cache: options.RemoteCache = None,
     cache_write: options.CacheWrite = "eviction",
     preemption: options.Preemption = "auto",

@@ -109,7 +109,9 @@ DiskCache = Annotated[
     str | None,
     typer.Option("--disk-cache", metavar="DIR", help="Folder in which cached prefixes survive a restart."),
 ]
-DiskCacheSize = Annotated[str, typer.Option(metavar="SIZE", help="What --disk-cache may take.")]
+DiskCacheSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="What --disk-cache may take; 8GiB if not given.")
+]
 RemoteCache = Annotated[
     str | None,
     typer.Option(
@@ -156,7 +158,7 @@ class EngineOptions:
     profile: bool = False
     host_cache: str | None = None
     disk_cache: str | None = None
-    disk_cache_size: str = "8GiB"
+    disk_cache_size: str | None = None
     remote_cache: str | None = None
     cache_write: str = "eviction"
     preemption: str = "auto"
@@ -164,7 +166,7 @@ class EngineOptions:
     kv_events: str | None = None
     kv_events_replay: str | None = None
 
-    def build(self) -> LLM:
+    def build(self, tenant_secret: bytes | None = None) -> LLM:
         """Loads the model and makes the engine; raises what `quire.LLM` raises."""
         from quire.engine.llm import LLM  # here, so that --help and bad options do not wait for torch
 
@@ -193,6 +195,7 @@ class EngineOptions:
             park_memory=self.park_memory,
             kv_events=self.kv_events,
             kv_events_replay=self.kv_events_replay,
+            tenant_secret=tenant_secret,
         )
 
 

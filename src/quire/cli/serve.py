@@ -48,9 +48,7 @@ def serve(
     packed_weights: options.PackedWeights = None,
     host_cache: options.HostCache = None,
     disk_cache: options.DiskCache = None,
-    disk_cache_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="As of `quire generate`.")
-    ] = None,
+    disk_cache_size: options.DiskCacheSize = None,
     remote_cache: options.RemoteCache = None,
     kv_events: options.KVEvents = None,
     kv_events_replay: options.KVEventsReplay = None,

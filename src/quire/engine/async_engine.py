@@ -30,6 +30,7 @@ from quire.errors import ArgumentError, CancelledError, QuireError
 
 if TYPE_CHECKING:
     from quire.engine.async_conversation import AsyncConversation
+    from quire.engine.explain import Explanation
     from quire.engine.snapshots import Snapshot
 
 __all__ = ["AsyncEngine"]
@@ -174,8 +175,14 @@ class AsyncEngine:
         self._hand_over(lambda: self._abort(request_id, None), if_closed=False)
 
     async def stats(self) -> dict[str, Any]:
-        """`LLM.stats()`, taken between two steps."""
-        return await self.between_steps(self.llm.stats)
+        """`LLM.stats()`, taken between two steps; the tiers' part in a thread beside the engine's."""
+        tiers = await asyncio.to_thread(self.llm.tier_counts)
+        return await self.between_steps(lambda: self.llm._stats(tiers))
+
+    async def report(self) -> str:
+        """`LLM.report()`, in the same way."""
+        tiers = await asyncio.to_thread(self.llm.tier_counts)
+        return await self.between_steps(lambda: self.llm._report(tiers))
 
     async def between_steps(self, function: Callable[[], Result]) -> Result:
         """Calls it in the engine's thread between two steps, where it may touch the engine; its result."""
@@ -194,6 +201,24 @@ class AsyncEngine:
 
         self._hand_over(call)
         return answer
+
+    async def explain(
+        self,
+        prompt: Any,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        as_administrator: bool | None = None,
+    ) -> Explanation:
+        """See `LLM.explain`. Tiers are waited for in a thread beside the engine's."""
+        return await asyncio.to_thread(
+            self.llm._explain,
+            prompt,
+            tenant,
+            cache_salt,
+            as_administrator,
+            lambda function: self.submit_between_steps(function).result(),
+        )
 
     # -- what stays ------------------------------------------------------------------------------------
 

@@ -34,7 +34,9 @@ def kv_memory_bytes(kv_memory: str | int, *, most_useful_bytes: int, free_bytes:
                 f"expected a share above 0% and up to 100%, got {kv_memory!r} - in `kv_memory`"
             )
         return int(free * percent / 100)
-    size = parse_size(kv_memory, where="kv_memory, which may also be a share such as 40% or auto")
+    size = parse_size(
+        kv_memory, where="kv_memory, which may also be a share such as 40% or auto - in `kv_memory`"
+    )
     if size > free:
         raise CapacityError(
             f"expected a kv_memory within the {free / 2**30:.2f} GiB that are free to this process, got "

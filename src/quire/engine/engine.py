@@ -15,6 +15,7 @@ Cost per step beside the model: O(running samples), text only for those that str
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -396,6 +397,13 @@ class Engine:
 
     # -- counts -----------------------------------------------------------------------------
 
+    def _hit_tokens(self) -> dict[str, int]:
+        """Cached tokens of prompts by where they were: memory, or the tier that gave them. Never less than before."""
+        found = Counter({"memory": 0}) + self._outputs.hit_tokens
+        for request in self.scheduler.requests.values():
+            found.update(request.hit_tokens())
+        return {"memory": 0, **found}
+
     def stats(self) -> dict[str, Any]:
         """The cache's counts and the engine's, since the start. Seconds are those spent in steps."""
         scheduler = self.scheduler
@@ -421,6 +429,7 @@ class Engine:
             "parked_bytes": self.parking.num_bytes,
             "num_restored_tokens": self.parking.num_restored_tokens,
             "num_loaded_tokens": self._loads.loaded_tokens.total() if self._loads is not None else 0,
+            "hit_tokens_by_tier": self._hit_tokens(),
             "hit_rate": num_cached / num_prompt if num_prompt else 0.0,
             "busy_s": self._busy_s,
             "tokens_per_second": self._num_generated_tokens / self._busy_s if self._busy_s else 0.0,

@@ -3,15 +3,18 @@
 Who asks as a tenant is told of that tenant's content and of what is published, and of nothing else: not what
 another has, nor for whose need something was evicted. The administrator is told all.
 
-Cost: a match, a hash for each block, and one look at the tiers, which is waited for.
+No step waits for a tier: memory is looked at between two steps, twice; the tiers are asked, and the disk's index is
+read, in the caller's thread meanwhile.
+
+Cost: two matches, a hash for each block, and one look at the tiers, which is waited for (5 s at most). Where nothing in
+memory tells, every row of the disk's index is read.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -23,8 +26,9 @@ from quire.engine.watch import Watch
 
 if TYPE_CHECKING:
     from quire.cache.cache import Cache
+    from quire.engine.snapshots import InEngine
 
-__all__ = ["Explanation", "OnDisk", "Reason", "explain"]
+__all__ = ["Explanation", "OnDisk", "Question", "Reason", "explain"]
 
 Reason = Literal[
     "complete",
@@ -59,8 +63,8 @@ class Explanation:
     nothing has; None where all but the last token, which is always computed, is found. reason: the first that holds, in
     the order of `Reason`. nearest: int32, what is stored in place of the block with the first token missing in memory;
     where `differs_on_disk`, what the disk cache has stored from `differs_at` on. is_end: the first token missing is
-    one of the last, which fill no block: of such nothing is remembered. silent_tiers: that failed, or are given a rest
-    after a failure, while they were asked: what they have is not known.
+    one of the last, which fill no block: of such nothing is remembered. silent_tiers: that failed, did not answer in
+    time, or are given a rest after a failure, while they were asked: what they have is not known.
     lost_s_ago, idle_s: seconds since memory lost it, and from its last use till then. tier_losses: seconds since tiers
     gave it up, by tier. lost_for, by: the tenant for whose
     need, and whose namespace it is in: for the administrator. is_log_full: older losses are not remembered.
@@ -129,39 +133,89 @@ class Explanation:
         return f"stored {stored}, asked {self.tokens[at : at + _SHOWN].tolist()}"
 
 
+@dataclass(frozen=True)
+class Question:
+    """tenant: who asks; is_administrator: who is told of others too."""
+
+    tokens: np.ndarray
+    place: Place
+    tenant: str | None
+    is_administrator: bool
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    """What memory says of a prompt of which nothing was lost: how far it is found, and what is nearest there."""
+
+    common: dict[str, Any]
+    reached: int
+    differs_at: int
+    is_log_full: bool
+    is_end: bool
+
+
 def explain(
     cache: Cache,
     watch: Watch,
     tenants: Tenants,
-    tokens: np.ndarray,
-    place: Place,
+    ask: Callable[[], Question],
+    in_engine: InEngine,
     *,
-    tenant: str | None,
-    is_administrator: bool,
     loads: TierLoads | None = None,
-    on_disk: Callable[[np.ndarray, Place, int], OnDisk] | None = None,
+    on_disk: Callable[[Question, int], OnDisk] = lambda question, reached: OnDisk(),
 ) -> Explanation:
-    """on_disk: says what the disk cache has of a prompt beside so many tokens that are found."""
-    watch.feed.collect()
-    where = {"namespace": place.namespace, "extra_keys": place.extra_keys}
-    found = cache.match(tokens, **where).num_tokens
+    """ask, and all that looks at memory, is called by `in_engine`; the tiers are waited for in the caller's thread.
+
+    on_disk: says what the disk cache has of a prompt beside so many tokens that are found.
+    """
+
+    def begin() -> tuple[Question, Search | None]:
+        question = ask()
+        place = question.place
+        if loads is None:
+            return question, None
+        return question, loads.look_up(question.tokens, place.namespace, place.extra_keys)
+
     before = {} if loads is None else loads.unanswered()
-    search = _search(loads, tokens, place) if loads is not None else None
-    after = {} if loads is None else loads.unanswered()
+    question, search = in_engine(begin)
+    silent: tuple[str, ...] = ()
+    if loads is not None and search is not None:
+        search.ended.wait(_TIERS_S)
+        waited_for = loads.waited_for(search)
+        after = loads.unanswered()
+        silent = tuple(name for name in after if name in waited_for or after[name] > before[name])
+    found = in_engine(lambda: _in_memory(cache, watch, tenants, question, loads, search, silent))
+    if isinstance(found, Explanation):
+        return found
+    return _beyond_memory(found, on_disk(question, found.reached))
+
+
+def _in_memory(
+    cache: Cache,
+    watch: Watch,
+    tenants: Tenants,
+    question: Question,
+    loads: TierLoads | None,
+    search: Search | None,
+    silent: tuple[str, ...],
+) -> Explanation | _Unknown:
+    """The engine's part, once the tiers have answered: they are not asked here."""
+    tokens, place = question.tokens, question.place
+    watch.feed.collect()
+    found = cache.match(tokens, namespace=place.namespace, extra_keys=place.extra_keys).num_tokens
     by_tier = _in_tiers(search, found) if search is not None else {}
-    last = len(tokens) - 1
     reached = found + sum(by_tier.values())
     loss, expired_at, at, nearest = _look(watch, tokens, place, reached)
-    common = {
+    common: dict[str, Any] = {
         "num_tokens": len(tokens),
         "num_hit_tokens": found,
         "num_tier_tokens": by_tier,
         "num_published_tokens": min(place.num_published, found),
-        "silent_tiers": tuple(name for name, count in after.items() if count > before[name]),
+        "silent_tiers": silent,
         "tokens": tokens,
         "nearest": nearest,
     }
-    if reached >= last:
+    if reached >= len(tokens) - 1:
         return Explanation(**common, stop=None, reason="complete")
     common["stop"] = reached
     if loads is not None and search is not None:
@@ -170,44 +224,40 @@ def explain(
         return Explanation(**common, reason="evicted")
     if loss is not None:
         is_expired = expired_at is not None and expired_at <= loss.at
+        is_told = question.is_administrator and loss.reason == "evicted"
         return Explanation(
             **common,
             reason="expired" if is_expired else "evicted" if loss.reason == "evicted" else "forgotten",
             lost_s_ago=watch.clock() - loss.at,
             idle_s=loss.idle_s,
-            lost_for=_name(tenants, loss.account) if is_administrator and loss.reason == "evicted" else None,
+            lost_for=_name(tenants, loss.account) if is_told else None,
         )
-    elsewhere = _other_namespace(cache, tenants, tokens, place, reached, tenant, is_administrator)
+    elsewhere = _other_namespace(cache, tenants, question, reached)
     if elsewhere is not None:
         return Explanation(**common, reason="other namespace", elsewhere=elsewhere)
-    there = OnDisk() if on_disk is None else on_disk(tokens, place, reached)
-    if there.elsewhere is not None:
-        reason, elsewhere = there.elsewhere
-        return Explanation(**common, reason=reason, elsewhere=elsewhere)
-    if (
-        len(there.behind)
-        and there.differs_at >= max(reached, 1)
-        and not (len(nearest) and at >= there.differs_at)
-    ):
-        common["nearest"] = there.behind
-        return Explanation(**common, reason="differs", differs_at=there.differs_at, differs_on_disk=True)
-    if len(nearest) and at:
-        return Explanation(**common, reason="differs", differs_at=at)
-    return Explanation(
-        **common,
-        reason="never seen",
+    return _Unknown(
+        common,
+        reached,
+        differs_at=at,
         is_log_full=watch.history.num_forgotten > 0,
         is_end=reached >= len(tokens) // watch.mirror.block_size * watch.mirror.block_size,
     )
 
 
-def _search(loads: TierLoads, tokens: np.ndarray, place: Place) -> Search:
-    """What the tiers have, which is waited for."""
-    search = loads.look_up(tokens, place.namespace, place.extra_keys)
-    until = time.monotonic() + _TIERS_S
-    while not search.done and time.monotonic() < until:
-        time.sleep(0.0005)
-    return search
+def _beyond_memory(found: _Unknown, there: OnDisk) -> Explanation:
+    """What the disk says of it, else what memory does."""
+    common, at = found.common, found.differs_at
+    has_nearest = len(common["nearest"]) > 0
+    if there.elsewhere is not None:
+        reason, elsewhere = there.elsewhere
+        return Explanation(**common, reason=reason, elsewhere=elsewhere)
+    is_nearer = there.differs_at >= max(found.reached, 1) and not (has_nearest and at >= there.differs_at)
+    if len(there.behind) and is_nearer:
+        common = {**common, "nearest": there.behind}
+        return Explanation(**common, reason="differs", differs_at=there.differs_at, differs_on_disk=True)
+    if has_nearest and at:
+        return Explanation(**common, reason="differs", differs_at=at)
+    return Explanation(**common, reason="never seen", is_log_full=found.is_log_full, is_end=found.is_end)
 
 
 def _in_tiers(search: Search, found: int) -> dict[str, int]:
@@ -269,18 +319,11 @@ def _num_common(block: Block, rest: np.ndarray, keys: Mapping[int, bytes]) -> in
     return num
 
 
-def _other_namespace(
-    cache: Cache,
-    tenants: Tenants,
-    tokens: np.ndarray,
-    place: Place,
-    reached: int,
-    tenant: str | None,
-    is_administrator: bool,
-) -> str | None:
+def _other_namespace(cache: Cache, tenants: Tenants, question: Question, reached: int) -> str | None:
     """A namespace that the asker may know of and that has more of it."""
-    own = [] if tenant is None else tenants.namespaces_of(tenant)
-    if is_administrator:
+    tokens, place = question.tokens, question.place
+    own = [] if question.tenant is None else tenants.namespaces_of(question.tenant)
+    if question.is_administrator:
         own = cache.namespaces()
     for namespace in own:
         if namespace == place.namespace or namespace == tenants.public:

@@ -16,6 +16,7 @@ from quire.engine.arguments import check_range, writable_folder
 from quire.engine.llm_sharing import Sharing
 from quire.engine.llm_visibility import Visibility, check_endpoints
 from quire.engine.open_model import ModelOptions, OpenModel
+from quire.engine.partners import check_partners
 from quire.engine.preemption import Mode
 from quire.engine.prompts import Prompt, paired
 from quire.engine.request import RequestOutput
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from quire.engine.snapshots import Snapshot, Snapshots
     from quire.engine.transcript import Reader
     from quire.memory.storage import Storage
+    from quire.tiers.guarded import TierCounts
 
 __all__ = ["LLM", "TextStream"]
 
@@ -65,8 +67,8 @@ class LLM(Sharing, Visibility):
         model. Used where the weights come from safetensors files and the back end is native; a file there is as
         large as the weights and may be deleted.
     host_cache: a size: that much host memory, beside kv_memory, keeps blocks that were evicted. disk_cache: a folder
-        in which they survive the process, of at most disk_cache_size; several engines may share it. remote_cache: URL
-        of a Redis server that engines share, "redis://host:port". Any of the three together; off if not given.
+        in which they survive the process, of at most disk_cache_size (8GiB if not given); several engines may share it.
+        remote_cache: URL of a Redis server that engines share, "redis://host:port". Any of the three together.
     cache_write: what goes there: "eviction" (what memory gives up, and at the end what is left) or "through" (segments
         as soon as they are computed; models with sliding windows always).
     preemption: of a request for which memory has run out: "park" (its bytes wait in host memory), "recompute" (its
@@ -105,7 +107,7 @@ class LLM(Sharing, Visibility):
         packed_weights: str | os.PathLike[str] | None = None,
         host_cache: str | int | None = None,
         disk_cache: str | os.PathLike[str] | None = None,
-        disk_cache_size: str | int = "8GiB",
+        disk_cache_size: str | int | None = None,
         remote_cache: str | None = None,
         cache_write: Policy = "eviction",
         preemption: Mode = "auto",
@@ -142,6 +144,23 @@ class LLM(Sharing, Visibility):
             cache_write,
             preemption,
             park_memory,
+        )
+        check_partners(
+            {
+                "storage": storage,
+                "reservation": reservation,
+                "growth": growth,
+                "piece_size": piece_size,
+                "block_size": block_size,
+                "host_cache": host_cache,
+                "disk_cache": disk_cache,
+                "disk_cache_size": disk_cache_size,
+                "remote_cache": remote_cache,
+                "cache_write": cache_write,
+                "preemption": preemption,
+                "park_memory": park_memory,
+                "pin_memory": pin_memory,
+            }
         )
         parse_share("pin_memory", pin_memory, 1)
         check_secret(tenant_secret)
@@ -367,13 +386,14 @@ class LLM(Sharing, Visibility):
             self._opened.budget.resize(kv_memory)
 
     def flush(self) -> None:
-        """Has the tiers hold all that the cache does, for good; waits for that. Without tiers it does nothing."""
-        with self._lock:
-            self._require_open()
-            if self.tiers is not None:
-                self.tiers.stores.flush()
-                self.tiers.stack.flush()
-                self._require_watch().collect()
+        """Has the tiers hold all that the cache does, for good; waits for that. Without tiers it does nothing.
+
+        Steps of other threads go on meanwhile.
+        """
+        self._require_open()
+        if self.tiers is not None:
+            self.tiers.flush(self._in_engine)
+            self._in_engine(self._require_watch().collect)
 
     def trim(self) -> None:
         """Gives the memory of all blocks that no request holds back to the system: cached prefixes are forgotten.
@@ -388,10 +408,13 @@ class LLM(Sharing, Visibility):
 
     def stats(self) -> dict[str, Any]:
         """Counts of the cache and of the engine since the start, see `docs/architecture.md`."""
-        use = self.cache.memory_use()
+        return self._stats(self.tier_counts())
+
+    def _stats(self, tiers: Sequence[TierCounts]) -> dict[str, Any]:
+        use, stats = self.cache.memory_use(), self.engine.stats()
         return {
-            **self.engine.stats(),
-            **self._visible_stats(),
+            **stats,
+            **self._visible_stats(stats, tiers),
             "kv_memory_bytes": self.kv_memory_bytes,
             "kv_committed_bytes": self.kv_committed_bytes,
             "kv_reserved_bytes": use.reserved,

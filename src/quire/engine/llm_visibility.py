@@ -6,26 +6,28 @@ A part of `LLM`, which has the lock and the engine; kept apart for the reader.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quire.cache.report import aligned, report
-from quire.engine.explain import Explanation, OnDisk, explain
+from quire.engine.explain import Explanation, OnDisk, Question, explain
 from quire.engine.kv_events import EventBatch
 from quire.engine.kv_publisher import KVEventPublisher
 from quire.engine.prompts import encode
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.tenants import Place
 from quire.engine.tiering import world_tag
 from quire.errors import ArgumentError
 from quire.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
+    from quire.engine.snapshots import InEngine
     from quire.engine.tiering import OpenTiers
     from quire.engine.watch import Watch
+    from quire.tiers.guarded import TierCounts
 
 __all__ = ["Visibility", "check_endpoints"]
 
@@ -49,6 +51,7 @@ class Visibility:
     _lock: threading.RLock  # pyright: ignore[reportGeneralTypeIssues]
     _publishers: list[tuple[KVEventPublisher, Callable[[], None]]]
     _require_open: Callable[[], Any]
+    _in_engine: Callable[[Callable[[], Any]], Any]
     engine: Engine
     cache: Any
     tokenizer: Any
@@ -65,34 +68,43 @@ class Visibility:
     ) -> Explanation:
         """How much of a prompt is known, where, and why no more; `str` of it is text to read. Changes nothing.
 
-        as_administrator: whether to tell of others than this tenant; if not given, where no tenant is named.
+        as_administrator: whether to tell of others than this tenant; if not given, where no tenant is named. Tiers are
+        waited for, 5 s at most; steps of other threads go on meanwhile.
         *raises:* PromptError, ArgumentError.
         """
-        with self._lock:
-            watch = self._require_watch()
-            tokens = encode(prompt, self.tokenizer).token_ids
+        return self._explain(prompt, tenant, cache_salt, as_administrator, self._in_engine)
+
+    def _explain(
+        self,
+        prompt: Any,
+        tenant: str | None,
+        cache_salt: str | None,
+        as_administrator: bool | None,
+        in_engine: InEngine,
+    ) -> Explanation:
+        """For any thread but the one that computes the steps."""
+        watch, tiers = self._require_watch(), self.tiers
+        tokens = encode(prompt, self.tokenizer).token_ids
+        is_administrator = tenant is None if as_administrator is None else as_administrator
+
+        def ask() -> Question:
             params = SamplingParams(max_tokens=1)
             checked, _, _, place = self.engine.check(tokens, params, tenant=tenant, cache_salt=cache_salt)
-            is_administrator = tenant is None if as_administrator is None else as_administrator
-            return explain(
-                self.cache,
-                watch,
-                self.engine.tenants,
-                checked,
-                place,
-                tenant=tenant,
-                is_administrator=is_administrator,
-                loads=None if self.tiers is None else self.tiers.loads,
-                on_disk=lambda asked, at, reached: self._on_disk(
-                    asked, at, reached, tenant, is_administrator
-                ),
-            )
+            return Question(checked, place, tenant, is_administrator)
 
-    def _on_disk(
-        self, tokens: np.ndarray, place: Place, reached: int, tenant: str | None, is_administrator: bool
-    ) -> OnDisk:
+        return explain(
+            self.cache,
+            watch,
+            self.engine.tenants,
+            ask,
+            in_engine,
+            loads=None if tiers is None else tiers.loads,
+            on_disk=lambda question, reached: self._on_disk(tiers, question, reached),
+        )
+
+    def _on_disk(self, tiers: OpenTiers | None, question: Question, reached: int) -> OnDisk:
         """What the disk cache has under the place's own root, and more of under others: all, or those of the tenant."""
-        tiers = self.tiers
+        tokens, place, tenant = question.tokens, question.place, question.tenant
         if tiers is None or tiers.disk is None or place.num_published:
             return OnDisk()
         from quire.tiers.keys import root_key
@@ -110,7 +122,7 @@ class Visibility:
             if root.root == own:
                 differs_at, behind = prefix.num_common, prefix.behind
                 continue
-            is_told = is_administrator or (tenant is not None and tenant in root.owners)
+            is_told = question.is_administrator or (tenant is not None and tenant in root.owners)
             if elsewhere is None and prefix.num_tokens > reached and is_told:
                 name = root.description or f"root {root.root.hex()[:12]}"
                 is_ours = world_tag(tiers.fingerprint) in root.description
@@ -148,8 +160,16 @@ class Visibility:
             publisher.close()
         self._publishers.clear()
 
+    def tier_counts(self) -> tuple[TierCounts, ...]:
+        """What each tier holds and has done, top down. May wait for a disk: no step of another thread waits for it."""
+        tiers = self.tiers
+        return () if tiers is None else tiers.stack.stats().tiers
+
     def report(self) -> str:
         """The cache as a table: states of its blocks, who has them, the largest prefixes, pins, tenants, tiers."""
+        return self._report(self.tier_counts())
+
+    def _report(self, tiers: Sequence[TierCounts]) -> str:
         with self._lock:
             self._require_open()
             tenants = self.engine.tenants
@@ -167,7 +187,7 @@ class Visibility:
                 ),
                 self._tenants_table(),
                 self._pins_table(),
-                self._tiers_table(),
+                _tiers_table(tiers),
             ]
             return "\n\n".join(part for part in parts if part)
 
@@ -194,31 +214,17 @@ class Visibility:
             rows.append((pin.owner or "-", len(pin.tokens), size, pin.num_hits, left))
         return aligned(rows) if len(rows) > 1 else ""
 
-    def _tiers_table(self) -> str:
-        if self.tiers is None:
-            return ""
-        rows: list[tuple[object, ...]] = [
-            ("tier", "segments", "bytes", "hits", "misses", "evicted", "failures")
-        ]
-        for tier in self.tiers.stack.stats().tiers:
-            size = "?" if tier.bytes < 0 else format_size(tier.bytes)
-            values = "?" if tier.values < 0 else tier.values
-            rows.append((tier.name, values, size, tier.hits, tier.misses, tier.evicted, tier.failures))
-        return aligned(rows)
-
-    def _visible_stats(self) -> dict[str, Any]:
-        """Hit tokens and bytes by tier, losses and uses, pins."""
-        tiers = () if self.tiers is None else self.tiers.stack.stats().tiers
-        loaded = {} if self.tiers is None else dict(self.tiers.loads.loaded_tokens)
-        stats = self.engine.stats()
-        by_tier = {"memory": max(0, stats["num_cached_tokens"] - sum(loaded.values()))}
-        by_tier |= {tier.name: loaded.get(tier.name, 0) for tier in tiers}
+    def _visible_stats(self, stats: dict[str, Any], tiers: Sequence[TierCounts]) -> dict[str, Any]:
+        """Hit tokens and bytes by tier, what the tiers did, losses and uses, pins. stats: the engine's."""
+        found = stats["hit_tokens_by_tier"]
+        by_tier = {"memory": found["memory"]} | {tier.name: found.get(tier.name, 0) for tier in tiers}
         size = self.cache.unit_bytes
         num_bytes = {"memory": (stats["cached"] + stats["held"] + stats["leased"] + stats["pinned"]) * size}
         num_bytes |= {tier.name: tier.bytes for tier in tiers}
         return {
             "hit_tokens_by_tier": by_tier,
             "bytes_by_tier": num_bytes,
+            "tiers": {tier.name: _counts(tier) for tier in tiers},
             "num_pins": len(self.engine.pins),
             "pinned_bytes": stats["pinned"] * size,
             "num_tenants": len(self.engine.tenants),
@@ -233,3 +239,24 @@ class Visibility:
                 "prefix_caching"
             )
         return self.watch
+
+
+def _counts(tier: TierCounts) -> dict[str, Any]:
+    """All but its name."""
+    return {name: value for name, value in asdict(tier).items() if name != "name"}
+
+
+def _tiers_table(tiers: Sequence[TierCounts]) -> str:
+    """What they hold, gave, took and lost; "" where there are none."""
+    if not tiers:
+        return ""
+    names = ("hits", "misses", "loaded_bytes", "stored", "stored_bytes", "evicted", "damaged", "failures")
+    rows: list[tuple[object, ...]] = [
+        ("tier", "segments", "bytes", *(name.replace("_", " ") for name in names))
+    ]
+    for tier in tiers:
+        size = "?" if tier.bytes < 0 else format_size(tier.bytes)
+        counts = _counts(tier)
+        shown = [format_size(counts[name]) if name.endswith("bytes") else counts[name] for name in names]
+        rows.append((tier.name, "?" if tier.segments < 0 else tier.segments, size, *shown))
+    return aligned(rows)

@@ -23,6 +23,7 @@ from quire.cache.feed import EventFeed
 from quire.engine.engine import Engine
 from quire.engine.kv_budget import KVBudget
 from quire.engine.profile import Profile
+from quire.engine.snapshots import Snapshots
 from quire.engine.speeds import Speeds
 from quire.engine.storages import StorageOptions
 from quire.engine.tiering import OpenTiers, TierOptions
@@ -145,7 +146,9 @@ class OpenModel:
             )
             if self.tiers is not None:
                 self.tiers.stores.owner_of = self.engine.tenants.owner_of
-                self.tiers.describe_roots(loaded.name)
+                if self.tiers.disk is not None:
+                    snapshots = Snapshots(self.tiers, model=loaded.name)
+                    self.tiers.describe_roots(loaded.name, snapshots.settle)
             self.budget = KVBudget(
                 opened,
                 self.engine,

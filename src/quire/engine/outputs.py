@@ -5,6 +5,7 @@ Cost: O(tokens) for a request that shows all it has, O(new tokens) for one that 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from quire.engine.detokenizer import decode
@@ -16,7 +17,7 @@ __all__ = ["Outputs"]
 class Outputs:
     """tokenizer: None where only token ids go out.
 
-    num_finished, num_prompt_tokens, num_cached_tokens: of the requests that have ended.
+    num_finished, num_prompt_tokens, num_cached_tokens, hit_tokens: of the requests that have ended.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -24,12 +25,14 @@ class Outputs:
         self.num_finished = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.hit_tokens: Counter[str] = Counter()
 
     def finished(self, request: Request) -> RequestOutput:
         """The last output of a request that has ended: call it once."""
         self.num_finished += 1
         self.num_prompt_tokens += len(request.prompt_token_ids)
         self.num_cached_tokens += request.num_cached_tokens
+        self.hit_tokens.update(request.hit_tokens())
         return self.so_far(request)
 
     def so_far(self, request: Request) -> RequestOutput:

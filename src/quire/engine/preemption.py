@@ -28,6 +28,7 @@ import numpy as np
 from quire.engine.request import Sample
 from quire.engine.speeds import Speeds
 from quire.errors import CapacityError
+from quire.memory.unit_bytes import UnitWriter
 
 __all__ = ["MODES", "Mode", "Parked", "Parking", "UnitBytes"]
 
@@ -51,6 +52,8 @@ class UnitBytes(Protocol):
         first: int = 0,
         origins: Sequence[int] | None = None,
     ) -> None: ...
+
+    def unit_writer(self, units: Any) -> UnitWriter: ...
 
     def settle(self, plan: Any) -> None: ...
 

@@ -185,6 +185,13 @@ class Request:
         """The prompt as its outputs show it."""
         return self.prompt_token_ids.tolist()
 
+    def hit_tokens(self) -> dict[str, int]:
+        """`num_cached_tokens` by where they were, memory or a tier; stays as it is once the request has begun."""
+        if self.started_s is None:
+            return {}
+        in_memory = self.num_cached_tokens - sum(self.num_tier_tokens.values())
+        return {**self.num_tier_tokens, "memory": max(0, in_memory)}
+
     @property
     def finished(self) -> bool:
         return all(sample.state is SampleState.FINISHED for sample in self.samples)

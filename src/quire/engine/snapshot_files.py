@@ -1,7 +1,8 @@
 """Snapshots as files: a conversation's tokens under a name, beside the disk cache that holds their keys and values.
 
 One file `quire-cache.snapshot-<tag>-<name>` for each; the tag is a digest of the namespace, which is not written down,
-so that a name means nothing, and shows nothing, to whoever has another namespace.
+so that a name means nothing, and shows nothing, to whoever has another namespace. One that was removed is set aside as
+`quire-cache.removed-<tag>-<name>-<number>` until what it has kept on the disk is let go.
 
     8 bytes   "QUIRESNP"
     4 bytes   version, little endian
@@ -13,7 +14,8 @@ so that a name means nothing, and shows nothing, to whoever has another namespac
 Invariants
     N1  a file under a snapshot's name is whole: it is written and synced beside it, renamed, and the folder synced. A
         process killed meanwhile leaves what was there before.
-    N2  `read` returns what was written, or raises: LoadError for a damaged file or one of another version.
+    N2  `remove` frees the name at once; what was under it is set aside whole, unless the system refuses even a rename.
+    N3  `read` returns what was written, or raises: LoadError for a damaged file or one of another version.
 
 Cost: 4 bytes a token and some 300, beside the disk cache's cap; a write is two syncs.
 """
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 _PREFIX = "quire-cache.snapshot-"
+_REMOVED = "quire-cache.removed-"  # tag, name and a random number follow
 _LOCK, _WRITING = "quire-cache.snapshots", "quire-cache.snapshots-writing"
 _MAGIC = b"QUIRESNP"
 _FRONT = len(_MAGIC) + 4 + 4 + 16
@@ -109,30 +112,18 @@ class SnapshotFiles:
                     f"expected a new name for a snapshot, got {record.name!r}, which is taken - in {self.folder}; "
                     "overwrite it, or remove it first"
                 )
-            writing = self.folder / _WRITING
-            try:
-                self._write(writing, _encoded(record))
-                self._files.rename(writing, path)
-            except BaseException:
-                with suppress(OSError):
-                    self._files.remove(writing)
-                raise
-            self._files.sync_folder(self.folder)
+            self._put(record, path)
 
     def read(self, name: str, namespace: bytes) -> SnapshotRecord:
         """*raises:* ArgumentError: there is none; LoadError: it is damaged, or of another version; TierError."""
         path = self._path(check_name(name), namespace)
         with self._errors("read", name):
             try:
-                descriptor = self._files.open(path)
+                content = self._content(path)
             except FileNotFoundError:
                 raise NoSnapshotError(
                     f"expected the name of a snapshot, got {name!r} - in {self.folder}"
                 ) from None
-            try:
-                content = self._read(descriptor, self._files.size(path))
-            finally:
-                os.close(descriptor)
         return _decoded(content, path)
 
     def names(self, namespace: bytes) -> list[str]:
@@ -145,17 +136,71 @@ class SnapshotFiles:
                 if name.startswith(prefix)
             )
 
-    def remove(self, name: str, namespace: bytes) -> None:
-        """*raises:* ArgumentError: there is none; TierError."""
+    def remove(self, name: str, namespace: bytes) -> bool:
+        """Sets it aside; False where it is gone for good. *raises:* ArgumentError: there is none; TierError."""
         path = self._path(check_name(name), namespace)
         with self._errors("removed", name), self._alone():
             if not self._files.size(path):
                 raise NoSnapshotError(f"expected the name of a snapshot, got {name!r} - in {self.folder}")
-            self._files.remove(path)
+            is_aside = True
+            try:
+                self._files.rename(path, self._aside(name, namespace))
+            except OSError:  # no room for a longer name in the folder
+                self._files.remove(path)
+                is_aside = False
             self._files.sync_folder(self.folder)
+        return is_aside
+
+    def set_aside(self, record: SnapshotRecord, namespace: bytes) -> None:
+        """As if it had been under a name, and was removed. *raises:* TierError."""
+        with self._errors("set aside", record.name), self._alone():
+            self._put(record, self._aside(record.name, namespace))
+
+    def removed(self, namespace: bytes) -> Iterator[tuple[Path, SnapshotRecord | None]]:
+        """What is set aside of a namespace, None where it is damaged, each with its path. *raises:* TierError."""
+        prefix = f"{_REMOVED}{_tag(namespace)}-"
+        with self._errors("listed"):
+            names = [name for name in self._files.names(self.folder) if name.startswith(prefix)]
+        for name in sorted(names):
+            path = self.folder / name
+            with self._errors("read", name):
+                try:
+                    found = _decoded(self._content(path), path)
+                except FileNotFoundError:
+                    continue  # somebody else has seen to it
+                except LoadError:
+                    found = None
+            yield path, found
+
+    def forget(self, path: Path) -> None:
+        """What is set aside there is gone. *raises:* TierError."""
+        with self._errors("forgotten", path.name):
+            self._files.remove(path)
 
     def _path(self, name: str, namespace: bytes) -> Path:
         return self.folder / f"{_PREFIX}{_tag(namespace)}-{name}"
+
+    def _put(self, record: SnapshotRecord, path: Path) -> None:
+        """Under the lock."""
+        writing = self.folder / _WRITING
+        try:
+            self._write(writing, _encoded(record))
+            self._files.rename(writing, path)
+        except BaseException:
+            with suppress(OSError):
+                self._files.remove(writing)
+            raise
+        self._files.sync_folder(self.folder)
+
+    def _aside(self, name: str, namespace: bytes) -> Path:
+        return self.folder / f"{_REMOVED}{_tag(namespace)}-{name}-{os.urandom(4).hex()}"
+
+    def _content(self, path: Path) -> bytes:
+        descriptor = self._files.open(path)
+        try:
+            return self._read(descriptor, self._files.size(path))
+        finally:
+            os.close(descriptor)
 
     def _write(self, path: Path, content: bytes) -> None:
         descriptor = self._files.open(path, create=True)

@@ -6,9 +6,11 @@ first turn after `resume`, bit for bit. What cannot be kept: the last, partial b
 the disk has any more; of a model with sliding windows what lies behind them in the last, unfinished segment.
 
 Invariants
-    O1  the file is written before segments are kept for it, and removed before they are let go: a process killed
-        meanwhile leaves a snapshot that costs time, or segments kept too long, never one that resumes to other tokens.
-    O2  segments are kept while some snapshot of their namespace needs them.
+    O1  the file is written before segments are kept for it, and set aside before they are let go: a process killed
+        meanwhile leaves a snapshot that costs time, or, of one that was overwritten, segments kept too long; never one
+        that resumes to other tokens.
+    O2  segments are kept while some snapshot of their namespace needs them. Where the disk refuses to let them go, what
+        was set aside stays until it does (`settle`): tried by every call here, and once by an engine that starts.
 
 Cost of `save`: two syncs, and for each segment the disk lacks a copy of its bytes in the engine's thread (0.5 to 2 MiB)
 and a store in the caller's; O(blocks known to memory) once.
@@ -107,10 +109,11 @@ class Snapshots:
         self._files.write(record, namespace, overwrite=overwrite)
         try:
             self._keep(record, namespace, in_engine)
-            if before is not None:
-                self._let_go(before, namespace)
         except TierError as error:  # service goes on: it is slower to resume, no more
             _log.warning("the snapshot %s has not all of its keys and values: %s", name, error)
+        if before is not None:
+            self._let_go_or_remember(before, namespace)
+        self.settle(namespace)
         return self._described(record, namespace)
 
     def resume(self, name: str, namespace: bytes, reader: Reader, *, recompute: bool = False) -> Transcript:
@@ -130,6 +133,7 @@ class Snapshots:
     def list(self, namespace: bytes) -> list[Snapshot]:
         """Those of a namespace, by name; one whose file is damaged is left out, and said in the log."""
         found = []
+        self.settle(namespace)
         for name in self._files.names(namespace):
             try:
                 found.append(self._described(self._files.read(name, namespace), namespace))
@@ -142,13 +146,22 @@ class Snapshots:
     def remove(self, name: str, namespace: bytes) -> None:
         """Its segments stay until their room is needed. *raises:* ArgumentError: there is none; TierError: it stays."""
         record = self._record(check_name(name), namespace)
-        self._files.remove(name, namespace)
-        if record is None:
-            return
+        is_aside = self._files.remove(name, namespace)
+        if record is not None and not is_aside:
+            self._let_go_or_remember(record, namespace)
+        self.settle(namespace)
+
+    def settle(self, namespace: bytes) -> None:
+        """Lets go of what removed snapshots of this model have kept. What fails is tried again later, not raised."""
         try:
-            self._let_go(record, namespace)
-        except TierError as error:  # it is gone all the same
-            _log.warning("the snapshot %s is removed, but its keys and values go last still: %s", name, error)
+            for path, record in self._files.removed(namespace):
+                if record is not None and record.fingerprint != self._tiers.fingerprint:
+                    continue  # for an engine of that model
+                if record is not None:
+                    self._let_go(record, namespace)
+                self._files.forget(path)
+        except TierError as error:
+            _log.warning("what removed snapshots have kept goes last still: %s", error)
 
     # -- segments --------------------------------------------------------------------------------------
 
@@ -191,6 +204,20 @@ class Snapshots:
         segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
         value = encode(segment, self._tiers.stack.shape, made_at=self._clock())
         return self._disk.store(name.key, value, name.info(retention=_KEEP))
+
+    def _let_go_or_remember(self, record: SnapshotRecord, namespace: bytes) -> None:
+        """Of a snapshot that is in no file any more: set aside again where the disk does not let its segments go."""
+        try:
+            self._let_go(record, namespace)
+        except TierError as error:
+            try:
+                self._files.set_aside(record, namespace)
+            except TierError:
+                _log.warning(
+                    "the keys and values of the snapshot %s go last still, though it is gone: %s",
+                    record.name,
+                    error,
+                )
 
     def _let_go(self, record: SnapshotRecord, namespace: bytes) -> None:
         """O2: what no other snapshot needs is evicted like everything else from now on."""

@@ -129,6 +129,7 @@ class StorageOptions:
                 num_blocks=num_blocks,
                 block_size=self.block_size,
                 prefix_caching=self.prefix_caching,
+                run_blocks=storage.run_blocks,
                 backend=self.backend,
             )
         except BaseException:

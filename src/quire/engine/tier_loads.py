@@ -36,14 +36,17 @@ from quire.engine.tier_stores import OnName
 from quire.tiers.keys import root_key
 from quire.tiers.names import SegmentName, segment_names
 from quire.tiers.stack import TierStack
-from quire.tiers.transfer import Load
+from quire.tiers.transfer import Load, Lookup
 
 __all__ = ["Search", "TierLoad", "TierLoads"]
 
 
 @dataclass(eq=False)
 class Search:
-    """How far a sample's tokens are in the tiers; `done` once that is known."""
+    """How far a sample's tokens are in the tiers; `done` once that is known.
+
+    lookups: those made for it.
+    """
 
     tokens: np.ndarray
     extra_keys: tuple[tuple[int, bytes], ...]
@@ -51,7 +54,12 @@ class Search:
     stored: list[tuple[SegmentName, str]] = field(
         default_factory=list
     )  # with the tier of each, in order, with holes
-    done: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+    lookups: list[Lookup] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return self.ended.is_set()
 
     def beyond(self, found: int) -> list[tuple[SegmentName, str]]:
         """What could be loaded behind the `found` tokens that memory has: without a hole, from the token `found` on."""
@@ -125,17 +133,21 @@ class TierLoads:
         names = segment_names(search.root, tokens[:whole], self._segment_tokens, extra_keys=search.extra_keys)
         in_memory = self._cache.match(tokens, namespace=namespace, extra_keys=extra_keys).num_tokens
         self._ask(
+            search,
             names,
             lambda found: self._ask_tails(search, names, found, in_memory // self._segment_tokens),
         )
         return search
 
-    def _ask(self, names: list[SegmentName], then: Callable[[tuple[str | None, ...]], None]) -> None:
+    def _ask(
+        self, search: Search, names: list[SegmentName], then: Callable[[tuple[str | None, ...]], None]
+    ) -> None:
         """then: called in some thread, with the tier of each name."""
         if not names:
             then(())
             return
-        self._stack.lookup([name.key for name in names], on_done=lambda lookup: then(lookup.found))
+        keys = [name.key for name in names]
+        search.lookups.append(self._stack.lookup(keys, on_done=lambda lookup: then(lookup.found)))
 
     def _ask_tails(
         self, search: Search, names: list[SegmentName], found: tuple[str | None, ...], in_memory: int
@@ -153,7 +165,7 @@ class TierLoads:
             for index in sorted({leading, behind_last, in_memory}):
                 if index >= len(there) or not there[index]:
                     tails += self._blocks(search, names, index)
-        self._ask(tails, lambda where: self._asked_tails(search, tails, where))
+        self._ask(search, tails, lambda where: self._asked_tails(search, tails, where))
 
     def _blocks(self, search: Search, names: list[SegmentName], index: int) -> list[SegmentName]:
         """The names of the single blocks that the segment `index` of a search consists of."""
@@ -171,7 +183,7 @@ class TierLoads:
     def _asked_tails(self, search: Search, names: list[SegmentName], found: tuple[str | None, ...]) -> None:
         search.stored += [(name, tier) for name, tier in zip(names, found, strict=True) if tier is not None]
         search.stored.sort(key=lambda one: one[0].start)
-        search.done = True
+        search.ended.set()
         self.changed.set()
 
     def losses(self, search: Search, at: int) -> dict[str, float]:
@@ -186,7 +198,14 @@ class TierLoads:
 
     def unanswered(self) -> dict[str, int]:
         """By tier, how many calls have failed, or were not made as it is given a rest after a failure."""
-        return {tier.name: tier.failures + tier.skipped for tier in self._stack.stats().tiers}
+        return self._stack.unanswered()
+
+    def waited_for(self, search: Search) -> tuple[str, ...]:
+        """The tiers whose answer a search waits for now: the one that is asked, or all where it waits for its turn."""
+        if search.done:
+            return ()
+        asked = [lookup.asked for lookup in search.lookups if not lookup.done.is_set()]
+        return tuple(name for name in asked if name is not None) or self._stack.tier_names
 
     def num_worth_loading(self, sample: Sample, found: int) -> int:
         """Tokens that the sample, of which memory has `found`, had better have after loading; `found` if none."""
@@ -212,15 +231,27 @@ class TierLoads:
             self._tell_names(self.on_name, chain, sample.request.namespace, search)
         tables = np.stack([sequence.block_table(group) for group in range(self._cache.num_groups)])
         size = self._block_size
+        writer = self._storage.unit_writer(tables)
 
         def write(index: int, payload: np.ndarray) -> None:
             name = chain[index]
-            units = tables[:, name.start // size : name.end // size]
             count = min(name.end, num_tokens) - name.start
-            self._storage.write_units(units, payload, count, first=max(0, found - name.start))
+            writer.write(
+                name.start // size, name.end // size, payload, count, first=max(0, found - name.start)
+            )
 
-        retention = sample.request.retention
-        load = self._stack.load(chain, into=write, on_done=lambda _: self.changed.set(), retention=retention)
+        def places(index: int) -> list[Any] | None:
+            name = chain[index]
+            is_whole = found <= name.start and name.end <= num_tokens
+            return writer.places(name.start // size, name.end // size) if is_whole else None
+
+        load = self._stack.load(
+            chain,
+            into=write,
+            places=places,
+            on_done=lambda _: self.changed.set(),
+            retention=sample.request.retention,
+        )
         sample.load = TierLoad(load, chain, found, num_tokens)
 
     def _tell_names(self, tell: OnName, chain: list[SegmentName], namespace: bytes, search: Search) -> None:

@@ -101,6 +101,7 @@ class TierStores:
         has_windows = any(group.retention.kind != "full" for group in cache.spec.groups)
         self.policy: Policy = "through" if has_windows else policy
         self._blocks: dict[int, _Block] = {}
+        self._num_handed_over = 0
         self._roots: dict[bytes, bytes] = {}
         self._namespaces: dict[bytes, bytes] = {}  # by root
         self.owner_of = owner_of
@@ -138,15 +139,17 @@ class TierStores:
                 if max(block.units) < 0:
                     del self._blocks[event.node_id]
 
-    def flush(self) -> None:
-        """Hands all that is not stored yet to the tiers, waiting where their queues are full."""
+    def hand_over(self) -> tuple[int, bool]:
+        """Hands what is not stored yet to the tiers, as far as their queues take it: how many segments, whether all."""
         self.collect()
         self._note_uses()
-        for block in sorted(self._blocks.values(), key=lambda block: block.depth):
-            if block.depth % self._segment_blocks == 0:
-                self._save(block, wait=True)
-        for block in sorted(self._blocks.values(), key=lambda block: -block.depth):
-            self._save(block, wait=True)
+        whole = [block for block in self._blocks.values() if block.depth % self._segment_blocks == 0]
+        ends = sorted(self._blocks.values(), key=lambda block: -block.depth)
+        num_before = self._num_handed_over
+        is_all = all(
+            self._save(block, must=True) for block in [*sorted(whole, key=lambda block: block.depth), *ends]
+        )
+        return self._num_handed_over - num_before, is_all
 
     def _note_uses(self) -> None:
         """Retentions as they are in the tree now: a use that follows the store makes no event."""
@@ -265,13 +268,16 @@ class TierStores:
 
     # -- storing ---------------------------------------------------------------------------------------
 
-    def _save(self, block: _Block, *, wait: bool = False) -> None:
-        """Stores the segment that ends with the block, or the blocks of an unfinished one, unless that was done."""
+    def _save(self, block: _Block, *, must: bool = False) -> bool:
+        """Stores the segment that ends with the block, or the blocks of an unfinished one, unless that was done.
+
+        must: what finds every queue full is not given up; False then.
+        """
         if block.retention == DISCARD or block.stored_as >= block.retention:
-            return
+            return True
         path = self._path(block)
         if any(min(one.units) < 0 for one in path):
-            return  # a group has lost what would make it of use
+            return True  # a group has lost what would make it of use
         is_whole = len(path) == self._segment_blocks
         for name, blocks in self._parts(path, is_whole):
             retention = max(one.retention for one in blocks)
@@ -285,11 +291,13 @@ class TierStores:
                     self.on_name(
                         name, namespace, root_hash(namespace) if before is None else self._hash(before)
                     )
-                if self._stack.store([(name, payload)], **kept) == 0 and wait:
-                    self._stack.flush(60.0)
-                    self._stack.store([(name, payload)], **kept)
+                num = self._stack.store([(name, payload)], **kept)
+                if must and not num:
+                    return False
+                self._num_handed_over += num
                 for one in blocks:
                     one.stored_as = retention
+        return True
 
     def _parts(self, path: list[_Block], is_whole: bool) -> Iterator[tuple[SegmentName, list[_Block]]]:
         names = self._names(path, whole=is_whole)

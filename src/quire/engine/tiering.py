@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,14 @@ from quire.tiers.tier import Tier, TierError
 
 if TYPE_CHECKING:
     from quire.cache.feed import EventFeed
+    from quire.engine.snapshots import InEngine
     from quire.tiers.disk import DiskTier
     from quire.tiers.stack import TierStack
 
 __all__ = ["OpenTiers", "TierOptions", "world_tag"]
 
 _MAX_BYTES_IN_FLIGHT = 256 << 20  # waiting to be stored, for each tier
+_DISK_BYTES = 8 << 30  # where no disk_cache_size is given
 _GREETING_S = 1.5  # a server's time-out and a little, however long its name takes to be resolved
 _PARK_SHARE = 4  # of the KV memory, one part in so many, where park_memory is "auto"
 
@@ -63,10 +66,11 @@ class OpenTiers:
         """What tells subscribers to KV events of the tiers; one for each engine."""
         return TierEvents(self.stack, self.stores, self.loads, self.fingerprint, self.block_size)
 
-    def describe_roots(self, name: str) -> None:
+    def describe_roots(self, name: str, settle: Callable[[bytes], None] = lambda namespace: None) -> None:
         """Has the disk cache's lists call what namespaces hold by the model's name, before anything of it is there.
 
         So that who finds it later, after a crash too, knows whether it is of another model or another namespace.
+        settle: called with each namespace then, in the disk's thread.
         """
         disk, text = self.disk, f"{name} {world_tag(self.fingerprint)}"
         if disk is None:
@@ -75,14 +79,25 @@ class OpenTiers:
         def describe(namespace: bytes) -> None:
             root = root_key(self.fingerprint, namespace)
             self.stack.queue(disk.name, "name a root", lambda: disk.describe(root, text))
+            self.stack.queue(disk.name, "let go of removed snapshots", lambda: settle(namespace))
 
         self.stores.on_root = describe
+
+    def flush(self, in_engine: InEngine, timeout: float | None = None) -> None:
+        """Has the tiers hold all that memory does, for good; or as much as they took within `timeout` seconds.
+
+        in_engine: calls what touches the engine; the tiers are waited for in the caller's thread.
+        """
+        while True:
+            num_segments, is_all = in_engine(self.stores.hand_over)
+            in_time = self.stack.flush(timeout)
+            if is_all or not (in_time and num_segments):
+                return
 
     def close(self) -> None:
         """Stores what is not stored yet, and lets go of threads, files and connections."""
         self.ahead.stop()
-        self.stores.flush()
-        self.stack.flush(60.0)
+        self.flush(lambda function: function(), timeout=60.0)
         self.stack.close()
 
 
@@ -92,7 +107,7 @@ class TierOptions:
 
     host_cache: str | int | None = None
     disk_cache: str | os.PathLike[str] | None = None
-    disk_cache_size: str | int = "8GiB"
+    disk_cache_size: str | int | None = None
     remote_cache: str | None = None
     cache_write: Policy = "eviction"
     preemption: Mode = "auto"
@@ -101,7 +116,8 @@ class TierOptions:
     def __post_init__(self) -> None:
         if self.host_cache is not None:
             parse_size(self.host_cache, where="host_cache")
-        parse_size(self.disk_cache_size, where="disk_cache_size")
+        if self.disk_cache_size is not None:
+            parse_size(self.disk_cache_size, where="disk_cache_size")
         if self.park_memory != "auto":
             parse_size(self.park_memory, where="park_memory, which may also be auto")
         for where, value, known in (
@@ -201,7 +217,9 @@ class TierOptions:
                     try:
                         tiers.append(make())
                     except (TierError, ArgumentError) as error:
-                        if isinstance(error, ArgumentError) and not isinstance(error.__cause__, OSError):
+                        if isinstance(error, ArgumentError) and not isinstance(
+                            error.__cause__, PermissionError
+                        ):
                             raise  # what was asked for cannot be, on any machine
                         _log.warning("without the tier %s: %s", name, error)
         except BaseException:
@@ -220,7 +238,8 @@ class TierOptions:
         from quire.tiers.disk import DiskTier
 
         assert self.disk_cache is not None
-        return DiskTier(self.disk_cache, parse_size(self.disk_cache_size))
+        size = _DISK_BYTES if self.disk_cache_size is None else parse_size(self.disk_cache_size)
+        return DiskTier(self.disk_cache, size)
 
     def _remote(self) -> Tier:
         from quire.tiers.remote import RemoteTier

@@ -57,7 +57,8 @@ class Transcript:
             raise ArgumentError(f"expected a position to rewind to, got {position!r}")
         if not 0 <= position <= len(self.token_ids):
             raise ArgumentError(
-                f"expected a position of 0 to {len(self.token_ids)}, the conversation's tokens, got {position}"
+                f"expected a position of 0 to {len(self.token_ids)}, the conversation's tokens, got {position} - in "
+                "`position`"
             )
         kept = {at: key for at, key in self.extra_keys.items() if at < position}
         return replace(self, token_ids=self.token_ids[:position].copy(), extra_keys=kept)

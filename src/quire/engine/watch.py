@@ -74,10 +74,10 @@ class Watch:
             "num_known_blocks": len(self.mirror.by_id),
             "num_evictions": history.evictions.count,
             "eviction_idle_s": history.evictions.mean_s,
-            "eviction_idle_below_s": dict(
-                zip(history.evictions.BOUNDS, history.evictions.below, strict=False)
-            ),
+            "eviction_idle_below_s": history.evictions.below(),
+            "eviction_age_s": history.eviction_ages.mean_s,
+            "eviction_age_below_s": history.eviction_ages.below(),
             "num_reuses": history.reuse_gaps.count,
             "reuse_gap_s": history.reuse_gaps.mean_s,
-            "reuse_gap_below_s": dict(zip(history.reuse_gaps.BOUNDS, history.reuse_gaps.below, strict=False)),
+            "reuse_gap_below_s": history.reuse_gaps.below(),
         }

@@ -6,6 +6,8 @@ has the form the model's own forward gives. Every other forward (another cache o
 states asked for, a gradient, a mask that is more than left padding) is the model's own, on packed linear layers.
 Models whose forward Quire does not run exactly (states, latents, rotary embeddings that switch with the length) get
 the packed linear layers alone, and keep their own attention.
+Between the forwards of a `generate` on a QuireCache torch has one thread: what transformers computes there is small,
+and torch's other threads would spin on into the next step, where the kernels' want to run.
 
 Not a copy: the model is changed in place, and given back by `restore` as it was.
 
@@ -18,6 +20,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -36,11 +39,14 @@ from quire.model.holding import hold, let_go, require_free
 from quire.model.linear import pack_linears
 from quire.model.load import load
 from quire.model.prepare import PreparedModel
+from quire.torch_threads import one_torch_thread, torch_threads
 
 __all__ = ["Acceleration", "accelerate", "restore"]
 
 # Keywords that say nothing, whatever they hold, and those that say nothing when they are None or False.
 _UNHEEDED = frozenset({"use_cache", "return_dict"})
+# What `generate` may be given, behind its first two arguments, that computes by itself: torch keeps its threads then.
+_OTHERS_WORK = ("assistant_model", "logits_processor", "stopping_criteria", "custom_generate")
 _GIVEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep")
 
 
@@ -118,13 +124,15 @@ def restore(model: PreTrainedModel) -> None:
 
 
 def _install(model: PreTrainedModel, prepared: PreparedModel) -> Callable[[], None]:
-    """Put Quire's forward before the model's; returns what undoes that and the preparation."""
-    original = model.forward
-    hooked = model.__dict__.get("forward")
+    """Put Quire's forward before the model's, and `generate` on one torch thread; returns what undoes all of it."""
+    own_forward: Callable[..., Any] = model.forward
+    own_generate: Callable[..., Any] = cast(Any, model).generate
+    before = {name: model.__dict__[name] for name in ("forward", "generate") if name in model.__dict__}
     steps = _Steps(weakref.ref(model), prepared)
-    signature = inspect.signature(original)
+    signature = inspect.signature(own_forward)
+    threads: list[int] = []  # of torch outside of each `generate` under way
 
-    @functools.wraps(original)
+    @functools.wraps(own_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if args:
             bound = signature.bind(*args, **kwargs).arguments
@@ -132,16 +140,28 @@ def _install(model: PreTrainedModel, prepared: PreparedModel) -> Callable[[], No
                 **{name: value for name, value in bound.items() if name != "kwargs"},
                 **bound.get("kwargs", {}),
             }
-        answer = steps.answer(kwargs)
-        return original(**kwargs) if answer is None else answer
+        with torch_threads(threads[-1]) if threads else nullcontext():
+            answer = steps.answer(kwargs)
+            return own_forward(**kwargs) if answer is None else answer
 
-    model.__dict__["forward"] = forward
+    @functools.wraps(own_generate)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        others = len(args) > 2 or any(kwargs.get(name) is not None for name in _OTHERS_WORK)
+        if others or not isinstance(kwargs.get("past_key_values"), QuireCache):
+            return own_generate(*args, **kwargs)
+        threads.append(threads[-1] if threads else torch.get_num_threads())
+        try:
+            with one_torch_thread():
+                return own_generate(*args, **kwargs)
+        finally:
+            threads.pop()
+
+    model.__dict__.update(forward=forward, generate=generate)
 
     def undo() -> None:
-        if hooked is None:
-            del model.__dict__["forward"]
-        else:
-            model.__dict__["forward"] = hooked
+        for name in ("forward", "generate"):
+            del model.__dict__[name]
+        model.__dict__.update(before)
         prepared.restore()
 
     return undo
@@ -211,19 +231,17 @@ class _Steps:
         storage.stored(ids.shape[1])
         if cache.filled_by is None:
             cache.filled_by = self._model
-        # A tensor of the caller's own, in the model's form; the logits of padding are zeros.
-        whole = logits.new_zeros if len(step.logits_at) < ids.shape[0] * kept else logits.new_empty
-        with torch.inference_mode(False):
-            out = whole((ids.shape[0] * kept, logits.shape[1]))
-            out[step.logits_at] = logits
         return CausalLMOutputWithPast(
-            logits=out.view(ids.shape[0], kept, -1),  # type: ignore[arg-type]
+            logits=_in_form(logits, step.logits_at, ids.shape[0] * kept).view(ids.shape[0], kept, -1),  # type: ignore[arg-type]
             past_key_values=cache,
         )
 
     def _serves(self, cache: QuireCache, num_rows: int) -> bool:
         """Whether the cache is one of this model's shape, or empty."""
         layers, prepared = self._prepared.spec.layers, self._prepared
+        storage = self._storages.get(cache)
+        if storage is not None and storage.is_open(num_rows):
+            return True  # it was, and has the same rows
         if len(cache.layers) != len(layers):
             return False
         for layer, stored in zip(cache.layers, layers, strict=True):
@@ -257,6 +275,23 @@ class _Steps:
             cache.detachers.append(detach)
             weakref.finalize(cache, detach).atexit = False
         return storage
+
+
+def _in_form(logits: torch.Tensor, at: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """[num_rows, vocab_size], nobody else's, usable outside of inference mode: rows `at`, which rise, are `logits`.
+
+    The others, which are padding's, are zeros.
+    """
+    whole = len(at) == num_rows
+    if whole and not logits.is_inference():
+        return logits
+    # One thread: torch's second one would go on spinning where the next step's kernels want to run.
+    with torch.inference_mode(False), one_torch_thread():
+        if whole:
+            return logits.clone()
+        out = logits.new_zeros((num_rows, logits.shape[1]))
+        out[at] = logits
+        return out
 
 
 def _detach(steps: weakref.ref[_Steps], storage: weakref.ref[RowStorage]) -> None:

@@ -73,6 +73,10 @@ class RowLayer:
         assert self._shape is not None
         return self._shape
 
+    def has(self, shape: StoredShape) -> bool:
+        """Whether `shape` is still this layer's: another set of rows has another one, however alike."""
+        return self._shape is shape
+
     @property
     def keys(self) -> torch.Tensor | None:
         """[B, heads, tokens, head_dim], a view: the tokens that the next step may see."""

@@ -42,7 +42,46 @@ class Step(NamedTuple):
 
     forward: ForwardStep
     logits_at: torch.Tensor
-    num_kept: int
+
+
+class _Layout(NamedTuple):
+    """Where the tokens of a batch [num_rows, num_new] go that are no padding, row after row of those that have any.
+
+    taking, counts: those rows, and how many tokens of each. rows, columns: of each token. flat: its place in the batch
+    laid out flat; None where all have theirs. wanted: the tokens whose logits go to `logits_at`.
+    """
+
+    taking: np.ndarray
+    counts: np.ndarray
+    query_start: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+    flat: torch.Tensor | None
+    wanted: torch.Tensor
+    logits_at: torch.Tensor
+
+    @classmethod
+    def of(cls, begins: np.ndarray, num_new: int, num_kept: int) -> _Layout | None:
+        """begins: the first token of each row that is none; None if all are."""
+        num_rows = len(begins)
+        taking = np.flatnonzero(begins < num_new)
+        if not len(taking):
+            return None
+        counts = num_new - begins[taking]
+        columns = np.concatenate([np.arange(begins[row], num_new) for row in taking])
+        rows = np.repeat(taking, counts)
+        wanted = np.flatnonzero(columns >= num_new - num_kept)
+        logits_at = rows[wanted] * num_kept + columns[wanted] - (num_new - num_kept)
+        return cls(
+            taking,
+            counts,
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            rows,
+            columns,
+            None if len(rows) == num_rows * num_new else torch.from_numpy(rows * num_new + columns),
+            torch.from_numpy(wanted),
+            torch.from_numpy(logits_at),
+        )
 
 
 class RowStorage:
@@ -54,12 +93,21 @@ class RowStorage:
         self._layers: list[RowLayer] = []
         self._table_of: dict[int, int] = {}
         self._tables: list[RowLayer] = []  # a layer of each table
+        self._shape: StoredShape | None = None  # of the first layer, when it was opened
+        self._layout: tuple[tuple[int, int, bytes], _Layout | None] | None = None  # of the latest step
         self._seen: list[torch.Tensor] = []
         self._views: dict[int, KVView] = {}
         self.generation = 0
 
+    def is_open(self, num_rows: int) -> bool:
+        """Whether the layers have the rows that `open` has left them with, so many of them."""
+        shape = self._shape
+        return shape is not None and shape.num_rows == num_rows and self._layers[0].has(shape)
+
     def open(self, num_rows: int) -> None:
         """Have rows in all layers of the cache, and tables for them."""
+        if self.is_open(num_rows):
+            return
         cache = self._require()
         cache.open_all(
             {
@@ -82,11 +130,12 @@ class RowStorage:
                 if len(places) > len(self._tables):
                     self._tables.append(layer)
             self._layers = list(cache.row_layers)
+        self._shape = self._layers[0].shape
 
     def drop(self) -> None:
         """Hold no memory of the cache any more; views are made again when they are asked for."""
         self._layers, self._tables, self._table_of = [], [], {}
-        self._seen, self._views = [], {}
+        self._seen, self._views, self._shape = [], {}, None
         self.generation += 1
 
     @property
@@ -129,11 +178,11 @@ class RowStorage:
             CapacityError: no memory; the cache is as it was.
         """
         cache = self._require()
-        num_rows, num_new = input_ids.shape
+        num_new = input_ids.shape[1]
         length = self._layers[0].length
         begins = np.maximum(pads - length, 0)  # first real new token of each row
-        taking = np.flatnonzero(begins < num_new)
-        if not len(taking):
+        layout = self._layout_of(begins, num_new, num_kept)
+        if layout is None:
             return None
         try:
             cache.prepare(num_new, length)
@@ -146,13 +195,7 @@ class RowStorage:
             self._zero_padding(length, begins, num_new)
 
         stop = length + num_new
-        counts = num_new - begins[taking]
-        query_start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        if len(taking) == num_rows and not begins.any():
-            columns = np.tile(np.arange(num_new), num_rows)
-        else:
-            columns = np.concatenate([np.arange(begins[row], num_new) for row in taking])
-        rows = np.repeat(taking, counts)
+        taking, counts, rows, columns = layout.taking, layout.counts, layout.rows, layout.columns
         plans: list[AttentionPlan] = []
         slot_mappings: list[torch.Tensor] = []
         for layer in self._tables:
@@ -161,20 +204,25 @@ class RowStorage:
             begins_at = taking * stored.row_tokens + bases[taking] - stored.origin
             contexts = stop - bases[taking]
             blocks = begins_at[:, None] + size * np.arange(-(-int(contexts.max()) // size))
-            plans.append(AttentionPlan.build(query_start, contexts, blocks.astype(np.int32), size))
+            plans.append(AttentionPlan.build(layout.query_start, contexts, blocks.astype(np.int32), size))
             slots = (np.repeat(begins_at, counts) + length + columns - bases[rows]) * size
             slot_mappings.append(torch.from_numpy(slots.astype(np.int64)))
-        flat = torch.from_numpy(rows * num_new + columns)
-        wanted = np.flatnonzero(columns >= num_new - num_kept)
+        ids, places = input_ids.reshape(-1), positions.reshape(-1)
         forward = ForwardStep(
-            input_ids=input_ids.reshape(-1)[flat],
-            position_ids=positions.reshape(-1)[flat],
+            input_ids=ids if layout.flat is None else ids[layout.flat],
+            position_ids=places if layout.flat is None else places[layout.flat],
             plans=tuple(plans),
             slot_mappings=tuple(slot_mappings),
-            logits_rows=torch.from_numpy(wanted),
+            logits_rows=layout.wanted,
         )
-        logits_at = rows[wanted] * num_kept + columns[wanted] - (num_new - num_kept)
-        return Step(forward, torch.from_numpy(logits_at), num_kept)
+        return Step(forward, layout.logits_at)
+
+    def _layout_of(self, begins: np.ndarray, num_new: int, num_kept: int) -> _Layout | None:
+        """`_Layout.of`, which is the same from one decode step to the next."""
+        key = (num_new, num_kept, begins.tobytes())
+        if self._layout is None or self._layout[0] != key:
+            self._layout = key, _Layout.of(begins, num_new, num_kept)
+        return self._layout[1]
 
     def stored(self, num_new: int) -> None:
         """The step's forward has succeeded: its tokens are there."""

@@ -22,7 +22,7 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -131,9 +131,13 @@ class VirtualMemory:
         try:
             yield
         finally:
-            while self._ended:
-                self._ended.popleft()()
-            self._busy = False
+            try:
+                with suppress(CapacityError):  # unmapping may split a mapping: that waits for the next change
+                    while self._ended:
+                        self._ended[0]()
+                        self._ended.popleft()
+            finally:
+                self._busy = False
 
     def _heap(self, token_bytes: int, num_lanes: int) -> PlacementHeap:
         heap = self._heaps.get((token_bytes, num_lanes))

@@ -26,6 +26,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +35,7 @@ import torch
 from quire.errors import ArgumentError, CapacityError
 from quire.memory.heap import HUGE_PAGE_BYTES, Heap, physical_bytes
 from quire.memory.storage import Capabilities, Placement
-from quire.memory.unit_bytes import read_units, write_units
+from quire.memory.unit_bytes import UnitWriter, read_units, write_units
 from quire.memory.unit_pieces import UnitPieces, UnitPlaces
 from quire.memory.view import KVView
 from quire.spec import KVGroup, KVSpec
@@ -61,6 +62,7 @@ class PagedStorage:
         CapacityError: the address space cannot be reserved.
     """
 
+    run_blocks = 1  # of the cache: what is committed stays dense
     capabilities = Capabilities(shares_prefix=True, elastic=True)
 
     def __init__(
@@ -85,6 +87,7 @@ class PagedStorage:
         self.block_size = block_size
         self.dtype: torch.dtype = dtype if dtype is not None else getattr(torch, spec.dtype)
         self.unit_pieces = UnitPieces(spec, self.dtype.itemsize)
+        self._first_places: dict[int, tuple[UnitPlaces, np.ndarray]] = {}  # by group
         self.layout: Layout = layout
         self.num_blocks = num_blocks
         self._committing = threading.Lock()  # held by whoever commits ahead, or gives memory back
@@ -168,24 +171,37 @@ class PagedStorage:
 
     def unit_places(self, group: KVGroup, units: np.ndarray) -> UnitPlaces:
         """Where blocks of a group lie, for `quire.memory.unit_bytes`."""
-        k, v = self._tensors(group)
+        first = self._first_places.get(group.index)
+        if first is None:
+            first = self._first_places[group.index] = self._places_of_unit_0(group)
+        places, unit_strides = first
+        return replace(places, addresses=places.addresses + unit_strides * units)
+
+    def _places_of_unit_0(self, group: KVGroup) -> tuple[UnitPlaces, np.ndarray]:
+        """Where they lie, and int64 [2, 1, 1], from one unit to the next. Good for ever: a heap does not move."""
+        parts = self._tensors(group)
         itemsize = self.dtype.itemsize
         slots = np.arange(len(group.layers))[:, None]
-        addresses = [
-            pool.data_ptr() + slots * (pool.stride(0) * itemsize) + units * (pool.stride(1) * itemsize)
-            for pool in (k, v)
-        ]
-        return UnitPlaces(
-            np.stack(addresses),
+        addresses = np.stack([part.data_ptr() + slots * (part.stride(0) * itemsize) for part in parts])
+        unit_strides = np.array([part.stride(1) * itemsize for part in parts])[:, None, None]
+        k, v = parts
+        places = UnitPlaces(
+            addresses,
             (k.stride(2) * itemsize, v.stride(2) * itemsize),
             (k.stride(3) * itemsize, v.stride(3) * itemsize),
+            v.data_ptr() - k.data_ptr() if self.layout == "packed" else None,
         )
+        return places, unit_strides
 
     def read_units(
         self, units: Any, num_tokens: int, *, first: int = 0, origins: Sequence[int] | None = None
     ) -> np.ndarray:
         """The bytes of tokens in units, see `quire.memory.unit_bytes`."""
         return read_units(self, units, num_tokens, first=first, origins=origins)
+
+    def unit_writer(self, units: Any) -> UnitWriter:
+        """What writes many payloads into these units, see `quire.memory.unit_bytes`."""
+        return UnitWriter(self, units)
 
     def write_units(
         self,
@@ -289,6 +305,7 @@ class PagedStorage:
 
     def close(self) -> None:
         """Give all memory back."""
+        self._first_places.clear()
         with self._giving_back():
             self._heap.close()
 

@@ -3,6 +3,8 @@
 Segments are alike: a table differs from the one before by the addresses of its blocks only. So what follows from the
 shape of a payload is computed once for each shape that comes, and kept for the last of them.
 
+A payload of one block that lies in the storage as it does in the payload is one piece for each layer.
+
 Cost: about 4 us for a shape that is kept, 55 us for a new one (28 layers of 8 heads, one block).
 """
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from quire.spec import KVGroup, KVSpec
 
-__all__ = ["UnitPieces", "UnitPlaces"]
+__all__ = ["UnitPieces", "UnitPlaces", "at_places"]
 
 _KEPT = 64  # shapes; of a model with windows a segment has a few
 
@@ -25,11 +27,20 @@ class UnitPlaces:
     """Where blocks of a group lie, bytes. Keys and values apart: index 0 and 1 of each.
 
     addresses: int64 [2, layers of the group, blocks], of token 0 of head 0. head_strides, token_strides.
+    to_values: from where a block's keys begin to where its values do, if that is the same for all blocks.
     """
 
     addresses: np.ndarray
     head_strides: tuple[int, int]
     token_strides: tuple[int, int]
+    to_values: int | None = None
+
+
+def at_places(template: np.ndarray, addresses: np.ndarray) -> np.ndarray:
+    """int64 [pieces, 5]: those of a template, of blocks at these `UnitPlaces.addresses`."""
+    pieces = template.copy()
+    pieces[..., 1] += addresses[: len(template), :, None, :]
+    return pieces.reshape(-1, 5)
 
 
 class UnitPieces:
@@ -54,8 +65,23 @@ class UnitPieces:
 
         total, origins: of the payload, see `read_units`.
         """
+        return at_places(
+            self.template(group, places, total, origins, block_starts, starts, stops), places.addresses
+        )
+
+    def template(
+        self,
+        group: KVGroup,
+        places: UnitPlaces,
+        total: int,
+        origins: Sequence[int],
+        block_starts: np.ndarray,
+        starts: np.ndarray,
+        stops: np.ndarray,
+    ) -> np.ndarray:
+        """What `at_places` takes: as `of`, wherever the blocks lie, and not to be written to."""
         key = (
-            group.index, total, tuple(origins), places.head_strides, places.token_strides,
+            group.index, total, tuple(origins), places.head_strides, places.token_strides, places.to_values,
             block_starts.tobytes(), starts.tobytes(), stops.tobytes(),
         )  # fmt: skip
         table = self._tables.get(key)
@@ -64,9 +90,7 @@ class UnitPieces:
             if len(self._tables) >= _KEPT:
                 self._tables.clear()
             self._tables[key] = table
-        pieces = table.copy()
-        pieces[..., 1] += places.addresses[:, :, None, :]
-        return pieces.reshape(-1, 5)
+        return table
 
     def _table(
         self,
@@ -78,12 +102,26 @@ class UnitPieces:
         starts: np.ndarray,
         stops: np.ndarray,
     ) -> np.ndarray:
-        """[2, layers, heads, blocks, 5], as if token 0 of each block lay at address 0."""
+        """[2, layers, heads, blocks, 5], as if token 0 of each block lay at address 0; or [1, layers, 1, 1, 5]."""
         itemsize, origin = self._itemsize, origins[group.index]
         heads = np.arange(group.num_kv_heads)[:, None]
         head_bytes = (group.k_head_dim + group.v_head_dim) * itemsize
         before = self._bytes_before(total, origins)
         layers = np.array([before[layer] for layer in group.layers])[:, None, None]
+        num_held = total - origin
+        if (
+            len(starts) == 1
+            and starts[0] == block_starts[0] == origin
+            and stops[0] - starts[0] == num_held
+            and places.token_strides == (group.k_head_dim * itemsize, group.v_head_dim * itemsize)
+            and places.head_strides == (num_held * head_bytes,) * 2
+            and places.to_values == num_held * group.k_head_dim * itemsize
+        ):
+            num_bytes = group.num_kv_heads * num_held * head_bytes
+            table = np.empty((1, len(group.layers), 1, 1, 5), np.int64)
+            table[..., 0] = layers
+            table[..., 1:] = 0, 1, num_bytes, num_bytes
+            return table
         table = np.empty((2, len(group.layers), len(heads), len(starts), 5), np.int64)
         for kind, dim in enumerate((group.k_head_dim, group.v_head_dim)):
             row_bytes, stride = dim * itemsize, places.token_strides[kind]

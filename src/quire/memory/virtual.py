@@ -39,10 +39,10 @@ from quire.memory.row_map import RowMap
 from quire.memory.row_places import RowShape, placements
 from quire.memory.rows import Rows
 from quire.memory.storage import Capabilities, Placement
-from quire.memory.unit_bytes import read_units, write_units
+from quire.memory.unit_bytes import UnitWriter, read_units, write_units
 from quire.memory.unit_pieces import UnitPieces, UnitPlaces
 from quire.memory.view import KVView
-from quire.memory.virtual_sizes import check_block_size, piece_bytes_of, virtual_block_size
+from quire.memory.virtual_sizes import check_block_size, piece_bytes_of, run_blocks, virtual_block_size
 from quire.memory.window_ring import places_for
 from quire.spec import KVGroup, KVSpec
 
@@ -115,10 +115,16 @@ class VirtualStorage:
         num_slots = max(len(group.layers) for group in spec.groups)
         piece_bytes = [piece_bytes_of(group, num_slots, block_size, self.dtype) for group in spec.groups]
         lanes = [max(sizes) for sizes in zip(*piece_bytes, strict=True)]
-        shape = RowShape(max_num_seqs, -(-max_model_len // block_size), block_size, self.dtype)
-        self.row_tokens = shape.units_per_row * block_size
+        self.run_blocks = run_blocks(lanes)
         self.max_blocks = max_blocks or max(num_blocks, physical_bytes() // sum(lanes))
         self._heap = PlacementHeap(lanes, max_units=self.max_blocks, backend=backend)
+        units_per_row, frame = -(-max_model_len // block_size), self._heap.frame_units
+        if (
+            units_per_row >= frame
+        ):  # every row begins on a huge page, as the runs of units do that it leads to
+            units_per_row = -(-units_per_row // frame) * frame
+        shape = RowShape(max_num_seqs, units_per_row, block_size, self.dtype)
+        self.row_tokens = shape.units_per_row * block_size
         try:
             self._places = [
                 places_for(self._heap, group, sizes, shape, step_tokens)
@@ -243,6 +249,10 @@ class VirtualStorage:
     ) -> np.ndarray:
         """The bytes of tokens in units, see `quire.memory.unit_bytes`."""
         return read_units(self, units, num_tokens, first=first, origins=origins)
+
+    def unit_writer(self, units: Any) -> UnitWriter:
+        """What writes many payloads into these units, see `quire.memory.unit_bytes`."""
+        return UnitWriter(self, units)
 
     def write_units(
         self,

@@ -13,7 +13,7 @@ from quire.errors import ArgumentError
 from quire.memory.placement import DEFAULT_PIECE_BYTES
 from quire.spec import KVGroup, KVSpec
 
-__all__ = ["check_block_size", "piece_bytes_of", "virtual_block_size"]
+__all__ = ["check_block_size", "piece_bytes_of", "run_blocks", "virtual_block_size"]
 
 
 def virtual_block_size(
@@ -60,6 +60,14 @@ def piece_bytes_of(group: KVGroup, num_slots: int, block_size: int, dtype: torch
     """Of keys and values of a unit in each slot, 0 where the group has no layer."""
     sizes = [block_size * size for size in _token_bytes(group, dtype)]
     return sizes * len(group.layers) + [0, 0] * (num_slots - len(group.layers))
+
+
+def run_blocks(lanes: list[int]) -> int:
+    """The power of two of units whose pieces, of these bytes in each lane, have 2 MiB in the smallest lane.
+
+    So many neighbours, mapped at once, cost few mappings, and make huge pages where there are any.
+    """
+    return 1 << max(0, math.ceil(math.log2((2 << 20) / min(lanes))))
 
 
 def _token_bytes(group: KVGroup, dtype: torch.dtype) -> tuple[int, int]:

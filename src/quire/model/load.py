@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -278,14 +279,18 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers without progress bars and warnings; as it was afterwards."""
+    """transformers and its Hub client without progress bars and warnings; as they were afterwards. A Hub that cannot
+    be reached is tried several times, and what failed is in the error."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    hub_verbosity = hub_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
 

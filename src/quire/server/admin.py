@@ -1,7 +1,8 @@
 """`/admin`: what stays in memory, how much memory, why a prompt was found no further. For the administrator.
 
 The admin key, or this machine where there are no keys (`dependencies.administrator`). Everything that touches the
-engine runs in its thread between two steps; what has to be computed for a pin is a request among the others.
+engine runs in its thread between two steps; what has to be computed for a pin is a request among the others; tiers are
+waited for elsewhere.
 """
 
 from __future__ import annotations
@@ -160,10 +161,8 @@ async def resize(body: Resize, service: TheService) -> Memory:
 @router.post("/explain")
 async def explain(body: AdminPrompt, service: TheService) -> Explained:
     """How much of a prompt is known, where, and why no more."""
-    tokens, llm = await _tokens(service, body), service.engine.llm
-    found = await service.engine.between_steps(
-        lambda: llm.explain(tokens, as_administrator=True, **_whose(body))
-    )
+    tokens = await _tokens(service, body)
+    found = await service.engine.explain(tokens, as_administrator=True, **_whose(body))
     names = Explained.model_fields.keys() - {"text"}
     return Explained(text=str(found), **{name: getattr(found, name) for name in names})
 
@@ -171,7 +170,7 @@ async def explain(body: AdminPrompt, service: TheService) -> Explained:
 @router.get("/report", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def report(service: TheService) -> Response:
     """The cache as a table: states, owners, prefixes, pins, tenants, tiers."""
-    text = await service.engine.between_steps(service.engine.llm.report)
+    text = await service.engine.report()
     return Response(text + "\n", media_type="text/plain; charset=utf-8")
 
 
@@ -181,8 +180,9 @@ async def flush(service: TheService, body: Flush | None = None) -> Flushed:
     body = body or Flush()  # type: ignore[call-arg]
     llm = service.engine.llm
     if body.tiers and (tiers := llm.tiers) is not None:
-        await service.engine.between_steps(tiers.stores.flush)
-        await asyncio.to_thread(tiers.stack.flush)
+        await asyncio.to_thread(
+            tiers.flush, lambda function: service.engine.submit_between_steps(function).result()
+        )
 
     def forget() -> int:
         if not llm.cache.can_fork:

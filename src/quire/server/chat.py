@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.errors import ArgumentError
+from quire.server.admission import Admitted
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_logprobs
@@ -31,7 +33,10 @@ from quire.server.service import Answer, Service, new_id
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.tools import CallReader, ToolForm, form_of, grammar_of
 
-__all__ = ["ChatWriter", "chat_params", "router"]
+__all__ = ["ChatWriter", "chat_params", "in_names_of_chats", "router"]
+
+# What the engine calls them, and what a chat completion's body does.
+_NAMES = {"json_schema": "response_format.json_schema.schema", "grammar": "tools"}
 
 router = APIRouter(tags=["OpenAI"], dependencies=[Depends(text_only)])
 
@@ -50,16 +55,18 @@ async def chat_completions(
     params = chat_params(body, service)
     text = render(service.tokenizer, body.messages, service.settings.limits, tools)
     prompt = await service.encode(text, add_special_tokens=False)
-    service.check(tenant, body, prompt, params)
-    service.admit(tenant, 1)
+    with in_names_of_chats():
+        service.check(tenant, body, prompt, params)
     one = ChatWriter(body, service, params, form_of(service.tokenizer) if tools else None)
+    admitted = service.admit(tenant, 1)
     if body.stream:
-        return await one.stream(service.outputs(tenant, body, prompt, params, one.id))
+        return await one.stream(admitted, service.outputs(admitted, body, prompt, params, one.id))
 
     async def whole() -> Response:
-        return one.whole(await service.answer(tenant, body, prompt, params))
+        return one.whole(await service.answer(admitted, body, prompt, params))
 
-    return await unless_gone(request, whole())
+    with admitted:
+        return await unless_gone(request, whole())
 
 
 def _tools(body: ChatRequest, service: Service) -> list[Tool]:
@@ -76,6 +83,20 @@ def _tools(body: ChatRequest, service: Service) -> list[Tool]:
     if choice == "required" and not tools:
         raise ApiError(400, "expected tools to require a call of, got none", param="tool_choice")
     return [] if choice == "none" else tools
+
+
+@contextmanager
+def in_names_of_chats() -> Iterator[None]:
+    """An error of the engine's names the field that the client has written."""
+    try:
+        yield
+    except ArgumentError as error:
+        message = str(error)
+        for name, field in _NAMES.items():
+            message = message.replace(f" - in `{name}`", f" - in `{field}`")
+        if message == str(error):
+            raise
+        raise ArgumentError(message) from error
 
 
 def chat_params(body: ChatFields, service: Service) -> SamplingParams:
@@ -183,50 +204,51 @@ class ChatWriter:
         shown = token_ids[: len(entries)]
         return chat_logprobs(self._service.tokenizer, shown, entries, self._params.logprobs or 0)
 
-    async def stream(self, outputs: AsyncGenerator[RequestOutput]) -> EventStream:
+    async def stream(self, admitted: Admitted, outputs: AsyncGenerator[RequestOutput]) -> EventStream:
         self._head["object"] = "chat.completion.chunk"
         answer = Answer.of(self._params.n)
-        events = self._events(outputs, answer)
+        events = self._events(admitted, outputs, answer)
         first = await anext(events)  # its errors become a status
         return EventStream(first, events, _hit_header(answer))
 
     async def _events(
-        self, generated: AsyncGenerator[RequestOutput], answer: Answer
+        self, admitted: Admitted, generated: AsyncGenerator[RequestOutput], answer: Answer
     ) -> AsyncGenerator[bytes]:
         readers = [CallReader(self._form) for _ in range(self._params.n)]
         begun: set[int] = set()
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
-        async with aclosing(generated) as outputs:
-            async for output in outputs:
-                answer.num_prompt_tokens = len(output.prompt_token_ids)
-                answer.num_cached_tokens = output.num_cached_tokens
-                for part in output.outputs:
-                    index, reason = part.index, part.finish_reason
-                    if answer.finish_reasons[index] is not None or not (part.token_ids or reason):
-                        continue
-                    if index not in begun:
-                        begun.add(index)
-                        yield write.choice(_choice(index, {"role": "assistant", "content": ""}))
-                    answer.token_ids[index] += part.token_ids
-                    answer.finish_reasons[index] = reason
-                    logprobs = self._logprobs(part.token_ids, part.logprobs or [])
-                    dumped = None if logprobs is None else logprobs.model_dump()
-                    deltas = self._deltas(readers[index], part.new_text, final=reason is not None)
-                    if dumped is not None and not deltas:
-                        deltas = [{"content": ""}]
-                    for delta in deltas:
-                        if dumped is None and len(delta) == 1 and "content" in delta:
-                            yield write.content(index, delta["content"])
+        with admitted:
+            async with aclosing(generated) as outputs:
+                async for output in outputs:
+                    answer.num_prompt_tokens = len(output.prompt_token_ids)
+                    answer.num_cached_tokens = output.num_cached_tokens
+                    for part in output.outputs:
+                        index, reason = part.index, part.finish_reason
+                        if answer.finish_reasons[index] is not None or not (part.token_ids or reason):
                             continue
-                        yield write.choice(_choice(index, delta, logprobs=dumped))
-                        dumped = None
-                    if reason is not None:
-                        called = reason == "stop" and readers[index].num_calls
-                        yield write.choice(
-                            _choice(index, {}, finish_reason="tool_calls" if called else reason)
-                        )
+                        if index not in begun:
+                            begun.add(index)
+                            yield write.choice(_choice(index, {"role": "assistant", "content": ""}))
+                        answer.token_ids[index] += part.token_ids
+                        answer.finish_reasons[index] = reason
+                        logprobs = self._logprobs(part.token_ids, part.logprobs or [])
+                        dumped = None if logprobs is None else logprobs.model_dump()
+                        deltas = self._deltas(readers[index], part.new_text, final=reason is not None)
+                        if dumped is not None and not deltas:
+                            deltas = [{"content": ""}]
+                        for delta in deltas:
+                            if dumped is None and len(delta) == 1 and "content" in delta:
+                                yield write.content(index, delta["content"])
+                                continue
+                            yield write.choice(_choice(index, delta, logprobs=dumped))
+                            dumped = None
+                        if reason is not None:
+                            called = reason == "stop" and readers[index].num_calls
+                            yield write.choice(
+                                _choice(index, {}, finish_reason="tool_calls" if called else reason)
+                            )
         more = {} if self._more is None else self._more()
         if more or with_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump(), **more})

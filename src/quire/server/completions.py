@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.server.admission import Admitted
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import completion_logprobs
@@ -20,7 +21,6 @@ from quire.server.schemas.common import ERRORS, Usage
 from quire.server.schemas.completions import Completion, CompletionChoice, CompletionRequest
 from quire.server.service import Answer, Service, new_id
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
-from quire.server.tenants import Tenant
 
 __all__ = ["router"]
 
@@ -45,15 +45,16 @@ async def completions(
     prompts = [await _token_ids(service, prompt) for prompt in given]
     for prompt in prompts:
         service.check(tenant, body, prompt, params)
-    service.admit(tenant, len(prompts))
     one = _Writer(body, service, params, _echoes(body, service, given))
+    admitted = service.admit(tenant, len(prompts))
     if body.stream:
-        return await one.stream(tenant, prompts)
+        return await one.stream(admitted, prompts)
 
     async def whole() -> Response:
-        return one.whole(await service.answers(tenant, body, prompts, params))
+        return one.whole(await service.answers(admitted, body, prompts, params))
 
-    return await unless_gone(request, whole())
+    with admitted:
+        return await unless_gone(request, whole())
 
 
 def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
@@ -152,78 +153,79 @@ class _Writer:
         completion = Completion(**self._head, choices=choices, usage=_usage(answers))
         return JSONResponse(completion.model_dump(), headers=_hit_header(answers))
 
-    async def stream(self, tenant: Tenant, prompts: list[Any]) -> EventStream:
+    async def stream(self, admitted: Admitted, prompts: list[Any]) -> EventStream:
         answers = [Answer.of(self._params.n) for _ in prompts]
-        events = self._events(tenant, prompts, answers)
+        events = self._events(admitted, prompts, answers)
         first = await anext(events)  # its errors become a status
         return EventStream(first, events, _hit_header(answers))
 
     async def _events(
-        self, tenant: Tenant, prompts: list[Any], answers: list[Answer]
+        self, admitted: Admitted, prompts: list[Any], answers: list[Answer]
     ) -> AsyncGenerator[bytes]:
         offsets: dict[int, int] = {}
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
-        async with aclosing(self._outputs(tenant, prompts)) as outputs:
-            async for one in outputs:
-                place, output = one if isinstance(one, tuple) else (0, one)
-                answer = answers[place]
-                answer.num_prompt_tokens = len(output.prompt_token_ids)
-                answer.num_cached_tokens = output.num_cached_tokens
-                for part in output.outputs:
-                    if answer.finish_reasons[part.index] is not None or not (
-                        part.token_ids or part.finish_reason
-                    ):
-                        continue
-                    answer.token_ids[part.index] += part.token_ids
-                    answer.finish_reasons[part.index] = part.finish_reason
-                    index = place * self._params.n + part.index
-                    if index not in offsets:
-                        offsets[index] = len(self._echoes[place])
-                        if self._echoes[place]:
-                            yield write.text(index, self._echoes[place])
-                    if part.finish_reason is None and not part.logprobs:
-                        yield write.text(index, part.new_text)
-                        continue
-                    choice: dict[str, Any] = {
-                        "index": index,
-                        "text": part.new_text,
-                        "logprobs": None,
-                        "finish_reason": part.finish_reason,
-                    }
-                    if self._body.logprobs is not None and part.logprobs:
-                        shown = completion_logprobs(
-                            self._service.tokenizer,
-                            part.token_ids,
-                            part.logprobs,
-                            offsets[index],
-                            self._body.logprobs,
-                        )
-                        offsets[index] = shown.text_offset[-1] + len(shown.tokens[-1])
-                        choice["logprobs"] = shown.model_dump()
-                    yield write.choice(choice)
+        with admitted:
+            async with aclosing(self._outputs(admitted, prompts)) as outputs:
+                async for one in outputs:
+                    place, output = one if isinstance(one, tuple) else (0, one)
+                    answer = answers[place]
+                    answer.num_prompt_tokens = len(output.prompt_token_ids)
+                    answer.num_cached_tokens = output.num_cached_tokens
+                    for part in output.outputs:
+                        if answer.finish_reasons[part.index] is not None or not (
+                            part.token_ids or part.finish_reason
+                        ):
+                            continue
+                        answer.token_ids[part.index] += part.token_ids
+                        answer.finish_reasons[part.index] = part.finish_reason
+                        index = place * self._params.n + part.index
+                        if index not in offsets:
+                            offsets[index] = len(self._echoes[place])
+                            if self._echoes[place]:
+                                yield write.text(index, self._echoes[place])
+                        if part.finish_reason is None and not part.logprobs:
+                            yield write.text(index, part.new_text)
+                            continue
+                        choice: dict[str, Any] = {
+                            "index": index,
+                            "text": part.new_text,
+                            "logprobs": None,
+                            "finish_reason": part.finish_reason,
+                        }
+                        if self._body.logprobs is not None and part.logprobs:
+                            shown = completion_logprobs(
+                                self._service.tokenizer,
+                                part.token_ids,
+                                part.logprobs,
+                                offsets[index],
+                                self._body.logprobs,
+                            )
+                            offsets[index] = shown.text_offset[-1] + len(shown.tokens[-1])
+                            choice["logprobs"] = shown.model_dump()
+                        yield write.choice(choice)
         if with_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answers).model_dump()})
         yield DONE
 
     def _outputs(
-        self, tenant: Tenant, prompts: list[Any]
+        self, admitted: Admitted, prompts: list[Any]
     ) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:
         """The outputs of all prompts as they come: of several, each with its prompt's place."""
         if len(prompts) == 1:  # the common case, without a layer more
-            return self._service.outputs(tenant, self._body, prompts[0], self._params, self._head["id"])
-        return self._outputs_of_several(tenant, prompts)
+            return self._service.outputs(admitted, self._body, prompts[0], self._params, self._head["id"])
+        return self._outputs_of_several(admitted, prompts)
 
     async def _outputs_of_several(
-        self, tenant: Tenant, prompts: list[Any]
+        self, admitted: Admitted, prompts: list[Any]
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
         queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
 
         async def feed(place: int, prompt: Any) -> None:
             try:
                 async with aclosing(
-                    self._service.outputs(tenant, self._body, prompt, self._params)
+                    self._service.outputs(admitted, self._body, prompt, self._params)
                 ) as outputs:
                     async for output in outputs:
                         queue.put_nowait((place, output))

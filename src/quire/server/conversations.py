@@ -16,7 +16,8 @@ from quire.engine.async_conversation import AsyncConversation
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.snapshot_files import NoSnapshotError, SnapshotExistsError
-from quire.server.chat import ChatWriter, chat_params
+from quire.server.admission import Admitted
+from quire.server.chat import ChatWriter, chat_params, in_names_of_chats
 from quire.server.conversation_store import Talk
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
@@ -162,17 +163,19 @@ async def append(
     params = chat_params(body, service)
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
-    service.check(tenant, body, turn.token_ids, params)
-    service.admit(tenant, 1)
+    with in_names_of_chats():
+        service.check(tenant, body, turn.token_ids, params)
     one = ChatWriter(body, service, params, more=lambda: {"conversation": _card(talk).model_dump()})
-    outputs = _answered(service, tenant, talk, body, base, turn, params, one.id)
+    admitted = service.admit(tenant, 1)
+    outputs = _answered(service, admitted, talk, body, base, turn, params, one.id)
     if body.stream:
-        return await one.stream(outputs)
+        return await one.stream(admitted, outputs)
 
     async def whole() -> Response:
         return one.whole(await Answer.gather(outputs, 1))
 
-    return await unless_gone(request, whole())
+    with admitted:
+        return await unless_gone(request, whole())
 
 
 async def _turn_tokens(service: Service, talk: Talk, body: Turn, num_before: int) -> list[int]:
@@ -208,7 +211,7 @@ async def _plain_tokens(service: Service, body: NewConversation | Turn, *, is_fi
 
 async def _answered(
     service: Service,
-    tenant: Tenant,
+    admitted: Admitted,
     talk: Talk,
     body: Turn,
     base: AsyncConversation,
@@ -227,7 +230,7 @@ async def _answered(
             retention=body.retention or "normal",
             deltas=True,
         )
-        counted = service.counted(tenant, body, turn.token_ids, generated)
+        counted = service.counted(admitted, body, turn.token_ids, generated)
         async with aclosing(counted) as outputs:
             async for output in outputs:
                 is_kept = True

@@ -23,7 +23,7 @@ __all__ = ["ApiError", "answer_of", "error_body", "install_handlers"]
 
 _log = logging.getLogger("quire.server")
 
-_NAMED_FIELD = re.compile(r" - in `([a-z_]+)`")  # as the engine's errors say which argument is meant
+_NAMED_FIELD = re.compile(r" - in `([a-z_.]+)`")  # as the engine's errors say which argument is meant
 _MOST_SHOWN = 64  # characters of what was got instead
 
 _TYPES = {
@@ -132,7 +132,8 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
             for one in [first, *others]
             if one["loc"][:2] == first["loc"][:2]
         ]
-        place, first = max(places, key=lambda pair: len(pair[0]))
+        # A list that is too short says more than that it is no text.
+        place, first = max(places, key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")))
     else:
         place = place[1:]
     where = ".".join(str(part) for part in place)

@@ -16,9 +16,11 @@ from typing import Any
 from quire.server.errors import ApiError
 from quire.server.schemas.chat import ChatMessage, Tool
 from quire.server.settings import Limits
-from quire.server.tools import system_message, template_tells_tools
+from quire.server.tools import system_message, template_tells_tools, template_text
 
 __all__ = ["render", "render_next"]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def render(
@@ -32,11 +34,17 @@ def render(
         raise ApiError(
             400, f"expected at most {limits.max_messages} messages, got {len(messages)}", param="messages"
         )
-    template = str(getattr(tokenizer, "chat_template", None) or "")
+    template = template_text(tokenizer)
+    for index, message in enumerate(messages):
+        if message.role not in _ROLES and not _tells(template, message.role):
+            raise ApiError(
+                400,
+                f"expected one of the roles {', '.join(_ROLES)}, got {message.role!r}, which the model's chat "
+                "template does not know either",
+                param=f"messages.{index}.role",
+            )
     plain = [_plain(message, index) for index, message in enumerate(messages)]
-    if (
-        "developer" not in template
-    ):  # OpenAI's newer name; a template that does not know it would drop the message
+    if not _tells(template, "developer"):  # OpenAI's newer name for the system
         for one in plain:
             one["role"] = "system" if one["role"] == "developer" else one["role"]
     told: list[Any] | None = None
@@ -44,7 +52,7 @@ def render(
         told = [tool.model_dump(exclude_none=True) for tool in tools]
     elif tools:
         plain.insert(0, system_message(tools))
-    if not getattr(tokenizer, "chat_template", None):
+    if not template:
         return "".join(f"{one['role']}: {one['content'] or ''}\n" for one in plain) + "assistant:"
     try:
         return tokenizer.apply_chat_template(plain, tools=told, tokenize=False, add_generation_prompt=True)
@@ -68,6 +76,11 @@ def render_next(tokenizer: Any, messages: Sequence[ChatMessage], limits: Limits)
             param="messages",
         )
     return text
+
+
+def _tells(template: str, role: str) -> bool:
+    """Whether a template names this role: of one that it does not, it might drop the message."""
+    return f"'{role}'" in template or f'"{role}"' in template
 
 
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:

@@ -8,6 +8,9 @@
     vllm:request_success_total{finished_reason}
     vllm:time_to_first_token_seconds, vllm:e2e_request_latency_seconds, vllm:request_time_per_output_token_seconds
     quire:...                                the cache's and the engine's other counts
+    quire:tier_...{tier}                     what each tier holds and has done, as `quire.tiers.guarded.TierCounts` says
+    quire:hit_tokens_total{tier}             tokens of prompts found, by where they were: memory, or a tier
+    quire:eviction_idle_seconds, quire:eviction_age_seconds, quire:reuse_gap_seconds   histograms
 
 Each server has a registry of its own; counts of the engine are read when scraped. Cost: nothing for a token.
 """
@@ -18,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 __all__ = ["Metrics"]
 
@@ -36,6 +39,8 @@ _COUNTERS = {
     "num_generated_tokens": ("vllm:generation_tokens", "Tokens generated."),
     "num_cached_tokens": ("quire:cached_prompt_tokens", "Tokens of prompts found in the cache."),
     "num_computed_tokens": ("quire:computed_tokens", "Tokens whose keys and values were computed."),
+    "num_parked": ("quire:parked", "Preempted sequences whose bytes were copied out."),
+    "num_restored_tokens": ("quire:restored_tokens", "Tokens of parked sequences that were copied back."),
 }
 _GAUGES = {
     "num_running": ("vllm:num_requests_running", "Sequences in the running batch."),
@@ -46,6 +51,33 @@ _GAUGES = {
     "pinned": ("quire:pinned_blocks", "Blocks that pins refer to."),
     "kv_memory_bytes": ("quire:kv_memory_bytes", "Memory the cache may have."),
     "kv_committed_bytes": ("quire:kv_committed_bytes", "Memory the cache has taken from the system."),
+    "parked_bytes": ("quire:parked_bytes", "Host memory that parked sequences take."),
+    "num_loading": ("quire:num_requests_loading", "Sequences whose prefix comes from a tier."),
+}
+# Of each tier, under `quire:tier_...`.
+_TIER_COUNTERS = {
+    "hits": "Segments it gave.",
+    "misses": "Segments it was asked for and had not, or not whole.",
+    "loaded_bytes": "Bytes of keys and values it gave.",
+    "stored": "Segments it took.",
+    "stored_bytes": "Bytes it took.",
+    "promoted": "Segments it took that a lower tier gave.",
+    "evicted": "Segments it gave up for want of room.",
+    "refused": "Segments it had no room for.",
+    "dropped": "Segments that found its queue full.",
+    "damaged": "Segments that failed their check.",
+    "failures": "Calls that failed.",
+    "skipped": "Calls not made, as it was given a rest after a failure.",
+}
+_TIER_GAUGES = {
+    "segments": "Segments it holds.",
+    "bytes": "Bytes it holds.",
+    "waiting_bytes": "Bytes that wait to be stored in it.",
+}
+_SPANS = {
+    "eviction_idle": ("num_evictions", "How long blocks had been unused when they were evicted."),
+    "eviction_age": ("num_evictions", "How long blocks had been there when they were evicted."),
+    "reuse_gap": ("num_reuses", "Time between two uses of a prefix."),
 }
 
 
@@ -115,6 +147,33 @@ class Metrics:
                 yield self._family(
                     CounterMetricFamily, name, "Tokens looked up, and found.", stats.get(key, 0)
                 )
+        yield from self._of_tiers(stats.get("tiers", {}), stats.get("hit_tokens_by_tier", {}))
+        for name, (count, text) in _SPANS.items():
+            if count in stats:
+                yield self._spans(f"quire:{name}_seconds", text, stats, name, stats[count])
+
+    def _spans(self, name: str, text: str, stats: Mapping[str, Any], key: str, count: int) -> Any:
+        """A histogram of the lengths of time that the stats tell of under `key`."""
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        buckets = [(str(bound), below) for bound, below in stats[f"{key}_below_s"].items()]
+        family.add_metric([self._label], [*buckets, ("+Inf", count)], stats[f"{key}_s"] * count)
+        return family
+
+    def _of_tiers(self, tiers: Mapping[str, Any], hit_tokens: Mapping[str, int]) -> Iterator[Any]:
+        labels = ["model_name", "tier"]
+        found = CounterMetricFamily("quire:hit_tokens", "Tokens of prompts found, by where.", labels=labels)
+        for tier, count in hit_tokens.items():
+            found.add_metric([self._label, tier], count)
+        if hit_tokens:
+            yield found
+        for kind, texts in ((CounterMetricFamily, _TIER_COUNTERS), (GaugeMetricFamily, _TIER_GAUGES)):
+            for name, text in texts.items():
+                known = {tier: counts[name] for tier, counts in tiers.items() if counts[name] >= 0}
+                family = kind(f"quire:tier_{name}", text, labels=labels)
+                for tier, value in known.items():
+                    family.add_metric([self._label, tier], value)
+                if known:
+                    yield family
 
     def _family(self, kind: Any, name: str, text: str, value: float) -> Any:
         family = kind(name, text, labels=["model_name"])

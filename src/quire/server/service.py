@@ -4,8 +4,7 @@ It bounds what waits, says whose each request is, and sees to it that a request 
 step. It knows no HTTP but the statuses of `ApiError`. Quotas, floors and priorities are the engine's to enforce.
 
 Invariants
-    V1  `num_open` is the number of answers under way; never more than the engine runs plus `max_waiting`.
-    V2  an answer that is not read to its end is aborted.
+    V1  an answer that is not read to its end is aborted.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import asyncio
 import json
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.request import RequestOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError, CapacityError
+from quire.server.admission import Admission, Admitted
 from quire.server.conversation_store import Conversations
 from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
@@ -91,11 +90,9 @@ class Service:
         self.model_name = settings.served_model_name or engine.llm.name
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name)
-        self.num_open = 0
+        self._admission = Admission(settings.limits.max_waiting + engine.llm.max_num_seqs, self.metrics)
         self.draining = False
         self.conversations = Conversations(settings.limits.max_conversations)
-        self._open_of: dict[str, int] = {}
-        self._recent: dict[str, deque[float]] = {}
         tenants = [*settings.tenants, *settings.keys.tenants]
         # Clients of chat seldom say how long an answer may be, and mean: to its end.
         engine.llm.engine.use_default_max_tokens(engine.llm.max_model_len)
@@ -107,35 +104,16 @@ class Service:
 
     # -- admission -------------------------------------------------------------------------------------
 
-    def admit(self, tenant: Tenant, num_requests: int) -> None:
+    @property
+    def num_open(self) -> int:
+        """Requests that run or wait."""
+        return self._admission.num_open
+
+    def admit(self, tenant: Tenant, num_requests: int) -> Admitted:
         """Refuses a request that would wait beyond the bound, or exceed what its tenant may do."""
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
-        limits = self.settings.limits
-        most = limits.max_waiting + self.engine.llm.max_num_seqs
-        if self.num_open + num_requests > most:
-            self._refuse("queue_full", f"{self.num_open} requests run or wait, at most {most} may")
-        if tenant.max_requests is not None:
-            open_now = self._open_of.get(tenant.name, 0)
-            if open_now + num_requests > tenant.max_requests:
-                self._refuse(
-                    "tenant_limit",
-                    f"{open_now} of your requests run or wait, at most {tenant.max_requests} may",
-                )
-        if tenant.requests_per_minute is not None:
-            recent = self._recent.setdefault(tenant.name, deque())
-            now = time.monotonic()
-            while recent and recent[0] <= now - 60:
-                recent.popleft()
-            if len(recent) + num_requests > tenant.requests_per_minute:
-                wait_s = 1 + int(recent[0] + 60 - now) if recent else 60
-                message = f"at most {tenant.requests_per_minute} requests a minute"
-                self._refuse("rate_limit", message, wait_s)
-            recent.extend([now] * num_requests)
-
-    def _refuse(self, code: str, message: str, retry_after_s: int = 1) -> None:
-        self.metrics.refused.labels(code).inc()
-        raise ApiError(429, f"too many requests: {message}", code=code, retry_after_s=retry_after_s)
+        return self._admission.admit(tenant, num_requests)
 
     # -- a request -------------------------------------------------------------------------------------
 
@@ -151,6 +129,8 @@ class Service:
     def params(self, body: SamplingBody, **others: Any) -> SamplingParams:
         """The body's sampling fields, within the server's limits. others: as SamplingParams has them."""
         limits = self.settings.limits
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "expected stream: true with stream_options", param="stream_options")
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         n = 1 if body.n is None else body.n
         if n > limits.max_n:
@@ -184,13 +164,13 @@ class Service:
 
     def outputs(
         self,
-        tenant: Tenant,
+        admitted: Admitted,
         body: SamplingBody,
         prompt: Any,
         params: SamplingParams,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of one prompt as it grows, each with what is new; the request is already admitted.
+        """The outputs of one prompt as it grows, each with what is new.
 
         request_id: what the engine calls it, as the client does; a name of its own where there is none."""
         generated = self.engine.generate(
@@ -200,17 +180,16 @@ class Service:
             priority=body.priority or 0,
             retention=body.retention or "normal",
             deltas=True,
-            **_whose(tenant, body),
+            **_whose(admitted.tenant, body),
         )
-        return self.counted(tenant, body, prompt, generated)
+        return self.counted(admitted, body, prompt, generated)
 
     async def counted(
-        self, tenant: Tenant, body: SamplingBody, prompt: Any, generated: AsyncGenerator[RequestOutput]
+        self, admitted: Admitted, body: SamplingBody, prompt: Any, generated: AsyncGenerator[RequestOutput]
     ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of a request, which counts as open meanwhile; its prompt is kept, where the body says so, from
-        the first output on."""
-        self.num_open += 1
-        self._open_of[tenant.name] = self._open_of.get(tenant.name, 0) + 1
+        """The outputs of a request, measured; its place is left at the end. Its prompt is kept, where the body says
+        so, from the first output on."""
+        tenant = admitted.tenant
         began = time.monotonic()
         first_s: float | None = None
         num_behind_first = 0  # tokens, of an answer that is one
@@ -230,8 +209,7 @@ class Service:
                             await self._keep(tenant, body, output.prompt_token_ids)
                     yield output
         finally:
-            self.num_open -= 1
-            self._open_of[tenant.name] -= 1
+            admitted.leave_one()
             reason = "abort"
             if output is not None and output.finished:
                 reason = output.outputs[0].finish_reason or "abort"
@@ -248,7 +226,9 @@ class Service:
         def check() -> None:
             kept = sum(pin.ttl_s is not None and pin.owner == (tenant.in_engine or "") for pin in llm.pins)
             if kept >= most:
-                self._refuse("too_many_kept", f"{kept} of your prompts are kept, at most {most} may be")
+                self._admission.refuse(
+                    "too_many_kept", f"{kept} of your prompts are kept, at most {most} may be"
+                )
             llm.check_pin(prompt, ttl=body.keep_for, **_whose(tenant, body))
 
         await self.engine.between_steps(check)
@@ -261,18 +241,20 @@ class Service:
         except (ArgumentError, CapacityError):
             self.metrics.not_kept.inc()
 
-    async def answer(self, tenant: Tenant, body: SamplingBody, prompt: Any, params: SamplingParams) -> Answer:
+    async def answer(
+        self, admitted: Admitted, body: SamplingBody, prompt: Any, params: SamplingParams
+    ) -> Answer:
         """The whole answer to one prompt."""
-        return await Answer.gather(self.outputs(tenant, body, prompt, params), params.n)
+        return await Answer.gather(self.outputs(admitted, body, prompt, params), params.n)
 
     async def answers(
-        self, tenant: Tenant, body: SamplingBody, prompts: Sequence[Any], params: SamplingParams
+        self, admitted: Admitted, body: SamplingBody, prompts: Sequence[Any], params: SamplingParams
     ) -> list[Answer]:
         """Likewise for several, side by side; the first error ends them all."""
         if len(prompts) == 1:
-            return [await self.answer(tenant, body, prompts[0], params)]
+            return [await self.answer(admitted, body, prompts[0], params)]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.answer(tenant, body, prompt, params)) for prompt in prompts]
+            tasks = [group.create_task(self.answer(admitted, body, prompt, params)) for prompt in prompts]
         return [task.result() for task in tasks]
 
     # -- text and tokens -------------------------------------------------------------------------------

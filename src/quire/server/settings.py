@@ -39,7 +39,7 @@ from quire.errors import ArgumentError
 from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 from quire.sizes import parse_size
 
-__all__ = ["Limits", "ServerSettings", "load_config"]
+__all__ = ["Limits", "ServerSettings", "StoredAs", "load_config", "load_stored_as"]
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,8 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         keys += [(digest_of_key(key), ANYBODY) for key in _read_keys(key_file)]
     if (admin_key := server.pop("admin_key", None)) is not None:
         keys.append((_digest(admin_key, "admin_key"), ADMIN))
-    if (secret := server.pop("tenant_secret", None)) is not None:
-        server["tenant_secret"] = _from_environment(secret, f"tenant_secret in [server] of {path}").encode()
-        check_secret(server["tenant_secret"])
+    if (secret := _secret(server.pop("tenant_secret", None), path)) is not None:
+        server["tenant_secret"] = secret
     names = [tenant.name for tenant, _ in tenants]
     if len(set(names)) != len(names):
         raise ArgumentError(f"expected every tenant once, got {names} - in [[tenants]] of {path}")
@@ -162,6 +161,42 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         **server,
     )
     return settings, _table(document, "model", path)
+
+
+@dataclass(frozen=True)
+class StoredAs:
+    """What decides under which names a server stores: its [model] table, the secret, and who its tenants are."""
+
+    model: dict[str, Any]
+    tenant_secret: bytes | None = field(repr=False)
+    tenants: tuple[str, ...]
+
+
+def load_stored_as(path: str) -> StoredAs:
+    """Of a server's file, for who looks at its disk cache; the keys that let clients in are not read.
+
+    *raises:* ArgumentError naming file and field.
+    """
+    document = _read_toml(path)
+    _known(document, {"model", "server", "tenants"}, path)
+    secret = _table(document, "server", path).get("tenant_secret")
+    names = []
+    for entry in document.get("tenants", []):
+        _typed(entry, dict, f"[[tenants]] of {path}")
+        _typed(entry.get("name"), str, f"name in [[tenants]] of {path}")
+        names.append(entry["name"])
+    return StoredAs(_table(document, "model", path), _secret(secret, path), tuple(names))
+
+
+def _secret(text: Any, path: str | None) -> bytes | None:
+    """`tenant_secret` of a file."""
+    if text is None:
+        return None
+    where = f"tenant_secret in [server] of {path}"
+    _typed(text, str, where)
+    secret = _from_environment(text, where).encode()
+    check_secret(secret)
+    return secret
 
 
 def _read_toml(path: str) -> dict[str, Any]:

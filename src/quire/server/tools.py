@@ -33,6 +33,7 @@ __all__ = [
     "grammar_of",
     "system_message",
     "template_tells_tools",
+    "template_text",
 ]
 
 _NAME, _KEY, _VALUE, _TEXT = "qfn_name", "qfn_key", "qfn_value", "qfn_text"
@@ -50,16 +51,22 @@ class ToolForm:
 
 def form_of(tokenizer: Any) -> ToolForm | None:
     """The form of a model's calls; None where it cannot be read."""
-    return _learn(tokenizer, getattr(tokenizer, "chat_template", None))[0]
+    return _learn(tokenizer, template_text(tokenizer))[0]
+
+
+def template_text(tokenizer: Any) -> str:
+    """The tokenizer's chat template, or all of them where it has several by name; "" where it has none."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
 def template_tells_tools(tokenizer: Any) -> bool:
     """Whether the chat template itself tells the model of tools."""
-    return _learn(tokenizer, getattr(tokenizer, "chat_template", None))[1]
+    return _learn(tokenizer, template_text(tokenizer))[1]
 
 
 @functools.lru_cache(maxsize=16)
-def _learn(tokenizer: Any, template: Any) -> tuple[ToolForm | None, bool]:
+def _learn(tokenizer: Any, template: str) -> tuple[ToolForm | None, bool]:
     if not template:
         return ToolForm(), False
     tool = {

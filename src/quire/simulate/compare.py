@@ -94,13 +94,12 @@ def run_model(comparison: Comparison, storage: str, **llm_options: Any) -> Run:
     from quire.engine.llm import LLM
 
     options = comparison.options(storage)
+    own = {"paged": "block_size", "contiguous": "reservation", "growing": "growth"}.get(storage)
     with LLM(
         **llm_options,
+        **({} if own is None else {own: getattr(options, own)}),
         storage=storage,
         kv_memory=options.kv_memory,
-        block_size=options.block_size,
-        reservation=options.reservation,
-        growth=options.growth,
         max_model_len=comparison.max_model_len,
         max_batch_tokens=comparison.max_batch_tokens,
         max_num_seqs=comparison.max_num_seqs,

@@ -2,18 +2,21 @@
 
 A store writes the bytes into free pages, makes them durable, and only then commits the row that names them, in one
 transaction: a process killed at any moment leaves the pages free or the value whole. Threads that store at the same
-time share a transaction and its two syncs. Several processes may use a folder: SQLite's lock serialises those who
-write, nobody waits to read. A folder has one cap, that of whoever opened it last. Local file systems only.
+time share a transaction and its two syncs. Several processes may use a folder: a lock of ours serialises those who
+write (D4 of `disk_index`), nobody waits to read. A folder has one cap, that of whoever opened it last. Local file
+systems only.
 
 Invariants, beside those of `tier`
     K1  a committed row names bytes that were wholly written and synced before it.
     K2  pages are written again only when the removal of the row that named them is on the medium.
     K3  a load that ends with the row it began with read that row's bytes: K2, and ids are never used twice (D2).
+        However long ago it began: with what a lookup saw, too.
     K4  slabs, index, log and what was set aside together never exceed the cap.
     K5  what goes first: leaves of the lowest retention, used longest ago; a value never displaces one of a
         higher retention, and one with stored children stays until they are gone.
 
-Cost: opening O(slabs): no value and no table is read through. `contains` one query; `load` two lookups and a pread;
+Cost: opening O(slabs): no value and no table is read through. `contains` one query; `load` a pread and two lookups,
+one where `contains` has found the value before;
 `store` one write, two syncs and O(log n), shared by those who wait together; making room one sync more.
 """
 
@@ -27,15 +30,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 from quire.errors import ArgumentError
 from quire.sizes import format_size
+from quire.tiers.disk_errors import errors_in_use, errors_of_opening
 from quire.tiers.disk_index import DiskIndex, Place, StoredEntry, StoredRoot, is_damage
 from quire.tiers.disk_schema import FILE_NAME
 from quire.tiers.disk_writer import LOG_SHARE, MIN_CAP, DiskWriter, StoreCall
-from quire.tiers.files import Files
+from quire.tiers.files import Buffer, Files
 from quire.tiers.folder_lock import FolderLock
+from quire.tiers.recent_uses import RecentUses
 from quire.tiers.shared_stores import SharedStores
 from quire.tiers.slabs import Slabs
 from quire.tiers.tier import Reason, SegmentInfo, TierError, TierStats
@@ -43,7 +49,7 @@ from quire.tiers.tier import Reason, SegmentInfo, TierError, TierStats
 __all__ = ["DiskTier", "DiskUse"]
 
 _DAMAGED, _SET_ASIDE = "quire-cache.damaged", "quire-cache.set-aside"
-_MAX_USES = 64  # remembered before they are written
+_MAX_SEEN = 4096  # places remembered, at most; a longer lookup's are all kept until the next
 _TRIES = 8
 
 _log = logging.getLogger("quire")
@@ -93,14 +99,16 @@ class DiskTier:
             )
         self._files = files or Files()
         self._clock = clock
+        self._uses = RecentUses()
+        # Where `contains` found it, for the load that follows; may be old (K3).
+        self._seen: dict[bytes, Place] = {}
         self._stats = TierStats(0, 0)
-        self._counting = threading.Lock()  # of the two around it
-        self._uses: dict[bytes, float] = {}
+        self._counting = threading.Lock()  # of the two before it
         self._stores = SharedStores(self._store_in_turn)
         self._turn = threading.Lock()  # of whoever uses the writer
         self._closed = False
         self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
-        with self._opening():
+        with errors_of_opening(self.path):
             if max_bytes is not None:
                 if not self.path.is_dir():
                     self._files.make_folder(self.path)
@@ -119,21 +127,74 @@ class DiskTier:
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._clear_errors("look up values"):
-            return self._index.contains(keys)
+            found = self._index.find_all(keys)
+        with self._counting:
+            if len(self._seen) + len(found) > _MAX_SEEN:
+                self._seen.clear()
+            self._seen.update(found)
+        return [bytes(key) in found for key in keys]
 
     def load(self, key: bytes) -> memoryview | None:
         value = self.peek(key)
         self._count(hits=value is not None, misses=value is None)
         if value is not None:
-            self._note_use(key)
+            self._note_uses([key])
         return value
+
+    def load_many(self, keys: Sequence[bytes]) -> list[memoryview]:
+        """The values of the leading keys that are there, as far as one try of each goes; `load` tells of the next.
+
+        Two lookups for all of them, and what one after the other does to a core's caches once for all.
+        """
+        places = self.locate(keys)
+        values: list[memoryview] = []
+        with self._clear_errors("load values"):
+            for place in places:
+                value, _ = self._read(place)
+                if value is None:
+                    break
+                values.append(value)
+        return values[: self.confirm(keys, places[: len(values)])]
+
+    def locate(self, keys: Sequence[bytes]) -> list[Place]:
+        with self._clear_errors("look up values"):
+            seen = {key: place for key in keys if (place := self._seen.pop(key, None)) is not None}
+            if unseen := [key for key in keys if key not in seen]:
+                seen |= self._index.find_all(unseen)
+            found = takewhile(lambda place: place is not None, map(seen.get, keys))
+            return [place for place in found if place is not None]
+
+    def read_now(
+        self, places: Sequence[Place], parts: Sequence[Sequence[Buffer]]
+    ) -> list[tuple[memoryview, int]]:
+        wanted: list[tuple[int, int, memoryview, Sequence[Buffer]]] = []
+        for place, some in zip(places, parts, strict=True):
+            front = place.num_bytes - sum(map(len, some))
+            if front <= 0:
+                break
+            wanted.append((place.slab, place.offset, memoryview(bytearray(front)), some))
+        with self._clear_errors("load values"):
+            digests = self._slabs.read_now(wanted)
+        return [(front, digest) for (_, _, front, _), digest in zip(wanted, digests, strict=False)]
+
+    def confirm(self, keys: Sequence[bytes], places: Sequence[Place]) -> int:
+        keys = keys[: len(places)]
+        with self._clear_errors("look up values"):
+            same = len(keys)
+            if not self._index.are_there(places):
+                after = self._index.find_all(keys)
+                pairs = zip(keys, places, strict=True)
+                same = sum(1 for _ in takewhile(lambda pair: after.get(pair[0]) == pair[1], pairs))
+        self._count(hits=same)
+        self._note_uses(keys[:same])
+        return same
 
     def store(self, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
         parts = [memoryview(part).cast("B") for part in value]
         call = StoreCall(key, parts, sum(map(len, parts)), info)
-        self._check_open()
-        if not self._writer.fits_at_all(call.num_bytes):
-            return False
+        with self._clear_errors("store a value"):
+            if not self._writer.fits_at_all(call.num_bytes):
+                return False
         self._stores.store(call)
         return call.kept
 
@@ -175,8 +236,9 @@ class DiskTier:
     def peek(self, key: bytes) -> memoryview | None:
         """`load` that counts as no use and no hit."""
         with self._clear_errors("load a value"):
+            seen = self._seen.pop(key, None)
             for _ in range(_TRIES):
-                place = self._index.find(key)
+                place, seen = seen or self._index.find(key), None
                 if place is None:
                     return None
                 value, lost = self._read(place)
@@ -303,11 +365,11 @@ class DiskTier:
         """Sees all of them done; an error belongs to the one that has it alone."""
         try:
             with self._clear_errors("store a value"):
-                uses = self._take_uses()
+                uses = self._uses.take()
                 try:
                     self._writer.store(batch, uses, self._clock())
                 except BaseException:
-                    self._give_uses_back(uses)
+                    self._uses.give_back(uses)
                     raise
         except TierError as error:
             if len(batch) > 1:
@@ -335,11 +397,8 @@ class DiskTier:
             elif self._writer.remove(key, only=place):
                 _log.warning("%s: a slab file was cut short; a value in it is removed", self.path)
 
-    def _note_use(self, key: bytes) -> None:
-        with self._counting:
-            self._uses[key] = self._clock()
-            many = len(self._uses) >= _MAX_USES
-        if many and self._turn.acquire(blocking=False):
+    def _note_uses(self, keys: Sequence[bytes]) -> None:
+        if self._uses.note(keys, self._clock()) and self._turn.acquire(blocking=False):
             try:
                 with suppress(TierError):  # they are written with the next store
                     self._write_uses()
@@ -347,61 +406,22 @@ class DiskTier:
                 self._turn.release()
 
     def _write_uses(self) -> None:
-        uses = self._take_uses()
+        uses = self._uses.take()
         try:
             with self._clear_errors("note uses"):
                 self._writer.touch(uses)
         except BaseException:
-            self._give_uses_back(uses)
+            self._uses.give_back(uses)
             raise
-
-    def _take_uses(self) -> dict[bytes, float]:
-        with self._counting:
-            uses, self._uses = self._uses, {}
-        return uses
-
-    def _give_uses_back(self, uses: dict[bytes, float]) -> None:
-        with self._counting:
-            self._uses = {**uses, **self._uses} if len(self._uses) < 64 * _MAX_USES else self._uses
 
     # Errors
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TierError(f"the disk cache in {self.path} is closed")
-
-    @contextmanager
-    def _opening(self) -> Iterator[None]:
-        try:
-            yield
-        except (PermissionError, FileExistsError, NotADirectoryError) as error:
-            raise ArgumentError(
-                f"expected a folder for the disk cache that can be written, got {self.path}: {error.strerror}"
-            ) from error
-        except OSError as error:
-            raise TierError(
-                f"the disk cache in {self.path} cannot be opened: {error.strerror or error}"
-            ) from error
-        except sqlite3.Error as error:
-            raise TierError(
-                f"the index of the disk cache in {self.path} cannot be opened: {error}"
-            ) from error
-
     @contextmanager
     def _clear_errors(self, doing: str) -> Iterator[None]:
-        self._check_open()
-        try:
+        if self._closed:
+            raise TierError(f"the disk cache in {self.path} is closed")
+        with errors_in_use(self.path, doing, self._mark_damaged):
             yield
-        except OSError as error:
-            raise TierError(
-                f"the disk cache in {self.path} could not {doing}: {error.strerror or error}"
-            ) from error
-        except sqlite3.Error as error:
-            if is_damage(error):
-                self._mark_damaged(error)
-            raise TierError(
-                f"the index of the disk cache in {self.path} could not {doing}: {error}"
-            ) from error
 
     def _mark_damaged(self, error: sqlite3.Error) -> None:
         """So that the next opening sets the index aside; this tier goes on failing, which its owner counts."""

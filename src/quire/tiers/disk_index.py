@@ -7,6 +7,8 @@ Invariants
     D1  `entry.children` is the number of entries that name it as parent.
     D2  an id is never used twice, so that a reader can tell a value from its successor in the same place.
     D3  order of use is the order of the counter, never of a clock: a clock may go back.
+    D4  one connection at a time writes or moves the log, among all processes, by a lock of our own: SQLite before
+        3.51.3 may lose transactions where two do (its "WAL-reset bug", sqlite.org/wal.html#walresetbug).
 
 Cost: opening and every call on one key O(log n); `contains` one query; `roots` and `entries` read every row.
 """
@@ -26,6 +28,7 @@ from quire.tiers.disk_check import check_index
 from quire.tiers.disk_schema import FILE_NAME, prepare, transaction_of
 from quire.tiers.extents import Extents
 from quire.tiers.files import Files
+from quire.tiers.folder_lock import FileLock
 from quire.tiers.tier import SegmentInfo
 
 __all__ = ["DiskIndex", "Place", "StoredEntry", "StoredRoot", "is_damage"]
@@ -95,44 +98,58 @@ class DiskIndex:
             not self.path.exists()
         ):  # SQLite would let others read the tokens; and never open its file beside it
             os.close(files.open_lock(self.path))
-        self._writer = files.connect(self.path, timeout_s=timeout_s)
-        self._reader: sqlite3.Connection | None = None
+        self._write_lock = FileLock(folder / "quire-cache.writing", files, timeout_s)
+        connections: list[sqlite3.Connection] = []
         try:
-            prepare(self._writer, self.path, max_bytes)
-            self._reader = files.connect(self.path, timeout_s=timeout_s)
-            self._reader.execute("PRAGMA query_only = 1")
+            connections.append(files.connect(self.path, timeout_s=timeout_s))
+            with self._alone():
+                prepare(connections[0], self.path, max_bytes)
+            connections.append(files.connect(self.path, timeout_s=timeout_s))
+            connections[1].execute("PRAGMA query_only = 1")
+            self.identity: str = connections[1].execute("SELECT identity FROM state").fetchone()[0]
         except BaseException:
-            self.close()
+            for connection in connections:
+                connection.close()
+            self._write_lock.close()
             raise
+        self._writer, self._reader = connections
         self.extents = Extents(self._writer)
-        self.identity: str = self._row("SELECT identity FROM state")[0]
 
     def close(self) -> None:
         with self._reading, self._writing:
-            for connection in (self._reader, self._writer):
-                if connection is not None:
-                    connection.close()
+            self._reader.close()
+            self._writer.close()
+            self._write_lock.close()
 
     # Transactions
 
     @contextmanager
+    def _alone(self, *, wait: bool = True) -> Iterator[None]:
+        """D4. *raises:* TierError."""
+        self._write_lock.acquire(exclusive=True, wait=wait)
+        try:
+            yield
+        finally:
+            self._write_lock.release()
+
+    @contextmanager
     def transaction(self, *, durable: bool = True, wait: bool = True) -> Iterator[None]:
-        """All that is changed within, or nothing. wait: for another process that is writing, else sqlite3.Error."""
-        with self._writing:
+        """All that is changed within, or nothing. wait: for another process that is writing, else TierError."""
+        with self._writing, self._alone(wait=wait):
+            self._writer.execute(f"PRAGMA busy_timeout = {self._timeout_ms}")
             self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            self._writer.execute(f"PRAGMA busy_timeout = {self._timeout_ms if wait else 0}")
             with transaction_of(self._writer):
                 yield
 
     def checkpoint(self) -> None:
         """Moves the log into the index and gives its space back, unless a reader needs it."""
-        with self._writing:
+        with self._writing, self._alone():
             self._writer.execute("PRAGMA busy_timeout = 50")
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def vacuum(self) -> None:
         """Gives the index's own unused pages back."""
-        with self._writing:
+        with self._writing, self._alone():
             self._writer.execute("PRAGMA incremental_vacuum").fetchall()
         self.checkpoint()
 
@@ -142,13 +159,24 @@ class DiskIndex:
         row = self._row("SELECT id, slab, offset, num_bytes FROM entry WHERE key = ?", key)
         return None if row is None else Place(*row)
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        found: set[bytes] = set()
+    def find_all(self, keys: Sequence[bytes]) -> dict[bytes, Place]:
+        """`find` for many keys: those that are there."""
+        found: dict[bytes, Place] = {}
         for first in range(0, len(keys), _MAX_VARIABLES):
             some = keys[first : first + _MAX_VARIABLES]
             marks = ",".join("?" * len(some))
-            found.update(row[0] for row in self._rows(f"SELECT key FROM entry WHERE key IN ({marks})", *some))
-        return [bytes(key) in found for key in keys]
+            query = f"SELECT key, id, slab, offset, num_bytes FROM entry WHERE key IN ({marks})"
+            found.update((row[0], Place(*row[1:])) for row in self._rows(query, *some))
+        return found
+
+    def are_there(self, places: Sequence[Place]) -> bool:
+        """Whether every one of these is still a value's place (D2), by one row read; False, too, where they are too
+        many to ask at once."""
+        ids = {place.id for place in places}
+        if len(ids) > _MAX_VARIABLES:
+            return False
+        marks = ",".join("?" * len(ids))
+        return self._row(f"SELECT count(*) FROM entry WHERE id IN ({marks})", *ids)[0] == len(ids)
 
     def entry(self, key: bytes) -> StoredEntry | None:
         return next(self._entries("WHERE e.key = ?", key), None)
@@ -185,7 +213,6 @@ class DiskIndex:
     def sizes(self) -> tuple[int, int, int]:
         """Values, bytes of the pages they take, bytes of all slabs."""
         with self._reading:
-            assert self._reader is not None
             extents = Extents(self._reader)
             num_values, used_bytes = extents.used()
             return num_values, used_bytes, extents.total_bytes()
@@ -212,12 +239,10 @@ class DiskIndex:
 
     def _rows(self, query: str, *given: object) -> list[tuple]:
         with self._reading:
-            assert self._reader is not None
             return self._reader.execute(query, given).fetchall()
 
     def _row(self, query: str, *given: object) -> tuple:
         with self._reading:
-            assert self._reader is not None
             return self._reader.execute(query, given).fetchone()
 
     # Changing: within a transaction

@@ -99,8 +99,8 @@ class DiskWriter:
         placed: dict[bytes, tuple[StoreCall, int, int]] = {}
         without_room: list[StoreCall] = []
         made: list[int] = []
-        try:
-            with self._index.transaction():
+        with self._index.transaction():
+            try:
                 self._set_cap(self._index.max_bytes())
                 self._slabs.keep_only(self._index.extents.slabs())
                 self._touch(uses)
@@ -119,10 +119,10 @@ class DiskWriter:
                     self._slabs.sync(slab)  # K1
                 for call, slab, offset in placed.values():
                     self._index.insert(call.key, call.info, slab, offset, call.num_bytes, now)
-        except BaseException:
-            for slab in made:
-                self._slabs.remove(slab)
-            raise
+            except BaseException:
+                for slab in made:  # now: once the transaction is undone another process may use its number
+                    self._slabs.remove(slab)
+                raise
         for call in calls:
             call.kept = call not in without_room
         self.num_stored += len(placed)

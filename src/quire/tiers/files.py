@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
-__all__ = ["Files"]
+import xxhash
+
+from quire.backends import native_module
+
+__all__ = ["MAX_BUFFERS", "Buffer", "Files"]
+
+MAX_BUFFERS = 512  # of one read or write; the system takes 1024
+
+Buffer: TypeAlias = Any
+"""What has the buffer protocol, writable, of single bytes: its length is theirs."""
 
 
 class Files:
@@ -37,6 +48,9 @@ class Files:
             return False
         return True
 
+    def unlock(self, descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
     def allocate(self, descriptor: int, num_bytes: int) -> None:
         """Takes the blocks of the file from the disk now, so that no later write finds it full."""
         os.posix_fallocate(descriptor, 0, num_bytes)
@@ -49,6 +63,44 @@ class Files:
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         return os.preadv(descriptor, [buffer], offset)
+
+    def read_now(self, reads: Sequence[tuple[int, int, Buffer, Sequence[Buffer]]]) -> list[int]:
+        """Reads values, (descriptor, offset, front, parts), each into its front and then its parts, as far as the
+        system has them in memory; the XXH3-64 of the parts of the leading ones. It ends before the first for which it
+        would have to wait for the medium, or cannot tell, or that lies beyond the file's end.
+        """
+        native = native_module()
+        if native is not None and all(sum(map(len, read[3])) >= native.SHORTEST_READ for read in reads):
+            return native.read_now(reads)
+        digests: list[int] = []
+        for read in reads:
+            digest = self._read_now(*read)
+            if digest is None:
+                break
+            digests.append(digest)
+        return digests
+
+    def _read_now(self, descriptor: int, offset: int, front: Buffer, parts: Sequence[Buffer]) -> int | None:
+        buffers = [front, *parts]
+        for first in range(0, len(buffers), MAX_BUFFERS):
+            some = buffers[first : first + MAX_BUFFERS]
+            num_bytes = sum(map(len, some))
+            try:
+                done = os.preadv(descriptor, some, offset, os.RWF_NOWAIT)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                if error.errno == errno.EOPNOTSUPP:
+                    return None
+                raise
+            # What is read in part is as good as nothing: the caller has another way.
+            if done != num_bytes:
+                return None
+            offset += num_bytes
+        digest = xxhash.xxh3_64()
+        for part in parts:
+            digest.update(part)
+        return digest.intdigest()
 
     def sync(self, descriptor: int) -> None:
         """The file's bytes are on the medium when this returns."""

@@ -1,4 +1,8 @@
-"""Who uses a folder: a lock held while it is opened, one shared by all who have it open; both go with the process."""
+"""Who uses a folder, and who changes its index: locks on files in it, which go with the process that has them.
+
+FileLock     one of them
+FolderLock   one held while the folder is opened, one shared by all who have it open
+"""
 
 from __future__ import annotations
 
@@ -11,53 +15,69 @@ from pathlib import Path
 from quire.tiers.files import Files
 from quire.tiers.tier import TierError
 
-__all__ = ["FolderLock"]
+__all__ = ["FileLock", "FolderLock"]
+
+
+class FileLock:
+    """A lock between all who make one on the same file, in this process or another. Not between threads that share it.
+
+    *raises:* OSError: the file cannot be made. TierError, on `acquire`: others had it for longer than `timeout_s`.
+    """
+
+    def __init__(self, path: Path, files: Files, timeout_s: float) -> None:
+        self._files = files
+        self._folder = path.parent
+        self._timeout_s = timeout_s
+        self._descriptor = files.open_lock(path)
+
+    def try_acquire(self, *, exclusive: bool) -> bool:
+        return self._files.try_lock(self._descriptor, exclusive=exclusive)
+
+    def acquire(self, *, exclusive: bool, wait: bool = True) -> None:
+        until = time.monotonic() + (self._timeout_s if wait else 0)
+        while not self.try_acquire(exclusive=exclusive):
+            if time.monotonic() >= until:
+                waited = f"within {self._timeout_s} s" if wait else "at once"
+                raise TierError(f"expected the disk cache in {self._folder} {waited}, got no lock")
+            time.sleep(0.002)
+
+    def release(self) -> None:
+        self._files.unlock(self._descriptor)
+
+    def close(self) -> None:
+        """Gives it back for good."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class FolderLock:
     """*raises:* TierError: somebody has been opening or replacing the folder for longer than `timeout_s`."""
 
     def __init__(self, folder: Path, files: Files, timeout_s: float) -> None:
-        self._files = files
-        self._folder = folder
-        self._timeout_s = timeout_s
-        self._opening = files.open_lock(folder / "quire-cache.opening")
+        self._opening = FileLock(folder / "quire-cache.opening", files, timeout_s)
         try:
-            self._open = files.open_lock(folder / "quire-cache.lock")
+            self._open = FileLock(folder / "quire-cache.lock", files, timeout_s)
         except OSError:
-            os.close(self._opening)
+            self._opening.close()
             raise
-        self._closed = False
 
     @contextmanager
     def opening(self) -> Iterator[None]:
         """Nobody else opens the folder meanwhile; it counts as in use from then on."""
-        self._wait_for(self._opening, exclusive=True)
+        self._opening.acquire(exclusive=True)
         try:
-            self._wait_for(self._open, exclusive=False)
+            self._open.acquire(exclusive=False)
             yield
         finally:
-            os.close(self._opening)
-            self._opening = -1
+            self._opening.close()
 
     def is_alone(self) -> bool:
         """Whether nobody else has the folder open; to be asked while opening it."""
-        alone = self._files.try_lock(self._open, exclusive=True)
-        self._wait_for(self._open, exclusive=False)  # a change of a lock, granted or refused, may lose it
+        alone = self._open.try_acquire(exclusive=True)
+        self._open.acquire(exclusive=False)  # a change of a lock, granted or refused, may lose it
         return alone
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            os.close(self._open)
-            if self._opening >= 0:
-                os.close(self._opening)
-
-    def _wait_for(self, descriptor: int, *, exclusive: bool) -> None:
-        until = time.monotonic() + self._timeout_s
-        while not self._files.try_lock(descriptor, exclusive=exclusive):
-            if time.monotonic() > until:
-                raise TierError(
-                    f"expected the disk cache in {self._folder} within {self._timeout_s} s, got no lock"
-                )
-            time.sleep(0.005)
+        self._open.close()
+        self._opening.close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,49 +21,27 @@ import numpy as np
 
 from quire.tiers.names import SegmentName
 from quire.tiers.notices import Notices
-from quire.tiers.segment import SegmentShape, decode
+from quire.tiers.outgoing import Outgoing
+from quire.tiers.segment import SegmentError, SegmentShape, check_parts, decode
 from quire.tiers.speed import Speed
-from quire.tiers.tier import DamagedError, SegmentInfo, Tier, TierStats, UnavailableError
+from quire.tiers.tier import (
+    DamagedError,
+    LoadsInPlace,
+    LoadsMany,
+    SegmentInfo,
+    Tier,
+    TierStats,
+    UnavailableError,
+)
 from quire.tiers.workers import Workers
 
-__all__ = ["Fetched", "GuardedTier", "Outgoing", "TierCounts"]
+__all__ = ["Fetched", "GuardedTier", "TierCounts"]
 
 _log = logging.getLogger("quire")
 _NICE = 5  # storing can wait, a step should not
 _LOADS = ("hits", "misses", "skipped", "loaded_bytes")
 _STORES = ("stored", "stored_bytes", "promoted", "refused", "dropped")
 _COUNTED = (*_LOADS, *_STORES, "damaged", "failures")
-
-
-class Outgoing:
-    """A segment on its way into tiers, its value made once for all of them, when the first of them asks for it.
-
-    payload: uint8, what the value holds; num_bytes: that the queue counts for it.
-    """
-
-    def __init__(
-        self,
-        name: SegmentName,
-        info: SegmentInfo,
-        payload: np.ndarray,
-        make: Callable[[], list[memoryview]],
-        num_bytes: int | None = None,
-    ) -> None:
-        self.name = name
-        self.info = info
-        self.payload = payload.view()
-        self.payload.flags.writeable = False
-        self.num_bytes = payload.nbytes if num_bytes is None else num_bytes
-        self._make = make
-        self._parts: list[memoryview] | None = None
-        self._lock = threading.Lock()
-
-    def parts(self) -> list[memoryview]:
-        """The value, to be written one part after the other. *raises:* SegmentError: a payload of the wrong size."""
-        with self._lock:
-            if self._parts is None:
-                self._parts = self._make()
-            return self._parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,16 +56,18 @@ class Fetched:
 
 @dataclass(frozen=True)
 class TierCounts:
-    """One tier's counts since the start, in segments; values, bytes and waiting_bytes are now.
+    """One tier's counts since the start, in segments; segments, bytes and waiting_bytes are now.
 
-    values, bytes: of the tier as a whole, -1 where it cannot say. hits, misses: of loads. skipped: calls not made, as
-    the tier is given a rest after a failure. refused: stores the tier said no to. dropped: stores that found the queue
-    full, or were given up by `close`. damaged: values that failed their check. promoted: of those stored, what a lower
-    tier gave. latency_s, bytes_per_s: measured lately, 0 before.
+    These names are those of `LLM.stats()["tiers"]`, the report and the metrics. segments, bytes: of all of the tier,
+    -1 where it cannot say. hits, misses: of loads; loaded_bytes: of the hits. skipped: calls not made, as the
+    tier is given a rest after a failure. stored, stored_bytes: what it took; promoted: of that, what a lower one gave.
+    refused: stores the tier said no to. dropped: stores that found the queue full, or were given up by `close`.
+    damaged: values that failed their check. failures: calls that did. evicted: by the tier, for want of room.
+    latency_s, bytes_per_s: measured lately, 0 before.
     """
 
     name: str
-    values: int
+    segments: int
     bytes: int
     waiting_bytes: int
     hits: int
@@ -174,6 +155,86 @@ class GuardedTier:
             self.count("misses")
             self._notices.gone(self.name, (name.key,), "missing", seen)
             return None
+        return self._checked(name, value, shape, seen)
+
+    def fetch_some(self, names: Sequence[SegmentName], shape: SegmentShape) -> list[Fetched]:
+        """`fetch` of the leading ones, of as many as the tier gives at once; none: the first is a miss."""
+        with self._lock:
+            is_waiting = any(name.key in self._waiting for name in names)
+        if len(names) > 1 and isinstance(self.tier, LoadsMany) and not is_waiting:
+            seen = self._notices.mark()
+            values: list[memoryview] = []
+            try:
+                values = self.tier.load_many([name.key for name in names])
+            except Exception as error:
+                self.report_failure("load", error)  # and one by one, as far as that goes
+            found: list[Fetched] = []
+            for name, value in zip(names, values, strict=False):
+                fetched = self._checked(name, value, shape, seen)
+                if fetched is None:
+                    return found
+                found.append(fetched)
+            if found:
+                return found
+        fetched = self.fetch(names[0], shape)
+        return [] if fetched is None else [fetched]
+
+    def fetch_in_place(
+        self,
+        names: Sequence[SegmentName],
+        shape: SegmentShape,
+        writing: AbstractContextManager[bool],
+        place: Callable[[int], Sequence[Any] | None],
+    ) -> int:
+        """How many of the leading ones lie where they are wanted now, verified; `fetch_some` tells of the next.
+
+        writing: within it `place` may be asked where the payload of each goes (None: nowhere), and that be written to.
+        """
+        with self._lock:
+            is_waiting = any(name.key in self._waiting for name in names)
+        if is_waiting or not isinstance(self.tier, LoadsInPlace):
+            return 0
+        seen = self._notices.mark()
+        keys = [name.key for name in names]
+        try:
+            located = self.tier.locate(keys)
+            with writing as is_wanted:
+                count = self._read_now(names, located, place, shape) if is_wanted else 0
+            count = self.tier.confirm(keys, located[:count]) if count else 0
+        except Exception as error:
+            self.report_failure("load", error)
+            return 0
+        self.count("hits", count)
+        self.count("loaded_bytes", shape.bytes_per_token * sum(len(name.tokens) for name in names[:count]))
+        for name in names[:count]:
+            self._notices.held(self.name, name, seen)
+        return count
+
+    def _read_now(
+        self,
+        names: Sequence[SegmentName],
+        located: Sequence[Any],
+        place: Callable[[int], Sequence[Any] | None],
+        shape: SegmentShape,
+    ) -> int:
+        """How many of the leading segments were at hand, are where they are wanted, and are whole."""
+        assert isinstance(self.tier, LoadsInPlace)
+        parts: list[Sequence[Any]] = []
+        while len(parts) < len(located) and (some := place(len(parts))) is not None:
+            parts.append(some)
+        read = self.tier.read_now(located[: len(parts)], parts)
+        for count, (name, some, (front, digest)) in enumerate(zip(names, parts, read, strict=False)):
+            num_bytes = sum(map(len, some))
+            try:
+                check_parts(
+                    front, num_bytes, digest, key=name.key, tokens=name.tokens, start=name.start, shape=shape
+                )
+            except SegmentError:
+                return count  # `fetch` sees it too, counts it and has it removed
+        return len(read)
+
+    def _checked(self, name: SegmentName, value: Any, shape: SegmentShape, seen: int) -> Fetched | None:
+        """What a tier gave, if it is the segment (L2)."""
         try:
             view = memoryview(value).cast("B").toreadonly()
             payload = decode(view, key=name.key, tokens=name.tokens, start=name.start, shape=shape)
@@ -263,12 +324,18 @@ class GuardedTier:
         with self._lock:
             return self._speed.seconds(num_bytes)
 
+    @property
+    def num_unanswered(self) -> int:
+        """Calls that failed, or were not made as the tier is given a rest."""
+        with self._lock:
+            return self._counts["failures"] + self._counts["skipped"]
+
     def stats(self) -> TierCounts:
         own = self._guard("stats", self.tier.stats) or TierStats(num_values=-1, num_bytes=-1)
         with self._lock:
             return TierCounts(
                 name=self.name,
-                values=own.num_values,
+                segments=own.num_values,
                 bytes=own.num_bytes,
                 evicted=own.evicted,
                 waiting_bytes=self.writer.num_bytes,

@@ -31,7 +31,7 @@ import xxhash
 from quire.errors import QuireError
 from quire.spec import KVSpec
 
-__all__ = ["Segment", "SegmentError", "SegmentShape", "decode", "encode", "read_header"]
+__all__ = ["Segment", "SegmentError", "SegmentShape", "check_parts", "decode", "encode", "read_header"]
 
 _MAGIC = b"QUIRESEG"
 _FRONT = len(_MAGIC) + 4 + 8
@@ -123,26 +123,31 @@ def decode(value: Any, *, key: bytes, tokens: np.ndarray, start: int, shape: Seg
     *raises:* SegmentError: it is not, or was damaged; nothing of it may be used then.
     """
     header, payload = _parts(value)
-    expected = {
-        "key": key.hex(),
-        "start": start,
-        "num_tokens": len(tokens),
-        "tokens_sha256": _token_digest(tokens),
-        "dtype": shape.dtype,
-        "layers": [list(layer) for layer in shape.layers],
-        "payload_bytes": len(tokens) * shape.bytes_per_token,
-    }
-    for name, wanted in expected.items():
-        if header.get(name) != wanted:
-            raise SegmentError(f"expected a segment with {name} {wanted}, got {header.get(name)}")
-    _check_payload(header, payload)
+    _check_header(header, key=key, tokens=tokens, start=start, shape=shape)
+    _check_payload(header, len(payload), xxhash.xxh3_64_intdigest(payload))
     return np.frombuffer(payload, np.uint8)
+
+
+def check_parts(
+    front: Any,
+    num_bytes: int,
+    digest: int,
+    *,
+    key: bytes,
+    tokens: np.ndarray,
+    start: int,
+    shape: SegmentShape,
+) -> None:
+    """As `decode`, of a value whose payload lies elsewhere: so many bytes with this XXH3-64. *raises:* SegmentError."""
+    header, rest = _parts(front)
+    _check_header(header, key=key, tokens=tokens, start=start, shape=shape)
+    _check_payload(header, len(rest) + num_bytes, digest)
 
 
 def read_header(value: Any) -> dict[str, Any]:
     """The header of a value whose every byte has been checked. *raises:* SegmentError."""
     header, payload = _parts(value)
-    _check_payload(header, payload)
+    _check_payload(header, len(payload), xxhash.xxh3_64_intdigest(payload))
     return header
 
 
@@ -167,10 +172,27 @@ def _parts(value: Any) -> tuple[dict[str, Any], memoryview]:
     return header, view[_FRONT + length :]
 
 
-def _check_payload(header: dict[str, Any], payload: memoryview) -> None:
-    if len(payload) != header.get("payload_bytes"):
-        raise SegmentError(f"expected {header.get('payload_bytes')} bytes of payload, got {len(payload)}")
-    if xxhash.xxh3_64_hexdigest(payload) != header.get("payload_xxh3"):
+def _check_header(
+    header: dict[str, Any], *, key: bytes, tokens: np.ndarray, start: int, shape: SegmentShape
+) -> None:
+    expected = {
+        "key": key.hex(),
+        "start": start,
+        "num_tokens": len(tokens),
+        "tokens_sha256": _token_digest(tokens),
+        "dtype": shape.dtype,
+        "layers": [list(layer) for layer in shape.layers],
+        "payload_bytes": len(tokens) * shape.bytes_per_token,
+    }
+    for name, wanted in expected.items():
+        if header.get(name) != wanted:
+            raise SegmentError(f"expected a segment with {name} {wanted}, got {header.get(name)}")
+
+
+def _check_payload(header: dict[str, Any], num_bytes: int, digest: int) -> None:
+    if num_bytes != header.get("payload_bytes"):
+        raise SegmentError(f"expected {header.get('payload_bytes')} bytes of payload, got {num_bytes}")
+    if f"{digest:016x}" != header.get("payload_xxh3"):
         raise SegmentError(
             f"expected a payload with XXH3 {header.get('payload_xxh3')}, got another one: damaged"
         )

@@ -16,15 +16,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from quire.tiers.files import Files
+from quire.tiers.files import MAX_BUFFERS, Buffer, Files
 from quire.tiers.read_buffers import ReadBuffers
 
 __all__ = ["PAGE", "Slabs", "pages_of"]
 
 PAGE = 4096
-_MAX_PARTS = 512  # of one write; the system takes 1024
 
 
 def pages_of(num_bytes: int) -> int:
@@ -85,12 +85,21 @@ class Slabs:
             done += count
         return buffer
 
+    def read_now(self, values: Sequence[tuple[int, int, Buffer, Sequence[Buffer]]]) -> list[int]:
+        """See `Files.read_now`; of slabs instead of descriptors. It ends before the first of a slab that is gone."""
+        opened: list[_OpenSlab] = []
+        with suppress(FileNotFoundError):
+            for slab, *_ in values:
+                opened.append(self._opened(slab))
+        reads = zip(opened, values, strict=False)
+        return self._files.read_now([(one.descriptor, *value[1:]) for one, value in reads])
+
     def write(self, slab: int, offset: int, parts: Sequence[memoryview]) -> None:
         """Writes the parts one after the other; they are durable after `sync`."""
         opened = self._opened(slab)
         rest = [part.cast("B") for part in parts if part.nbytes]
         while rest:
-            count = self._files.write(opened.descriptor, rest[:_MAX_PARTS], offset)
+            count = self._files.write(opened.descriptor, rest[:MAX_BUFFERS], offset)
             offset += count
             while rest and count >= len(rest[0]):
                 count -= len(rest.pop(0))

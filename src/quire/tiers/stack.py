@@ -9,7 +9,8 @@ only refreshed). A load goes top down, segment by segment; what a lower tier gav
 What it is not: a policy. When to store (on eviction, through), and whether to load or to recompute, is the engine's
 business; `estimate_seconds` helps.
 
-A load has as many segments under way as there are workers: while one waits for the medium another is checked or copied.
+A load has as many turns under way as there are workers: while one waits for the medium another checks or copies. A turn
+brings up one segment, or up to `_TURN_BYTES` of them where a tier gives several at once (`LoadsMany`).
 
 Threads: `workers` of them load and look up, one for each tier stores; daemons, joined by `close`. workers=0: everything
 is done inside the call, `on_done` included, in an order that depends on nothing else: for the laws and the simulator.
@@ -33,21 +34,25 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import accumulate, takewhile
+from typing import Any
 
 import numpy as np
 
 from quire.errors import ArgumentError
-from quire.tiers.guarded import GuardedTier, Outgoing, TierCounts
+from quire.tiers.guarded import Fetched, GuardedTier, TierCounts
 from quire.tiers.names import SegmentName
 from quire.tiers.notices import Notices
+from quire.tiers.outgoing import Outgoing
 from quire.tiers.segment import Segment, SegmentShape, encode
-from quire.tiers.tier import Reason, SegmentInfo, Tier
+from quire.tiers.tier import LoadsMany, Reason, SegmentInfo, Tier
 from quire.tiers.transfer import Load, Lookup
 from quire.tiers.workers import Workers
 
 __all__ = ["StackStats", "TierStack"]
 
+# Payload that a turn of a load brings up where a tier gives several values at once, and of that what it copies.
+_TURN_BYTES, _COPIED_BYTES = 32 << 20, 8 << 20
 _MAX_LOSSES = 65536  # values given up by tiers that are remembered
 
 
@@ -101,7 +106,8 @@ class TierStack:
         self._tiers = [
             GuardedTier(tier, min(workers, 1), max_bytes_in_flight, clock, self.notices) for tier in tiers
         ]
-        self._readers = Workers("quire-tiers", workers)
+        self._turn_bytes = _TURN_BYTES if any(isinstance(tier, LoadsMany) for tier in tiers) else 0
+        self._readers = Workers("quire-tiers", workers, spread=True)
         self._lock = threading.Lock()
         self._losses: OrderedDict[bytes, dict[str, float]] = OrderedDict()  # when which tier gave a value up
         for tier in tiers:
@@ -158,6 +164,7 @@ class TierStack:
         chain: Sequence[SegmentName],
         *,
         into: Callable[[int, np.ndarray], None] | None = None,
+        places: Callable[[int], Sequence[Any] | None] | None = None,
         on_done: Callable[[Load], None] | None = None,
         retention: int = 1,
         owner: str = "",
@@ -166,10 +173,16 @@ class TierStack:
 
         into(index, payload): takes each one, in threads of the stack, several at once (X2 says until when, X3 in what
         order); the payload is uint8, read-only, and valid while referred to. Without it they are kept in
-        `Load.payloads`. retention, owner: of what is promoted; with retention 0 (discard) nothing is. Loads under way
-        take turns by segment.
+        `Load.payloads`.
+
+        places(index): beside `into`, writable buffers that take this segment's payload one after the other, or None. A
+        tier that can (`LoadsInPlace`) reads to there what it has at hand, and `into` is not called for it; of a
+        segment that did not arrive they may hold anything. X2 holds for them as for `into`.
+
+        retention, owner: of what is promoted; with retention 0 (discard) nothing is. Loads under way
+        take turns, see the module's text.
         """
-        load = Load(chain, self.shape.bytes_per_token, into, self._ended, on_done)
+        load = Load(chain, self.shape.bytes_per_token, into, places, self._ended, on_done)
         with self._lock:
             self._num_loads += 1
             self._running.add(load)
@@ -227,7 +240,7 @@ class TierStack:
         return [found for one in self._tiers if one.name == tier for found in one.contents(roots)]
 
     def stats(self) -> StackStats:
-        """Counts of every tier; no round trip to a server."""
+        """Counts of every tier; no round trip to a server, but a disk is read: not for the engine's thread."""
         tiers = tuple(tier.stats() for tier in self._tiers)
         with self._lock:
             return StackStats(
@@ -238,6 +251,10 @@ class TierStack:
                 self._num_complete,
                 self._num_cancelled,
             )
+
+    def unanswered(self) -> dict[str, int]:
+        """By tier, how many calls have failed, or were not made as it is given a rest. No tier is asked."""
+        return {tier.name: tier.num_unanswered for tier in self._tiers}
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until what was queued to be stored is in the tiers, for good; whether that was within `timeout` s."""
@@ -277,6 +294,7 @@ class TierStack:
         for tier in self._tiers:
             if not every_tier and None not in where:
                 break
+            lookup.asked = tier.name
             found = tier.contains(lookup.keys)
             lookup.by_tier[tier.name] = len(list(takewhile(bool, found)))
             where = [name or (tier.name if there else None) for name, there in zip(where, found, strict=True)]
@@ -295,35 +313,69 @@ class TierStack:
             load._end("closed")
 
     def _take_turn(self, load: Load, retention: int, owner: str) -> None:
-        """One segment of a load."""
-        index = load._take()
-        if index is None:
+        """One segment of a load, or a few where a tier gives several at once."""
+        num_turns = self._num_turns(load)
+        indices = load._take(self._turn_bytes, num_turns)
+        if not indices:
             return
-        if self._fetch(load, index, retention, owner):
+        if self._fetch(load, indices, retention, owner):
             self._go_on(load, retention, owner)
         load._settle()
 
-    def _fetch(self, load: Load, index: int, retention: int, owner: str) -> bool:
-        """Brings one segment up; whether it was delivered."""
-        name = load.chain[index]
-        for depth, tier in enumerate(self._tiers):
+    def _fetch(self, load: Load, indices: range, retention: int, owner: str) -> bool:
+        """Brings segments up; whether all were delivered."""
+        while indices:
             started = self._clock()
-            fetched = tier.fetch(name, self.shape)
-            if fetched is not None:
-                if not load._deliver(index, fetched.payload, tier.name):
+            names = load.chain[indices.start : indices.stop]
+            found: list[Fetched] = []
+            for depth, tier in enumerate(self._tiers):
+                above = self._tiers[:depth] if self._promote and retention else []
+                if not above and (count := self._fetch_in_place(load, indices, tier)):
+                    break
+                count = len(found := tier.fetch_some(self._some(names), self.shape))
+                if found:
+                    break
+                if load.outcome is not None:
                     return False
-                if not fetched.was_queued:  # others of the load have shared the time
-                    tier.loaded(fetched.payload.nbytes, (self._clock() - started) / self._num_turns(load))
-                if self._promote and depth and retention:
-                    info = name.info(retention=retention, owner=owner)
-                    outgoing = Outgoing(name, info, fetched.payload, fetched.make, fetched.num_bytes)
-                    for above in self._tiers[:depth]:
-                        above.store(outgoing, promoted=True)
-                return True
-            if load.outcome is not None:
+            else:
+                load._stop_at(indices.start, "missing")
                 return False
-        load._stop_at(index, "missing")
-        return False
+            if not self._hand_over(load, indices, found, tier.name):
+                return False
+            num_bytes = self.shape.bytes_per_token * sum(len(name.tokens) for name in names[:count])
+            num_bytes -= sum(one.payload.nbytes for one in found if one.was_queued)
+            if num_bytes:  # others of the load have shared the time
+                tier.loaded(num_bytes, (self._clock() - started) / self._num_turns(load))
+            for name, fetched in zip(names, found, strict=False):
+                info = name.info(retention=retention, owner=owner)
+                outgoing = Outgoing(name, info, fetched.payload, fetched.make, fetched.num_bytes)
+                for one in above:
+                    one.store(outgoing, promoted=True)
+            indices = indices[count:]
+        return True
+
+    def _some(self, names: Sequence[SegmentName]) -> Sequence[SegmentName]:
+        """The leading ones, of `_COPIED_BYTES` together or one alone."""
+        num_tokens = accumulate(len(name.tokens) for name in names)
+        return names[
+            : max(1, sum(self.shape.bytes_per_token * count <= _COPIED_BYTES for count in num_tokens))
+        ]
+
+    def _fetch_in_place(self, load: Load, indices: range, tier: GuardedTier) -> int:
+        """How many leading segments a tier has read to where they are wanted, and the load has them."""
+        if load._places is None:
+            return 0
+        names = load.chain[indices.start : indices.stop]
+        writing = load._writing_from(indices.start)
+        count = tier.fetch_in_place(names, self.shape, writing, lambda at: load._place(indices[at]))
+        for index in indices[:count]:
+            load._arrive(index, self.shape.bytes_per_token * len(load.chain[index].tokens), tier.name)
+        return count
+
+    def _hand_over(self, load: Load, indices: range, found: list[Fetched], tier: str) -> bool:
+        """Whether all found were wanted."""
+        pairs = zip(indices, found, strict=False)
+        return all(load._deliver(index, fetched.payload, tier) for index, fetched in pairs)
 
     def _ended(self, handle: Load | Lookup) -> None:
         with self._lock:

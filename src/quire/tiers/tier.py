@@ -16,11 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from quire.errors import QuireError
 
-__all__ = ["DamagedError", "Reason", "SegmentInfo", "Tier", "TierError", "TierStats", "UnavailableError"]
+__all__ = [
+    "DamagedError",
+    "LoadsInPlace",
+    "LoadsMany",
+    "Reason",
+    "SegmentInfo",
+    "Tier",
+    "TierError",
+    "TierStats",
+    "UnavailableError",
+]
 
 Reason: TypeAlias = Literal["evicted", "damaged", "missing", "dropped", "cleared"]
 """Why a value is gone: for want of room; it was not what had been stored; it was not found any more (a server, or
@@ -111,4 +121,42 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Lets go of files, connections and memory. Twice does nothing."""
+        ...
+
+
+@runtime_checkable
+class LoadsMany(Protocol):
+    """What a tier may have beside the contract: several values in one call, where that is cheaper than one by one."""
+
+    def load_many(self, keys: Sequence[bytes]) -> list[memoryview]:
+        """The values of the leading keys that are there; fewer, or none, where it cannot give more at once.
+
+        Whoever wants to know why asks `load` for the next one.
+        """
+        ...
+
+
+@runtime_checkable
+class LoadsInPlace(Protocol):
+    """What a tier may have beside the contract: values read to where they are wanted, without a copy between, as long
+    as that waits for nothing.
+
+    `locate`, then `read_now` for some, then `confirm`: what was read is what was stored only for those confirmed.
+    """
+
+    def locate(self, keys: Sequence[bytes]) -> list[Any]:
+        """Where the leading values lie, as far as they are there."""
+        ...
+
+    def read_now(self, places: Sequence[Any], parts: Sequence[Sequence[Any]]) -> list[tuple[memoryview, int]]:
+        """Of the leading values the first bytes of each, and the XXH3-64 of its last ones, which were read into its
+        buffers, one after the other.
+
+        It ends before the first that would have to wait, or is smaller than its buffers; what is in them, and in those
+        behind, then says nothing.
+        """
+        ...
+
+    def confirm(self, keys: Sequence[bytes], places: Sequence[Any]) -> int:
+        """How many of the leading values still lie where they did; these count as used."""
         ...

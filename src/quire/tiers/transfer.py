@@ -3,7 +3,8 @@
 Invariants
     X1  it ends exactly once, with one outcome; `done` is set and `on_done` called then, and never before its results
         can be read.
-    X2  once `Load.cancel` has returned, `into` is not running and is never called again: what it wrote to may be freed.
+    X2  once `Load.cancel` has returned, `into` is not running and is never called again, nor is anything written to
+        `places`: what they wrote to may be freed.
     X3  a load delivers segments of its chain, each whole and verified, several at a time and in any order among those;
         it ends at the first that no tier has. `num_loaded` leading ones are there, whatever the outcome; what was
         delivered behind them counts for nothing.
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import Generic, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -63,7 +65,7 @@ class Lookup(_Handle["Lookup"]):
 
     found: for each key the name of the topmost tier that has it, None where none has. where: the same of the leading
         keys; ends before the first key that none has. by_tier: how many leading keys each tier that was asked has on
-        its own.
+        its own. asked: the tier that was asked last, also while it is under way; None before its turn.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Lookup(_Handle["Lookup"]):
         self.found: tuple[str | None, ...] = (None,) * len(self.keys)
         self.where: tuple[str, ...] = ()
         self.by_tier: dict[str, int] = {}
+        self.asked: str | None = None
 
     @property
     def num_found(self) -> int:
@@ -98,17 +101,20 @@ class Load(_Handle["Load"]):
         chain: Sequence[SegmentName],
         bytes_per_token: int,
         into: Callable[[int, np.ndarray], None] | None,
+        places: Callable[[int], Sequence[Any] | None] | None,
         on_end: Callable[[Load], None],
         on_done: Callable[[Load], None] | None,
     ) -> None:
         super().__init__(on_end, on_done)
         self.chain = tuple(chain)
+        self._bytes_per_token = bytes_per_token
         self.bytes_total = bytes_per_token * sum(len(name.tokens) for name in self.chain)
         self.bytes_done = 0
         self.tiers: list[str] = []
         self.payloads: list[np.ndarray] = []
         self.error: Exception | None = None
         self._into = into
+        self._places = places
         self._next = 0  # the first segment that nobody has taken
         self._stop = len(self.chain)  # where it ends, as
         self._stop_outcome: Outcome = "complete"
@@ -128,8 +134,8 @@ class Load(_Handle["Load"]):
         return sum(len(name.tokens) for name in self.chain[: self.num_loaded])
 
     def cancel(self) -> bool:
-        """Ends it now, whatever a tier still does; whether it was still under way. Waits for a running `into` only,
-        and from within one for none."""
+        """Ends it now, whatever a tier still does; whether it was still under way. Waits for what is being written only
+        (`into`, `places`), which waits for no medium; from within an `into` for nothing, and that does not count."""
         return self._end("cancelled")
 
     def _end(self, outcome: Outcome) -> bool:
@@ -139,36 +145,65 @@ class Load(_Handle["Load"]):
                 self._written.wait_for(lambda: not self._writing)  # X2
         return super()._end(outcome)
 
-    def _take(self) -> int | None:
-        """The next segment to be fetched and delivered; None where there is none."""
+    def _take(self, max_bytes: int, num_turns: int) -> range:
+        """The next segments to be fetched and delivered, of `max_bytes` of payload together or one alone.
+
+        Fewer towards the end, so that all who take turns have something to do until then, but not so few that beginning
+        a turn takes long beside them.
+        """
         with self._lock:
-            if self._ending or self._next >= self._stop:
-                return None
-            self._next += 1
-            return self._next - 1
+            first = self._next
+            if self._ending or first >= self._stop:
+                return range(0)
+            share = first + (self._stop - first) // (2 * num_turns)
+            num_bytes = 0
+            while self._next < self._stop:
+                num_bytes += self._bytes_per_token * len(self.chain[self._next].tokens)
+                if self._next > first and num_bytes > (max_bytes if self._next < share else max_bytes // 8):
+                    break
+                self._next += 1
+            return range(first, self._next)
 
     def _deliver(self, index: int, payload: np.ndarray, tier: str) -> bool:
         """Hands a segment over that was taken; False where nobody wants it, or `into` raised. `_settle` is due then."""
-        with self._lock:
-            if self._ending or index >= self._stop:
-                return False
-            self._writing.add(threading.get_ident())
-        error: Exception | None = None
         try:
-            if self._into is not None:
-                self._into(index, payload)
-        except Exception as raised:
-            error = raised
-        with self._written:
-            self._writing.discard(threading.get_ident())
-            self._written.notify_all()
-            if error is None:
-                self._arrived[index] = (tier, payload.nbytes, None if self._into else payload)
-                self._count()
-                return True
-        _log.error("a load ended, as what takes its segments failed: %r", error)
-        self._stop_at(index, "failed", error)
-        return False
+            with self._writing_from(index) as is_wanted:
+                if not is_wanted:
+                    return False
+                if self._into is not None:
+                    self._into(index, payload)
+                self._arrive(index, payload.nbytes, tier, None if self._into else payload)
+        except Exception as error:
+            _log.error("a load ended, as what takes its segments failed: %r", error)
+            self._stop_at(index, "failed", error)
+            return False
+        return True
+
+    @contextmanager
+    def _writing_from(self, index: int) -> Iterator[bool]:
+        """What is written within has ended when `cancel` returns (X2). Whether segments from this one on are wanted."""
+        with self._lock:
+            is_wanted = not self._ending and index < self._stop
+            if is_wanted:
+                self._writing.add(threading.get_ident())
+        try:
+            yield is_wanted
+        finally:
+            with self._written:
+                self._writing.discard(threading.get_ident())
+                self._written.notify_all()
+
+    def _place(self, index: int) -> Sequence[Any] | None:
+        """Where a segment's payload goes, within `_writing_from`; None: nowhere, or somebody waits for our end."""
+        return None if self._places is None or self._ending else self._places(index)
+
+    def _arrive(self, index: int, num_bytes: int, tier: str, payload: np.ndarray | None = None) -> None:
+        """A segment is where it is wanted; nothing happens where the load has ended meanwhile."""
+        with self._lock:
+            if self.outcome is not None:
+                return
+            self._arrived[index] = (tier, num_bytes, payload)
+            self._count()
 
     def _count(self) -> None:
         """Counts what lies behind the leading segments without a hole."""

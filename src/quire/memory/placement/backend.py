@@ -8,6 +8,7 @@ Not counted here: who uses what. `heap.PlacementHeap` counts references and mapp
 Invariants
     B1  a call that fails raises, and has not given up what it was to replace: the caller maps the old state again.
     B2  all addresses, offsets and sizes are multiples of `page_bytes`.
+    B3  a heap's huge page stays one until any of it is given back.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class PlacementBackend(Protocol):
     """See the module's text. `heap` is whatever `make_heap` returned."""
 
     page_bytes: int
+    huge_bytes: int  # of a huge page: what is mapped a whole one at a time is read faster; 0: there are none
     merges: bool  # one call maps neighbours in both spaces, and they count as one mapping
     budget: MappingBudget
 
@@ -56,8 +58,8 @@ class PlacementBackend(Protocol):
         """Give a reservation back, mapped or not."""
         ...
 
-    def make_heap(self, num_bytes: int, alignment: int) -> Any:
-        """Memory that can be mapped, none of it taken yet. alignment: of its pieces, a page or a huge page."""
+    def make_heap(self, num_bytes: int) -> Any:
+        """Memory that can be mapped, none of it taken yet."""
         ...
 
     def drop_heap(self, heap: Any) -> None:
@@ -66,6 +68,12 @@ class PlacementBackend(Protocol):
 
     def commit(self, heap: Any, offset: int, num_bytes: int) -> None:
         """Have memory behind these bytes: mapping and touching them fails no more."""
+        ...
+
+    def commit_huge(self, heap: Any, offset: int) -> bool:
+        """Have a huge page behind the `huge_bytes` from `offset` on, a multiple of them, behind which nothing is yet.
+
+        False: the machine gives none, and nothing has changed."""
         ...
 
     def give_back(self, heap: Any, offset: int, num_bytes: int) -> None:

@@ -77,6 +77,10 @@ class SystemCalls:
         """Make huge pages of the whole aligned range, of which some page is in memory (Linux 6.1)."""
         _check(_libc.madvise(address, num_bytes, _MADV_COLLAPSE), "madvise(MADV_COLLAPSE)", num_bytes)
 
+    def forget(self, address: int, num_bytes: int) -> None:
+        """Drop the page tables' entries of a file's mapping: its memory is found again when it is touched."""
+        _check(_libc.madvise(address, num_bytes, mmap.MADV_DONTNEED), "madvise(MADV_DONTNEED)", num_bytes)
+
     def fallocate(self, fd: int, offset: int, num_bytes: int) -> None:
         """Have memory behind these bytes of the file."""
         _check(_fallocate(fd, _FALLOC_FL_KEEP_SIZE, offset, num_bytes), "fallocate", num_bytes)

@@ -75,13 +75,21 @@ class PlacementHeap:
             max_units = max(1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.unit_bytes)
         if units_per_heap is None:
             heap_bytes = max(_HEAP_BYTES, -(-max_units * self.unit_bytes // _MAX_HEAPS))
-            units_per_heap = max(8, -(-heap_bytes // self.unit_bytes))
+            units_per_heap = min(max(8, -(-heap_bytes // self.unit_bytes)), max_units)
+            # Whole huge pages in each lane; a file is sparse, so that it may be larger than what is used of it.
+            whole = max(
+                (backend.huge_bytes // size for size in self.piece_bytes if backend.huge_bytes % size == 0),
+                default=1,
+            )
+            units_per_heap = -(-units_per_heap // max(whole, 1)) * max(whole, 1)
+        elif units_per_heap > max_units:
+            units_per_heap = max_units
         if max_units < 1 or units_per_heap < 1:
             raise ArgumentError(
                 f"expected at least 1 unit and 1 unit in a heap, got {max_units} and {units_per_heap}"
             )
         self.max_units = max_units
-        self.units_per_heap = min(units_per_heap, max_units)
+        self.units_per_heap = units_per_heap
         self._backend = backend
         self._budget = backend.budget
         self._files = HeapFiles(self.piece_bytes, max_units, self.units_per_heap, backend)
@@ -89,6 +97,11 @@ class PlacementHeap:
         self._ranges: list[AddressRange] = []
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._completed = 0
+
+    @property
+    def frame_units(self) -> int:
+        """So many units, from a multiple of it on at positions from one on, may be a huge page; 1: none is."""
+        return max(1, *self._files.frame_units)
 
     # Address ranges
 
@@ -116,7 +129,8 @@ class PlacementHeap:
                 )
         self._budget.check(1)
         try:
-            made = AddressRange(self._backend, num_positions, sizes, self._files.alignment, margin_bytes)
+            alignment = self._files.alignment_for(num_positions, sizes)
+            made = AddressRange(self._backend, num_positions, sizes, alignment, margin_bytes)
         except (OSError, OverflowError) as error:
             raise CapacityError(
                 f"cannot reserve {num_positions * sum(sizes)} bytes of address space: {error}; ask for fewer or "

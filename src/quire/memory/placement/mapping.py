@@ -9,6 +9,8 @@ Invariants
     M1  a range's `num_mappings` is 1 and the number of places in its lanes where two extents meet: never fewer than the
         machine has, because the machine may merge what lies in different lanes too.
     M2  a change that fails leaves entries, counts and mappings as before.
+    M3  positions that lead to all units of a huge page, in its order and from an address on that is a multiple of its
+        size, were mapped by one call: so the page is translated as one. The call that completes it maps all of it.
 
 Cost: one call to the machine for each extent and lane that differ; numpy over the positions given.
 """
@@ -46,38 +48,29 @@ def change(files: HeapFiles, changes: list[Change]) -> list[np.ndarray]:
         old.append(address_range.entries[positions + 1] - 1)
         address_range.entries[positions + 1] = units + 1
         growth.append(num_edges(files, address_range, edges) - before)
-    done: list[
-        tuple[int, int, int, int]
-    ] = []  # number of the change, lane, first and last + 1 of its positions
+    done: list[tuple[AddressRange, int, int, int]] = []  # lane, and [start, stop) of positions
     try:
         if any((units >= 0).any() for _, _, units in changes):
             budget.check(sum(growth))
         for number, (address_range, positions, units) in enumerate(changes):
             moved = np.flatnonzero(old[number] != units)
-            extents: dict[
-                bool, list[tuple[int, int, int, int]]
-            ] = {}  # the same in all lanes that merge alike
+            extents: dict[bool, list[tuple[int, int, int]]] = {}  # the same in all lanes that merge alike
             for lane, size in enumerate(address_range.piece_bytes):
                 merging = _merges(files, lane, size)
                 if merging not in extents:
                     extents[merging] = [
-                        (
-                            int(moved[start]),
-                            int(positions[moved[start]]),
-                            int(units[moved[start]]),
-                            stop - start,
-                        )
+                        (int(positions[moved[start]]), int(units[moved[start]]), stop - start)
                         for start, stop in _extents(files, positions[moved], units[moved], merging=merging)
                     ]
-                for first, position, unit, count in extents[merging] if size else []:
-                    done.append((number, lane, first, first + count))
-                    taking(_lead, files, address_range, lane, position, unit, count)
+                for position, unit, count in extents[merging] if size else []:
+                    whole = _whole_pages(files, address_range, lane, position, unit, count)
+                    done.append((address_range, lane, whole[0], whole[0] + whole[2]))
+                    taking(_lead, files, address_range, lane, *whole)
     except BaseException:
-        for number, lane, first, last in reversed(done):
-            address_range, positions, _ = changes[number]
-            _restore(files, address_range, lane, positions[first:last], old[number][first:last])
         for (address_range, positions, _), before in zip(reversed(changes), reversed(old), strict=True):
             address_range.entries[positions + 1] = before + 1
+        for address_range, lane, start, stop in reversed(done):
+            _restore(files, address_range, lane, start, stop)
         raise
     for (address_range, _, _), more in zip(changes, growth, strict=True):
         address_range.num_mappings += more
@@ -138,13 +131,48 @@ def _lead(
         files.backend.map(address, count * size, *files.place(unit, lane))
 
 
-def _restore(
-    files: HeapFiles, address_range: AddressRange, lane: int, positions: np.ndarray, units: np.ndarray
-) -> None:
-    """Lead them back; if the machine refuses again and again, its word stands: it has kept what was there (B1)."""
+def _whole_pages(
+    files: HeapFiles, address_range: AddressRange, lane: int, position: int, unit: int, count: int
+) -> tuple[int, int, int]:
+    """The extent (position, unit, number), and what lies before and behind it of huge pages that it completes (M3)."""
+    each = files.frame_units[lane]
+    if (
+        unit < 0
+        or not each
+        or (position - unit) % each
+        or address_range.piece_bytes[lane] != files.piece_bytes[lane]
+    ):
+        return position, unit, count
+    stop = position + count
+    first, last = position // each * each, -(-stop // each) * each
+    if first < position and not _is_completed(files, address_range, lane, first, unit - position + first):
+        first = position
+    if last > stop and not _is_completed(
+        files, address_range, lane, last - each, unit - position + last - each
+    ):
+        last = stop
+    return first, unit - position + first, last - first
+
+
+def _is_completed(files: HeapFiles, address_range: AddressRange, lane: int, position: int, unit: int) -> bool:
+    """Whether positions from this one on lead to all of the frame that begins with the unit, and it is a huge page."""
+    each = files.frame_units[lane]
+    if not files.is_huge[lane][unit // each] or position + each > address_range.num_positions:
+        return False
+    entries = address_range.entries[position + 1 : position + 1 + each]
+    # Its ends first: they tell most of the time, as a sequence that grows has nothing at the last yet.
+    return bool(entries[0] == unit + 1 and entries[-1] == unit + each and (np.diff(entries) == 1).all())
+
+
+def _restore(files: HeapFiles, address_range: AddressRange, lane: int, start: int, stop: int) -> None:
+    """Lead positions [start, stop) where the entries say again; if the machine refuses again and again, its word
+    stands: it has kept what was there (B1)."""
     merging = _merges(files, lane, address_range.piece_bytes[lane])
-    for first, last in _extents(files, positions, units, merging=merging):
+    units = address_range.units(start, stop)
+    for first, last in _extents(files, np.arange(start, stop), units, merging=merging):
+        extent = start + first, int(units[first]), last - first
+        whole = _whole_pages(files, address_range, lane, *extent)
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(OSError):
-                _lead(files, address_range, lane, int(positions[first]), int(units[first]), last - first)
+                _lead(files, address_range, lane, *whole)
                 break

@@ -4,9 +4,11 @@ Not for Windows or macOS: `probe.why_not` tells whether this machine can do it.
 
 A heap is mapped once as a whole too, where copies are made and huge pages collapsed. Memory is taken by fallocate,
 which reports that there is none (MAP_POPULATE stays silent, and the first touch would end the process); pages are then
-entered by MAP_POPULATE, so that no kernel takes the faults. Pieces of whole huge pages get them by MADV_COLLAPSE of an
-aligned range of which one page is in memory: it needs neither root nor the shmem_enabled switch; where it fails, small
-pages serve.
+entered by MAP_POPULATE, so that no kernel takes the faults. Huge pages come by MADV_COLLAPSE of an aligned range of
+which one page is in memory: it needs neither root nor the shmem_enabled switch (which is "never" by default, so that
+MADV_HUGEPAGE and MADV_POPULATE_WRITE give small pages). Where free memory lies scattered the
+kernel first moves pages about, which may take a hundred times as long as clearing one: what that takes is bounded, in
+all to a twentieth of the time and at once to a tenth of a second; beyond it small pages have to do.
 
 Cost (64 KiB pieces, measured in docs/virtual-memory.md): map about 10 us, unmap about 8 us, commit about 1 us a page.
 """
@@ -16,7 +18,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,8 @@ __all__ = ["MemfdBackend", "process_budget"]
 
 _DEFAULT_MAX_MAP_COUNT = 65530
 _BUDGET_SHARE = 0.75  # of the process's mappings: malloc, threads and libraries need the others
+_HUGE_S = 1e-3  # to make a huge page where one is free: 0.2 to 0.6 ms were measured
+_MOVING_SHARE, _MOVING_S = 0.05, 0.1  # of the time, and at once, for what takes longer
 _process_budget: MappingBudget | None = None
 
 
@@ -52,8 +58,7 @@ def process_budget() -> MappingBudget:
 class _Memfd:
     """One heap: its file, and where all of it is mapped. Goes with the last reference to it, or by `drop`."""
 
-    def __init__(self, calls: SystemCalls, num_bytes: int, alignment: int) -> None:
-        self.huge = alignment % HUGE_PAGE_BYTES == 0
+    def __init__(self, calls: SystemCalls, num_bytes: int) -> None:
         with contextlib.ExitStack() as undo:
             self.fd = calls.memfd_create("quire-kv")
             undo.callback(calls.close, self.fd)
@@ -78,11 +83,19 @@ class MemfdBackend:
     """See the module's text, and `PlacementBackend` for the calls."""
 
     merges = True
+    huge_bytes = HUGE_PAGE_BYTES
 
-    def __init__(self, calls: SystemCalls | None = None, budget: MappingBudget | None = None) -> None:
+    def __init__(
+        self,
+        calls: SystemCalls | None = None,
+        budget: MappingBudget | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.page_bytes = mmap.PAGESIZE
         self.budget = budget or process_budget()
         self._calls = calls or SystemCalls()
+        self._clock = clock
+        self._may_take_s, self._counted_at = _MOVING_S, clock()
 
     def reserve(self, num_bytes: int, alignment: int) -> int:
         calls, slack = self._calls, alignment - self.page_bytes
@@ -98,23 +111,33 @@ class MemfdBackend:
     def release(self, address: int, num_bytes: int) -> None:
         self._calls.munmap(address, num_bytes)
 
-    def make_heap(self, num_bytes: int, alignment: int) -> _Memfd:
-        return _Memfd(self._calls, num_bytes, alignment)
+    def make_heap(self, num_bytes: int) -> _Memfd:
+        return _Memfd(self._calls, num_bytes)
 
     def drop_heap(self, heap: _Memfd) -> None:
         heap.drop()
 
     def commit(self, heap: _Memfd, offset: int, num_bytes: int) -> None:
-        if heap.huge and offset % HUGE_PAGE_BYTES == 0 and num_bytes % HUGE_PAGE_BYTES == 0:
-            for position in range(offset, offset + num_bytes, HUGE_PAGE_BYTES):
-                # One page is needed: of an empty range nothing can be collapsed.
-                self._calls.fallocate(heap.fd, position, self.page_bytes)
-                try:
-                    self._calls.collapse(heap.address + position, HUGE_PAGE_BYTES)
-                except OSError:
-                    self._calls.fallocate(heap.fd, position, HUGE_PAGE_BYTES)
-        else:
-            self._calls.fallocate(heap.fd, offset, num_bytes)
+        self._calls.fallocate(heap.fd, offset, num_bytes)
+
+    def commit_huge(self, heap: _Memfd, offset: int) -> bool:
+        began = self._clock()
+        self._may_take_s = min(self._may_take_s + _MOVING_SHARE * (began - self._counted_at), _MOVING_S)
+        self._counted_at = began
+        if self._may_take_s <= 0:
+            return False
+        # One page is needed: of an empty range nothing can be collapsed.
+        self._calls.fallocate(heap.fd, offset, self.page_bytes)
+        try:
+            self._calls.collapse(heap.address + offset, HUGE_PAGE_BYTES)
+            # The heap's own mapping needs no entry: copies are rare, and RSS would count it again.
+            self._calls.forget(heap.address + offset, HUGE_PAGE_BYTES)
+        except OSError:
+            self._calls.punch_hole(heap.fd, offset, HUGE_PAGE_BYTES)
+            return False
+        finally:
+            self._may_take_s -= max(0.0, self._clock() - began - _HUGE_S)
+        return True
 
     def give_back(self, heap: _Memfd, offset: int, num_bytes: int) -> None:
         self._calls.punch_hole(heap.fd, offset, num_bytes)

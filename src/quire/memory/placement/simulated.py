@@ -27,11 +27,13 @@ class _Memory:
 
     num_bytes: int
     committed: set[int] = field(default_factory=set)
+    huge: set[int] = field(default_factory=set)  # offsets of huge pages
 
 
 class SimulatedBackend:
     """Pages of `page_bytes`, `max_bytes` of memory and `max_mappings` at most (None: no limit).
 
+    huge_bytes: of a huge page, 0 for none; `gives_huge` says whether any is to be had.
     costs_us: the price of a call by its name (reserve, release, make_heap, drop_heap, commit, give_back, map, unmap,
         copy); of those not named 0. page_costs_us: the same for each page of a call.
     merges: whether neighbours are one call and one mapping, as on Linux; a CUDA device maps piece by piece.
@@ -46,10 +48,13 @@ class SimulatedBackend:
         max_bytes: int | None = None,
         max_mappings: int | None = None,
         merges: bool = False,
+        huge_bytes: int = 0,
         costs_us: Mapping[str, float] | None = None,
         page_costs_us: Mapping[str, float] | None = None,
     ) -> None:
         self.page_bytes = page_bytes
+        self.huge_bytes = huge_bytes
+        self.gives_huge = True  # whether there is a huge page to be had
         self.merges = merges
         self.budget = MappingBudget(max_mappings, "simulated mappings")
         self.calls: Counter[str] = Counter()
@@ -61,6 +66,7 @@ class SimulatedBackend:
         self._reserved: dict[int, int] = {}  # address -> bytes
         self._heaps: list[_Memory] = []
         self._mapped: dict[int, tuple[_Memory, int]] = {}  # page address -> heap and offset
+        self._translated: set[int] = set()  # addresses at which a huge page is translated as one
 
     def mapped_at(self, address: int) -> tuple[Any, int] | None:
         """The heap and offset that the page at `address` leads to."""
@@ -69,6 +75,13 @@ class SimulatedBackend:
     @property
     def num_mapped_pages(self) -> int:
         return len(self._mapped)
+
+    def is_huge(self, heap: Any, offset: int) -> bool:
+        return offset in heap.huge
+
+    def is_translated_as_one(self, address: int) -> bool:
+        """Whether one call has mapped all of the huge page that lies at this address, and nothing of it anew since."""
+        return address in self._translated
 
     def reserve(self, num_bytes: int, alignment: int) -> int:
         self._charge("reserve", num_bytes)
@@ -85,8 +98,9 @@ class SimulatedBackend:
         )
         for page in self._pages(address, num_bytes):
             self._mapped.pop(page, None)
+        self._translate(address, num_bytes)
 
-    def make_heap(self, num_bytes: int, alignment: int) -> _Memory:
+    def make_heap(self, num_bytes: int) -> _Memory:
         self._charge("make_heap", num_bytes)
         heap = _Memory(num_bytes)
         self._heaps.append(heap)
@@ -109,11 +123,23 @@ class SimulatedBackend:
             )
         heap.committed |= pages
 
+    def commit_huge(self, heap: _Memory, offset: int) -> bool:
+        pages = self._heap_pages("commit_huge", heap, offset, self.huge_bytes)
+        self._expect(offset % self.huge_bytes == 0, f"no huge page begins at {offset}")
+        self._expect(not heap.committed & set(pages), f"a huge page is to replace memory at {offset}")
+        if not self.gives_huge:
+            return False
+        self.commit(heap, offset, self.huge_bytes)
+        heap.huge.add(offset)
+        return True
+
     def give_back(self, heap: _Memory, offset: int, num_bytes: int) -> None:
         pages = set(self._heap_pages("give_back", heap, offset, num_bytes))
         mapped = {at for other, at in self._mapped.values() if other is heap}
         self._expect(not pages & mapped, f"memory at {sorted(pages & mapped)} is given back while mapped")
         heap.committed -= pages
+        if self.huge_bytes:
+            heap.huge -= {page - page % self.huge_bytes for page in pages}
 
     def map(self, address: int, num_bytes: int, heap: _Memory, offset: int) -> None:
         heap_pages = self._heap_pages("map", heap, offset, num_bytes)
@@ -121,12 +147,18 @@ class SimulatedBackend:
         self._expect_reserved(address, num_bytes)
         for page, at in zip(self._pages(address, num_bytes), heap_pages, strict=True):
             self._mapped[page] = (heap, at)
+        self._translate(address, num_bytes)
+        if self.huge_bytes and (offset - address) % self.huge_bytes == 0:
+            first = -(-offset // self.huge_bytes) * self.huge_bytes
+            whole = range(first, offset + num_bytes - self.huge_bytes + 1, self.huge_bytes)
+            self._translated |= {address + at - offset for at in whole if at in heap.huge}
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self._charge("unmap", num_bytes)
         self._expect_reserved(address, num_bytes)
         for page in self._pages(address, num_bytes):
             self._mapped.pop(page, None)
+        self._translate(address, num_bytes)
 
     def copy(
         self, source: _Memory, source_offset: int, target: _Memory, target_offset: int, num_bytes: int
@@ -144,6 +176,12 @@ class SimulatedBackend:
 
     def buffer(self, address: int, num_bytes: int) -> Any:
         raise BackendError("expected memory with bytes in it, got a simulated one, which has none")
+
+    def _translate(self, address: int, num_bytes: int) -> None:
+        """What is mapped anew is translated page by page, unless the caller says more."""
+        if self.huge_bytes:
+            first = address - address % self.huge_bytes
+            self._translated -= set(range(first, address + num_bytes, self.huge_bytes))
 
     def _charge(self, name: str, num_bytes: int) -> None:
         self.calls[name] += 1

@@ -18,7 +18,7 @@ from quire.torch_threads import one_torch_thread
 
 __all__ = ["Angles", "RotaryRows"]
 
-_FEWEST, _MOST = 1 << 10, 1 << 16  # positions; beyond the most the module computes them, step by step
+_FEWEST, _MOST = 1 << 12, 1 << 16  # positions; beyond the most the module computes them, step by step
 
 
 class Angles(NamedTuple):

@@ -127,10 +127,12 @@ class Feed:
     async def _update(self) -> None:
         is_private = self._num_watchers[True] > 0
         is_due = time.monotonic() >= self._next_slow
+        tiers = await asyncio.to_thread(self._service.engine.llm.tier_counts)  # no step waits for a disk
 
         def take() -> Snapshot:
             return collect(
                 self._service.engine.llm,
+                tiers,
                 with_sequences=is_private,
                 with_tree=is_private and is_due,
                 with_committed=is_due,

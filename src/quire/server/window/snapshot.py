@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from quire.cache.unit_map import CACHED, HELD, LEASED, PINNED, UnitMap
 from quire.engine.llm import LLM
 from quire.engine.request import Sample
 from quire.server.tenants import name_of_owner
+from quire.tiers.guarded import TierCounts
 
 __all__ = ["MAX_CELLS", "Painter", "Snapshot", "collect", "runs_of"]
 
@@ -95,7 +97,14 @@ def table_of(llm: LLM, sample: Sample) -> NDArray[np.int32]:
     return table[table >= 0]
 
 
-def collect(llm: LLM, *, with_sequences: bool, with_tree: bool, with_committed: bool) -> Snapshot:
+def collect(
+    llm: LLM,
+    tiers: Sequence[TierCounts],
+    *,
+    with_sequences: bool,
+    with_tree: bool,
+    with_committed: bool,
+) -> Snapshot:
     """Copies of what there is now. For the engine's thread, between two steps.
 
     with_committed: the system is asked about every page of the pool, which takes a millisecond a GiB.
@@ -117,7 +126,7 @@ def collect(llm: LLM, *, with_sequences: bool, with_tree: bool, with_committed: 
         for sample in (scheduler.running if with_sequences else ())
         if sample.sequence is not None
     ]
-    cache, tiers = llm.cache, llm.tiers
+    cache = llm.cache
     slow_began = time.thread_time()
     mirror_now = 0.0
     if with_tree and llm.watch is not None:
@@ -137,7 +146,7 @@ def collect(llm: LLM, *, with_sequences: bool, with_tree: bool, with_committed: 
         unit=cache.unit,
         committed_bytes=committed_bytes,
         sequences=sequences,
-        tiers=[] if tiers is None else [(tier.name, tier.bytes) for tier in tiers.stack.stats().tiers],
+        tiers=[(tier.name, tier.bytes) for tier in tiers],
         tree=tree,
         mirror_now=mirror_now,
         cpu_s=time.thread_time() - began - slow_cpu_s,

@@ -30,11 +30,11 @@ export class Prompt {
     this.#tell();
   }
 
-  #tell(end = "") {
+  #tell() {
     const one = this.seen;
     const blocks = one ? ` in ${number(one.blocks)} ${this.unit}s: ${one.hidden_runs ? "… " : ""}${runs(one.runs)}` : "";
     const cached = this.cached ? `, ${number(this.cached)} of the prompt's from the cache` : "";
-    $("try-status").textContent = `${number(this.count)} tokens generated${cached}${blocks}${end}`;
+    $("try-status").textContent = `${number(this.count)} tokens generated${cached}${blocks}${this.end}`;
   }
 
   async #send() {
@@ -42,6 +42,7 @@ export class Prompt {
     this.running = new AbortController();
     this.id = this.seen = null;
     this.count = this.cached = 0;
+    this.end = ""; // kept: updates of the sequence may still come behind it
     $("send").disabled = true;
     $("stop").disabled = false;
     $("answer").textContent = "";
@@ -64,9 +65,11 @@ export class Prompt {
         $("answer").scrollTop = $("answer").scrollHeight;
         this.#tell();
       }
-      this.#tell(reason ? `; ended: ${reason}` : "");
+      this.end = reason ? `; ended: ${reason}` : "";
+      this.#tell();
       announce("The answer is complete.");
     } catch (error) {
+      this.id = null; // what comes of it later would hide why it ended
       $("try-status").textContent = this.running.signal.aborted ? "stopped" : error.message;
     }
     this.running = null;

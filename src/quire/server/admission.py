@@ -1,0 +1,93 @@
+"""How many requests may be under way, and whose: what is beyond it is refused at once, with a time to try again.
+
+A request counts from `admit` on, before anything of it has begun, so that those which come at the same moment see each
+other; it counts until it has ended, whatever it ends with.
+
+Invariants
+    N1  `num_open` is what has been admitted and has not ended; never more than `most`.
+
+Cost: O(1), and the requests of the last minute of a tenant with a limit on those.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from types import TracebackType
+
+from quire.server.errors import ApiError
+from quire.server.metrics import Metrics
+from quire.server.tenants import Tenant
+
+__all__ = ["Admission", "Admitted"]
+
+
+class Admission:
+    """most: requests that may run or wait, of all tenants together. A tenant's own limits are its own."""
+
+    def __init__(self, most: int, metrics: Metrics) -> None:
+        self.num_open = 0
+        self._most = most
+        self._metrics = metrics
+        self._open_of: Counter[str] = Counter()
+        self._recent: dict[str, deque[float]] = {}
+
+    def admit(self, tenant: Tenant, num_requests: int) -> Admitted:
+        """Places, to be left by a `with` or one by one. *raises:* ApiError with status 429: there are none."""
+        if self.num_open + num_requests > self._most:
+            self.refuse("queue_full", f"{self.num_open} requests run or wait, at most {self._most} may")
+        if tenant.max_requests is not None:
+            open_now = self._open_of[tenant.name]
+            if open_now + num_requests > tenant.max_requests:
+                self.refuse(
+                    "tenant_limit",
+                    f"{open_now} of your requests run or wait, at most {tenant.max_requests} may",
+                )
+        if tenant.requests_per_minute is not None:
+            self._count_recent(tenant.name, num_requests, tenant.requests_per_minute)
+        self._count(tenant.name, num_requests)
+        return Admitted(self, tenant, num_requests)
+
+    def refuse(self, code: str, message: str, retry_after_s: int = 1) -> None:
+        self._metrics.refused.labels(code).inc()
+        raise ApiError(429, f"too many requests: {message}", code=code, retry_after_s=retry_after_s)
+
+    def _count_recent(self, name: str, num_requests: int, most: int) -> None:
+        recent = self._recent.setdefault(name, deque())
+        now = time.monotonic()
+        while recent and recent[0] <= now - 60:
+            recent.popleft()
+        if len(recent) + num_requests > most:
+            wait_s = 1 + int(recent[0] + 60 - now) if recent else 60
+            self.refuse("rate_limit", f"at most {most} requests a minute", wait_s)
+        recent.extend([now] * num_requests)
+
+    def _count(self, name: str, more: int) -> None:
+        self.num_open += more
+        self._open_of[name] += more
+        if not self._open_of[name]:
+            del self._open_of[name]
+
+
+class Admitted:
+    """The places of one request's prompts. The end of a `with` leaves those that were not left one by one."""
+
+    def __init__(self, admission: Admission, tenant: Tenant, num_places: int) -> None:
+        self.tenant = tenant
+        self._admission = admission
+        self._num_places = num_places
+
+    def leave_one(self) -> None:
+        self._leave(1)
+
+    def __enter__(self) -> Admitted:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(self._num_places)
+
+    def _leave(self, num_places: int) -> None:
+        self._num_places -= num_places
+        self._admission._count(self.tenant.name, -num_places)

@@ -1,0 +1,41 @@
+"""An option that means nothing without another one is refused where it stands alone, before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import tiny_llm
+
+from quire.errors import ArgumentError
+
+ALONE: list[tuple[dict[str, Any], str]] = [
+    ({"disk_cache_size": "1GiB"}, "disk_cache_size also disk_cache, the folder"),
+    ({"disk_cache_size": "8GiB"}, "disk_cache_size also disk_cache, the folder"),
+    ({"disk_cache_size": "1GiB", "host_cache": "1MiB"}, "disk_cache_size also disk_cache, the folder"),
+    ({"cache_write": "through"}, "cache_write also host_cache, disk_cache or remote_cache"),
+    ({"park_memory": "1GiB", "preemption": "recompute"}, "park_memory also preemption park or auto"),
+    ({"park_memory": "1GiB", "storage": "contiguous"}, "park_memory also storage paged or virtual or auto"),
+    ({"pin_memory": "1MiB", "storage": "growing"}, "pin_memory also storage paged or virtual or auto"),
+    ({"reservation": "pow2"}, "reservation also storage contiguous; paged does not use it"),
+    ({"growth": "together", "storage": "contiguous"}, "growth also storage growing; contiguous does not"),
+    ({"piece_size": "2MiB"}, "piece_size also storage virtual or auto; paged does not use it"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), ALONE)
+def test_alone_it_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        tiny_llm.llm(**options)
+
+
+def test_with_its_partner_it_is_taken(tmp_path: Path) -> None:
+    for options in (
+        {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "cache_write": "through"},
+        {"host_cache": "1MiB", "cache_write": "through", "park_memory": "1MiB"},
+        {"storage": "contiguous", "reservation": "pow2"},
+        {"storage": "growing", "growth": "together:64"},
+        {"preemption": "recompute", "storage": "contiguous"},
+    ):
+        tiny_llm.llm(**options).close()

@@ -1,0 +1,59 @@
+"""Who is let in: places are taken at once, given back once, and a refusal takes none."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quire.server.admission import Admission
+from quire.server.errors import ApiError
+from quire.server.metrics import Metrics
+from quire.server.tenants import Tenant
+
+ANN, BOB = Tenant("ann", max_requests=2), Tenant("bob", requests_per_minute=3)
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Admission(4, Metrics("m"))
+
+
+def test_places_are_taken_before_anything_has_begun(admission: Admission) -> None:
+    async def request() -> None:
+        with admission.admit(Tenant("any"), 1):
+            await asyncio.sleep(0)  # others come
+
+    async def all_at_once() -> list[object]:
+        return await asyncio.gather(*[request() for _ in range(9)], return_exceptions=True)
+
+    refused = [error for error in asyncio.run(all_at_once()) if error is not None]
+    assert len(refused) == 5
+    assert all(isinstance(error, ApiError) and error.status == 429 for error in refused)
+    assert admission.num_open == 0
+
+
+def test_places_are_left_one_by_one_or_with_the_block(admission: Admission) -> None:
+    with admission.admit(ANN, 2) as admitted:
+        admitted.leave_one()
+        assert admission.num_open == 1
+    assert admission.num_open == 0
+    with admission.admit(ANN, 2):  # all of them are there again
+        assert admission.num_open == 2
+
+
+@pytest.mark.parametrize(
+    ("tenant", "num_requests", "code", "wait_s"),
+    [(Tenant("any"), 4, "queue_full", 1), (ANN, 2, "tenant_limit", 1), (BOB, 3, "rate_limit", 60)],
+)
+def test_a_refusal_says_why_and_takes_nothing(
+    admission: Admission, tenant: Tenant, num_requests: int, code: str, wait_s: int
+) -> None:
+    with admission.admit(tenant, 1):
+        with pytest.raises(ApiError) as refused:
+            admission.admit(tenant, num_requests)
+        assert (refused.value.status, refused.value.code) == (429, code)
+        assert abs((refused.value.retry_after_s or 0) - wait_s) <= 1
+        assert admission.num_open == 1
+        with admission.admit(tenant, 1):
+            pass

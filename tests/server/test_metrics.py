@@ -1,0 +1,79 @@
+"""What is scraped of the tiers: the figures of `LLM.stats`, under names that the documentation lists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support import tiny_llm
+
+from quire import SamplingParams
+from quire.server.metrics import Metrics
+
+ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+DOCS = Path(__file__).parents[2] / "docs" / "server.md"
+
+
+def figures(page: bytes) -> dict[str, dict[str, float]]:
+    """By name, of what has a tier; "" where it has none."""
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(page.decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[sample.labels.get("tier", "")] = sample.value
+    return found
+
+
+def test_every_tier_is_told_of_as_the_stats_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.speeds.Speeds.compute_s", lambda self, num_tokens: 1e9)  # loading pays
+    prompts = [np.random.default_rng(seed).integers(5, 90, 100).tolist() for seed in range(8)]
+    options: dict[str, Any] = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "host_cache": "256KiB"}
+    with tiny_llm.llm(kv_memory="192KiB", cache_write="through", **options) as llm:
+        hits = {"memory": 0, "host": 0, "disk": 0}
+        for prompt in [*prompts, prompts[-1], *prompts]:
+            [output] = llm.generate([prompt], ONE)
+            for tier, count in output.num_tier_tokens.items():
+                hits[tier] += count
+            hits["memory"] += output.num_cached_tokens - sum(output.num_tier_tokens.values())
+            llm.tiers.stack.flush()  # type: ignore[union-attr]
+        stats = llm.stats()
+        report = llm.report()
+    assert stats["hit_tokens_by_tier"] == hits
+    assert all(hits.values())
+    tiers = stats["tiers"]
+    assert list(tiers) == ["host", "disk"]
+    for tier in tiers.values():
+        assert tier["hits"] > 0
+        assert tier["stored_bytes"] > 0
+        assert tier["failures"] == 0
+    assert tiers["host"]["evicted"] > 0
+    page = figures(Metrics("tiny").render(stats))
+    assert page["quire:hit_tokens_total"] == hits
+    counters = ("hits", "misses", "loaded_bytes", "stored", "stored_bytes", "promoted", "evicted", "refused")
+    counters += ("dropped", "damaged", "failures", "skipped")
+    for name in counters:
+        assert page[f"quire:tier_{name}_total"] == {tier: tiers[tier][name] for tier in tiers}
+    for name in ("segments", "bytes", "waiting_bytes"):
+        assert page[f"quire:tier_{name}"] == {tier: tiers[tier][name] for tier in tiers}
+    assert page["quire:eviction_idle_seconds_count"] == {"": stats["num_evictions"]}
+    assert stats["num_evictions"] > 0
+    assert 0 <= stats["eviction_idle_s"] <= stats["eviction_age_s"]
+    assert re.search(r"^host +\d+ .* 0 +0$", report, re.MULTILINE)
+    told = DOCS.read_text()
+    for name in page:
+        shown = re.sub(r"_(bucket|sum|count|created)$", "", name)
+        assert not shown.startswith("quire:") or shown in told, f"{shown} is in no table of docs/server.md"
+
+
+def test_a_tier_that_cannot_say_what_it_holds_is_left_out() -> None:
+    counts = dict.fromkeys(
+        ("hits", "misses", "loaded_bytes", "stored", "stored_bytes", "promoted", "evicted", "refused", "dropped",
+         "damaged", "failures", "skipped", "waiting_bytes"), 3
+    ) | {"segments": -1, "bytes": -1}  # fmt: skip
+    stats = {"tiers": {"remote": counts}, "held": 0, "leased": 0, "pinned": 0, "num_blocks": 1}
+    page = figures(Metrics("tiny").render(stats))
+    assert page["quire:tier_failures_total"] == {"remote": 3}
+    assert "quire:tier_bytes" not in page
