@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
+import time
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncEngine, SamplingParams
+from quire.engine import grammar_trial, structured
 from quire.errors import ArgumentError
 
 SCHEMA = {
@@ -78,6 +82,54 @@ def test_refused(llm: LLM, params: dict, message: str) -> None:
 def test_refused_at_once(params: dict) -> None:
     with pytest.raises(ArgumentError):
         SamplingParams(**params)
+
+
+# Each of these takes llguidance minutes and gigabytes, or did so in 1.7.
+TOO_MUCH = [
+    {"pattern": "\r\n\r\n", "maxLength": 100_000_000},
+    {"properties": {"a": {"type": ["string", "null"], "pattern": "\n", "maxLength": 10_000_000}}},
+]
+
+
+def test_a_grammar_that_takes_too_much_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trial, "_MAX_CPU_S", 1)
+    for schema in TOO_MUCH:
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(ArgumentError, match="takes more than 1 s"):
+                llm.generate("x", SamplingParams(json_schema=schema))
+        assert time.monotonic() - began < 0.5  # what was refused is not tried again
+
+
+def test_steps_and_the_event_loop_do_not_wait_for_a_grammar(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is tried, other requests are answered, other grammars that are known included."""
+    under_way, go_on = threading.Event(), threading.Event()
+    known, new = SamplingParams(regex="[0-9]{3}"), SamplingParams(regex="[a-z]{3}")
+
+    def wait(grammar: str) -> None:
+        under_way.set()
+        assert go_on.wait(60)
+
+    async def text(engine: AsyncEngine, params: SamplingParams) -> str:
+        outputs = [output async for output in engine.generate("x", params)]
+        return outputs[-1].outputs[0].text
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            assert re.fullmatch("[0-9]{3}", await text(engine, known))
+            monkeypatch.setattr(structured, "try_grammar", wait)
+            late = asyncio.create_task(text(engine, new))
+            while not under_way.is_set():
+                await asyncio.sleep(0.001)
+            assert re.fullmatch("[0-9]{3}", await text(engine, known))
+            await text(engine, SamplingParams(max_tokens=3))
+            assert not late.done()
+            go_on.set()
+            assert re.fullmatch("[a-z]{3}", await late)
+
+    asyncio.run(main())
 
 
 def test_deltas_add_up(llm: LLM) -> None:

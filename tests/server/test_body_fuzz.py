@@ -188,6 +188,7 @@ def test_bodies_at_full_size(small_server, kind: str) -> None:
             "/v1/completions",
             b'{"prompt": "a", "max_tokens": 1, "repetition_penalty": 0.01, "logit_bias": {"1": 100}}',
         ),
+        ("/v1/completions", b'{"prompt": "a", "json_schema": {"pattern": "\\r\\n", "maxLength": 9999999}}'),
         ("/detokenize", b'{"tokens": [2147483647]}'),
     ],
 )

@@ -33,7 +33,10 @@ def test_every_tier_is_told_of_as_the_stats_do(tmp_path: Path, monkeypatch: pyte
     options: dict[str, Any] = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "host_cache": "256KiB"}
     with tiny_llm.llm(kv_memory="192KiB", cache_write="through", **options) as llm:
         hits = {"memory": 0, "host": 0, "disk": 0}
-        for prompt in [*prompts, prompts[-1], *prompts]:
+        for prompt in [*prompts, prompts[-1], "forget", prompts[-1], *prompts]:
+            if prompt == "forget":  # in memory only: the next one is in the host tier, as the newest there
+                llm.cache.drop([])
+                continue
             [output] = llm.generate([prompt], ONE)
             for tier, count in output.num_tier_tokens.items():
                 hits[tier] += count

@@ -15,7 +15,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -80,6 +80,8 @@ class AsyncEngine:
         if self.llm.tiers is not None and (watch := self.llm.watch) is not None:
             # Tiers go on after the last step, and who follows them is to hear of it.
             self.llm.tiers.stack.notices.on_first = lambda: self._hand_over(watch.collect, if_closed=False)
+        # One: however many new grammars are asked for, they take one core, and no thread that others wait for.
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
         self._thread = threading.Thread(target=self._loop, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -121,7 +123,7 @@ class AsyncEngine:
                 retention=retention,
             )
 
-        return self._listen(name, submit)
+        return self._listen(name, submit, params)
 
     def fork(
         self, request_id: str, params: SamplingParams | None = None, *, new_request_id: str | None = None
@@ -132,13 +134,25 @@ class AsyncEngine:
         def submit() -> None:
             self._engine.fork(request_id, params, new_request_id=name, stream=True)
 
-        return self._listen(name, submit)
+        return self._listen(name, submit, params)
+
+    async def compile_grammar(self, params: SamplingParams | None) -> None:
+        """Builds the grammar that `params` ask for, if it is new, in a thread beside the engine's: neither the
+        steps nor the event loop wait for it. *raises:* ArgumentError: it cannot be used.
+        """
+        if not isinstance(params, SamplingParams) or self._engine.has_grammar(params) or self._closing:
+            return
+        run = asyncio.get_running_loop().run_in_executor
+        await run(self._grammar_thread, self._engine.compile_grammar, params)
 
     def _new_id(self) -> str:
         return f"async-{next(self._ids)}"
 
-    async def _listen(self, name: str, submit: Callable[[], object]) -> AsyncGenerator[RequestOutput, None]:
+    async def _listen(
+        self, name: str, submit: Callable[[], object], params: SamplingParams | None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of the request of that name, which `submit` hands to the engine in its thread."""
+        await self.compile_grammar(params)
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
 
         def begin() -> None:
@@ -311,6 +325,7 @@ class AsyncEngine:
         self._engine.wake()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        self._grammar_thread.shutdown(wait=False)
         if self._owns_llm:
             self.llm.close()
 

@@ -163,6 +163,17 @@ class Engine:
         """A prompt as int32, a copy. *raises:* PromptError: empty, no integers, ids out of range, too long."""
         return self._intake.check_tokens(prompt_token_ids)
 
+    def has_grammar(self, params: SamplingParams) -> bool:
+        """Whether `compile_grammar` has nothing to build; any thread may ask."""
+        return self._intake.has_grammar(params)
+
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """Builds the grammar of `params` ahead of `check` and `submit`, which find it then; any thread may.
+
+        *raises:* ArgumentError: it cannot be used.
+        """
+        self._intake.compile_grammar(params)
+
     def use_default_max_tokens(self, num_tokens: int) -> None:
         """Has answers end there (256 if this is not called) where neither the request nor the model says how long."""
         self._intake.default_max_tokens = num_tokens

@@ -1,7 +1,7 @@
 """`Intake`: from a prompt and its parameters to a request that can be served, or to the reason why not.
 
 What a request must be like (ids of the vocabulary, a length that ends, parameters of this model, room in the cache) is
-decided here and nowhere else; nothing is queued here. Not thread-safe.
+decided here and nowhere else; nothing is queued here. Not thread-safe but for `has_grammar` and `compile_grammar`.
 
 Cost: O(prompt), and a grammar the first time it is asked for.
 """
@@ -108,6 +108,14 @@ class Intake:
         )
         return tokens, params, max_tokens, place
 
+    def has_grammar(self, params: SamplingParams) -> bool:
+        """Whether `compile_grammar` has nothing to build."""
+        return self._grammars.has(params)
+
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """Builds what `check` would; any thread may. *raises:* ArgumentError: it cannot be used."""
+        self._grammars.compile(params)
+
     def check_tokens(self, prompt_token_ids: Any) -> np.ndarray:
         """A prompt as int32, a copy. *raises:* PromptError: empty, no integers, ids out of range, too long."""
         tokens = np.asarray(prompt_token_ids)
@@ -176,7 +184,6 @@ class Intake:
         if self._tokenizer is not None and (stream or params.stop):
             for sample in request.samples:
                 sample.detokenizer = Detokenizer(self._tokenizer, tokens[-8:].tolist(), params.stop)  # type: ignore[arg-type]
-        if (grammar := self._grammars.compile(params)) is not None:
-            for sample in request.samples:
-                sample.matcher = self._grammars.matcher(grammar)
+        for sample in request.samples:
+            sample.matcher = self._grammars.matcher(params)
         return request

@@ -7,7 +7,11 @@ Invariant
     F1  a sample with a matcher never holds a token that its grammar does not allow: it ends with an end token where the
         grammar is complete, or with "length" before that.
 
-Cost: the first grammar of a model reads its vocabulary (about 0.1 s for 100 000 tokens); a mask takes 0.05 to 2 ms.
+Any thread may `compile`; those that build a new grammar wait for each other.
+
+Cost: the first grammar of a model reads its vocabulary (about 0.1 s for 100 000 tokens); a new one is tried in a
+process of its own (`grammar_trial`: 70 ms, 2 s at worst), one of the last 64 costs nothing; a matcher is a copy, 0.01
+to 10 ms; a mask takes 0.05 to 2 ms.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.engine.grammar_trial import try_grammar
 from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError
 
@@ -27,7 +32,7 @@ __all__ = ["Grammars", "Matcher"]
 
 # White space as json.dumps writes it: a model cannot spend its tokens on blank lines.
 _ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_MAX_KEPT = 64  # grammars that are not checked again
+_MAX_KEPT = 64  # grammars, or what was wrong with them, that are not built again
 
 
 class Grammars:
@@ -37,25 +42,50 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._vocabulary: Any = None
-        self._kept: dict[tuple[str, str], str] = {}
+        self._kept: dict[tuple[str, str], Any] = {}  # matchers at the start of an answer, or what is wrong
 
-    def compile(self, params: SamplingParams) -> str | None:
-        """The grammar that `params` ask for, checked; None for none.
+    def has(self, params: SamplingParams) -> bool:
+        """Whether `compile` has nothing to build."""
+        key = _key(params)
+        return key is None or key in self._kept
+
+    def compile(self, params: SamplingParams) -> None:
+        """Builds the grammar that `params` ask for, if any, unless it is there.
 
         *raises:* ArgumentError: the schema or expression cannot be used, with the reason.
         """
-        asked = next(((name, form) for name, form in params.forms.items() if form is not None), None)
-        if asked is None:
+        self._begun(params)
+
+    def matcher(self, params: SamplingParams) -> Matcher | None:
+        """A matcher at the start of an answer; None where any will do. *raises:* as `compile`."""
+        begun = self._begun(params)
+        return None if begun is None else Matcher(begun.deep_copy(), self._vocab_size)
+
+    def _begun(self, params: SamplingParams) -> Any:
+        """llguidance's matcher of what `params` ask for, which stays at its start; None for none."""
+        key = _key(params)
+        if key is None:
             return None
-        name, form = asked
+        name, _ = key
         if params.ignore_eos:
             raise ArgumentError(f"expected an answer that may end, got ignore_eos - with `{name}`")
-        text = form if isinstance(form, str) else json.dumps(form)
-        kept = self._kept.get((name, text))
-        if kept is not None:
-            return kept
+        found = self._kept.get(key)  # without the lock: an engine's step does not wait for a trial under way
+        if found is None:
+            with self._lock:
+                found = self._kept.get(key)
+                if found is None:
+                    found = self._build(*key)
+                    if len(self._kept) == _MAX_KEPT:
+                        self._kept.pop(next(iter(self._kept)))
+                    self._kept[key] = found
+        if isinstance(found, str):
+            raise ArgumentError(f"expected a {name} that answers can follow: {found} - in `{name}`")
+        return found
+
+    def _build(self, name: str, text: str) -> Any:
+        """A matcher, or what is wrong."""
         from llguidance import LLMatcher
 
         vocabulary = self._llguidance()
@@ -66,27 +96,14 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_lark(text)
             else:
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE)
-            problem = LLMatcher.validate_grammar(grammar, vocabulary)
-            if not problem:  # validation alone lets through what no text satisfies
-                begun = LLMatcher(vocabulary, grammar)
-                begun.compute_bitmask()
-                problem = _first_line(begun.get_error())
-            if problem:
-                raise ValueError(problem)
+            try_grammar(grammar)
+            if problem := LLMatcher.validate_grammar(grammar, vocabulary):
+                return problem
         except ValueError as error:
-            raise ArgumentError(
-                f"expected a {name} that answers can follow: {error} - in `{name}`"
-            ) from error
-        if len(self._kept) == _MAX_KEPT:
-            self._kept.pop(next(iter(self._kept)), None)
-        self._kept[name, text] = grammar
-        return grammar
-
-    def matcher(self, grammar: str) -> Matcher:
-        """A matcher at the start of an answer."""
-        from llguidance import LLMatcher
-
-        return Matcher(LLMatcher(self._llguidance(), grammar), self._vocab_size)
+            return str(error)
+        begun = LLMatcher(vocabulary, grammar)
+        begun.compute_bitmask()  # validation alone lets through what no text satisfies
+        return _first_line(begun.get_error()) or begun
 
     def _llguidance(self) -> Any:
         with self._lock:
@@ -137,6 +154,14 @@ class Matcher:
     def accept(self, token: int) -> None:
         """Takes the token that was drawn from a masked row."""
         self._matcher.consume_token(token)
+
+
+def _key(params: SamplingParams) -> tuple[str, str] | None:
+    """The name of the form that is asked for, and the form; None for none."""
+    for name, form in params.forms.items():
+        if form is not None:
+            return name, form if isinstance(form, str) else json.dumps(form)
+    return None
 
 
 def _first_line(text: str) -> str:

@@ -56,7 +56,7 @@ async def chat_completions(
     text = render(service.tokenizer, body.messages, service.settings.limits, tools)
     prompt = await service.encode(text, add_special_tokens=False)
     with in_names_of_chats():
-        service.check(tenant, body, prompt, params)
+        await service.check(tenant, body, prompt, params)
     one = ChatWriter(body, service, params, form_of(service.tokenizer) if tools else None)
     admitted = service.admit(tenant, 1)
     if body.stream:

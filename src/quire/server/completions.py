@@ -44,7 +44,7 @@ async def completions(
     params = _params(body, service)
     prompts = [await _token_ids(service, prompt) for prompt in given]
     for prompt in prompts:
-        service.check(tenant, body, prompt, params)
+        await service.check(tenant, body, prompt, params)
     one = _Writer(body, service, params, _echoes(body, service, given))
     admitted = service.admit(tenant, len(prompts))
     if body.stream:

@@ -164,7 +164,7 @@ async def append(
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
     with in_names_of_chats():
-        service.check(tenant, body, turn.token_ids, params)
+        await service.check(tenant, body, turn.token_ids, params)
     one = ChatWriter(body, service, params, more=lambda: {"conversation": _card(talk).model_dump()})
     admitted = service.admit(tenant, 1)
     outputs = _answered(service, admitted, talk, body, base, turn, params, one.id)

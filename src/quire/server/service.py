@@ -270,9 +270,12 @@ class Service:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
-    def check(self, tenant: Tenant, body: SamplingBody, token_ids: list[int], params: SamplingParams) -> None:
+    async def check(
+        self, tenant: Tenant, body: SamplingBody, token_ids: list[int], params: SamplingParams
+    ) -> None:
         """Raises what the engine would: a prompt or parameters that can never be served. With a salt, it is the engine
         that says so: only its thread may make a namespace."""
+        await self.engine.compile_grammar(params)
         if body.cache_salt:
             return
         try:
