@@ -73,9 +73,15 @@ struct AmxTiles {
         unit.template store<3>(sums + 48, stride);
     }
 
-    // One or two tiles of rows by one panel. `ahead`: the panel comes from memory, fetch it.
+    // What a square asks for while it runs: `lines` lines from `from` on in each step of its depth, for a later one.
+    struct Ahead {
+        const unsigned char* from;
+        std::int64_t lines;
+    };
+
+    // One or two tiles of rows by one panel.
     template <bool both>
-    static void square(Unit& unit, const LinearBlock& block, std::int64_t row, std::int64_t panel, bool ahead) {
+    static void square(Unit& unit, const LinearBlock& block, std::int64_t row, std::int64_t panel, Ahead ahead) {
         float* upper = block.sums + row * block.sums_stride + panel * kColumns;
         float* lower = upper + kTileRows * block.sums_stride;
         const std::int64_t stride = block.sums_stride * 4;
@@ -88,7 +94,8 @@ struct AmxTiles {
             begin<3>(unit, lower + 16, block);
         }
         for (std::int64_t k = 0; k < block.depth; k += kDepth) {
-            if (ahead) fetch(b + kAheadBytes);
+            for (std::int64_t i = 0; i < ahead.lines; ++i) S::prefetch_l2(ahead.from + i * kLineBytes);
+            ahead.from += ahead.lines * kLineBytes;
             unit.template load<6>(b, kRowBytes);
             unit.template load<4>(a, block.activation_stride);
             unit.template dot_bf16<0, 4, 6>();
@@ -110,29 +117,46 @@ struct AmxTiles {
         }
     }
 
+    // Of a panel that passes by once: itself, a little before it is used.
+    static Ahead own(const LinearBlock& block, std::int64_t panel) {
+        return {block.panels + panel * block.panel_stride + kAheadBytes, kStepBytes / kLineBytes};
+    }
+
     static void multiply(const LinearBlock& block) {
         if (block.rows <= kTileRows) {
             const int rows = static_cast<int>(block.rows);
             Unit unit(shapes(rows, rows));
             std::int64_t panel = 0;
             for (; panel + 2 <= block.num_panels; panel += 2) few(unit, block, panel);
-            if (panel < block.num_panels) square<false>(unit, block, 0, panel, true);
+            if (panel < block.num_panels) square<false>(unit, block, 0, panel, own(block, panel));
             return;
         }
-        Unit unit(shapes(kTileRows, kTileRows));
-        const std::int64_t whole = block.rows / (2 * kTileRows) * (2 * kTileRows);
-        for (std::int64_t panel = 0; panel < block.num_panels; ++panel) {
-            for (std::int64_t row = 0; row < whole; row += 2 * kTileRows) square<true>(unit, block, row, panel, row == 0);
+        if (block.rows <= 2 * kTileRows) {
+            Unit unit(shapes(kTileRows, static_cast<int>(block.rows) - kTileRows));
+            for (std::int64_t panel = 0; panel < block.num_panels; ++panel) square<true>(unit, block, 0, panel, own(block, panel));
+            return;
         }
+        // Panel by panel past all rows, each of which asks for its share of the panel that comes next.
+        const std::int64_t num_steps = block.depth / kDepth, whole = block.rows / (2 * kTileRows) * (2 * kTileRows);
         const int rest = static_cast<int>(block.rows - whole);
+        const std::int64_t squares = whole / (2 * kTileRows), lines = (kStepBytes / kLineBytes + squares - 1) / squares;
+        Unit unit(shapes(kTileRows, kTileRows));
+        for (std::int64_t panel = 0; panel < block.num_panels; ++panel) {
+            const unsigned char* next =
+                block.panels + (panel + 1 < block.num_panels ? (panel + 1) * block.panel_stride : num_steps * kStepBytes);
+            for (std::int64_t row = 0; row < whole; row += 2 * kTileRows) {
+                square<true>(unit, block, row, panel, {next, lines});
+                next += num_steps * lines * kLineBytes;
+            }
+        }
         if (rest == 0) return;
         const bool both = rest > kTileRows;
         unit.configure(both ? shapes(kTileRows, rest - kTileRows) : shapes(rest, rest));
         for (std::int64_t panel = 0; panel < block.num_panels; ++panel) {
             if (both) {
-                square<true>(unit, block, whole, panel, whole == 0);
+                square<true>(unit, block, whole, panel, {nullptr, 0});
             } else {
-                square<false>(unit, block, whole, panel, false);
+                square<false>(unit, block, whole, panel, {nullptr, 0});
             }
         }
     }
@@ -147,7 +171,7 @@ constexpr LinearKernel amx_kernel() {
     kernel.depth = Own::kDepth;
     kernel.tile_rows = 2 * Own::kTileRows;
     kernel.pass_rows = 512;
-    kernel.range = 512;  // 32 KiB of a panel stay in the first cache while the rows pass by
+    kernel.range = 384;  // 24 KiB of a panel stay in the first cache while the rows pass by
     kernel.staged_bytes = sizeof(bf16);
     kernel.stage_is_copy = true;
     kernel.stage = stage_copy<bf16>;

@@ -1,6 +1,7 @@
 #include "kernels/thread_pool.hpp"
 
 #include <cstdlib>
+#include <pthread.h>
 #include <sched.h>
 #include <stdexcept>
 #include <string>
@@ -56,6 +57,7 @@ void ThreadPool::start(int num_threads) {
     num_threads_ = num_threads;
     process_id_ = getpid();
     stopping_.store(false);
+    callers_processor_ = -1;
     const std::uint32_t seen = generation_.load();
     for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, seen] { work(seen); });
 }
@@ -79,6 +81,25 @@ void ThreadPool::set_num_threads(int num_threads) {
         workers_.clear();
     }
     start(num_threads);
+}
+
+void ThreadPool::place_workers(int processor) {
+    callers_processor_ = processor;
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || !CPU_ISSET(processor, &allowed) || CPU_COUNT(&allowed) < 2) return;
+    CPU_CLR(processor, &allowed);
+    const bool one_each = static_cast<int>(workers_.size()) == CPU_COUNT(&allowed);
+    int next = 0;
+    for (auto& worker : workers_) {
+        cpu_set_t own = allowed;
+        if (one_each) {
+            while (!CPU_ISSET(next, &allowed)) ++next;
+            CPU_ZERO(&own);
+            CPU_SET(next++, &own);
+        }
+        // Where that is refused the worker runs where it may.
+        static_cast<void>(pthread_setaffinity_np(worker.native_handle(), sizeof own, &own));
+    }
 }
 
 void ThreadPool::take_tasks() {
@@ -128,6 +149,7 @@ void ThreadPool::run_erased(std::int64_t num_tasks, Function function, void* con
         for (std::int64_t index = 0; index < num_tasks; ++index) function(context, index);
         return;
     }
+    if (const int processor = sched_getcpu(); processor >= 0 && processor != callers_processor_) place_workers(processor);
     function_ = function;
     context_ = context;
     num_tasks_ = num_tasks;

@@ -12,6 +12,9 @@
 //       itself, closes the job, and waits only for workers that have begun.
 //   T5  After fork() the child has no workers and runs everything on the calling thread.
 //   T6  Indices are taken in rising order, so that a task may wait for one with a smaller index: that has been begun.
+//   T7  A worker is kept off the processor that the caller runs on, and has one of its own where there is one for each:
+//       some kernels put a woken thread beside the one that wakes it, where it waits for the end of its time slice
+//       (measured on one that packs virtual processors: 3.9 ms from notify to running, 0.09 ms so).
 #pragma once
 
 #include <atomic>
@@ -59,11 +62,13 @@ class ThreadPool {
     bool join_job();
     void leave_job();
     void take_tasks();
+    void place_workers(int processor);
 
     std::mutex owner_;
     int num_threads_ = 1;
     int process_id_ = 0;
     std::vector<std::thread> workers_;
+    int callers_processor_ = -1;  // that the workers are kept off
 
     // The job under way. `generation_` announces it; `job_` is kOpen while it may be joined, plus the number of workers
     // that have joined. A worker reads the fields below only between joining and leaving.
