@@ -20,6 +20,7 @@ class TileProducts : InterleavedValues<S> {
     static constexpr int kColumns = 32;                // of d in a tile of keys, of values in two tiles
     static constexpr int kSide = 16;                   // tokens or rows of a tile
     static constexpr int kTileElements = kSide * kColumns;
+    static constexpr int kTransposedRows = 5;          // from here on sixteen rows at once are sooner done
 
   public:
     using Simd = S;
@@ -46,9 +47,12 @@ class TileProducts : InterleavedValues<S> {
 
     // [block of 16 rows][32 of d][16 pairs][16 rows][2].
     void pack_query(unsigned char* packed, int row, const bf16* query) const {
-        auto* to = reinterpret_cast<bf16*>(packed + row / kSide * std::int64_t{block_bytes_}) + row % kSide * 2;
-        for (int d = 0; d < k_padded_; ++d) {
-            to[d / kColumns * kTileElements + d % kColumns / 2 * kColumns + d % 2] = d < k_width_ ? query[d] : bf16{0};
+        bf16* to = reinterpret_cast<bf16*>(packed + row / kSide * std::int64_t{block_bytes_}) + row % kSide * 2;
+        int d = 0;
+        for (; d + 2 <= k_width_; d += 2) __builtin_memcpy(to + d * kSide, query + d, 2 * sizeof(bf16));
+        for (; d < k_padded_; d += 2) {
+            to[d * kSide] = d < k_width_ ? query[d] : bf16{0};
+            to[d * kSide + 1] = bf16{0};
         }
         if (row == rows_ - 1 && row % kSide != kSide - 1) clear_rows_after(packed, row);
     }
@@ -56,19 +60,23 @@ class TileProducts : InterleavedValues<S> {
     int block_rows(int row) const { return rows_ - row < kSide ? rows_ - row : kSide; }
 
     void begin(const bf16* const* k, const bf16* const* v, LinesAhead<S>& ahead, int start, int stop) {
-        for (int half = 0; half < 2; ++half) {
-            find_keys(k, half, start, stop);
-            ahead.fetch(ahead.lines_of(kTileTokens, 1));
-        }
+        ahead_ = &ahead;
+        for (int half = 0; half < 2; ++half) find_keys(k, half, start, stop);
         // All 32 tokens are multiplied: those that no row sees must be zero, not left over.
-        for (int t = 0; t < kTileTokens; t += 2) Values::interleave_rows(v[t], v[t + 1], v_width_, interleaved_ + t / 2 * pair_stride_);
+        const int lines = ahead.lines_of(kTileTokens / 2, kTileTokens / 2);
+        for (int t = 0; t < kTileTokens; t += 2) {
+            ahead.fetch(lines);
+            Values::interleave_rows(v[t], v[t + 1], v_width_, interleaved_ + t / 2 * pair_stride_);
+        }
     }
 
     void scores(const unsigned char* packed, int row, int rows, int, int, float* s) {
         const auto* query = reinterpret_cast<const bf16*>(packed + row / kSide * std::int64_t{block_bytes_});
         tiles_.template zero<0>();
         tiles_.template zero<1>();
+        const int lines = row == 0 ? ahead_->lines_of(kTileTokens / 2, k_padded_ / kColumns) : 0;
         for (int d = 0; d < k_padded_; d += kColumns) {
+            ahead_->fetch(lines);
             tiles_.template load<4>(query + d / kColumns * kTileElements, 64);
             tiles_.template load<2>(key_base_[0] + d, key_stride_[0]);
             tiles_.template dot_bf16<0, 2, 4>();
@@ -77,12 +85,14 @@ class TileProducts : InterleavedValues<S> {
         }
         tiles_.template store<0>(scores_, 64);
         tiles_.template store<1>(scores_ + kSide * kSide, 64);
+        ahead_->fetch(row == 0 ? ahead_->lines_of(kTileTokens / 2, 1) : 0);
+        if (rows >= kTransposedRows) return transpose_scores(rows, s);
         for (int r = 0; r < rows; ++r) {
             for (int t = 0; t < kTileTokens; ++t) s[r * kTileTokens + t] = scores_[t * kSide + r];
         }
     }
 
-    void values(const float* p, int, int rows, int, int, float* o, std::int64_t stride) {
+    void values(const float* p, int row, int rows, int, int, float* o, std::int64_t stride) {
         if (rows != configured_rows_) {
             tiles_.configure(config(rows));
             configured_rows_ = rows;
@@ -90,7 +100,33 @@ class TileProducts : InterleavedValues<S> {
         for (int r = 0; r < rows; ++r) Values::round_row(p + r * kTileTokens, rounded_ + r * kTileTokens, kTileTokens);
         tiles_.template load<5>(rounded_, 64);
         const std::int64_t pair_bytes = pair_stride_ * 2, row_bytes = stride * 4;
-        for (int d = 0; d < pair_stride_ / 2; d += kColumns) {
+        const int lines = row == 0 ? ahead_->lines_of(kTileTokens / 2, pair_stride_ / 2 / kColumns) : 0;
+        const int width = pair_stride_ / 2;
+        int d = 0;
+        // Two more sums where all tiles have sixteen rows: a product takes longer than the load and store of another's sums.
+        if (rows == kSide) {
+            for (; d + 2 * kColumns <= width; d += 2 * kColumns) {
+                ahead_->fetch(2 * lines);
+                tiles_.template load<6>(o + d, row_bytes);
+                tiles_.template load<2>(interleaved_ + 2 * d, pair_bytes);
+                tiles_.template dot_bf16<6, 5, 2>();
+                tiles_.template load<7>(o + d + kSide, row_bytes);
+                tiles_.template load<3>(interleaved_ + 2 * d + kColumns, pair_bytes);
+                tiles_.template dot_bf16<7, 5, 3>();
+                tiles_.template load<0>(o + d + kColumns, row_bytes);
+                tiles_.template load<2>(interleaved_ + 2 * (d + kColumns), pair_bytes);
+                tiles_.template dot_bf16<0, 5, 2>();
+                tiles_.template load<1>(o + d + kColumns + kSide, row_bytes);
+                tiles_.template load<3>(interleaved_ + 2 * (d + kColumns) + kColumns, pair_bytes);
+                tiles_.template dot_bf16<1, 5, 3>();
+                tiles_.template store<6>(o + d, row_bytes);
+                tiles_.template store<7>(o + d + kSide, row_bytes);
+                tiles_.template store<0>(o + d + kColumns, row_bytes);
+                tiles_.template store<1>(o + d + kColumns + kSide, row_bytes);
+            }
+        }
+        for (; d < width; d += kColumns) {
+            ahead_->fetch(lines);
             tiles_.template load<6>(o + d, row_bytes);
             tiles_.template load<2>(interleaved_ + 2 * d, pair_bytes);
             tiles_.template dot_bf16<6, 5, 2>();
@@ -109,6 +145,20 @@ class TileProducts : InterleavedValues<S> {
         TileConfig config;
         for (int tile = 0; tile < 5; ++tile) config.tile(tile, kSide, 64);
         return config.tile(5, rows, 64).tile(6, rows, 64).tile(7, rows, 64);
+    }
+
+    // scores_ -> s[row][token], sixteen tokens at a time as if they were pairs.
+    void transpose_scores(int rows, float* s) const {
+        for (int t = 0; t < kTileTokens; t += kSide) {
+            Pairs square[kSide];
+#pragma GCC unroll 16
+            for (int i = 0; i < kSide; ++i) square[i] = S::load_pairs(reinterpret_cast<const bf16*>(scores_ + (t + i) * kSide));
+            S::transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < kSide; ++i) {
+                if (i < rows) S::store_pairs(reinterpret_cast<bf16*>(s + i * kTileTokens + t), square[i]);
+            }
+        }
     }
 
     void clear_rows_after(unsigned char* packed, int last) const {
@@ -149,6 +199,7 @@ class TileProducts : InterleavedValues<S> {
     int configured_rows_;
     const bf16* key_base_[2];
     std::int64_t key_stride_[2];
+    LinesAhead<S>* ahead_ = nullptr;
 };
 
 }  // namespace
