@@ -40,6 +40,26 @@ struct AmxTiles {
         for (std::int64_t i = 0; i < kStepBytes; i += kLineBytes) S::prefetch(address + i);
     }
 
+    // What is in the first cache yet goes to the output, if that was the last of its depth.
+    static void finish_part(const LinearBlock& block, std::int64_t row, std::int64_t rows, std::int64_t panel) {
+        const std::int64_t first = panel * kColumns, left = block.out_columns - first;
+        if (block.out == nullptr || left <= 0) return;
+        const float* from = block.sums + row * block.sums_stride + first;
+        const bf16* bias = block.bias == nullptr ? nullptr : reinterpret_cast<const bf16*>(block.bias) + first;
+        unsigned char* to = block.out + row * block.out_stride + first * 2;
+        if (left < kColumns) {
+            for (std::int64_t r = 0; r < rows; ++r) finish<S, bf16>(from + r * block.sums_stride, bias, to + r * block.out_stride, left);
+            return;
+        }
+        const auto low_bias = bias == nullptr ? S::zero() : S::load(bias), high_bias = bias == nullptr ? S::zero() : S::load(bias + kTileRows);
+        for (std::int64_t r = 0; r < rows; ++r, from += block.sums_stride, to += block.out_stride) {
+            auto low = S::load(from), high = S::load(from + kTileRows);
+            if (bias != nullptr) low = S::add(low, low_bias), high = S::add(high, high_bias);
+            S::to_bf16(reinterpret_cast<bf16*>(to), low);
+            S::to_bf16(reinterpret_cast<bf16*>(to) + kTileRows, high);
+        }
+    }
+
     // At most 16 rows by two panels, all of the block's depth.
     static void few(Unit& unit, const LinearBlock& block, std::int64_t panel) {
         float* sums = block.sums + panel * kColumns;
@@ -71,6 +91,8 @@ struct AmxTiles {
         unit.template store<1>(sums + 16, stride);
         unit.template store<2>(sums + 32, stride);
         unit.template store<3>(sums + 48, stride);
+        finish_part(block, 0, block.rows, panel);
+        finish_part(block, 0, block.rows, panel + 1);
     }
 
     // What a square asks for while it runs: `lines` lines from `from` on in each step of its depth, for a later one.
@@ -115,6 +137,8 @@ struct AmxTiles {
             unit.template store<2>(lower, stride);
             unit.template store<3>(lower + 16, stride);
         }
+        const std::int64_t rows = block.rows - row, most = both ? 2 * kTileRows : kTileRows;
+        finish_part(block, row, rows < most ? rows : most, panel);
     }
 
     // Of a panel that passes by once: itself, a little before it is used.
@@ -171,11 +195,12 @@ constexpr LinearKernel amx_kernel() {
     kernel.depth = Own::kDepth;
     kernel.tile_rows = 2 * Own::kTileRows;
     kernel.pass_rows = 512;
-    kernel.range = 384;  // 24 KiB of a panel stay in the first cache while the rows pass by
+    kernel.range = 256;  // 16 KiB of a panel stay in the first cache while the rows pass by
     kernel.staged_bytes = sizeof(bf16);
     kernel.stage_is_copy = true;
     kernel.stage = stage_copy<bf16>;
     kernel.multiply = Own::multiply;
+    kernel.finishes = true;
     kernel.finish = finish<S, bf16>;
     return kernel;
 }

@@ -44,6 +44,11 @@ struct LinearBlock {
     float* sums;                       // [rows][sums_stride], of which the panels' columns are used
     std::int64_t sums_stride;          // floats
     bool first;                        // the range begins at k = 0: sums start from zero, else they go on
+    // Of the last range, for a kernel that `finishes`; else null.
+    unsigned char* out;                // the first row's output of the first panel
+    std::int64_t out_stride;           // bytes
+    std::int64_t out_columns;          // from there on, of which the panels have at most as many
+    const unsigned char* bias;         // of the first panel's columns, or null
 };
 
 struct LinearKernel {
@@ -58,6 +63,7 @@ struct LinearKernel {
     // Copies one row of `count` activations to `staged` in the kernel's type; zeros up to `padded`.
     void (*stage)(const void* row, std::int64_t count, void* staged, std::int64_t padded);
     void (*multiply)(const LinearBlock& block);
+    bool finishes;                   // `multiply` itself, where a block has an `out`
     // out[i] = rounded(sums[i] + bias[i]); bias may be null.
     void (*finish)(const float* sums, const void* bias, void* out, std::int64_t count);
 };

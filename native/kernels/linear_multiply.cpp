@@ -108,13 +108,21 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
             block.panel_stride = panel_bytes;
             block.sums_stride = num_panels * columns;
             auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(block.rows * block.sums_stride * 4)));
-            const auto run = [&](std::int64_t first_panel, std::int64_t count, std::int64_t k, std::int64_t range) {
+            const std::int64_t first = panel * columns, count = std::min(num_panels * columns, weight.num_outputs_ - first);
+            const auto* bias = static_cast<const unsigned char*>(target.bias);
+            auto* out = static_cast<unsigned char*>(target.out) + ((start + row) * weight.num_outputs_ + first) * bytes;
+            block.out_stride = weight.num_outputs_ * bytes;
+            const auto run = [&](std::int64_t first_panel, std::int64_t panels, std::int64_t k, std::int64_t range) {
                 block.activations = activations + row * stride + k * kernel.staged_bytes;
                 block.panels = weight.data_ + (panel + first_panel) * panel_bytes + k * columns * bytes;
-                block.num_panels = count;
+                block.num_panels = panels;
                 block.depth = range;
                 block.sums = sums + first_panel * columns;
                 block.first = k == 0;
+                const bool finishes = kernel.finishes && k + range == depth;
+                block.out = finishes ? out + first_panel * columns * bytes : nullptr;
+                block.out_columns = count - first_panel * columns;
+                block.bias = bias == nullptr ? nullptr : bias + (first + first_panel * columns) * bytes;
                 kernel.multiply(block);
             };
             if (block.rows <= kernel.tile_rows) {
@@ -125,12 +133,10 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
                     for (std::int64_t k = 0; k < depth; k += kernel.range) run(p, together, k, std::min(kernel.range, depth - k));
                 }
             }
-            const std::int64_t first = panel * columns, count = std::min(num_panels * columns, weight.num_outputs_ - first);
-            const auto* bias = static_cast<const unsigned char*>(target.bias);
-            auto* out = static_cast<unsigned char*>(target.out) + ((start + row) * weight.num_outputs_ + first) * bytes;
+            if (kernel.finishes) return;
             for (std::int64_t r = 0; r < block.rows; ++r) {
                 kernel.finish(sums + r * block.sums_stride, bias == nullptr ? nullptr : bias + first * bytes,
-                              out + r * weight.num_outputs_ * bytes, count);
+                              out + r * block.out_stride, count);
             }
         };
         const auto division = [&](int i) { return Division(kernel, targets[i].weight->num_panels_, pass_rows, threads); };

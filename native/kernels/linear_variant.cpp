@@ -54,9 +54,9 @@ constexpr Tuning kTuning = kCommon;
 constexpr LinearKernel kFloat = vector_kernel<Simd, Widened<Simd, float>, kTuning>();
 constexpr LinearKernel kHalf = vector_kernel<Simd, Widened<Simd, f16>, kTuning>();
 #if defined(QUIRE_VARIANT_amx_bf16)
-constexpr LinearKernel kBrain = amx_kernel<Simd, Tiles>();
+constexpr LinearKernel kBrain = amx_kernel<Avx512Bf16, Tiles>();
 #elif defined(QUIRE_VARIANT_emulated_amx_bf16)
-constexpr LinearKernel kBrain = amx_kernel<Simd, EmulatedTiles>();
+constexpr LinearKernel kBrain = amx_kernel<Emulated512Bf16, EmulatedTiles>();
 #elif defined(QUIRE_VARIANT_avx512_bf16)
 constexpr LinearKernel kBrain = vector_kernel<Avx512Bf16, Paired<Avx512Bf16>, kTuning>();
 #elif defined(QUIRE_VARIANT_emulated_avx512_bf16)

@@ -1,5 +1,6 @@
 #include "kernels/thread_pool.hpp"
 
+#include <chrono>
 #include <cstdlib>
 #include <pthread.h>
 #include <sched.h>
@@ -15,7 +16,8 @@ namespace quire {
 
 namespace {
 
-constexpr int kSpins = 2000;
+constexpr int kSpins = 2000;  // 20 to 100 us
+constexpr std::chrono::microseconds kYields{300};
 
 int default_num_threads() {
     if (const char* given = std::getenv("QUIRE_NUM_THREADS"); given != nullptr && *given != '\0') {
@@ -110,19 +112,28 @@ void ThreadPool::take_tasks() {
     }
 }
 
+// T2. Whether `ready` has come true meanwhile.
+template <class Ready>
+bool wait_briefly(Ready&& ready) {
+    for (int spins = 0; spins < kSpins; ++spins) {
+        if (ready()) return true;
+        pause_briefly();
+    }
+    const auto end = std::chrono::steady_clock::now() + kYields;
+    while (!ready()) {
+        if (std::chrono::steady_clock::now() > end) return false;
+        for (int spins = 0; spins < 32 && !ready(); ++spins) pause_briefly();
+        sched_yield();
+    }
+    return true;
+}
+
 void ThreadPool::work(std::uint32_t seen) {
     for (;;) {
-        int spins = 0;
-        std::uint32_t now = generation_.load(std::memory_order_acquire);
-        while (now == seen) {
-            if (++spins < kSpins) {
-                pause_briefly();
-            } else {
-                generation_.wait(seen, std::memory_order_acquire);
-            }
-            now = generation_.load(std::memory_order_acquire);
+        if (!wait_briefly([&] { return generation_.load(std::memory_order_acquire) != seen; })) {
+            generation_.wait(seen, std::memory_order_acquire);
         }
-        seen = now;
+        seen = generation_.load(std::memory_order_acquire);
         if (stopping_.load()) return;
         if (!join_job()) continue;  // T4: it came too late
         take_tasks();
@@ -158,14 +169,11 @@ void ThreadPool::run_erased(std::int64_t num_tasks, Function function, void* con
     generation_.fetch_add(1, std::memory_order_release);
     generation_.notify_all();
     take_tasks();
-    std::uint32_t job = job_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
-    for (int spins = 0; job != 0; job = job_.load(std::memory_order_acquire)) {
-        if (++spins < kSpins) {
-            pause_briefly();
-        } else {
-            job_.wait(job, std::memory_order_acquire);
-        }
-    }
+    job_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    std::uint32_t job = 0;
+    const auto done = [&] { return (job = job_.load(std::memory_order_acquire)) == 0; };
+    if (wait_briefly(done)) return;
+    while (!done()) job_.wait(job, std::memory_order_acquire);
 }
 
 }  // namespace quire

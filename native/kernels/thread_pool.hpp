@@ -5,8 +5,9 @@
 // index only (that is how kernels keep the same bits with any number of threads).
 //
 //   T1  One owner at a time: a second thread calling run() waits for the first (a mutex). run() does not nest.
-//   T2  Idle workers sleep (futex). Between the products of one step they spin for at most about 50 us first, because
-//       waking a sleeper costs more than that in all over a step's hundreds of products.
+//   T2  Idle workers sleep (futex), and so does a caller whose workers are late. Before that they wait for at most about
+//       0.4 ms, most of which they leave to any other thread that could run there: waking a sleeper takes 50 to 90 us,
+//       and a step has hundreds of products, of which one thread is done before the other.
 //   T3  A task must not throw.
 //   T4  A worker that is late (its processor is busy with something else) is not waited for: the caller takes the tasks
 //       itself, closes the job, and waits only for workers that have begun.
