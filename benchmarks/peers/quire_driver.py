@@ -1,7 +1,8 @@
 """Quire: `quire.LLM` on the directory of transformers, its engine stepped so that the time of each token is seen.
 
 Its packed weights are kept beside that directory; who measures a start starts it once before, as each peer's model is
-converted before.
+converted before. The memory of its KV cache is taken after the first request, the one of the start: the peers take
+theirs while they start.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ class Quire(Driver):
             max_model_len=options.max_len,
             packed_weights=Path(options.model).with_name("quire"),
         )
+        self._has_answered = False
+
+    def prepare(self, prompts: list[list[int]], new: int, shared: int) -> None:
+        if self._has_answered:
+            self._llm.prefault()
 
     def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:
         engine = self._llm.engine
@@ -37,6 +43,7 @@ class Quire(Driver):
                     raise output.error
                 index = index_of[output.request_id]
                 clock.note(index, output.outputs[0].token_ids[len(clock.tokens[index]) :])
+        self._has_answered = True
 
 
 if __name__ == "__main__":

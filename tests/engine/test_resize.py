@@ -75,6 +75,22 @@ def test_what_is_given_up_goes_back_to_the_system(storage: dict[str, str]) -> No
         tokens_of(llm)
 
 
+def test_prefault_takes_all_memory_at_the_start() -> None:
+    with tiny_llm.llm(kv_memory="64MiB") as llm:
+        expected = tokens_of(llm)
+        assert llm._storage.bytes_committed < 32 << 20
+        assert llm.prefault()
+        assert llm._storage.bytes_committed >= 0.99 * llm.kv_memory_bytes
+        assert tokens_of(llm) == expected
+        llm.trim()
+        assert not llm.prefault(), "somebody wanted less of it"
+    with tiny_llm.llm(kv_memory="64MiB", prefault=True) as llm:
+        assert llm._storage.bytes_committed >= 0.99 * llm.kv_memory_bytes
+        assert tokens_of(llm) == expected
+    with pytest.raises(ArgumentError, match="prefault"):
+        tiny_llm.llm(storage="growing", prefault=True)
+
+
 @pytest.mark.parametrize("storage", STORAGES, ids=["paged", "virtual"])
 def test_a_trim_that_the_system_refuses_keeps_budget_and_answers(
     monkeypatch: pytest.MonkeyPatch, storage: dict[str, str]

@@ -52,6 +52,10 @@ def serve(
     remote_cache: options.RemoteCache = None,
     kv_events: options.KVEvents = None,
     kv_events_replay: options.KVEventsReplay = None,
+    prefault: Annotated[
+        bool,
+        typer.Option("--prefault", help="Take the KV cache's memory at the start, not as it is first used."),
+    ] = False,
 ) -> None:
     """Serves MODEL over the OpenAI API."""
     from quire.server.settings import load_config
@@ -67,7 +71,7 @@ def serve(
         "backend": backend, "revision": revision, "trust_remote_code": trust_remote_code or None,
         "packed_weights": packed_weights, "host_cache": host_cache, "disk_cache": disk_cache,
         "disk_cache_size": disk_cache_size, "remote_cache": remote_cache,
-        "kv_events": kv_events, "kv_events_replay": kv_events_replay,
+        "kv_events": kv_events, "kv_events_replay": kv_events_replay, "prefault": prefault or None,
     }  # fmt: skip
     model_options = {**table, **{name: value for name, value in given.items() if value is not None}}
     options.check_names(model_options, f"[model] of {config}")

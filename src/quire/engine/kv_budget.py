@@ -3,7 +3,7 @@
 Over an engine and its storage, which keep the units: it only sees to it that both always have the same number, and that
 pins may take their share of it. Not thread-safe: calls are made between two steps.
 
-Cost: `resize` and `trim` O(units given up or made); figures O(1).
+Cost: `resize` and `trim` O(units given up or made); `prefault` a page fault for each page; figures O(1).
 """
 
 from __future__ import annotations
@@ -106,6 +106,14 @@ class KVBudget:
             self._storage.give_back(given_up)
         finally:  # the budget stays, also where the system refuses
             self._engine.resize(self.num_blocks)
+
+    def prefault(self) -> bool:
+        """See `LLM.prefault`."""
+        if self._name != "paged":
+            raise ArgumentError(
+                f'expected storage="paged" to prefault, got {self._name}, which takes memory as sequences need it'
+            )
+        return self._storage.commit_ahead(0, self.num_blocks)
 
     def _limit_pins(self) -> None:
         unit_bytes = self._cache.unit_bytes

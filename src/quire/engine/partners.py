@@ -23,6 +23,7 @@ _OF_STORAGES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "piece_size": ("64KiB", ("virtual", "auto")),
     "park_memory": ("auto", _SHARING),
     "pin_memory": ("25%", _SHARING),
+    "prefault": (False, ("paged", "auto")),
 }
 
 

@@ -1,0 +1,65 @@
+"""Where the native kernels' threads may run."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+_native = pytest.importorskip("quire._native")
+
+from quire.model.linear import NativeWeight  # noqa: E402
+
+ALLOWED = os.sched_getaffinity(0)
+
+
+@pytest.fixture
+def workers() -> Iterator[list[int]]:
+    """Thread ids of the pool's workers, as many as there are processors besides one."""
+    if len(ALLOWED) < 2:
+        pytest.skip("one processor")
+    before = _native.num_threads()
+    _native.set_num_threads(1)
+    others = set(os.listdir("/proc/self/task"))
+    _native.set_num_threads(len(ALLOWED))
+    yield [int(task) for task in set(os.listdir("/proc/self/task")) - others]
+    _native.set_num_threads(before)
+
+
+def multiply() -> None:
+    """A product that is not done on one thread alone."""
+    NativeWeight(torch.randn(1024, 512)).multiply(torch.randn(16, 512), None)
+
+
+def test_each_worker_has_a_processor_that_is_not_the_callers(workers: list[int]) -> None:
+    places = []
+
+    def call() -> None:
+        for processor in sorted(ALLOWED)[:2]:
+            os.sched_setaffinity(0, {processor})  # there it goes, and may then go anywhere
+            os.sched_setaffinity(0, ALLOWED)
+            multiply()
+            places.append([os.sched_getaffinity(worker) for worker in workers])
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    caller.join()
+    for masks in places:
+        assert all(len(mask) == 1 for mask in masks)
+        assert len(set.union(*masks)) == len(ALLOWED) - 1
+    # The caller's own affinity is left alone.
+    assert os.sched_getaffinity(0) == ALLOWED
+
+
+def test_a_caller_that_is_kept_to_one_processor_keeps_the_workers_where_they_may_run(
+    workers: list[int],
+) -> None:
+    os.sched_setaffinity(0, {min(ALLOWED)})
+    try:
+        multiply()
+    finally:
+        os.sched_setaffinity(0, ALLOWED)
+    assert all(os.sched_getaffinity(worker) for worker in workers)
