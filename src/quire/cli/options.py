@@ -205,6 +205,7 @@ def check_names(model_options: Mapping[str, Any], where: str) -> None:
         "max_num_seqs",
         "max_batch_tokens",
         "num_threads",
+        "prefault",
     }
     if unknown := sorted(set(model_options) - known):
         raise ArgumentError(
