@@ -99,10 +99,13 @@ class Grammars:
             try_grammar(grammar)
             if problem := LLMatcher.validate_grammar(grammar, vocabulary):
                 return problem
-        except ValueError as error:
-            return str(error)
-        begun = LLMatcher(vocabulary, grammar)
-        begun.compute_bitmask()  # validation alone lets through what no text satisfies
+            begun = LLMatcher(vocabulary, grammar)
+            begun.compute_bitmask()  # validation alone lets through what no text satisfies
+        except BaseException as error:
+            # A panic inside llguidance arrives as pyo3's PanicException: no Exception, and nowhere to import from.
+            if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
+                return str(error)
+            raise
         return _first_line(begun.get_error()) or begun
 
     def _llguidance(self) -> Any:
