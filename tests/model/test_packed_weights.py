@@ -16,6 +16,7 @@ from quire import LLM
 from quire.backends import native_module
 from quire.errors import ArgumentError
 from quire.model import PreparedModel, load, packed_weights
+from quire.model.huge_pages import huge_pages_are_given
 from quire.model.linear import NativeWeight
 from quire.model.mapped_weights import MappedWeights
 from quire.model.packed_weights import KeptWeights
@@ -236,3 +237,27 @@ def test_the_folder_is_made_and_a_file_in_its_place_is_refused(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with pytest.raises(ArgumentError, match="`packed_weights`"):
         LLM(model, packed_weights=tmp_path / "file")
+
+
+def test_weights_that_moved_to_huge_pages_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_CONFIGS, "wide", ("qwen3", {**_SHAPE, "vocab_size": 30000}))
+    model, kept = _save(tmp_path / "model", "wide", torch.float32), tmp_path / "kept"
+    kept.mkdir()
+    prepared, expected, _ = _prepared(model, kept)
+    num_bytes = (kept / _files(kept)[0]).stat().st_size
+    assert prepared.move_to_huge_pages(2 * num_bytes - 1) is None  # memory is short
+    prepared.restore()
+    prepared, _, num_packed = _prepared(model, kept)
+    move = prepared.move_to_huge_pages(2 * num_bytes)
+    assert move is not None
+    assert num_packed == 0
+    move.join()
+    if huge_pages_are_given():
+        assert move.num_moved_bytes > num_bytes - (4 << 20)
+    assert prepared.plain_forward(_IDS).numpy().tobytes() == expected
+    assert prepared.move_to_huge_pages(2 * num_bytes) is None  # once is enough
+    prepared.restore()
+    _, without, _ = _prepared(model, None)
+    assert without == expected

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.backends import native_module
 from quire.cache.feed import EventFeed
+from quire.engine.capacity import free_memory_bytes
 from quire.engine.engine import Engine
 from quire.engine.kv_budget import KVBudget
 from quire.engine.profile import Profile
@@ -157,6 +158,8 @@ class OpenModel:
                 max_num_seqs=max_num_seqs,
                 pin_memory=pin_memory,
             )
+            if options.packed_weights is not None:
+                self.prepared.move_to_huge_pages(free_memory_bytes() - self.budget.num_bytes)
         except BaseException:
             self.close()
             raise

@@ -59,10 +59,10 @@ class KeptProof:
         self.found: Any = self._read()
 
     @classmethod
-    def of(
-        cls, folder: Path, packed_weights: str, loaded: LoadedModel, max_model_len: int
-    ) -> KeptProof | None:
-        """Of a model whose linear layers are all mapped from the file `packed_weights`; None if it has no key."""
+    def of(cls, packed_weights: Path, loaded: LoadedModel, max_model_len: int) -> KeptProof | None:
+        """Of a model whose linear layers are all mapped from the file `packed_weights`; None if it has no key.
+
+        It is kept beside that file."""
         rest = _hash_of_tensors(loaded.model)
         if rest is None:
             return None
@@ -70,9 +70,9 @@ class KeptProof:
         native = native_module()
         files = {*_own_files(), *_files_of(base.__module__ for cls in classes for base in cls.__mro__)}
         return cls(
-            folder,
+            packed_weights.parent,
             {
-                "packed_weights": packed_weights,
+                "packed_weights": packed_weights.name,
                 "rest": rest,
                 "config": loaded.model.config.to_json_string(use_diff=False),
                 "spec": repr(loaded.spec),

@@ -1,7 +1,8 @@
 """The packed form of a model's linear weights, kept in a file from one start to the next and mapped.
 
 A start that finds its file packs nothing, reads no dense weight and allocates no memory for one: the kernels read the
-mapped file, whose pages all processes share and the kernel may take back under pressure.
+mapped file, whose pages all processes share and the kernel may take back under pressure. Where memory is ample they are
+then moved to huge pages of the process's own, at the same addresses (`huge_pages`; `PreparedModel` decides).
 Not a model format: a file serves this machine's variant and these very source files, and can be deleted any time.
 
     file      header, zeros up to a multiple of _ALIGNMENT, then the packed bytes of each weight, each beginning at one
@@ -93,6 +94,11 @@ class KeptWeights:
             for weight, offset in self._in_memory:
                 weight.move(self._address(offset), self._pages)
         self._in_memory.clear()
+
+    @property
+    def pages(self) -> np.ndarray | None:
+        """The mapped file, uint8; None where nothing is read from one."""
+        return self._pages
 
     @property
     def holds_all(self) -> bool:

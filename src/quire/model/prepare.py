@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -34,6 +35,7 @@ from quire.memory.storage import Storage
 from quire.model import attention_function, rope, row_invariant
 from quire.model.experts import pack_experts
 from quire.model.holding import hold, let_go
+from quire.model.huge_pages import HugePageMove
 from quire.model.kept_proof import KeptProof
 from quire.model.linear import choose_packing, pack_linears, weights_to_pack
 from quire.model.load import LoadedModel
@@ -86,6 +88,7 @@ class PreparedModel:
         self._cache: PagedCache | None = None
         self._watch: row_invariant.Watch | None = None
         self._proof: KeptProof | None = None
+        self._kept_pages: np.ndarray | None = None  # the file that packed weights are mapped from
         self._undo: list[Callable[[], None]] = []
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
@@ -180,8 +183,20 @@ class PreparedModel:
         self._cache.backend = watch_attention(self.attention, record)
         self._undo.append(watch_linears(self._model, record))
 
+    def move_to_huge_pages(self, spare_bytes: int) -> HugePageMove | None:
+        """Begin to move packed weights that are mapped from a file to memory of this process, in huge pages.
+
+        Only where that leaves as much free: spare_bytes is what this process can still use and has no other use for.
+        None where it is not begun. Not what the weights are, nor where: only how fast they are read.
+        """
+        pages, self._kept_pages = self._kept_pages, None
+        if pages is None or 2 * pages.size > spare_bytes:
+            return None
+        return HugePageMove(pages)
+
     def restore(self) -> None:
         """Make the model what it was before. Done twice, nothing happens."""
+        self._kept_pages = None
         self._cache = self.decoder = None
         while self._undo:
             self._undo.pop()()
@@ -196,8 +211,10 @@ class PreparedModel:
             # The python back end leaves the extension's kernels alone where they are built.
             undo, kept = _pack_linears(self.loaded, packed_weights)
             self._undo.append(undo)
-            if kept is not None and packed_weights is not None and self.attention is not reference:
-                self._proof = KeptProof.of(packed_weights, kept, self.loaded, self.max_model_len)
+            if kept is not None:
+                self._kept_pages = kept.pages
+                if kept.holds_all and self.attention is not reference:
+                    self._proof = KeptProof.of(kept.path, self.loaded, self.max_model_len)
         if self.attention is reference:
             return
         self._undo.append(pack_experts(model))
@@ -276,10 +293,10 @@ class PreparedModel:
                 config.__dict__[_IMPLEMENTATION] = value
 
 
-def _pack_linears(loaded: LoadedModel, folder: Path | None) -> tuple[Callable[[], None], str | None]:
+def _pack_linears(loaded: LoadedModel, folder: Path | None) -> tuple[Callable[[], None], KeptWeights | None]:
     """`pack_linears`, with the packed form taken from `folder` or kept there where that can be done.
 
-    Returns what undoes it, and the name of the file that all packed weights are mapped from, if there is one.
+    Returns what undoes it, and the kept weights if there may be some.
     """
     mapped = loaded.mapped
     if mapped is None:
@@ -288,7 +305,7 @@ def _pack_linears(loaded: LoadedModel, folder: Path | None) -> tuple[Callable[[]
         return pack_linears(loaded.model, release=mapped.release), None
     with KeptWeights(folder, mapped, weights_to_pack(loaded.model)) as kept:
         undo = pack_linears(loaded.model, release=mapped.release, pack=kept.pack)
-    return undo, kept.path.name if kept.holds_all else None
+    return undo, kept
 
 
 def _attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
