@@ -16,7 +16,7 @@ namespace {
 template <class S>
 class LinesAhead {
   public:
-    static constexpr int kMostPieces = 64;
+    static constexpr int kMostPieces = 2 * kMostTileTokens;  // a key and a value of each token of a tile
 
     // Whether the products ask for the rows that are near once more, into the first cache, where their loads would wait
     // behind the lines from memory (Zen 4, one thread: blocks of 16 at 22.9 GB/s instead of 18.2). Not where each token

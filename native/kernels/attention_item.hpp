@@ -10,6 +10,8 @@
 //   begin(k, v, ahead, start, stop)  a head's tile: row pointers of its tokens, and memory to come, in a share for each of
 //                                  its 2 kTileTokens rows; only tokens [start, stop) are seen by a query
 //   scores(packed, row, rows, start, stop, s)    s[r][token] for block `row` of the rows
+//   kRoundsWeights                 whether p is kept rounded, by keep_weights(r, vector, first, second), a row's two vectors of
+//                                  float32; `values` then has no use for its p, and each block of rows takes its turn alone
 //   values(p, row, rows, start, stop, o, stride) o[r] += p[r] v
 //   finish(o, factor, out)         out = o * factor, rounded, in natural order
 #pragma once
@@ -55,7 +57,8 @@ class AttendItem {
     using S = typename Products::Simd;
     using Vec = typename S::Vec;
     using Element = typename Products::Element;
-    static_assert(Products::kTileTokens == kTileTokens);
+    static constexpr int kTileTokens = Products::kTileTokens;
+    static_assert(kMostTileTokens % kTileTokens == 0 && kPartialTokens % kMostTileTokens == 0);
     static constexpr int kVectors = kTileTokens / S::kWidth;
     static constexpr int kManyRows = S::kWidth / 2;      // from here on the softmax goes many rows at a time
     static constexpr int kTileShares = 2 * kTileTokens;  // of memory to come: one for each key and value of a tile
@@ -91,6 +94,7 @@ class AttendItem {
         zeros_ = reinterpret_cast<const Element*>(kZeroRow);
         logit_scale_ = options_.softcap > 0.0f ? options_.scale / options_.softcap : options_.scale * kLog2E;
         logit_cap_ = options_.softcap * kLog2E;
+        scaled_first_ = options_.softcap > 0.0f || !(options_.scale > 0.0f);
         token_major_ = view_.token_major();
         find_query_rows();
     }
@@ -245,29 +249,36 @@ class AttendItem {
         const std::int64_t base = tile * kTileTokens;
         products_.begin(rows.k, rows.v, ahead_, tokens.start, tokens.stop);
         const unsigned char* query = queries_ + head * products_.query_bytes();
-        const bool many_rows = rows_ >= kManyRows;
+        if constexpr (Products::kRoundsWeights) {
+            for (int row = 0, count; row < rows_; row += count) {
+                count = products_.block_rows(row);
+                const Seen seen = seen_by(row, count, base);
+                if (seen.start >= seen.stop) continue;
+                products_.scores(query, row, count, seen.start, seen.stop, scores_);
+                soften(row, count, base, states, scores_);
+                add_values(row, count, seen, states, scores_);
+            }
+            return;
+        }
         // All scores, then all values: the tile's keys, then its values, stay in the first cache meanwhile.
         for (int row = 0, count; row < rows_; row += count) {
             count = products_.block_rows(row);
             const Seen seen = seen_by(row, count, base);
             if (seen.start >= seen.stop) continue;
             products_.scores(query, row, count, seen.start, seen.stop, scores_ + row * kTileTokens);
-            if (!many_rows) soften_few(row, count, base, states);
+            if (!many_rows()) soften(row, count, base, states, scores_ + row * kTileTokens);
         }
-        for (int row = 0; many_rows && row < rows_; row += S::kWidth) {
-            soften_many(row, static_cast<int>(smaller(S::kWidth, rows_ - row)), base, states);
+        for (int row = 0; many_rows() && row < rows_; row += S::kWidth) {
+            soften(row, static_cast<int>(smaller(S::kWidth, rows_ - row)), base, states, scores_ + row * kTileTokens);
         }
         for (int row = 0, count; row < rows_; row += count) {
             count = products_.block_rows(row);
             const Seen seen = seen_by(row, count, base);
-            if (seen.start >= seen.stop) continue;
-            float* o = states.o + row * states.stride;
-            for (int r = 0; r < count; ++r) {
-                if (factors_[row + r] != 1.0f) scale(o + r * states.stride, states.stride, factors_[row + r]);
-            }
-            products_.values(scores_ + row * kTileTokens, row, count, seen.start, seen.stop, o, states.stride);
+            if (seen.start < seen.stop) add_values(row, count, seen, states, scores_ + row * kTileTokens);
         }
     }
+
+    bool many_rows() const { return rows_ >= kManyRows; }
 
     // Tokens of the tile that some row of a block sees.
     struct Seen {
@@ -277,56 +288,82 @@ class AttendItem {
         return {static_cast<int>(larger(seen_[row].start - base, 0)), static_cast<int>(smaller(seen_[row + count - 1].stop - base, kTileTokens))};
     }
 
+    void add_values(int row, int count, Seen seen, const RowStates& states, const float* s) {
+        float* o = states.o + row * states.stride;
+        for (int r = 0; r < count; ++r) {
+            if (factors_[row + r] != 1.0f) scale(o + r * states.stride, states.stride, factors_[row + r]);
+        }
+        products_.values(s, row, count, seen.start, seen.stop, o, states.stride);
+    }
+
     static void scale(float* o, std::int64_t count, float factor) {
         const Vec factors = S::broadcast(factor);
         for (std::int64_t d = 0; d < count; d += S::kWidth) S::store(o + d, S::mul(S::load(o + d), factors));
     }
 
-    Vec logits(Vec score) const {
-        const Vec scaled = S::mul(score, S::broadcast(logit_scale_));
-        return options_.softcap > 0.0f ? S::mul(tanh<S>(scaled), S::broadcast(logit_cap_)) : scaled;
-    }
-
-    // Base-2 logits of a row instead of its scores, -inf where it sees nothing; the largest of each lane.
-    Vec row_logits(int row, std::int64_t base) {
+    // Of a row's scores s: those it does not see become -inf; where the scale cannot wait (a soft cap, or none above zero), all
+    // become base-2 logits. Returns the largest of each lane.
+    Vec row_most(int row, std::int64_t base, float* s) {
         const std::int64_t start = seen_[row].start - base, stop = seen_[row].stop - base;
         const bool whole = start <= 0 && stop >= kTileTokens;
         const int low = static_cast<int>(larger(start, 0)), high = static_cast<int>(larger(smaller(stop, kTileTokens), 0));
         Vec most = S::broadcast(kMinusInfinity);
 #pragma GCC unroll 4
         for (int i = 0; i < kVectors; ++i) {
-            float* at = scores_ + row * kTileTokens + i * S::kWidth;
-            Vec x = logits(S::load(at));
-            if (!whole) x = S::within(x, low - i * S::kWidth, high - i * S::kWidth);
-            S::store(at, x);
+            Vec x = S::load(s + i * S::kWidth);
+            if (!whole || scaled_first_) {
+                if (scaled_first_) x = S::mul(x, S::broadcast(logit_scale_));
+                if (options_.softcap > 0.0f) x = S::mul(tanh<S>(x), S::broadcast(logit_cap_));
+                if (!whole) x = S::within(x, low - i * S::kWidth, high - i * S::kWidth);
+                S::store(s + i * S::kWidth, x);
+            }
             most = S::max(x, most);
         }
         return most;
     }
 
-    // p of a row instead of its logits; the sum of each lane. Below a top of -inf, what is seen and what is not is 0 alike.
-    Vec row_weights(int row, float row_top) {
-        const Vec top = S::broadcast(row_top);
+    // p of a row, below its largest logit `row_top` (-inf: it has seen nothing): in place of s, or rounded where the products
+    // want it so. Returns the sum of each lane.
+    Vec row_weights(int r, float row_top, float* s) {
+        const Vec factor = S::broadcast(scaled_first_ ? 1.0f : logit_scale_), below = S::broadcast(row_top == kMinusInfinity ? 0.0f : -row_top);
+        const auto weight = [&](int i) { return exp2_nonpositive<S>(S::fma(S::load(s + i * S::kWidth), factor, below)); };
         Vec sum = S::zero();
+        if constexpr (Products::kRoundsWeights) {
 #pragma GCC unroll 4
-        for (int i = 0; i < kVectors; ++i) {
-            float* at = scores_ + row * kTileTokens + i * S::kWidth;
-            const Vec p = exp2_nonpositive<S>(S::sub(S::load(at), top));
-            S::store(at, p);
-            sum = S::add(sum, p);
+            for (int i = 0; i < kVectors; i += 2) {
+                const Vec first = weight(i), second = weight(i + 1);
+                products_.keep_weights(r, i, first, second);
+                sum = S::add(S::add(sum, first), second);
+            }
+        } else {
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; ++i) {
+                const Vec p = weight(i);
+                S::store(s + i * S::kWidth, p);
+                sum = S::add(sum, p);
+            }
         }
         return sum;
     }
 
     // Scores of a tile -> p, by the online softmax; what a row does not see gets p = 0. Leaves the factors for o so far.
+    void soften(int row, int count, std::int64_t base, const RowStates& states, float* s) {
+        if (many_rows()) {
+            soften_many(row, count, base, states, s);
+        } else {
+            soften_few(row, count, base, states, s);
+        }
+    }
+
     // Three short loops over the rows, because a row's steps wait for each other.
-    void soften_few(int row, int count, std::int64_t base, const RowStates& states) {
+    void soften_few(int row, int count, std::int64_t base, const RowStates& states, float* s) {
+        const float factor_of_most = scaled_first_ ? 1.0f : logit_scale_;
         float tops[Products::kBlockRows], sums[Products::kBlockRows];
         for (int r = 0; r < count; ++r) {
-            const float tile_most = S::reduce_max(row_logits(row + r, base)), before = states.m[row + r];
+            const float tile_most = S::reduce_max(row_most(row + r, base, s + r * kTileTokens)) * factor_of_most, before = states.m[row + r];
             tops[r] = tile_most > before ? tile_most : before;
         }
-        for (int r = 0; r < count; ++r) sums[r] = S::reduce_add(row_weights(row + r, tops[r] == kMinusInfinity ? 0.0f : tops[r]));
+        for (int r = 0; r < count; ++r) sums[r] = S::reduce_add(row_weights(r, tops[r], s + r * kTileTokens));
         for (int r = 0; r < count; ++r) {
             float factor = 1.0f;
             if (tops[r] > states.m[row + r]) {
@@ -339,18 +376,19 @@ class AttendItem {
     }
 
     // The same for up to kWidth rows at once, a lane for each: the same operations, so the same bits. A row that has seen
-    // nothing yet (-inf less -inf) gets 0 for a factor of its zeros, where soften_few leaves them. `row`: a multiple of kWidth.
-    void soften_many(int row, int count, std::int64_t base, const RowStates& states) {
+    // nothing yet (-inf less a number) gets 0 for a factor of its zeros, where soften_few leaves them.
+    void soften_many(int row, int count, std::int64_t base, const RowStates& states, float* s) {
         constexpr int kWidth = S::kWidth;
         alignas(64) float lanes[kWidth * kWidth], tops[kWidth];
         for (int r = count; r < kWidth; ++r) S::store(lanes + r * kWidth, S::zero());
         float *m = states.m + row, *l = states.l + row;
-        for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_logits(row + r, base));
+        for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_most(row + r, base, s + r * kTileTokens));
         // Rows beyond `count` may be another item's.
-        const Vec before = S::load_part(m, count), top = S::max(S::fold_max(lanes), before);
+        const Vec most = S::mul(S::fold_max(lanes), S::broadcast(scaled_first_ ? 1.0f : logit_scale_));
+        const Vec before = S::load_part(m, count), top = S::max(most, before);
         S::store(tops, top);
-        for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_weights(row + r, tops[r]));
-        const Vec factor = exp2_nonpositive<S>(S::sub(before, top));
+        for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_weights(r, tops[r], s + r * kTileTokens));
+        const Vec factor = exp2_nonpositive<S>(S::sub(before, S::max(top, S::broadcast(-3.402823466e+38f))));
         S::store(factors_ + row, factor);
         S::store_part(m, top, count);
         S::store_part(l, S::add(S::mul(S::load_part(l, count), factor), S::fold(lanes)), count);
@@ -398,6 +436,7 @@ class AttendItem {
     bool token_major_;  // the heads of a token lie together, not the tokens of a head
     float logit_scale_;
     float logit_cap_;
+    bool scaled_first_;
 };
 
 }  // namespace

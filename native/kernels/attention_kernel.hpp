@@ -1,7 +1,8 @@
 // The work of an attention call, cut into items, and what a variant gives to do them.
 //
 // One definition of the arithmetic of a query row:
-//   R1  tokens are counted from 0 of the sequence. A tile is 32 tokens, a partial 512, both at multiples of their size.
+//   R1  tokens are counted from 0 of the sequence. A tile is 32 tokens (64 with AMX), a partial 512, both at multiples of their
+//       size.
 //   R2  scores of a tile: float32 sums over d in the variant's lanes, folded by one tree; scale, soft cap, base-2 logits.
 //   R3  a partial starts with m = -inf, l = 0, o = 0 and takes its tiles in order: online softmax over the tile's lanes, then
 //       o += p v, tokens in order. Tiles and tokens that a row does not see add nothing to it.
@@ -17,8 +18,8 @@
 
 namespace quire {
 
-constexpr int kTileTokens = 32;
 constexpr int kPartialTokens = 512;
+constexpr int kMostTileTokens = 64;  // of any variant; every tile size divides it
 constexpr int kItemRows = 96;  // query rows of an item, over all its heads
 
 // Rows [row_start, row_stop) for each kv head in [head_start, head_stop), over tokens [token_start, token_stop): rows of a

@@ -27,6 +27,7 @@ class LaneProducts {
     // of the read bandwidth instead of 0.50 to 0.57, larger ones about alike. (Asking for near rows once more, as the pairs
     // do, made nothing faster there, and 28 to 30 GB/s instead of 34 to 42 of what lies in the second cache.)
     static constexpr bool kHeadsTogether = kWidth != 16;
+    static constexpr bool kRoundsWeights = false;
 
     LaneProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
         : k_width_(static_cast<int>(k_width)),

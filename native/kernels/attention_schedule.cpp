@@ -55,7 +55,10 @@ class Partition {
         for (std::size_t r = 0; r < shared_.runs.size(); ++r) cut_run(r);
         for (const bool shares : {false, true}) {
             for (std::int64_t s = 0; s < batch.num_sequences; ++s) {
-                if ((last_run(s) >= 0) == shares) each_row_tile(s, [&](const RowTile& tile) { cut(tile); });
+                if ((last_run(s) >= 0) != shares) continue;
+                const auto first = static_cast<std::ptrdiff_t>(schedule.items.size());
+                each_row_tile(s, [&](const RowTile& tile) { cut(tile); });
+                std::sort(schedule.items.begin() + first, schedule.items.end(), head_by_head);
             }
         }
         for (const std::int32_t s : shared_.order) {
@@ -74,6 +77,12 @@ class Partition {
         std::int64_t first_partial() const { return token_start / kPartialTokens; }
         std::int64_t num_partials() const { return (token_stop - 1) / kPartialTokens + 1 - first_partial(); }
     };
+
+    // What one row tile has read of a head's keys and values the next one finds in the second cache.
+    static bool head_by_head(const AttentionItem& a, const AttentionItem& b) {
+        if (a.head_start != b.head_start) return a.head_start < b.head_start;
+        return a.row_start != b.row_start ? a.row_start > b.row_start : a.token_start < b.token_start;
+    }
 
     std::int64_t num_tokens(std::int64_t s) const { return batch_.query_start[s + 1] - batch_.query_start[s]; }
     std::int64_t first_position(std::int64_t s) const { return batch_.context_lengths[s] - num_tokens(s); }

@@ -59,7 +59,7 @@ class Finder {
 
     void add_candidate(std::int64_t s, const AttentionOptions& options) {
         const std::int64_t num_tokens = batch_.query_start[s + 1] - batch_.query_start[s], first = batch_.context_lengths[s] - num_tokens;
-        const std::int64_t begin = first_visible(options, first), limit = first - first % kTileTokens;
+        const std::int64_t begin = first_visible(options, first), limit = first - first % kMostTileTokens;
         if (begin != first_visible(options, batch_.context_lengths[s] - 1) || begin % kPartialTokens != 0) return;
         if (limit <= begin || 2 * num_tokens * group_ > kItemRows) return;
         members_.push_back({static_cast<std::int32_t>(s), static_cast<std::int32_t>(num_tokens * group_), begin, limit, 0});
@@ -90,7 +90,7 @@ class Finder {
         for (std::size_t m = first + 1; m < last; ++m) {
             agreed = block + agreeing(one + block, table(members_[m]) + block, agreed - block);
         }
-        const std::int64_t shared = std::min(limit, agreed * block_size_), stop = shared - shared % kTileTokens;
+        const std::int64_t shared = std::min(limit, agreed * block_size_), stop = shared - shared % kMostTileTokens;
         const auto run = static_cast<std::int32_t>(found_.runs.size());
         found_.runs.push_back({parent, static_cast<std::int32_t>(first), static_cast<std::int32_t>(last), start, std::max(start, stop)});
         kept_.push_back(true);

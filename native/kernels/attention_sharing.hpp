@@ -3,7 +3,7 @@
 //
 // Not here: how a run becomes items (attention_schedule.cpp), or is computed (attention_item.hpp).
 //
-//   S1  A run is whole tiles of kTileTokens, begins where its parent ends, and ends before the first query row of each member:
+//   S1  A run is whole tiles of kMostTileTokens, begins where its parent ends, and ends before the first query row of each member:
 //       every row of every member sees all of it.
 //   S2  A sequence takes part if all its rows see from one token on, the start of a partial (that is token 0 without a window),
 //       and two of its like fit into an item; longer pieces of a prefill read their tokens at no price already.

@@ -2,9 +2,10 @@
 //
 // Scores transposed: A = 16 tokens x 32 of K as they lie in memory, B = 16 query rows packed in pairs of d, C = 16 tokens x
 // 16 rows, 32 of d after the other. Values: A = p rounded to bf16, rows x 32 tokens; B = 32 tokens x 16 columns, pairs of
-// tokens interleaved into scratch on the way; C = o.
+// tokens interleaved into scratch on the way; C = o. Four sums at once where there are sixteen rows: each waits for its last
+// product three times as long as the next takes.
 //
-// Tiles: 0, 1 scores of 16 tokens each; 2, 3 keys, or values; 4 queries; 5 p; 6, 7 o.
+// Tiles: 0 to 3 sums (2, 3 and 7 of as many rows as o has); 4, 5 keys, or values; 6 queries; 7 p.
 #pragma once
 
 #include "kernels/amx.hpp"
@@ -17,125 +18,112 @@ template <class S, class TileSet>
 class TileProducts : InterleavedValues<S> {
     using Values = InterleavedValues<S>;
     using Pairs = typename S::Pairs;
+    using Vec = typename S::Vec;
     static constexpr int kColumns = 32;                // of d in a tile of keys, of values in two tiles
     static constexpr int kSide = 16;                   // tokens or rows of a tile
+    static constexpr int kTogether = 2 * kSide;        // tokens of one product of values
     static constexpr int kTileElements = kSide * kColumns;
     static constexpr int kTransposedRows = 5;          // from here on sixteen rows at once are sooner done
 
   public:
     using Simd = S;
     using Element = bf16;
-    static constexpr int kTileTokens = 2 * kSide;
+    static constexpr int kTileTokens = 64;
     static constexpr int kBlockRows = kSide;
     static constexpr bool kHeadsTogether = true;
+    static constexpr bool kRoundsWeights = true;
 
     TileProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
         : k_width_(static_cast<int>(k_width)),
           v_width_(static_cast<int>(v_width)),
           k_padded_(static_cast<int>(padded_to(k_width, kColumns))),
+          v_tiles_(static_cast<int>(padded_to(v_width, kColumns)) / kSide),
           rows_(rows),
           block_bytes_(k_padded_ * kSide * 2),
-          pair_stride_(2 * static_cast<int>(padded_to(v_width, kColumns))),
           keys_(scratch.take<bf16>(std::int64_t{kTileTokens} * k_padded_)),
-          scores_(scratch.take<float>(kTileTokens * kSide)),
+          scores_(scratch.take<float>(4 * kSide * kSide)),
           rounded_(scratch.take<bf16>(kSide * kTileTokens)),
-          interleaved_(scratch.take<bf16>(std::int64_t{kTileTokens / 2} * pair_stride_)),
+          values_(scratch.take<bf16>(std::int64_t{kTileTokens / kTogether} * v_tiles_ * kTileElements)),
           tiles_(config(block_rows(0))),
           configured_rows_(block_rows(0)) {}
 
     std::int64_t query_bytes() const { return padded_to(rows_, kSide) / kSide * block_bytes_; }
 
-    // [block of 16 rows][32 of d][16 pairs][16 rows][2].
-    void pack_query(unsigned char* packed, int row, const bf16* query) const {
-        bf16* to = reinterpret_cast<bf16*>(packed + row / kSide * std::int64_t{block_bytes_}) + row % kSide * 2;
-        int d = 0;
-        for (; d + 2 <= k_width_; d += 2) __builtin_memcpy(to + d * kSide, query + d, 2 * sizeof(bf16));
-        for (; d < k_padded_; d += 2) {
-            to[d * kSide] = d < k_width_ ? query[d] : bf16{0};
-            to[d * kSide + 1] = bf16{0};
+    // [block of 16 rows][32 of d][16 pairs][16 rows][2]; a block is packed with its last row.
+    void pack_query(unsigned char* packed, int row, const bf16* query) {
+        unpacked_[row % kSide] = query;
+        if (row % kSide != kSide - 1 && row != rows_ - 1) return;
+        for (int i = row % kSide + 1; i < kSide; ++i) unpacked_[i] = reinterpret_cast<const bf16*>(kZeroRow);
+        auto* to = reinterpret_cast<bf16*>(packed + row / kSide * std::int64_t{block_bytes_});
+        for (int d = 0; d < k_width_; d += kColumns, to += kTileElements) {
+            Pairs square[kSide];
+#pragma GCC unroll 16
+            for (int i = 0; i < kSide; ++i) square[i] = Values::load_columns(unpacked_[i], d, k_width_);
+            S::transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < kSide; ++i) S::store_pairs(to + i * kColumns, square[i]);
         }
-        if (row == rows_ - 1 && row % kSide != kSide - 1) clear_rows_after(packed, row);
     }
 
     int block_rows(int row) const { return rows_ - row < kSide ? rows_ - row : kSide; }
 
     void begin(const bf16* const* k, const bf16* const* v, LinesAhead<S>& ahead, int start, int stop) {
         ahead_ = &ahead;
-        for (int half = 0; half < 2; ++half) find_keys(k, half, start, stop);
-        // All 32 tokens are multiplied: those that no row sees must be zero, not left over.
-        const int lines = ahead.lines_of(kTileTokens / 2, kTileTokens / 2);
-        for (int t = 0; t < kTileTokens; t += 2) {
+        // All tokens of a product are multiplied: those that no row sees must be zero, not left over.
+        const int first = start / kTogether * kTogether, last = static_cast<int>(padded_to(stop, kTogether));
+        num_steps_ = (last - first) / kTogether;
+        for (int t = first; t < last; t += kSide) find_keys(k, t / kSide, start, stop);
+        const int lines = ahead.lines_of(kTileTokens / 2, (last - first) / 2);
+        for (int t = first; t < last; t += 2) {
             ahead.fetch(lines);
-            Values::interleave_rows(v[t], v[t + 1], v_width_, interleaved_ + t / 2 * pair_stride_);
+            bf16* to = values_ + t / kTogether * v_tiles_ * kTileElements + t % kTogether / 2 * kColumns;
+            for (int d = 0; d < v_width_; d += kColumns, to += 2 * kTileElements) {
+                Pairs low, high;
+                Values::load_interleaved(v[t], v[t + 1], d, v_width_, low, high);
+                S::store_pairs(to, low);
+                S::store_pairs(to + kTileElements, high);
+            }
         }
     }
 
-    void scores(const unsigned char* packed, int row, int rows, int, int, float* s) {
-        const auto* query = reinterpret_cast<const bf16*>(packed + row / kSide * std::int64_t{block_bytes_});
-        tiles_.template zero<0>();
-        tiles_.template zero<1>();
-        const int lines = row == 0 ? ahead_->lines_of(kTileTokens / 2, k_padded_ / kColumns) : 0;
-        for (int d = 0; d < k_padded_; d += kColumns) {
-            ahead_->fetch(lines);
-            tiles_.template load<4>(query + d / kColumns * kTileElements, 64);
-            tiles_.template load<2>(key_base_[0] + d, key_stride_[0]);
-            tiles_.template dot_bf16<0, 2, 4>();
-            tiles_.template load<3>(key_base_[1] + d, key_stride_[1]);
-            tiles_.template dot_bf16<1, 3, 4>();
-        }
-        tiles_.template store<0>(scores_, 64);
-        tiles_.template store<1>(scores_ + kSide * kSide, 64);
-        ahead_->fetch(row == 0 ? ahead_->lines_of(kTileTokens / 2, 1) : 0);
-        if (rows >= kTransposedRows) return transpose_scores(rows, s);
-        for (int r = 0; r < rows; ++r) {
-            for (int t = 0; t < kTileTokens; ++t) s[r * kTileTokens + t] = scores_[t * kSide + r];
-        }
-    }
-
-    void values(const float* p, int row, int rows, int, int, float* o, std::int64_t stride) {
+    void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) {
         if (rows != configured_rows_) {
             tiles_.configure(config(rows));
             configured_rows_ = rows;
         }
-        for (int r = 0; r < rows; ++r) Values::round_row(p + r * kTileTokens, rounded_ + r * kTileTokens, kTileTokens);
-        tiles_.template load<5>(rounded_, 64);
-        const std::int64_t pair_bytes = pair_stride_ * 2, row_bytes = stride * 4;
-        const int lines = row == 0 ? ahead_->lines_of(kTileTokens / 2, pair_stride_ / 2 / kColumns) : 0;
-        const int width = pair_stride_ / 2;
-        int d = 0;
-        // Two more sums where all tiles have sixteen rows: a product takes longer than the load and store of another's sums.
-        if (rows == kSide) {
-            for (; d + 2 * kColumns <= width; d += 2 * kColumns) {
-                ahead_->fetch(2 * lines);
-                tiles_.template load<6>(o + d, row_bytes);
-                tiles_.template load<2>(interleaved_ + 2 * d, pair_bytes);
-                tiles_.template dot_bf16<6, 5, 2>();
-                tiles_.template load<7>(o + d + kSide, row_bytes);
-                tiles_.template load<3>(interleaved_ + 2 * d + kColumns, pair_bytes);
-                tiles_.template dot_bf16<7, 5, 3>();
-                tiles_.template load<0>(o + d + kColumns, row_bytes);
-                tiles_.template load<2>(interleaved_ + 2 * (d + kColumns), pair_bytes);
-                tiles_.template dot_bf16<0, 5, 2>();
-                tiles_.template load<1>(o + d + kColumns + kSide, row_bytes);
-                tiles_.template load<3>(interleaved_ + 2 * (d + kColumns) + kColumns, pair_bytes);
-                tiles_.template dot_bf16<1, 5, 3>();
-                tiles_.template store<6>(o + d, row_bytes);
-                tiles_.template store<7>(o + d + kSide, row_bytes);
-                tiles_.template store<0>(o + d + kColumns, row_bytes);
-                tiles_.template store<1>(o + d + kColumns + kSide, row_bytes);
+        const auto* query = reinterpret_cast<const bf16*>(packed + row / kSide * std::int64_t{block_bytes_});
+        const int lines = row == 0 ? ahead_->lines_of(kTileTokens, num_steps_ * (k_padded_ / kColumns)) : 0;
+        for (int t = start / kTogether * kTogether; t < stop; t += kTogether) {
+            if (rows == kSide && stop - t > kTogether) {
+                four_scores(query, t / kSide, 2 * lines);
+                transpose_scores<4>(rows, s + t);
+                t += kTogether;
+                continue;
+            }
+            two_scores(query, t / kSide, lines);
+            if (rows >= kTransposedRows) {
+                transpose_scores<2>(rows, s + t);
+                continue;
+            }
+            for (int r = 0; r < rows; ++r) {
+                for (int i = 0; i < kTogether; ++i) s[r * kTileTokens + t + i] = scores_[i * kSide + r];
             }
         }
-        for (; d < width; d += kColumns) {
-            ahead_->fetch(lines);
-            tiles_.template load<6>(o + d, row_bytes);
-            tiles_.template load<2>(interleaved_ + 2 * d, pair_bytes);
-            tiles_.template dot_bf16<6, 5, 2>();
-            tiles_.template load<7>(o + d + kSide, row_bytes);
-            tiles_.template load<3>(interleaved_ + 2 * d + kColumns, pair_bytes);
-            tiles_.template dot_bf16<7, 5, 3>();
-            tiles_.template store<6>(o + d, row_bytes);
-            tiles_.template store<7>(o + d + kSide, row_bytes);
+    }
+
+    // Of 2 x 16 tokens of row r of the block under way.
+    void keep_weights(int r, int vector, Vec first, Vec second) {
+        S::store_pairs(rounded_ + (vector / 2 * kSide + r) * kTogether, S::to_bf16(first, second));
+    }
+
+    void values(const float*, int row, int rows, int start, int stop, float* o, std::int64_t stride) {
+        const int first = start / kTogether * kTogether;
+        const int lines = row == 0 ? ahead_->lines_of(kTileTokens / 2, num_steps_ * v_tiles_ / 2) : 0;
+        int column = 0;
+        if (rows == kSide) {
+            for (; column + 4 <= v_tiles_; column += 4) four_values(column, first, stop, 2 * lines, o + column * kSide, stride * 4);
         }
+        for (; column < v_tiles_; column += 2) two_values(column, first, stop, lines, o + column * kSide, stride * 4);
     }
 
     void finish(const float* o, float factor, bf16* out) const { Values::finish(o, factor, v_width_, out); }
@@ -143,13 +131,97 @@ class TileProducts : InterleavedValues<S> {
   private:
     static TileConfig config(int rows) {
         TileConfig config;
-        for (int tile = 0; tile < 5; ++tile) config.tile(tile, kSide, 64);
-        return config.tile(5, rows, 64).tile(6, rows, 64).tile(7, rows, 64);
+        for (const int tile : {0, 1, 4, 5, 6}) config.tile(tile, kSide, 64);
+        for (const int tile : {2, 3, 7}) config.tile(tile, rows, 64);
+        return config;
     }
 
-    // scores_ -> s[row][token], sixteen tokens at a time as if they were pairs.
+    // Of 32 tokens from the half-th sixteen on, to scores_.
+    void two_scores(const bf16* query, int half, int lines) {
+        tiles_.template zero<0>();
+        tiles_.template zero<1>();
+        for (int d = 0; d < k_padded_; d += kColumns) {
+            ahead_->fetch(lines);
+            tiles_.template load<6>(query + d * kSide, 64);
+            tiles_.template load<4>(key_base_[half] + d, key_stride_[half]);
+            tiles_.template dot_bf16<0, 4, 6>();
+            tiles_.template load<5>(key_base_[half + 1] + d, key_stride_[half + 1]);
+            tiles_.template dot_bf16<1, 5, 6>();
+        }
+        tiles_.template store<0>(scores_, 64);
+        tiles_.template store<1>(scores_ + kSide * kSide, 64);
+    }
+
+    // Of 64 tokens; only where tiles 2 and 3 have sixteen rows.
+    void four_scores(const bf16* query, int half, int lines) {
+        tiles_.template zero<0>();
+        tiles_.template zero<1>();
+        tiles_.template zero<2>();
+        tiles_.template zero<3>();
+        for (int d = 0; d < k_padded_; d += kColumns) {
+            ahead_->fetch(lines);
+            tiles_.template load<6>(query + d * kSide, 64);
+            tiles_.template load<4>(key_base_[half] + d, key_stride_[half]);
+            tiles_.template dot_bf16<0, 4, 6>();
+            tiles_.template load<5>(key_base_[half + 1] + d, key_stride_[half + 1]);
+            tiles_.template dot_bf16<1, 5, 6>();
+            tiles_.template load<4>(key_base_[half + 2] + d, key_stride_[half + 2]);
+            tiles_.template dot_bf16<2, 4, 6>();
+            tiles_.template load<5>(key_base_[half + 3] + d, key_stride_[half + 3]);
+            tiles_.template dot_bf16<3, 5, 6>();
+        }
+        tiles_.template store<0>(scores_, 64);
+        tiles_.template store<1>(scores_ + kSide * kSide, 64);
+        tiles_.template store<2>(scores_ + 2 * kSide * kSide, 64);
+        tiles_.template store<3>(scores_ + 3 * kSide * kSide, 64);
+    }
+
+    // o[rows][32 columns] += p v, tokens [start, stop).
+    void two_values(int column, int start, int stop, int lines, float* o, std::int64_t row_bytes) {
+        tiles_.template load<2>(o, row_bytes);
+        tiles_.template load<3>(o + kSide, row_bytes);
+        for (int t = start; t < stop; t += kTogether) {
+            ahead_->fetch(lines);
+            const bf16* v = values_ + (t / kTogether * v_tiles_ + column) * kTileElements;
+            tiles_.template load<7>(rounded_ + t * kSide, 64);
+            tiles_.template load<4>(v, 64);
+            tiles_.template dot_bf16<2, 7, 4>();
+            tiles_.template load<5>(v + kTileElements, 64);
+            tiles_.template dot_bf16<3, 7, 5>();
+        }
+        tiles_.template store<2>(o, row_bytes);
+        tiles_.template store<3>(o + kSide, row_bytes);
+    }
+
+    // o[16][64 columns] += p v.
+    void four_values(int column, int start, int stop, int lines, float* o, std::int64_t row_bytes) {
+        tiles_.template load<0>(o, row_bytes);
+        tiles_.template load<1>(o + kSide, row_bytes);
+        tiles_.template load<2>(o + 2 * kSide, row_bytes);
+        tiles_.template load<3>(o + 3 * kSide, row_bytes);
+        for (int t = start; t < stop; t += kTogether) {
+            ahead_->fetch(lines);
+            const bf16* v = values_ + (t / kTogether * v_tiles_ + column) * kTileElements;
+            tiles_.template load<7>(rounded_ + t * kSide, 64);
+            tiles_.template load<4>(v, 64);
+            tiles_.template dot_bf16<0, 7, 4>();
+            tiles_.template load<5>(v + kTileElements, 64);
+            tiles_.template dot_bf16<1, 7, 5>();
+            tiles_.template load<4>(v + 2 * kTileElements, 64);
+            tiles_.template dot_bf16<2, 7, 4>();
+            tiles_.template load<5>(v + 3 * kTileElements, 64);
+            tiles_.template dot_bf16<3, 7, 5>();
+        }
+        tiles_.template store<0>(o, row_bytes);
+        tiles_.template store<1>(o + kSide, row_bytes);
+        tiles_.template store<2>(o + 2 * kSide, row_bytes);
+        tiles_.template store<3>(o + 3 * kSide, row_bytes);
+    }
+
+    // scores_ of kSixteens x 16 tokens -> s[row][token], sixteen tokens at a time as if they were pairs.
+    template <int kSixteens>
     void transpose_scores(int rows, float* s) const {
-        for (int t = 0; t < kTileTokens; t += kSide) {
+        for (int t = 0; t < kSixteens * kSide; t += kSide) {
             Pairs square[kSide];
 #pragma GCC unroll 16
             for (int i = 0; i < kSide; ++i) square[i] = S::load_pairs(reinterpret_cast<const bf16*>(scores_ + (t + i) * kSide));
@@ -158,13 +230,6 @@ class TileProducts : InterleavedValues<S> {
             for (int i = 0; i < kSide; ++i) {
                 if (i < rows) S::store_pairs(reinterpret_cast<bf16*>(s + i * kTileTokens + t), square[i]);
             }
-        }
-    }
-
-    void clear_rows_after(unsigned char* packed, int last) const {
-        auto* block = reinterpret_cast<bf16*>(packed + last / kSide * std::int64_t{block_bytes_});
-        for (int pair = 0; pair < k_padded_ / 2; ++pair) {
-            for (int i = 2 * (last % kSide + 1); i < 2 * kSide; ++i) block[pair * 2 * kSide + i] = bf16{0};
         }
     }
 
@@ -188,17 +253,19 @@ class TileProducts : InterleavedValues<S> {
 
     const int k_width_, v_width_;
     const int k_padded_;
+    const int v_tiles_;  // of sixteen columns, an even number
     const int rows_;
     const int block_bytes_;  // of sixteen packed query rows
-    const int pair_stride_;
     bf16* keys_;
-    float* scores_;  // [token][row]
-    bf16* rounded_;
-    bf16* interleaved_;
+    float* scores_;   // [token][row]
+    bf16* rounded_;   // [32 tokens][row][32]
+    bf16* values_;    // [32 tokens][16 columns][16 pairs of tokens][16 columns][2]
+    const bf16* unpacked_[kSide];
     TileSet tiles_;
     int configured_rows_;
-    const bf16* key_base_[2];
-    std::int64_t key_stride_[2];
+    const bf16* key_base_[kTileTokens / kSide];
+    std::int64_t key_stride_[kTileTokens / kSide];
+    int num_steps_ = 0;
     LinesAhead<S>* ahead_ = nullptr;
 };
 

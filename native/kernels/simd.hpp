@@ -15,7 +15,9 @@
 //   fold_max(rows)    the same with the larger of two for their sum
 //   reduce_add        the same tree on one vector; reduce_max
 //   within            lanes [start, stop) of a vector, -inf elsewhere
-//   exp2_raw          2^n for whole n in [-126, 127]
+//   split(x, rest)    the whole number next to x <= 0, and what is left of x, in [-0.5, 0.5]; -inf, or a number of -127 or less,
+//                     and anything for x below -126.5
+//   scale_by_exp2     a 2^whole, of a number from split: at most a subnormal number where that is -127 or less
 //   keep_from         b where a >= c, else 0
 //   prefetch, prefetch_l2   a line into the first or the second cache
 // and where kWidth is 16
@@ -97,14 +99,13 @@ inline void round_to(float value, f16& out) {
     out.bits = static_cast<std::uint16_t>(sign | rounded);
 }
 
-// 2^x for x <= 0, relative error below 2e-7; exactly 1 at 0, exactly 0 below -126 (and at -inf).
+// 2^x for x <= 0, relative error below 2e-7; exactly 1 at 0, below the smallest normal number from -126.5 on, exactly 0 below
+// -150 (and at -inf).
 template <class S>
 inline typename S::Vec exp2_nonpositive(typename S::Vec x) {
     using Vec = typename S::Vec;
-    const Vec lowest = S::broadcast(-126.0f);
-    const Vec clamped = S::max(x, lowest);
-    const Vec whole = S::round(clamped);
-    const Vec rest = S::sub(clamped, whole);
+    Vec rest;
+    const Vec whole = S::split(x, rest);
     // Minimax polynomial of degree 5 on [-0.5, 0.5], constant term 1.
     Vec sum = S::broadcast(1.326472725e-03f);
     sum = S::fma(sum, rest, S::broadcast(9.671512688e-03f));
@@ -112,7 +113,7 @@ inline typename S::Vec exp2_nonpositive(typename S::Vec x) {
     sum = S::fma(sum, rest, S::broadcast(2.402224208e-01f));
     sum = S::fma(sum, rest, S::broadcast(6.931469776e-01f));
     sum = S::fma(sum, rest, S::broadcast(1.0f));
-    return S::keep_from(x, S::mul(sum, S::exp2_raw(whole)), lowest);
+    return S::scale_by_exp2(sum, whole);
 }
 
 // tanh by e = 2^(-2 |x| log2(e)): (1 - e) / (1 + e), absolute error below 2e-7.

@@ -63,9 +63,15 @@ struct Avx2 {
     static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
     static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-    static Vec round(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-    static Vec exp2_raw(Vec whole) {
-        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23));
+    static Vec split(Vec x, Vec& rest) {
+        const Vec clamped = _mm256_max_ps(x, _mm256_set1_ps(-127.0f));
+        const Vec whole = _mm256_round_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        rest = _mm256_sub_ps(clamped, whole);
+        return whole;
+    }
+    static Vec scale_by_exp2(Vec a, Vec whole) {  // an exponent of zero is the number zero
+        const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23);
+        return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
     }
     static Vec keep_from(Vec a, Vec b, Vec c) { return _mm256_and_ps(_mm256_cmp_ps(a, c, _CMP_GE_OQ), b); }
     static Vec copy_sign(Vec magnitude, Vec sign) {

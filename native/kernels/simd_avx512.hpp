@@ -50,10 +50,11 @@ struct Avx512 {
     static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
     static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-    static Vec round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-    static Vec exp2_raw(Vec whole) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(whole), _mm512_set1_epi32(127)), 23));
+    static Vec split(Vec x, Vec& rest) {
+        rest = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // 0 of -inf
+        return _mm512_sub_ps(x, rest);
     }
+    static Vec scale_by_exp2(Vec a, Vec whole) { return _mm512_scalef_ps(a, whole); }
     static Vec keep_from(Vec a, Vec b, Vec c) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, c, _CMP_GE_OQ), b); }
     static Vec copy_sign(Vec magnitude, Vec sign) {
         const Vec bit = _mm512_set1_ps(-0.0f);
@@ -213,6 +214,7 @@ struct Avx512Bf16 : Avx512 {
     static void to_bf16(bf16* to, Vec v) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));
     }
+    static Pairs to_bf16(Vec low, Vec high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)); }
 };
 
 #endif

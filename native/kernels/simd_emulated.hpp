@@ -100,13 +100,14 @@ struct Emulated512 {
         fma_lanes(a.lane, b.lane, c.lane);
         return c;
     }
-    QUIRE_EMULATED Vec round(Vec a) {
-        return each([&](int i) { return std::nearbyint(a.lane[i]); });
+    QUIRE_EMULATED Vec split(Vec x, Vec& rest) {
+        rest = each([&](int i) { return std::isinf(x.lane[i]) ? 0.0f : x.lane[i] - std::nearbyint(x.lane[i]); });
+        return sub(x, rest);
     }
-    QUIRE_EMULATED Vec exp2_raw(Vec whole) {
+    QUIRE_EMULATED Vec scale_by_exp2(Vec a, Vec whole) {
         return each([&](int i) {
             const float n = whole.lane[i];
-            return n == n ? float_of(static_cast<std::uint32_t>(static_cast<std::int32_t>(n) + 127) << 23) : n;
+            return n == n ? std::scalbn(a.lane[i], static_cast<int>(n > -1000.0f ? n : -1000.0f)) : n;
         });
     }
     QUIRE_EMULATED Vec keep_from(Vec a, Vec b, Vec c) {
@@ -213,6 +214,12 @@ struct Emulated512Bf16 : Emulated512 {
     QUIRE_EMULATED void to_bf16(bf16* to, Vec v) {
         // vcvtneps2bf16: subnormal inputs as zero.
         for (int i = 0; i < 16; ++i) round_to(flushed(v.lane[i]), to[i]);
+    }
+    QUIRE_EMULATED Pairs to_bf16(Vec low, Vec high) {
+        bf16 rounded[32];
+        to_bf16(rounded, low);
+        to_bf16(rounded + 16, high);
+        return load_pairs(rounded);
     }
 };
 

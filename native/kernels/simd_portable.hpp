@@ -62,15 +62,17 @@ struct Portable {
         return a * b + c;  // two roundings: these units are compiled without contraction
 #endif
     }
-    static Vec round(Vec a) {
-        const Vec shift = broadcast(12582912.0f);  // 1.5 * 2^23: |a| < 2^22 here
-        return (a + shift) - shift;
+    static Vec split(Vec x, Vec& rest) {
+        const Vec clamped = max(x, broadcast(-127.0f)), shift = broadcast(12582912.0f);  // 1.5 * 2^23
+        const Vec whole = (clamped + shift) - shift;
+        rest = clamped - whole;
+        return whole;
     }
-    static Vec exp2_raw(Vec whole) {
+    static Vec scale_by_exp2(Vec a, Vec whole) {  // an exponent of zero is the number zero
         const Ints exponent = (__builtin_convertvector(whole, Ints) + 127) << 23;
         Vec v;
         std::memcpy(&v, &exponent, sizeof v);
-        return v;
+        return a * v;
     }
     static Vec keep_from(Vec a, Vec b, Vec c) { return a >= c ? b : zero(); }
     static Vec copy_sign(Vec magnitude, Vec sign) {

@@ -28,6 +28,7 @@ from quire import _native
 
 EXAMPLES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "60"))
 EMULATED = _native.isa().startswith("emulated")
+RUN_TOKENS = 64  # a run is whole ones of these: tiles of any variant
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -85,7 +86,7 @@ def test_one_long_prefix(dtype: torch.dtype, num_threads: int, heads: int) -> No
         dtype=dtype, num_threads=num_threads,
     )  # fmt: skip
     case = make_tree_case(tree)
-    shared = length // 16 * 16 // 32 * 32
+    shared = length // 16 * 16 // RUN_TOKENS * RUN_TOKENS
     contexts = case.plan.context_lengths.tolist()
     assert traffic(case) == (sum(contexts) - 3 * shared, sum(contexts), 1)
     assert_same_bits(case)
@@ -99,7 +100,7 @@ def test_every_level_of_a_tree_is_read_once(block_size: int) -> None:
     case = make_tree_case(Tree(nodes=nodes, leaves=leaves, block_size=block_size))
 
     def shared(tokens: int) -> int:
-        return tokens // block_size * block_size // 32 * 32
+        return tokens // block_size * block_size // RUN_TOKENS * RUN_TOKENS
 
     contexts = case.plan.context_lengths.tolist()
     levels = [(8, 1030)], [(4, 1730), (4, 1630)], [(2, 2060), (2, 2050), (2, 1940), (2, 1970)]
@@ -115,7 +116,7 @@ def test_every_level_of_a_tree_is_read_once(block_size: int) -> None:
 
 def test_a_prefix_that_ends_within_a_partial_is_shared_to_its_last_tile() -> None:
     case = make_tree_case(Tree(nodes=((-1, 1000),), leaves=((0, 56, 1),) * 16))
-    assert traffic(case) == (16 * (1056 - 992) + 992, 16 * 1056, 1)  # blocks of 16, tiles of 32
+    assert traffic(case) == (16 * (1056 - 960) + 960, 16 * 1056, 1)  # blocks of 16, runs of 64
     assert_same_bits(case)
 
 
