@@ -7,7 +7,8 @@
 //   T1  One owner at a time: a second thread calling run() waits for the first (a mutex). run() does not nest.
 //   T2  Idle workers sleep (futex), and so does a caller whose workers are late. Before that they wait for at most about
 //       0.4 ms, most of which they leave to any other thread that could run there: waking a sleeper takes 50 to 90 us,
-//       and a step has hundreds of products, of which one thread is done before the other.
+//       and a step has hundreds of products, of which one thread is done before the other (Xeon with AMX, seven products of
+//       480 rows: 8.0 ms asleep after 0.1 ms, 7.4 so; a small model's step takes 5 to 10 % more processor time for it).
 //   T3  A task must not throw.
 //   T4  A worker that is late (its processor is busy with something else) is not waited for: the caller takes the tasks
 //       itself, closes the job, and waits only for workers that have begun.
