@@ -249,7 +249,7 @@ class AttendItem {
         const std::int64_t base = tile * kTileTokens;
         products_.begin(rows.k, rows.v, ahead_, tokens.start, tokens.stop);
         const unsigned char* query = queries_ + head * products_.query_bytes();
-        if constexpr (Products::kRoundsWeights) {
+        if constexpr (Products::kRoundsWeights) {  // a block's scores and weights are still in the first cache when they are taken
             for (int row = 0, count; row < rows_; row += count) {
                 count = products_.block_rows(row);
                 const Seen seen = seen_by(row, count, base);

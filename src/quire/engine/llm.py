@@ -413,13 +413,14 @@ class LLM(Sharing, Visibility):
     def prefault(self) -> bool:
         """Takes the memory of all blocks from the system now, so that no step waits for page faults.
 
+        Kept weights (`packed_weights`) have come to lie in huge pages by then, if they are to.
         Whether it was done: not once memory was given back (`trim`, `resize`), nor where the system cannot. Takes about
         0.2 s for each GiB, and several seconds in a virtual machine whose host has to find the memory first.
         *raises:* ArgumentError: another storage than "paged".
         """
         with self._lock:
             self._require_open()
-            return self._opened.budget.prefault()
+            return self._opened.prefault()
 
     # -- the rest --------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from quire.engine.watch import Watch
 
 if TYPE_CHECKING:
     from quire.memory.storage import Storage
+    from quire.model.huge_pages import HugePageMove
 
 __all__ = ["ModelOptions", "OpenModel"]
 
@@ -103,6 +104,7 @@ class OpenModel:
         self.storage: Storage | None = None
         self.tiers: OpenTiers | None = None
         self.watch: Watch | None = None
+        self._move: HugePageMove | None = None
         try:
             self.max_model_len: int = max_model_len or self.prepared.max_model_len
             opened = storage_options.open(
@@ -159,10 +161,18 @@ class OpenModel:
                 pin_memory=pin_memory,
             )
             if options.packed_weights is not None:
-                self.prepared.move_to_huge_pages(free_memory_bytes() - self.budget.num_bytes)
+                spare_bytes = free_memory_bytes() - self.budget.num_bytes
+                self._move = self.prepared.move_to_huge_pages(spare_bytes)
         except BaseException:
             self.close()
             raise
+
+    def prefault(self) -> bool:
+        """See `LLM.prefault`. *raises:* ArgumentError: another storage than "paged"."""
+        done = self.budget.prefault()
+        if self._move is not None:
+            self._move.join()
+        return done
 
     def close(self) -> None:
         """Ends all requests, stores in the tiers what they lack, gives the cache's memory back and the model as it was.
