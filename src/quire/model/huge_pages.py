@@ -8,8 +8,8 @@ Not for memory that anybody writes, nor a way to get huge pages for new memory: 
 A piece at a time is copied into new memory, which then takes the place of the file's pages (mremap): readers in other
 threads see the same bytes before, during and after it, and nobody's pointer changes. What is not a whole piece of
 aligned huge pages at either end stays where it is, as does everything from the first call on that the system refuses.
-(Linux looks at all limits before mremap takes the old pages away; only a kernel without memory for its own records could
-fail after that, and leave nothing at those addresses.)
+(Linux looks at all limits before mremap takes the old pages away; only a kernel without memory for its own records
+could fail after that, and leave nothing at those addresses.)
 
 Cost: memory for the bytes, which other processes that map the file no longer share, and beside them that of one piece;
 a copy of all bytes by a thread of low priority (0.3 s a GiB; several seconds in a virtual machine whose host has to
