@@ -95,6 +95,7 @@ class AttendItem {
         logit_scale_ = options_.softcap > 0.0f ? options_.scale / options_.softcap : options_.scale * kLog2E;
         logit_cap_ = options_.softcap * kLog2E;
         scaled_first_ = options_.softcap > 0.0f || !(options_.scale > 0.0f);
+        rest_of_scale_ = scaled_first_ ? 1.0f : logit_scale_;
         token_major_ = view_.token_major();
         find_query_rows();
     }
@@ -325,7 +326,7 @@ class AttendItem {
     // p of a row, below its largest logit `row_top` (-inf: it has seen nothing): in place of s, or rounded where the products
     // want it so. Returns the sum of each lane.
     Vec row_weights(int r, float row_top, float* s) {
-        const Vec factor = S::broadcast(scaled_first_ ? 1.0f : logit_scale_), below = S::broadcast(row_top == kMinusInfinity ? 0.0f : -row_top);
+        const Vec factor = S::broadcast(rest_of_scale_), below = S::broadcast(row_top == kMinusInfinity ? 0.0f : -row_top);
         const auto weight = [&](int i) { return exp2_nonpositive<S>(S::fma(S::load(s + i * S::kWidth), factor, below)); };
         Vec sum = S::zero();
         if constexpr (Products::kRoundsWeights) {
@@ -357,10 +358,9 @@ class AttendItem {
 
     // Three short loops over the rows, because a row's steps wait for each other.
     void soften_few(int row, int count, std::int64_t base, const RowStates& states, float* s) {
-        const float factor_of_most = scaled_first_ ? 1.0f : logit_scale_;
         float tops[Products::kBlockRows], sums[Products::kBlockRows];
         for (int r = 0; r < count; ++r) {
-            const float tile_most = S::reduce_max(row_most(row + r, base, s + r * kTileTokens)) * factor_of_most, before = states.m[row + r];
+            const float tile_most = S::reduce_max(row_most(row + r, base, s + r * kTileTokens)) * rest_of_scale_, before = states.m[row + r];
             tops[r] = tile_most > before ? tile_most : before;
         }
         for (int r = 0; r < count; ++r) sums[r] = S::reduce_add(row_weights(r, tops[r], s + r * kTileTokens));
@@ -384,7 +384,7 @@ class AttendItem {
         float *m = states.m + row, *l = states.l + row;
         for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_most(row + r, base, s + r * kTileTokens));
         // Rows beyond `count` may be another item's.
-        const Vec most = S::mul(S::fold_max(lanes), S::broadcast(scaled_first_ ? 1.0f : logit_scale_));
+        const Vec most = S::mul(S::fold_max(lanes), S::broadcast(rest_of_scale_));
         const Vec before = S::load_part(m, count), top = S::max(most, before);
         S::store(tops, top);
         for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_weights(r, tops[r], s + r * kTileTokens));
@@ -436,7 +436,8 @@ class AttendItem {
     bool token_major_;  // the heads of a token lie together, not the tokens of a head
     float logit_scale_;
     float logit_cap_;
-    bool scaled_first_;
+    bool scaled_first_;     // the scores are scaled before the largest is looked for
+    float rest_of_scale_;   // what makes logits of them after that
 };
 
 }  // namespace

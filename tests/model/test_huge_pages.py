@@ -120,7 +120,7 @@ def test_it_ends_when_the_pages_are_gone(path: Path, monkeypatch: pytest.MonkeyP
     assert _mapped_bytes() < before + HUGE_PAGE_BYTES
 
 
-@pytest.mark.parametrize("name", ["mmap", "madvise", "mprotect"])
+@pytest.mark.parametrize("name", ["mmap", "madvise", "mprotect", "mremap"])
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_whatever_fails_the_bytes_stay(
     path: Path, monkeypatch: pytest.MonkeyPatch, name: str, at: int
