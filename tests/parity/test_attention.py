@@ -127,6 +127,7 @@ def test_agrees_on_extreme_scores(dtype: torch.dtype) -> None:
     sinks = torch.tensor([80.0, -80.0, 0.0, -torch.inf])
     assert_agrees(replace(case, options=replace(case.options, sinks=sinks, scale=0.1)))
     assert_agrees(replace(case, options=replace(case.options, scale=0.0)))
+    assert_agrees(replace(case, options=replace(case.options, scale=-0.1)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
