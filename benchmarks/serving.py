@@ -357,6 +357,8 @@ async def overload(arguments: argparse.Namespace, texts: Texts) -> None:
         await looking
         statuses = collections.Counter(outcome.status for outcome in outcomes)
         (middle, half_mib), (end, end_mib) = looks[3], looks[-1]
+        # None where a short run's first half was seen so late that all had come.
+        grown = round(1e4 * (end_mib - half_mib) / (end - middle), 2) if end > middle else None
         emit(
             "serving",
             part="overload",
@@ -366,7 +368,7 @@ async def overload(arguments: argparse.Namespace, texts: Texts) -> None:
             errors=sum(outcome.error is not None for outcome in outcomes),
             seconds=seconds,
             resident_mib_without_kv=[round(mib, 1) for _, mib in looks],
-            grown_mib_per_10k_requests=round(1e4 * (end_mib - half_mib) / (end - middle), 2),
+            grown_mib_per_10k_requests=grown,
             evicted_blocks=server.metric("quire:evicted_blocks_total"),
             held_blocks=server.metric("quire:held_blocks"),
         )
