@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.faulty_calls import FaultyCalls
-from support.process_maps import mappings
+from support.process_maps import mappings, num_entered
 
 from quire.errors import ArgumentError, BackendError, CapacityError, InvariantError
 from quire.memory.placement import (
@@ -54,6 +54,20 @@ def test_a_unit_is_one_piece_in_every_lane() -> None:
             assert bool((elements(other, lane)[position] == lane * 100 + old).all())
     assert heap.references(units).tolist() == [3] * 6
     heap.check()
+    heap.close()
+
+
+def test_pages_are_entered_at_once_or_as_they_are_touched() -> None:
+    heap = PlacementHeap([16 * PAGE], max_units=8)
+    first, second = heap.reserve(8), heap.reserve(8)
+    units = heap.allocate(8)
+    heap.map([(first, np.arange(8), units)])
+    assert num_entered(first.address, first.address + 128 * PAGE) == 128
+    elements(first, 0)[:] = torch.arange(8.0)[:, None]
+    heap.map([(second, np.arange(8), units)], populate=False)
+    assert num_entered(second.address, second.address + 128 * PAGE) == 0
+    assert torch.equal(elements(second, 0), elements(first, 0))
+    assert num_entered(second.address, second.address + 128 * PAGE) == 128
     heap.close()
 
 
@@ -639,16 +653,16 @@ def test_a_simulated_machine_refuses_what_a_real_one_would_punish() -> None:
     memory = machine.make_heap(4 * PAGE)
     machine.commit(memory, 0, 2 * PAGE)
     for wrong in (
-        lambda: machine.map(address + 1, PAGE, memory, 0),
-        lambda: machine.map(address, PAGE, memory, 2 * PAGE),
-        lambda: machine.map(address + 4 * PAGE, PAGE, memory, 0),
+        lambda: machine.map(address + 1, PAGE, memory, 0, populate=True),
+        lambda: machine.map(address, PAGE, memory, 2 * PAGE, populate=True),
+        lambda: machine.map(address + 4 * PAGE, PAGE, memory, 0, populate=True),
         lambda: machine.commit(memory, 4 * PAGE, PAGE),
         lambda: machine.unmap(address - PAGE, PAGE),
         lambda: machine.release(address + PAGE, PAGE),
     ):
         with pytest.raises(InvariantError, match="simulated memory"):
             wrong()
-    machine.map(address, 2 * PAGE, memory, 0)
+    machine.map(address, 2 * PAGE, memory, 0, populate=True)
     for wrong in (lambda: machine.give_back(memory, PAGE, PAGE), lambda: machine.drop_heap(memory)):
         with pytest.raises(InvariantError, match="mapped"):
             wrong()

@@ -228,7 +228,7 @@ class _Group:
         entries = self._units(self.low, end)
         positions = np.concatenate([self._row(row, self.low, end) for row in moved])
         units = np.concatenate([entries[order[row]] for row in moved])
-        self.heap.map([(self.range, positions, units)])
+        self.heap.map([(self.range, positions, units)], populate=False)
         self.own_from = max(self.own_from, end)
 
     def select(self, order: Sequence[int], stop: int) -> _Group:
@@ -236,7 +236,8 @@ class _Group:
         end = -(-stop // self.unit_tokens)
         if end > self.low:
             units = self._units(self.low, end)[list(order)].ravel()
-            self.heap.map([(new.range, new._positions(self.low, end), units)])
+            # Not populated: a fork is made at once, and all threads of its first step enter the pages it reads.
+            self.heap.map([(new.range, new._positions(self.low, end), units)], populate=False)
             new.low, new.high, new.own_from = self.low, end, end
             self.own_from = max(self.own_from, end)
         return new

@@ -80,8 +80,10 @@ class PlacementBackend(Protocol):
         """The machine may use that memory for something else; what was in it is lost."""
         ...
 
-    def map(self, address: int, num_bytes: int, heap: Any, offset: int) -> None:
-        """These bytes of the heap at that address, in place of what was there."""
+    def map(self, address: int, num_bytes: int, heap: Any, offset: int, *, populate: bool) -> None:
+        """These bytes of the heap at that address, in place of what was there.
+
+        populate: enter the pages into the page table now; otherwise as they are touched."""
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None:

@@ -218,10 +218,11 @@ class PlacementHeap:
 
     # Mapping
 
-    def map(self, changes: Iterable[Change]) -> None:
+    def map(self, changes: Iterable[Change], *, populate: bool = True) -> None:
         """Have units behind positions of ranges, in place of what was there: all of it or nothing.
 
         A unit may be mapped at any number of positions; -1 is none. Positions that lead there already cost nothing.
+        populate: enter the pages into the page table now; otherwise the threads that touch them first do.
 
         *raises:* CapacityError: no memory, or more mappings than the budget; nothing has changed then.
         """
@@ -241,7 +242,7 @@ class PlacementHeap:
             checked.append((address_range, positions, units[order]))
         for address_range, _, units in checked:
             self._files.commit(units[units >= 0], address_range.piece_bytes)
-        self._change(checked)
+        self._change(checked, populate)
 
     def unmap(self, address_range: AddressRange, positions: Any, *, step: int | None = None) -> None:
         """Nothing behind these positions: at once, or when `step` has been completed. All or nothing."""
@@ -347,8 +348,10 @@ class PlacementHeap:
 
     # How
 
-    def _change(self, changes: list[Change]) -> None:
-        for (_, _, units), before in zip(changes, change(self._files, changes), strict=True):
+    def _change(self, changes: list[Change], populate: bool = True) -> None:
+        for (_, _, units), before in zip(
+            changes, change(self._files, changes, populate=populate), strict=True
+        ):
             self._references.moved(before, units)
 
     def _free_units(self) -> np.ndarray:

@@ -34,8 +34,8 @@ _ATTEMPTS = 4  # to undo: a call that fails once may be one that succeeds the ne
 Change: TypeAlias = tuple[AddressRange, Any, Any]
 
 
-def change(files: HeapFiles, changes: list[Change]) -> list[np.ndarray]:
-    """Lead positions (ascending) to units; which units they led to before, -1 for none.
+def change(files: HeapFiles, changes: list[Change], *, populate: bool = True) -> list[np.ndarray]:
+    """Lead positions (ascending) to units; which units they led to before, -1 for none. `populate` as in `map`.
 
     *raises:* CapacityError: the machine refuses, or the budget does not allow it (giving up is always allowed).
     """
@@ -65,7 +65,7 @@ def change(files: HeapFiles, changes: list[Change]) -> list[np.ndarray]:
                 for position, unit, count in extents[merging] if size else []:
                     whole = _whole_pages(files, address_range, lane, position, unit, count)
                     done.append((address_range, lane, whole[0], whole[0] + whole[2]))
-                    taking(_lead, files, address_range, lane, *whole)
+                    taking(_lead, files, address_range, lane, *whole, populate)
     except BaseException:
         for (address_range, positions, _), before in zip(reversed(changes), reversed(old), strict=True):
             address_range.entries[positions + 1] = before + 1
@@ -120,7 +120,13 @@ def _extents(
 
 
 def _lead(
-    files: HeapFiles, address_range: AddressRange, lane: int, position: int, unit: int, count: int
+    files: HeapFiles,
+    address_range: AddressRange,
+    lane: int,
+    position: int,
+    unit: int,
+    count: int,
+    populate: bool,
 ) -> None:
     """One extent: positions from `position` on to neighbours from `unit` on, or, if that is -1, to none."""
     size = address_range.piece_bytes[lane]
@@ -128,7 +134,7 @@ def _lead(
     if unit < 0:
         files.backend.unmap(address, count * size)
     else:
-        files.backend.map(address, count * size, *files.place(unit, lane))
+        files.backend.map(address, count * size, *files.place(unit, lane), populate=populate)
 
 
 def _whole_pages(
@@ -174,5 +180,5 @@ def _restore(files: HeapFiles, address_range: AddressRange, lane: int, start: in
         whole = _whole_pages(files, address_range, lane, *extent)
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(OSError):
-                _lead(files, address_range, lane, *whole)
+                _lead(files, address_range, lane, *whole, True)
                 break

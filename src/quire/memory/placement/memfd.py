@@ -4,13 +4,15 @@ Not for Windows or macOS: `probe.why_not` tells whether this machine can do it.
 
 A heap is mapped once as a whole too, where copies are made and huge pages collapsed. Memory is taken by fallocate,
 which reports that there is none (MAP_POPULATE stays silent, and the first touch would end the process); pages are then
-entered by MAP_POPULATE, so that no kernel takes the faults. Huge pages come by MADV_COLLAPSE of an aligned range of
-which one page is in memory: it needs neither root nor the shmem_enabled switch (which is "never" by default, so that
-MADV_HUGEPAGE and MADV_POPULATE_WRITE give small pages). Where free memory lies scattered the
-kernel first moves pages about, which may take a hundred times as long as clearing one: what that takes is bounded, in
-all to a twentieth of the time and at once to a tenth of a second; beyond it small pages have to do.
+entered by MAP_POPULATE, so that no kernel takes the faults, unless the caller leaves that to who touches them. Huge
+pages come by MADV_COLLAPSE of an aligned range of which one page is in memory: it needs neither root nor the
+shmem_enabled switch (which is "never" by default, so that MADV_HUGEPAGE and MADV_POPULATE_WRITE give small pages).
+Where free memory lies scattered the kernel first moves pages about, which may take a hundred times as long as clearing
+one; and a virtual machine's host may first have to find the memory (5 ms a huge page were seen). What that takes is
+bounded, in all to a twentieth of the time and at once to a tenth of a second; beyond it small pages have to do.
 
 Cost (64 KiB pieces, measured in docs/virtual-memory.md): map about 10 us, unmap about 8 us, commit about 1 us a page.
+Entering pages is 25 us a MiB of small ones, nearly nothing of huge ones.
 """
 
 from __future__ import annotations
@@ -142,8 +144,8 @@ class MemfdBackend:
     def give_back(self, heap: _Memfd, offset: int, num_bytes: int) -> None:
         self._calls.punch_hole(heap.fd, offset, num_bytes)
 
-    def map(self, address: int, num_bytes: int, heap: _Memfd, offset: int) -> None:
-        self._calls.map(address, num_bytes, heap.fd, offset, populate=True)
+    def map(self, address: int, num_bytes: int, heap: _Memfd, offset: int, *, populate: bool) -> None:
+        self._calls.map(address, num_bytes, heap.fd, offset, populate=populate)
         try:
             self._calls.keep_from_children(address, num_bytes)
         except OSError:  # it may fail for a moment (EAGAIN)

@@ -141,7 +141,7 @@ class SimulatedBackend:
         if self.huge_bytes:
             heap.huge -= {page - page % self.huge_bytes for page in pages}
 
-    def map(self, address: int, num_bytes: int, heap: _Memory, offset: int) -> None:
+    def map(self, address: int, num_bytes: int, heap: _Memory, offset: int, *, populate: bool) -> None:
         heap_pages = self._heap_pages("map", heap, offset, num_bytes)
         self._expect(set(heap_pages) <= heap.committed, f"no memory behind bytes {offset} of a heap to map")
         self._expect_reserved(address, num_bytes)
