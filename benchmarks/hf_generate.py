@@ -56,7 +56,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of each turn")
     arguments = parser.parse_args()
     if arguments.steps < SKIPPED_TOKENS + 2:
-        parser.error(f"expected at least {SKIPPED_TOKENS + 2} --steps: the first {SKIPPED_TOKENS} tokens are not timed")
+        parser.error(
+            f"expected at least {SKIPPED_TOKENS + 2} --steps: the first {SKIPPED_TOKENS} tokens are not timed"
+        )
     contexts = arguments.context or ([1024] if arguments.quick else [1024, 8192, 32768])
     emit_machine()
     plain, accelerated = (make_model(quick=False, dtype="bfloat16") for _ in range(2))
