@@ -4,6 +4,8 @@
 //   Simd, Element      the vector layer and the element in memory
 //   kTileTokens        tokens of a tile
 //   kBlockRows         rows of one product
+//   kSoftmaxShares     of the memory to come that `begin` is given, the parts that are asked for in the softmax
+//   kManyRows          from here on the softmax goes many rows at a time
 //   kHeadsTogether     whether all heads' keys and values of a tile in small blocks are asked for before the first one's turn
 //   Products(k width, v width, rows of a head, Scratch&)   takes its scratch memory
 //   query_bytes()      of the packed query rows of a head;  pack_query(packed, row, query)
@@ -60,7 +62,6 @@ class AttendItem {
     static constexpr int kTileTokens = Products::kTileTokens;
     static_assert(kMostTileTokens % kTileTokens == 0 && kPartialTokens % kMostTileTokens == 0);
     static constexpr int kVectors = kTileTokens / S::kWidth;
-    static constexpr int kManyRows = S::kWidth / 2;      // from here on the softmax goes many rows at a time
     static constexpr int kTileShares = 2 * kTileTokens;  // of memory to come: one for each key and value of a tile
 
     // Where a tile's tokens lie (offsets of head 0, in elements), which of them any row sees, and where those of a block
@@ -279,7 +280,7 @@ class AttendItem {
         }
     }
 
-    bool many_rows() const { return rows_ >= kManyRows; }
+    bool many_rows() const { return rows_ >= Products::kManyRows; }
 
     // Tokens of the tile that some row of a block sees.
     struct Seen {
@@ -356,14 +357,22 @@ class AttendItem {
         }
     }
 
+    // Lines to ask for at each of 2 `steps` of the softmax; the first rows of a tile ask for all.
+    int softmax_lines(int row, int steps) const { return row == 0 ? ahead_.lines_of(Products::kSoftmaxShares, 2 * steps) : 0; }
+
     // Three short loops over the rows, because a row's steps wait for each other.
     void soften_few(int row, int count, std::int64_t base, const RowStates& states, float* s) {
         float tops[Products::kBlockRows], sums[Products::kBlockRows];
+        const int lines = softmax_lines(row, count);
         for (int r = 0; r < count; ++r) {
+            ahead_.fetch(lines);
             const float tile_most = S::reduce_max(row_most(row + r, base, s + r * kTileTokens)) * rest_of_scale_, before = states.m[row + r];
             tops[r] = tile_most > before ? tile_most : before;
         }
-        for (int r = 0; r < count; ++r) sums[r] = S::reduce_add(row_weights(r, tops[r], s + r * kTileTokens));
+        for (int r = 0; r < count; ++r) {
+            ahead_.fetch(lines);
+            sums[r] = S::reduce_add(row_weights(r, tops[r], s + r * kTileTokens));
+        }
         for (int r = 0; r < count; ++r) {
             float factor = 1.0f;
             if (tops[r] > states.m[row + r]) {
@@ -382,11 +391,14 @@ class AttendItem {
         alignas(64) float lanes[kWidth * kWidth], tops[kWidth];
         for (int r = count; r < kWidth; ++r) S::store(lanes + r * kWidth, S::zero());
         float *m = states.m + row, *l = states.l + row;
+        const int lines = softmax_lines(row, 1);
+        ahead_.fetch(lines);
         for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_most(row + r, base, s + r * kTileTokens));
         // Rows beyond `count` may be another item's.
         const Vec most = S::mul(S::fold_max(lanes), S::broadcast(rest_of_scale_));
         const Vec before = S::load_part(m, count), top = S::max(most, before);
         S::store(tops, top);
+        ahead_.fetch(lines);
         for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_weights(r, tops[r], s + r * kTileTokens));
         const Vec factor = exp2_nonpositive<S>(S::sub(before, S::max(top, S::broadcast(-3.402823466e+38f))));
         S::store(factors_ + row, factor);

@@ -28,6 +28,8 @@ class LaneProducts {
     // do, made nothing faster there, and 28 to 30 GB/s instead of 34 to 42 of what lies in the second cache.)
     static constexpr bool kHeadsTogether = kWidth != 16;
     static constexpr bool kRoundsWeights = false;
+    static constexpr int kSoftmaxShares = 0;
+    static constexpr int kManyRows = kWidth / 2;
 
     LaneProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
         : k_width_(static_cast<int>(k_width)),

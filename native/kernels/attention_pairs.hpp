@@ -68,6 +68,8 @@ class PairProducts : InterleavedValues<S> {
     static constexpr int kBlockRows = 6;
     static constexpr bool kHeadsTogether = true;  // Zen 4
     static constexpr bool kRoundsWeights = false;
+    static constexpr int kSoftmaxShares = 0;
+    static constexpr int kManyRows = kWidth / 2;
 
     PairProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
         : k_width_(static_cast<int>(k_width)),

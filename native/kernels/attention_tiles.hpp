@@ -5,7 +5,11 @@
 // tokens interleaved into scratch on the way; C = o. Four sums at once where there are sixteen rows: each waits for its last
 // product three times as long as the next takes.
 //
-// Tiles: 0 to 3 sums (2, 3 and 7 of as many rows as o has); 4, 5 keys, or values; 6 queries; 7 p.
+// What is asked for ahead is spread over all of it: while a core waits for as many lines as it can, whatever else would miss
+// its first cache waits too, and few instructions between two lines let it go on meanwhile.
+//
+// Tiles: 0 to 3 sums (2, 3 and 7 of as many rows as o has); 4, 5 keys, or values; 6 queries; 7 p. The sums of scores, and the
+// queries, have as many columns as there are rows, up to the next power of two.
 #pragma once
 
 #include "kernels/amx.hpp"
@@ -23,15 +27,18 @@ class TileProducts : InterleavedValues<S> {
     static constexpr int kSide = 16;                   // tokens or rows of a tile
     static constexpr int kTogether = 2 * kSide;        // tokens of one product of values
     static constexpr int kTileElements = kSide * kColumns;
-    static constexpr int kTransposedRows = 5;          // from here on sixteen rows at once are sooner done
 
   public:
     using Simd = S;
     using Element = bf16;
     static constexpr int kTileTokens = 64;
     static constexpr int kBlockRows = kSide;
-    static constexpr bool kHeadsTogether = true;
+    static constexpr bool kHeadsTogether = false;
     static constexpr bool kRoundsWeights = true;
+    static constexpr int kManyRows = kSide;
+    // Of 2 kTileTokens shares of the memory to come, as long as each part takes.
+    static constexpr int kPackShares = kTileTokens / 2, kScoresShares = kTileTokens * 3 / 4;
+    static constexpr int kSoftmaxShares = kTileTokens / 2, kValuesShares = kTileTokens / 4;
 
     TileProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
         : k_width_(static_cast<int>(k_width)),
@@ -45,7 +52,8 @@ class TileProducts : InterleavedValues<S> {
           rounded_(scratch.take<bf16>(kSide * kTileTokens)),
           values_(scratch.take<bf16>(std::int64_t{kTileTokens / kTogether} * v_tiles_ * kTileElements)),
           tiles_(config(block_rows(0))),
-          configured_rows_(block_rows(0)) {}
+          configured_rows_(block_rows(0)),
+          columns_(columns_of(configured_rows_)) {}
 
     std::int64_t query_bytes() const { return padded_to(rows_, kSide) / kSide * block_bytes_; }
 
@@ -73,7 +81,7 @@ class TileProducts : InterleavedValues<S> {
         const int first = start / kTogether * kTogether, last = static_cast<int>(padded_to(stop, kTogether));
         num_steps_ = (last - first) / kTogether;
         for (int t = first; t < last; t += kSide) find_keys(k, t / kSide, start, stop);
-        const int lines = ahead.lines_of(kTileTokens / 2, (last - first) / 2);
+        const int lines = ahead.lines_of(kPackShares, (last - first) / 2);
         for (int t = first; t < last; t += 2) {
             ahead.fetch(lines);
             bf16* to = values_ + t / kTogether * v_tiles_ * kTileElements + t % kTogether / 2 * kColumns;
@@ -90,23 +98,24 @@ class TileProducts : InterleavedValues<S> {
         if (rows != configured_rows_) {
             tiles_.configure(config(rows));
             configured_rows_ = rows;
+            columns_ = columns_of(rows);
         }
         const auto* query = reinterpret_cast<const bf16*>(packed + row / kSide * std::int64_t{block_bytes_});
-        const int lines = row == 0 ? ahead_->lines_of(kTileTokens, num_steps_ * (k_padded_ / kColumns)) : 0;
+        const int lines = row == 0 ? ahead_->lines_of(kScoresShares, 2 * num_steps_ * (k_padded_ / kColumns)) : 0;
         for (int t = start / kTogether * kTogether; t < stop; t += kTogether) {
             if (rows == kSide && stop - t > kTogether) {
-                four_scores(query, t / kSide, 2 * lines);
+                four_scores(query, t / kSide, 4 * lines);
                 transpose_scores<4>(rows, s + t);
                 t += kTogether;
                 continue;
             }
             two_scores(query, t / kSide, lines);
-            if (rows >= kTransposedRows) {
-                transpose_scores<2>(rows, s + t);
-                continue;
-            }
-            for (int r = 0; r < rows; ++r) {
-                for (int i = 0; i < kTogether; ++i) s[r * kTileTokens + t + i] = scores_[i * kSide + r];
+            switch (columns_) {
+                case 1: unzip_scores<1>(s + t); break;
+                case 2: unzip_scores<2>(s + t); break;
+                case 4: unzip_scores<4>(s + t); break;
+                case 8: unzip_scores<8>(s + t); break;
+                default: transpose_scores<2>(rows, s + t);
             }
         }
     }
@@ -118,7 +127,7 @@ class TileProducts : InterleavedValues<S> {
 
     void values(const float*, int row, int rows, int start, int stop, float* o, std::int64_t stride) {
         const int first = start / kTogether * kTogether;
-        const int lines = row == 0 ? ahead_->lines_of(kTileTokens / 2, num_steps_ * v_tiles_ / 2) : 0;
+        const int lines = row == 0 ? ahead_->lines_of(kValuesShares, num_steps_ * v_tiles_ / 2) : 0;
         int column = 0;
         if (rows == kSide) {
             for (; column + 4 <= v_tiles_; column += 4) four_values(column, first, stop, 2 * lines, o + column * kSide, stride * 4);
@@ -129,9 +138,11 @@ class TileProducts : InterleavedValues<S> {
     void finish(const float* o, float factor, bf16* out) const { Values::finish(o, factor, v_width_, out); }
 
   private:
+    static int columns_of(int rows) { return rows > 8 ? 16 : rows > 4 ? 8 : rows > 2 ? 4 : rows; }
     static TileConfig config(int rows) {
         TileConfig config;
-        for (const int tile : {0, 1, 4, 5, 6}) config.tile(tile, kSide, 64);
+        for (const int tile : {4, 5}) config.tile(tile, kSide, 64);
+        for (const int tile : {0, 1, 6}) config.tile(tile, kSide, 4 * columns_of(rows));
         for (const int tile : {2, 3, 7}) config.tile(tile, rows, 64);
         return config;
     }
@@ -145,11 +156,33 @@ class TileProducts : InterleavedValues<S> {
             tiles_.template load<6>(query + d * kSide, 64);
             tiles_.template load<4>(key_base_[half] + d, key_stride_[half]);
             tiles_.template dot_bf16<0, 4, 6>();
+            ahead_->fetch(lines);
             tiles_.template load<5>(key_base_[half + 1] + d, key_stride_[half + 1]);
             tiles_.template dot_bf16<1, 5, 6>();
         }
-        tiles_.template store<0>(scores_, 64);
-        tiles_.template store<1>(scores_ + kSide * kSide, 64);
+        tiles_.template store<0>(scores_, 4 * columns_);
+        tiles_.template store<1>(scores_ + kSide * columns_, 4 * columns_);
+    }
+
+    // scores_ of 32 tokens -> s[row][token], where a power of two of rows lies together.
+    template <int kRows>
+    void unzip_scores(float* s) const {
+#pragma GCC unroll 2
+        for (int t = 0; t < kTogether; t += kSide) {
+            Vec rows[kRows];
+#pragma GCC unroll 8
+            for (int i = 0; i < kRows; ++i) rows[i] = S::load(scores_ + t * kRows + i * kSide);
+#pragma GCC unroll 3
+            for (int step = kRows; step > 1; step /= 2) {
+                Vec even_odd[kRows];
+#pragma GCC unroll 4
+                for (int i = 0; i < kRows / 2; ++i) S::unzip(rows[2 * i], rows[2 * i + 1], even_odd[i], even_odd[kRows / 2 + i]);
+#pragma GCC unroll 8
+                for (int i = 0; i < kRows; ++i) rows[i] = even_odd[i];
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < kRows; ++i) S::store(s + i * kTileTokens + t, rows[i]);
+        }
     }
 
     // Of 64 tokens; only where tiles 2 and 3 have sixteen rows.
@@ -257,12 +290,13 @@ class TileProducts : InterleavedValues<S> {
     const int rows_;
     const int block_bytes_;  // of sixteen packed query rows
     bf16* keys_;
-    float* scores_;   // [token][row]
+    float* scores_;   // [token][columns_]
     bf16* rounded_;   // [32 tokens][row][32]
     bf16* values_;    // [32 tokens][16 columns][16 pairs of tokens][16 columns][2]
     const bf16* unpacked_[kSide];
     TileSet tiles_;
     int configured_rows_;
+    int columns_;  // of a tile of scores
     const bf16* key_base_[kTileTokens / kSide];
     std::int64_t key_stride_[kTileTokens / kSide];
     int num_steps_ = 0;

@@ -210,6 +210,11 @@ struct Avx512Bf16 : Avx512 {
         low = a;
         high = b;
     }
+    static void unzip(Vec a, Vec b, Vec& even, Vec& odd) {
+        const __m512i evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        even = _mm512_permutex2var_ps(a, evens, b);
+        odd = _mm512_permutex2var_ps(a, _mm512_or_si512(evens, _mm512_set1_epi32(1)), b);
+    }
     // vcvtneps2bf16: to nearest even, subnormals to zero.
     static void to_bf16(bf16* to, Vec v) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)));

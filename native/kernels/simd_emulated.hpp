@@ -211,6 +211,14 @@ struct Emulated512Bf16 : Emulated512 {
         std::memcpy(low.lane, columns, sizeof low.lane);
         std::memcpy(high.lane, columns + 16, sizeof high.lane);
     }
+    QUIRE_EMULATED void unzip(const Vec& a, const Vec& b, Vec& even, Vec& odd) {
+        Vec evens, odds;
+        for (int i = 0; i < 8; ++i) {
+            evens.lane[i] = a.lane[2 * i], evens.lane[8 + i] = b.lane[2 * i];
+            odds.lane[i] = a.lane[2 * i + 1], odds.lane[8 + i] = b.lane[2 * i + 1];
+        }
+        even = evens, odd = odds;
+    }
     QUIRE_EMULATED void to_bf16(bf16* to, Vec v) {
         // vcvtneps2bf16: subnormal inputs as zero.
         for (int i = 0; i < 16; ++i) round_to(flushed(v.lane[i]), to[i]);
