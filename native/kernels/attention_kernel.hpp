@@ -20,7 +20,8 @@ namespace quire {
 
 constexpr int kPartialTokens = 512;
 constexpr int kMostTileTokens = 64;  // of any variant; every tile size divides it
-constexpr int kItemRows = 96;  // query rows of an item, over all its heads
+constexpr int kItemRows = 512;         // query rows of an item at most, over all its heads
+constexpr int kItemFloats = 1 << 16;   // of their o: both states of an item stay in the second cache
 
 // Rows [row_start, row_stop) for each kv head in [head_start, head_stop), over tokens [token_start, token_stop): rows of a
 // sequence (row = token * group + query head within the group) or, where `run` is one, of all members of a shared run.
@@ -85,7 +86,7 @@ inline std::int64_t first_visible(const AttentionOptions& options, std::int64_t 
 }
 
 // Scratch memory of the calling thread, 64-byte aligned; the contents do not last.
-constexpr std::int64_t kScratchBytes = 1 << 20;
+constexpr std::int64_t kScratchBytes = 1 << 21;
 unsigned char* attention_scratch();
 
 // Returns when the items of a run are done. They stand before the item that waits, so they have been begun.

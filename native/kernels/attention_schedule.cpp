@@ -38,8 +38,8 @@ void check_tables(const PagedView& view, const AttentionBatch& batch, const Atte
 class Partition {
   public:
     Partition(const AttentionKind& kind, const AttentionBatch& batch, const AttentionOptions& options, AttentionSchedule& schedule)
-        : kind_(kind), batch_(batch), options_(options), schedule_(schedule) {
-        if (batch.share_prefixes) shared_ = find_shared_runs(batch, kind.block_size, options, kind.group);
+        : kind_(kind), batch_(batch), options_(options), schedule_(schedule), item_rows_(item_rows(kind, batch)) {
+        if (batch.share_prefixes) shared_ = find_shared_runs(batch, kind.block_size, options, kind.group, item_rows_);
         constexpr std::int64_t kItemsPerThread = 16, kLeastCost = 4096;
         std::int64_t total = 0, unshared_tokens = 0;
         for (std::int64_t s = 0; s < batch.num_sequences; ++s) {
@@ -69,6 +69,8 @@ class Partition {
     }
 
   private:
+    static constexpr std::int64_t kRowStep = 16;  // of the widest product's block of rows
+
     struct RowTile {
         std::int32_t run, sequence, before, shared_row;
         std::int64_t start, stop, token_start, token_stop;
@@ -89,9 +91,18 @@ class Partition {
     std::int32_t last_run(std::int64_t s) const { return shared_.last.empty() ? -1 : shared_.last[static_cast<std::size_t>(s)]; }
     std::int32_t first_row(std::int32_t place) const { return shared_.first_row[static_cast<std::size_t>(place)]; }
 
+    // Rows of an item at most: many, as all of them share the work that a tile of tokens takes once, but some items for each
+    // thread.
+    static std::int64_t item_rows(const AttentionKind& kind, const AttentionBatch& batch) {
+        constexpr std::int64_t kItemsPerThread = 8, kLeast = 96;
+        const std::int64_t fitting = std::min<std::int64_t>(kItemRows, kItemFloats / value_stride(kind.v_width) / kRowStep * kRowStep);
+        const std::int64_t all = batch.query_start[batch.num_sequences] * kind.group * kind.num_kv_heads;
+        return std::clamp(all / (kItemsPerThread * batch.num_threads) / kRowStep * kRowStep, kLeast, fitting);
+    }
+
     template <class Visit>
-    static void each_piece(std::int64_t num_rows, Visit&& visit) {  // the last rows first: in a prefill they see most
-        const std::int64_t pieces = (num_rows + kItemRows - 1) / kItemRows, step = (num_rows + pieces - 1) / pieces;
+    void each_piece(std::int64_t num_rows, Visit&& visit) const {  // the last rows first: in a prefill they see most
+        const std::int64_t pieces = (num_rows + item_rows_ - 1) / item_rows_, step = padded_to((num_rows + pieces - 1) / pieces, kRowStep);
         for (std::int64_t piece = pieces; piece-- > 0;) {
             const std::int64_t start = piece * step, stop = std::min(num_rows, start + step);
             if (start < stop) visit(start, stop);
@@ -139,7 +150,7 @@ class Partition {
     // `heads_first`: rather fewer heads, and all the tokens.
     Cut cut_of(const RowTile& tile, bool heads_first) const {
         const std::int64_t num_partials = tile.num_partials(), cost = tile.cost();
-        std::int64_t heads = std::min(kind_.num_kv_heads, std::max<std::int64_t>(1, kItemRows / (tile.stop - tile.start)));
+        std::int64_t heads = std::min(kind_.num_kv_heads, std::max<std::int64_t>(1, item_rows_ / (tile.stop - tile.start)));
         std::int64_t partials = num_partials;
         if (heads_first && cost <= 2 * target_) {
             heads = std::clamp<std::int64_t>(target_ / cost, 1, heads);
@@ -191,7 +202,7 @@ class Partition {
         each_row_tile_of_run(index, [&](const RowTile& tile) {
             if (tile.stop - tile.start > widest.stop - widest.start) widest = tile;
         });
-        const Cut cut = cut_of(widest, made.num_rows * kind_.num_kv_heads > kItemRows);
+        const Cut cut = cut_of(widest, made.num_rows * kind_.num_kv_heads > item_rows_);
         made.merged = cut.partials >= widest.num_partials() && (run.parent < 0 || schedule_.runs[static_cast<std::size_t>(run.parent)].merged);
         made.num_states = made.merged ? 1 + (run.token_stop % kPartialTokens != 0) : static_cast<std::int32_t>(widest.num_partials());
         each_row_tile_of_run(index, [&](const RowTile& tile) {
@@ -207,6 +218,7 @@ class Partition {
     const AttentionBatch& batch_;
     const AttentionOptions& options_;
     AttentionSchedule& schedule_;
+    const std::int64_t item_rows_;
     SharedRuns shared_;
     std::int64_t target_ = 0;
     std::int64_t head_tokens_ = 0;  // read by all items

@@ -16,12 +16,10 @@ std::int64_t agreeing(const std::int32_t* a, const std::int32_t* b, std::int64_t
     return std::mismatch(a, a + count, b).first - a;
 }
 
-constexpr std::int64_t items_of(std::int64_t rows) { return (rows + kItemRows - 1) / kItemRows; }
-
 class Finder {
   public:
-    Finder(const AttentionBatch& batch, std::int64_t block_size, const AttentionOptions& options, std::int64_t group)
-        : batch_(batch), block_size_(block_size), group_(group) {
+    Finder(const AttentionBatch& batch, std::int64_t block_size, const AttentionOptions& options, std::int64_t group, std::int64_t item_rows)
+        : batch_(batch), block_size_(block_size), group_(group), item_rows_(item_rows) {
         const auto n = static_cast<std::size_t>(batch.num_sequences);
         found_.place.assign(n, -1);
         found_.last.assign(n, -1);
@@ -61,7 +59,7 @@ class Finder {
         const std::int64_t num_tokens = batch_.query_start[s + 1] - batch_.query_start[s], first = batch_.context_lengths[s] - num_tokens;
         const std::int64_t begin = first_visible(options, first), limit = first - first % kMostTileTokens;
         if (begin != first_visible(options, batch_.context_lengths[s] - 1) || begin % kPartialTokens != 0) return;
-        if (limit <= begin || 2 * num_tokens * group_ > kItemRows) return;
+        if (limit <= begin || 2 * num_tokens * group_ > item_rows_) return;
         members_.push_back({static_cast<std::int32_t>(s), static_cast<std::int32_t>(num_tokens * group_), begin, limit, 0});
     }
 
@@ -110,6 +108,8 @@ class Finder {
         return rows;
     }
 
+    std::int64_t items_of(std::int64_t rows) const { return (rows + item_rows_ - 1) / item_rows_; }
+
     // The rule of S3. All runs after `index` are below it.
     bool worth_it(std::int32_t index) const {
         constexpr std::int64_t kReadRows = 6, kStateRows = 20, kRunRows = 500;
@@ -148,6 +148,7 @@ class Finder {
     const AttentionBatch& batch_;
     const std::int64_t block_size_;
     const std::int64_t group_;
+    const std::int64_t item_rows_;
     std::vector<Member> members_;
     std::vector<bool> kept_;  // of each run
     SharedRuns found_;
@@ -155,8 +156,9 @@ class Finder {
 
 }  // namespace
 
-SharedRuns find_shared_runs(const AttentionBatch& batch, std::int64_t block_size, const AttentionOptions& options, std::int64_t group) {
-    return Finder(batch, block_size, options, group).take();
+SharedRuns find_shared_runs(const AttentionBatch& batch, std::int64_t block_size, const AttentionOptions& options, std::int64_t group,
+                            std::int64_t item_rows) {
+    return Finder(batch, block_size, options, group, item_rows).take();
 }
 
 }  // namespace quire

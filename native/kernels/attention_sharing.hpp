@@ -37,7 +37,8 @@ struct SharedRuns {
     std::vector<std::int32_t> last;       // of each sequence: the run in which its path ends, or -1
 };
 
-// `group`: query heads of a kv head. The tables have been checked.
-SharedRuns find_shared_runs(const AttentionBatch& batch, std::int64_t block_size, const AttentionOptions& options, std::int64_t group);
+// `group`: query heads of a kv head. `item_rows`: query rows of an item at most. The tables have been checked.
+SharedRuns find_shared_runs(const AttentionBatch& batch, std::int64_t block_size, const AttentionOptions& options, std::int64_t group,
+                            std::int64_t item_rows);
 
 }  // namespace quire
