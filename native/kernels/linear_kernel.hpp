@@ -41,7 +41,8 @@ struct LinearBlock {
     std::int64_t panel_stride;         // bytes
     std::int64_t num_panels;
     std::int64_t depth;                // length of the range, a multiple of the kernel's depth
-    float* sums;                       // [rows][sums_stride], of which the panels' columns are used
+    float* sums;                       // [rows][sums_stride], of which the panels' columns are used; a kernel that finishes lays
+                                       // them out as it likes, for rows up to the next multiple of tile_rows
     std::int64_t sums_stride;          // floats
     bool first;                        // the range begins at k = 0: sums start from zero, else they go on
     // Of the last range, for a kernel that `finishes`; else null.

@@ -15,7 +15,7 @@ namespace quire {
 namespace {
 
 constexpr std::int64_t kSerialProducts = 1 << 18;  // below, waking another thread costs more than it saves
-constexpr std::int64_t kAliasBytes = 4096;         // rows that far apart fall on the same lines of the first cache
+constexpr std::int64_t kAliasBytes = 2048;         // rows that far apart fall on the same lines of the first cache
 constexpr std::int64_t kFewTiles = 4;              // up to so many tiles of rows the weights' stream decides the order
 
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
@@ -107,7 +107,7 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
             block.rows = std::min(division.group_rows, pass_rows - row);
             block.panel_stride = panel_bytes;
             block.sums_stride = num_panels * columns;
-            auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(block.rows * block.sums_stride * 4)));
+            auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(round_up(block.rows, kernel.tile_rows) * block.sums_stride * 4)));
             const std::int64_t first = panel * columns, count = std::min(num_panels * columns, weight.num_outputs_ - first);
             const auto* bias = static_cast<const unsigned char*>(target.bias);
             auto* out = static_cast<unsigned char*>(target.out) + ((start + row) * weight.num_outputs_ + first) * bytes;
