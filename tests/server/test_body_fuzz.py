@@ -154,7 +154,7 @@ def test_bodies(small_server, kind: str) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_bodies_at_full_size(small_server, kind: str) -> None:
-    run(small_server[0], kind, 1000, derandomize=False)
+    run(small_server[0], kind, 1000, derandomize=settings().derandomize)
 
 
 @pytest.mark.parametrize(

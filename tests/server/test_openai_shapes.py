@@ -171,6 +171,7 @@ def test_legal_and_odd_chats(url: str, more: dict[str, Any]) -> None:
     [
         ("completions", {"prompt": [1, "a"]}, "prompt.1", "got 'a'"),
         ("completions", {"prompt": [[3, -1]]}, "prompt.0.1", "got -1"),
+        ("completions", {"prompt": [[3], [99999], [4], [99998]], "cache_salt": "s"}, None, "got 9999"),
         ("completions", {"prompt": "a", "temperature": -1}, "temperature", "got -1"),
         ("completions", {"prompt": "a", "stop": ""}, "stop", "non-empty"),
         ("completions", {"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias", "got 99999"),

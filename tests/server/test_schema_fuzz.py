@@ -69,4 +69,4 @@ def test_every_answer_is_in_the_schema(small_server) -> None:
 
 @pytest.mark.ci
 def test_every_answer_is_in_the_schema_at_full_size(small_server) -> None:
-    assert run(small_server[0], 6400, derandomize=False) >= 5000
+    assert run(small_server[0], 6400, derandomize=settings().derandomize) >= 5000

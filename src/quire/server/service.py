@@ -253,8 +253,11 @@ class Service:
         """Likewise for several, side by side; the first error ends them all."""
         if len(prompts) == 1:
             return [await self.answer(admitted, body, prompts[0], params)]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.answer(admitted, body, prompt, params)) for prompt in prompts]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.answer(admitted, body, prompt, params)) for prompt in prompts]
+        except BaseExceptionGroup as errors:  # in the order in which they came
+            raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
     # -- text and tokens -------------------------------------------------------------------------------
