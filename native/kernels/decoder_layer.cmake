@@ -1,5 +1,5 @@
 # The fused decoder layer: its order of work once, its row operators once per instruction set.
-target_sources(_native PRIVATE native/kernels/decoder_layer.cpp native/bindings/decoder_layer.cpp)
+target_sources(_native PRIVATE native/kernels/decoder_layer.cpp native/kernels/asked_rows.cpp native/bindings/decoder_layer.cpp)
 foreach(variant IN LISTS QUIRE_VARIANTS)
   if(variant MATCHES "_bf16$")
     continue()  # products of pairs are no row operators

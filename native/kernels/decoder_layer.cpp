@@ -1,6 +1,8 @@
 #include "kernels/decoder_layer.hpp"
 
 #include <algorithm>
+#include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -50,28 +52,48 @@ void each_row(std::int64_t rows, std::int64_t row_elements, Task&& task) {
     });
 }
 
-// The rows as the block takes them: normed into `scratch`, or as they are.
-const unsigned char* entered(const Norm& norm, const RowOps& ops, std::int64_t rows, std::int64_t width, std::int64_t bytes, const void* hidden,
-                             unsigned char* scratch) {
+// The products of the rows as the block takes them: normed into `scratch` [rows][input_stride()], or as they are.
+void enter(const Norm& norm, const LinearTarget* targets, std::size_t num_targets, const RowOps& ops, std::int64_t rows, const void* hidden,
+           unsigned char* scratch) {
+    const PackedWeight& weight = *targets[0].weight;
+    const std::int64_t width = weight.num_inputs(), stride = weight.input_stride(), bytes = element_bytes(weight.element());
     const auto* from = static_cast<const unsigned char*>(hidden);
-    if (norm.kind == Norm::none) return from;
-    each_row(rows, width, [&](std::int64_t row) { ops.norm(from + row * width * bytes, norm, scratch + row * width * bytes, width); });
-    return scratch;
+    if (norm.kind == Norm::none) return multiply_together(targets, static_cast<int>(num_targets), hidden, rows);
+    each_row(rows, width, [&](std::int64_t row) { ops.norm(from + row * width * bytes, norm, scratch + row * stride * bytes, width); });
+    multiply_together(targets, static_cast<int>(num_targets), scratch, rows, stride);
 }
 
-// What the output product writes to, and what becomes of it.
-void leave(const Surroundings& around, const RowOps& ops, std::int64_t rows, std::int64_t width, std::int64_t bytes, const void* hidden,
-           unsigned char* result, void* out) {
-    if (around.after.kind == Norm::none && !around.residual) return;  // `result` is `out`
-    each_row(rows, 2 * width, [&](std::int64_t row) {
-        const std::int64_t at = row * width * bytes;
-        unsigned char* to = static_cast<unsigned char*>(out) + at;
-        if (around.after.kind != Norm::none) ops.norm(result + at, around.after, around.residual ? result + at : to, width);
-        if (around.residual) ops.add(static_cast<const unsigned char*>(hidden) + at, result + at, around.residual_scale, to, width);
-    });
+// The output product of x [rows][input_stride()], its norm and residual. `scratch` has room for its rows where there is a norm.
+void leave(const Surroundings& around, const Product& output, const RowOps& ops, const void* x, std::int64_t rows, const void* hidden, unsigned char* scratch,
+           void* out) {
+    const std::int64_t width = output.weight->num_outputs(), bytes = element_bytes(output.weight->element());
+    const std::int64_t stride = output.weight->input_stride();
+    const auto multiply_to = [&](void* result) {
+        const LinearTarget target{output.weight, output.bias, result};
+        multiply_together(&target, 1, x, rows, stride);
+    };
+    const auto at = [&](std::int64_t row, std::int64_t column) { return (row * width + column) * bytes; };
+    const auto* residual = static_cast<const unsigned char*>(hidden);
+    auto* to = static_cast<unsigned char*>(out);
+    const auto add = [&](std::int64_t row, std::int64_t column, std::int64_t columns, const unsigned char* values) {
+        ops.add(residual + at(row, column), values, around.residual_scale, to + at(row, column), columns);
+    };
+    if (around.after.kind != Norm::none) {
+        multiply_to(scratch);
+        each_row(rows, 2 * width, [&](std::int64_t row) {
+            unsigned char* given = scratch + at(row, 0);
+            ops.norm(given, around.after, around.residual ? given : to + at(row, 0), width);
+            if (around.residual) add(row, 0, width, given);
+        });
+    } else if (around.residual) {
+        const LinearTarget target{output.weight, output.bias, nullptr, [&](const LinearResult& result) {
+            for (std::int64_t r = 0; r < result.rows; ++r) add(result.row + r, result.column, result.columns, result.values[0] + r * result.stride);
+        }};
+        multiply_together(&target, 1, x, rows, stride);
+    } else {
+        multiply_to(out);
+    }
 }
-
-bool writes_out(const Surroundings& around) { return around.after.kind == Norm::none && !around.residual; }
 
 void fit(bool fits, const char* what) {
     if (!fits) throw std::invalid_argument(std::string("expected a decoder layer whose parts fit together, got ") + what);
@@ -85,12 +107,6 @@ void check_products(const std::vector<Product>& inputs, const Product& output) {
         fit(input.weight->element() == last.element() && input.weight->isa() == last.isa(), "products of different types");
     }
     fit(inputs[0].weight->num_inputs() == last.num_outputs(), "an output of another width than the input");
-}
-
-void multiply_all(const std::vector<Product>& products, const void* x, std::int64_t rows, unsigned char* const* outs) {
-    LinearTarget targets[3];
-    for (std::size_t i = 0; i < products.size(); ++i) targets[i] = {products[i].weight, products[i].bias, outs[i]};
-    multiply_together(targets, static_cast<int>(products.size()), x, rows);
 }
 
 }  // namespace
@@ -120,60 +136,95 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
     const std::int64_t q_heads = parts.num_q_heads, kv_heads = view.num_kv_heads, k_width = view.k.width, v_width = view.v.width;
     const std::int64_t q_row = q_heads * k_width, k_row = kv_heads * k_width, v_row = kv_heads * v_width, all = q_row + k_row + v_row;
     const std::int64_t rotary = step.table_width * (parts.rotation == Rotation::halves_short_table ? 2 : 1);
-    std::int64_t given = 0;
-    for (const Product& product : parts.qkv) given += product.weight->num_outputs();
-    fit(view.element == element && given == all && output.num_inputs() == q_heads * v_width, "products that give other heads than the storage has");
+    const bool merged = parts.qkv.size() == 1;
+    const std::int64_t row_widths[3] = {merged ? all : q_row, k_row, v_row};
+    bool given = true;
+    for (std::size_t i = 0; i < parts.qkv.size(); ++i) given = given && parts.qkv[i].weight->num_outputs() == row_widths[i];
+    fit(view.element == element && given && output.num_inputs() == q_heads * v_width, "products that give other heads than the storage has");
     fit(parts.rotation == Rotation::none || (rotary > 0 && rotary % 2 == 0 && rotary <= k_width), "a rotary embedding wider than a head");
     check_slots(view, step.slots, rows);
+    const std::int64_t num_queries = step.asked == nullptr ? rows : step.asked->count();
 
-    // What all rows need at once lives in two buffers: queries, then the output product's rows; attended rows. Keys and values go to
+    // Whole heads can go to their places as a product's blocks come, but where a norm goes over all of them or blocks would cut them.
+    const auto whole_rows = [&](const Norm& norm) { return norm.kind != Norm::none && !parts.norm_heads; };
+    const bool by_blocks = !whole_rows(parts.q_norm) && !whole_rows(parts.k_norm) && (!merged || k_width == v_width);
+
+    // What all queries need at once lives in two buffers: queries, then the output product's rows; attended rows. Keys and values go to
     // their slots a chunk at a time.
-    const bool merged = parts.qkv.size() == 1;
-    const std::int64_t at_once = std::min(rows, kRowsAtOnce), given_row = merged ? all : k_row + v_row;
+    const std::int64_t at_once = std::min(rows, kRowsAtOnce);
     const auto lines = [](std::int64_t size) { return (size + 63) / 64 * 64; };
-    const std::int64_t attended_bytes = lines(rows * q_heads * v_width * bytes), q_bytes = lines(rows * std::max(q_row, width) * bytes);
-    const std::int64_t normed_bytes = lines(at_once * width * bytes);
-    unsigned char* attended = layer_scratch.get(static_cast<std::size_t>(attended_bytes + q_bytes + normed_bytes + at_once * given_row * bytes));
+    const std::int64_t attended_bytes = lines(num_queries * output.input_stride() * bytes), q_bytes = lines(num_queries * std::max(q_row, width) * bytes);
+    const std::int64_t normed_bytes = lines(at_once * parts.qkv[0].weight->input_stride() * bytes);
+    unsigned char* attended = layer_scratch.get(static_cast<std::size_t>(attended_bytes + q_bytes + normed_bytes + (by_blocks ? 0 : at_once * all * bytes)));
     unsigned char *q = attended + attended_bytes, *normed = q + q_bytes, *products = normed + normed_bytes;
-    unsigned char* result = writes_out(parts.around) ? static_cast<unsigned char*>(out) : q;
-    const std::int64_t q_stride = merged ? all : q_row, k_stride = merged ? all : k_row, v_stride = merged ? all : v_row;
+
+    const auto slot = [&](const PagedTensor& tensor, std::int64_t token, std::int64_t head) {
+        const std::int64_t block = step.slots[token] / view.block_size, offset = step.slots[token] % view.block_size;
+        return tensor.data + (block * tensor.block_stride + offset * tensor.token_stride + head * tensor.head_stride) * bytes;
+    };
+    // A head of a token, of all of q, k and v in this order, from where the product left it to its place.
+    const auto place = [&](std::int64_t token, std::int64_t head, unsigned char* x) {
+        if (head >= q_heads + kv_heads) {
+            std::copy_n(x, v_width * bytes, slot(view.v, token, head - q_heads - kv_heads));
+            return;
+        }
+        const bool is_query = head < q_heads;
+        const std::int64_t query = is_query && step.asked != nullptr ? step.asked->index_of(token) : token;
+        if (query < 0) return;
+        unsigned char* to = is_query ? q + (query * q_row + head * k_width) * bytes : slot(view.k, token, head - q_heads);
+        const Norm& norm = is_query ? parts.q_norm : parts.k_norm;
+        const auto* cos = static_cast<const unsigned char*>(step.cos) + token * step.table_width * bytes;
+        const auto* sin = static_cast<const unsigned char*>(step.sin) + token * step.table_width * bytes;
+        if (norm.kind != Norm::none && parts.norm_heads) ops.norm(x, norm, x, k_width);
+        ops.rotate(x, cos, sin, parts.rotation, rotary, to, k_width);
+    };
+    const std::int64_t first_heads[3] = {0, q_heads, q_heads + kv_heads};
 
     for (std::int64_t start = 0; start < rows; start += kRowsAtOnce) {
         const std::int64_t count = std::min(kRowsAtOnce, rows - start);
         const auto* from = static_cast<const unsigned char*>(hidden) + start * width * bytes;
-        unsigned char* q_given = merged ? products : q + start * q_row * bytes;
-        unsigned char* k = merged ? products + q_row * bytes : products;
-        unsigned char* v = merged ? k + k_row * bytes : k + count * k_row * bytes;
-        unsigned char* const targets[3] = {q_given, k, v};
-        multiply_all(parts.qkv, entered(parts.around.before, ops, count, width, bytes, from, normed), count, targets);
-
-        each_row(count, 2 * all, [&](std::int64_t row) {
-            const std::int64_t token = start + row;
-            const auto* cos = static_cast<const unsigned char*>(step.cos) + token * step.table_width * bytes;
-            const auto* sin = static_cast<const unsigned char*>(step.sin) + token * step.table_width * bytes;
-            const std::int64_t block = step.slots[token] / view.block_size, offset = step.slots[token] % view.block_size;
-            unsigned char* k_slot = view.k.data + (block * view.k.block_stride + offset * view.k.token_stride) * bytes;
-            unsigned char* v_slot = view.v.data + (block * view.v.block_stride + offset * view.v.token_stride) * bytes;
-            const auto prepare = [&](unsigned char* x, std::int64_t heads, const Norm& norm, unsigned char* to, std::int64_t head_stride) {
-                if (norm.kind != Norm::none && !parts.norm_heads) ops.norm(x, norm, x, heads * k_width);
-                for (std::int64_t head = 0; head < heads; ++head) {
-                    unsigned char* at = x + head * k_width * bytes;
-                    if (norm.kind != Norm::none && parts.norm_heads) ops.norm(at, norm, at, k_width);
-                    ops.rotate(at, cos, sin, parts.rotation, rotary, to + head * head_stride * bytes, k_width);
+        LinearTarget targets[3];
+        unsigned char* next = products;
+        for (std::size_t i = 0; i < parts.qkv.size(); ++i) {
+            targets[i] = {parts.qkv[i].weight, parts.qkv[i].bias, next};
+            next += count * row_widths[i] * bytes;
+            if (!by_blocks) continue;
+            const std::int64_t head_width = i == 2 ? v_width : k_width, first_head = first_heads[i];
+            targets[i].out = nullptr;
+            targets[i].unit = head_width;
+            targets[i].take = [=, &place](const LinearResult& result) {
+                for (std::int64_t r = 0; r < result.rows; ++r) {
+                    for (std::int64_t column = 0; column < result.columns; column += head_width) {
+                        place(start + result.row + r, first_head + (result.column + column) / head_width, result.values[0] + r * result.stride + column * bytes);
+                    }
                 }
             };
-            prepare(q_given + row * q_stride * bytes, q_heads, parts.q_norm, q + token * q_row * bytes, k_width);
-            prepare(k + row * k_stride * bytes, kv_heads, parts.k_norm, k_slot, view.k.head_stride);
-            const unsigned char* v_at = v + row * v_stride * bytes;
+        }
+        enter(parts.around.before, targets, parts.qkv.size(), ops, count, from, normed);
+        if (by_blocks) continue;
+        each_row(count, 2 * all, [&](std::int64_t row) {
+            unsigned char* q_given = products + row * row_widths[0] * bytes;
+            unsigned char* k = merged ? q_given + q_row * bytes : products + (count * q_row + row * k_row) * bytes;
+            unsigned char* v = merged ? k + k_row * bytes : products + (count * (q_row + k_row) + row * v_row) * bytes;
+            if (whole_rows(parts.q_norm)) ops.norm(q_given, parts.q_norm, q_given, q_row);
+            if (whole_rows(parts.k_norm)) ops.norm(k, parts.k_norm, k, k_row);
+            for (std::int64_t head = 0; head < q_heads; ++head) place(start + row, head, q_given + head * k_width * bytes);
             for (std::int64_t head = 0; head < kv_heads; ++head) {
-                std::copy_n(v_at + head * v_width * bytes, v_width * bytes, v_slot + head * view.v.head_stride * bytes);
+                place(start + row, q_heads + head, k + head * k_width * bytes);
+                place(start + row, q_heads + kv_heads + head, v + head * v_width * bytes);
             }
         });
     }
 
-    attention_run(view, {q, q_row, k_width}, {attended, q_heads * v_width, v_width}, q_heads, *step.batch, *step.options, output.isa());
-    output.multiply(attended, rows, parts.output.bias, result);
-    leave(parts.around, ops, rows, width, bytes, hidden, result, out);
+    if (num_queries == 0) return;
+    if (step.asked != nullptr) {  // their residuals, close together: they lie further on, or where they were
+        const auto* from = static_cast<const unsigned char*>(hidden);
+        auto* to = static_cast<unsigned char*>(out);
+        for (std::int64_t i = 0; i < num_queries; ++i) std::memmove(to + i * width * bytes, from + (*step.asked)[i] * width * bytes, static_cast<std::size_t>(width * bytes));
+        hidden = out;
+    }
+    attention_run(view, {q, q_row, k_width}, {attended, output.input_stride(), v_width}, q_heads, *step.batch, *step.options, output.isa());
+    leave(parts.around, parts.output, ops, attended, num_queries, hidden, q, out);
 }
 
 void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void* out) {
@@ -181,36 +232,35 @@ void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void*
     const PackedWeight& output = *parts.output.weight;
     const RowOps& ops = row_ops(output.isa(), output.element());
     const std::int64_t bytes = element_bytes(output.element()), width = output.num_outputs(), inner = output.num_inputs();
-    const std::int64_t given = inner * (parts.gated ? 2 : 1);
+    const std::int64_t normed_stride = parts.inputs[0].weight->input_stride(), inner_stride = output.input_stride();
+    const bool apart = parts.gated && parts.inputs.size() == 1;  // gate and up are columns of one product
     for (std::int64_t start = 0; start < rows; start += kRowsAtOnce) {
         const std::int64_t count = std::min(kRowsAtOnce, rows - start);
         const auto* from = static_cast<const unsigned char*>(hidden) + start * width * bytes;
         auto* to = static_cast<unsigned char*>(out) + start * width * bytes;
-        const bool merged = parts.inputs.size() == 1, apart = merged && parts.gated;
-        Buffers buffers(count, 2 * width + given + (apart ? inner : 0), bytes);
-        unsigned char* normed = buffers.take(width);
-        unsigned char* gate = buffers.take(given);
-        unsigned char* result = writes_out(parts.around) ? to : buffers.take(width);
-        unsigned char* activated = apart ? buffers.take(inner) : gate;  // the output product takes rows that lie close together
-        unsigned char* up = merged ? gate + inner * bytes : gate + count * inner * bytes;
-        const std::int64_t stride = (merged ? given : inner) * bytes;
-
-        unsigned char* const targets[2] = {gate, up};
-        multiply_all(parts.inputs, entered(parts.around.before, ops, count, width, bytes, from, normed), count, targets);
-        each_row(count, 4 * inner, [&](std::int64_t row) {
-            ops.activate(parts.activation, gate + row * stride, parts.gated ? up + row * stride : nullptr, activated + row * inner * bytes, inner);
-        });
-        output.multiply(activated, count, parts.output.bias, result);
-        leave(parts.around, ops, count, width, bytes, from, result, to);
-    }
-}
-
-void run_layers(const StackedLayer* layers, std::int64_t num_layers, const DecoderStep& step, void* hidden) {
-    for (std::int64_t i = 0; i < num_layers; ++i) {
-        const StackedLayer& layer = layers[i];
-        run_attention(*layer.attention, {step.rows, layer.view, layer.batch, layer.options, layer.slots, step.cos, step.sin, step.table_width},
-                      hidden, hidden);
-        run_mlp(*layer.mlp, step.rows, hidden, hidden);
+        Buffers buffers(count, normed_stride + inner_stride + width + (apart ? 2 * inner : 0), bytes);
+        unsigned char *normed = buffers.take(normed_stride), *activated = buffers.take(inner_stride), *result = buffers.take(width);
+        const auto activate = [&](std::int64_t row, std::int64_t column, std::int64_t columns, const void* gate, const void* up) {
+            ops.activate(parts.activation, gate, up, activated + (row * inner_stride + column) * bytes, columns);
+        };
+        LinearTarget target{parts.inputs[0].weight, parts.inputs[0].bias, apart ? buffers.take(2 * inner) : nullptr};
+        if (!apart) {
+            target.take = [&](const LinearResult& block) {
+                for (std::int64_t r = 0; r < block.rows; ++r) {
+                    const unsigned char* up = parts.gated ? block.values[1] + r * block.stride : nullptr;
+                    activate(block.row + r, block.column, block.columns, block.values[0] + r * block.stride, up);
+                }
+            };
+            if (parts.gated) target.second = parts.inputs[1].weight, target.second_bias = parts.inputs[1].bias;
+        }
+        enter(parts.around.before, &target, 1, ops, count, from, normed);
+        if (apart) {
+            each_row(count, 4 * inner, [&](std::int64_t row) {
+                const unsigned char* gate = static_cast<unsigned char*>(target.out) + row * 2 * inner * bytes;
+                activate(row, 0, inner, gate, gate + inner * bytes);
+            });
+        }
+        leave(parts.around, parts.output, ops, activated, count, from, result, to);
     }
 }
 
@@ -246,11 +296,22 @@ void run_decoder(const DecoderEnds& ends, const StackedLayer* layers, std::int64
         std::copy_n(static_cast<const unsigned char*>(input.cos) + at, angles_bytes, cos + row * angles_bytes);
         std::copy_n(static_cast<const unsigned char*>(input.sin) + at, angles_bytes, sin + row * angles_bytes);
     }
-    run_layers(layers, num_layers, {rows, nullptr, nullptr, nullptr, nullptr, cos, sin, input.table_width}, hidden);
+    std::optional<AskedRows> asked;  // of the last layer, where that is less than half of it
+    for (std::int64_t i = 0; i < num_layers; ++i) {
+        const StackedLayer& layer = layers[i];
+        DecoderStep step{rows, layer.view, layer.batch, layer.options, layer.slots, cos, sin, input.table_width};
+        if (i + 1 == num_layers && 2 * input.num_logits < rows && rows == layer.batch->query_start[layer.batch->num_sequences]) {
+            asked.emplace(*layer.batch, rows, input.logit_rows, input.num_logits);
+            step.asked = &*asked, step.batch = &asked->batch();
+        }
+        run_attention(*layer.attention, step, hidden, hidden);
+        run_mlp(*layer.mlp, asked ? asked->count() : rows, hidden, hidden);
+    }
     {
         const Span span(Operator::fused);
         each_row(input.num_logits, head.num_inputs(), [&](std::int64_t i) {
-            ops.norm(hidden + input.logit_rows[i] * row_bytes, ends.norm, normed + i * row_bytes, head.num_inputs());
+            const std::int64_t row = asked ? asked->index_of(input.logit_rows[i]) : input.logit_rows[i];
+            ops.norm(hidden + row * row_bytes, ends.norm, normed + i * row_bytes, head.num_inputs());
         });
     }
     head.multiply(normed, input.num_logits, ends.head.bias, logits);

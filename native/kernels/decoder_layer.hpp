@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/asked_rows.hpp"
 #include "kernels/attention.hpp"
 #include "kernels/linear.hpp"
 #include "kernels/row_ops.hpp"
@@ -63,18 +64,19 @@ struct DecoderStep {
     const void* cos;            // [rows, table_width], of the element; null where nothing turns
     const void* sin;
     std::int64_t table_width;
+    // Rows whose `out` is wanted, of which `out` has no others and `batch` no other queries; null: all.
+    const AskedRows* asked = nullptr;
 };
 
 // Throws std::invalid_argument where the parts' shapes do not fit together.
 void check_parts(const AttentionParts& parts);
 void check_parts(const MlpParts& parts);
 
-// hidden and out: [rows, width], contiguous, of the weights' element; out may be hidden.
+// hidden and out: [rows, width], contiguous, of the weights' element; out may be hidden. K and V are stored of all rows.
 void run_attention(const AttentionParts& parts, const DecoderStep& step, const void* hidden, void* out);
 void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void* out);
 
-// Both halves of one layer after another, in place: hidden [rows, width] becomes the last one's output. A layer's
-// `step` is `step` with its own view, batch, options and slots.
+// Both halves of one layer after another.
 struct StackedLayer {
     const AttentionParts* attention;
     const MlpParts* mlp;
@@ -83,8 +85,6 @@ struct StackedLayer {
     const AttentionOptions* options;
     const std::int64_t* slots;
 };
-void run_layers(const StackedLayer* layers, std::int64_t num_layers, const DecoderStep& step, void* hidden);
-
 // What stands around the layers. `embedding` is null where the caller brings the hidden rows.
 struct DecoderEnds {
     const PackedWeight* embedding;
@@ -92,7 +92,7 @@ struct DecoderEnds {
     Product head;
 };
 
-// A forward: token ids to the logits of some rows.
+// A forward: token ids to the logits of some rows, for which alone the last layer computes more than keys and values.
 struct DecoderInput {
     std::int64_t rows;
     const std::int64_t* ids;        // [rows]; not read without an embedding

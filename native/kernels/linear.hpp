@@ -16,6 +16,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -26,17 +27,31 @@ namespace quire {
 
 class PackedWeight;
 
-// One of the products of multiply_together(): bias [num_outputs] or null, out [rows, num_outputs] contiguous.
+// A block of a product's outputs, in the cache of the thread that computed it: rows [row, row + rows) by columns
+// [column, column + columns).
+struct LinearResult {
+    std::int64_t row, rows, column, columns;
+    unsigned char* values[2];  // [rows][stride], for the taker to overwrite; of the second weight too, where there is one
+    std::int64_t stride;       // bytes
+};
+
+// One of the products of multiply_together(): bias [num_outputs] or null, and what becomes of the outputs.
 struct LinearTarget {
     const PackedWeight* weight;
     const void* bias;
-    void* out;
+    void* out;  // [rows, num_outputs] contiguous; or null, and `take` is called with every block once, by any thread; must not throw
+    std::function<void(const LinearResult&)> take{};
+    std::int64_t unit = 1;  // blocks begin at multiples of so many columns
+    // A weight of the same shape, whose outputs come to `take` beside the first's.
+    const PackedWeight* second = nullptr;
+    const void* second_bias = nullptr;
 };
 
 // Products of the same rows x [rows, num_inputs] with several weights of one element, isa and num_inputs (q, k and v; gate and
 // up), as multiply() of each would give them: the rows are staged once and the threads called once. No `out` may overlap
-// anything else. Throws std::invalid_argument, before anything is written, for weights that do not go together.
-void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows);
+// anything else. x_stride: elements from a row of x to the next, 0 for rows that lie close together; with input_stride() they are
+// read in place where the kernel can. Throws std::invalid_argument, before anything is written, for weights that do not go together.
+void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows, std::int64_t x_stride = 0);
 
 class PackedWeight {
   public:
@@ -53,6 +68,9 @@ class PackedWeight {
     // out may not overlap the others.
     void multiply(const void* x, std::int64_t rows, const void* bias, void* out) const;
 
+    // Elements from a row to the next, at least num_inputs, that do not fall on the same lines of the first cache.
+    std::int64_t input_stride() const;
+
     // The whole weight, contiguous [num_outputs, num_inputs].
     void unpack(void* out) const;
 
@@ -68,7 +86,7 @@ class PackedWeight {
     const unsigned char* data() const { return data_; }
 
   private:
-    friend void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows);
+    friend void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows, std::int64_t x_stride);
 
     // All but the memory.
     PackedWeight(Element element, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa);

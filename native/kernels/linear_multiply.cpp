@@ -3,6 +3,7 @@
 #include "kernels/linear.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -15,6 +16,7 @@ namespace quire {
 namespace {
 
 constexpr std::int64_t kSerialProducts = 1 << 18;  // below, waking another thread costs more than it saves
+constexpr std::int64_t kLineBytes = 64;
 constexpr std::int64_t kAliasBytes = 2048;         // rows that far apart fall on the same lines of the first cache
 constexpr std::int64_t kFewTiles = 4;              // up to so many tiles of rows the weights' stream decides the order
 
@@ -23,6 +25,7 @@ std::int64_t round_up(std::int64_t a, std::int64_t b) { return divide_up(a, b) *
 
 thread_local GrownBuffer staged_scratch;  // the caller's: activations in the kernel's type, one pass
 thread_local GrownBuffer sums_scratch;    // each thread's: sums of one task
+thread_local GrownBuffer taken_scratch;   // each thread's: results of one task that are taken, not written
 
 template <typename Task>
 void run_tasks(std::int64_t num_products, std::int64_t num_tasks, Task&& task) {
@@ -33,15 +36,16 @@ void run_tasks(std::int64_t num_products, std::int64_t num_tasks, Task&& task) {
     }
 }
 
-// Tasks of one weight and one pass: `chunk` panels by `group_rows` rows each. Where there are too few panels for the
+// Tasks of one target and one pass: `chunk` panels by `group_rows` rows each. Where there are too few panels for the
 // threads, the rows are split too.
 struct Division {
     bool few;
     std::int64_t chunk, num_chunks, group_rows, num_tasks;
 
-    Division(const LinearKernel& kernel, std::int64_t num_panels, std::int64_t pass_rows, std::int64_t threads) {
+    Division(const LinearKernel& kernel, std::int64_t num_panels, std::int64_t unit, std::int64_t pass_rows, std::int64_t threads) {
         few = pass_rows <= kernel.tile_rows * kFewTiles;
         chunk = few ? std::clamp<std::int64_t>(num_panels / (threads * 8) / 4 * 4, 4, 32) : 4;
+        chunk = round_up(chunk, std::lcm(unit, kernel.columns) / kernel.columns);
         num_chunks = divide_up(num_panels, chunk);
         const std::int64_t wanted = num_chunks < 2 * threads ? divide_up(4 * threads, num_chunks) : 1;
         group_rows = round_up(divide_up(pass_rows, wanted), kernel.tile_rows);
@@ -56,62 +60,70 @@ void PackedWeight::multiply(const void* x, std::int64_t rows, const void* bias, 
     multiply_together(&target, 1, x, rows);
 }
 
-void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows) {
+std::int64_t PackedWeight::input_stride() const {
+    const std::int64_t bytes = element_bytes(element_);
+    return num_inputs_ * bytes % kAliasBytes == 0 ? num_inputs_ + kLineBytes / bytes : num_inputs_;
+}
+
+void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows, std::int64_t x_stride) {
     const Span span(Operator::linear);
     if (num_targets < 1) throw std::invalid_argument("expected at least 1 weight to multiply with, got " + std::to_string(num_targets));
     const PackedWeight& like = *targets[0].weight;
-    for (int i = 1; i < num_targets; ++i) {
-        const PackedWeight& weight = *targets[i].weight;
-        if (weight.element_ != like.element_ || weight.isa_ != like.isa_ || weight.num_inputs_ != like.num_inputs_) {
-            throw std::invalid_argument("expected weights of one element, variant and number of inputs (" +
-                                        std::string(isa_name(like.isa_)) + ", " + std::to_string(like.num_inputs_) + "), got (" +
-                                        std::string(isa_name(weight.isa_)) + ", " + std::to_string(weight.num_inputs_) +
-                                        ") or another element at position " + std::to_string(i));
+    for (int i = 0; i < num_targets; ++i) {
+        for (const PackedWeight* weight : {targets[i].weight, targets[i].second}) {
+            if (weight == nullptr) continue;
+            if (weight->element_ != like.element_ || weight->isa_ != like.isa_ || weight->num_inputs_ != like.num_inputs_) {
+                throw std::invalid_argument("expected weights of one element, variant and number of inputs (" +
+                                            std::string(isa_name(like.isa_)) + ", " + std::to_string(like.num_inputs_) + "), got (" +
+                                            std::string(isa_name(weight->isa_)) + ", " + std::to_string(weight->num_inputs_) +
+                                            ") or another element at position " + std::to_string(i));
+            }
+            if (weight->num_outputs_ != targets[i].weight->num_outputs_) {
+                throw std::invalid_argument("expected a second weight of as many outputs as the first, got " + std::to_string(weight->num_outputs_));
+            }
         }
     }
     const LinearKernel& kernel = *like.kernel_;
     const std::int64_t bytes = element_bytes(like.element_), num_inputs = like.num_inputs_, depth = like.depth_;
+    const std::int64_t x_bytes = (x_stride == 0 ? num_inputs : x_stride) * bytes;
     const std::int64_t threads = ThreadPool::instance().num_threads();
     std::int64_t num_outputs = 0;
-    for (int i = 0; i < num_targets; ++i) num_outputs += targets[i].weight->num_outputs_;
+    for (int i = 0; i < num_targets; ++i) num_outputs += targets[i].weight->num_outputs_ * (targets[i].second == nullptr ? 1 : 2);
 
     for (std::int64_t start = 0; start < rows; start += kernel.pass_rows) {
         const std::int64_t pass_rows = std::min(kernel.pass_rows, rows - start);
-        const auto* pass_x = static_cast<const unsigned char*>(x) + start * num_inputs * bytes;
+        const auto* pass_x = static_cast<const unsigned char*>(x) + start * x_bytes;
         const bool direct = kernel.stage_is_copy && depth == num_inputs &&
-                            (pass_rows <= kernel.tile_rows || num_inputs * bytes % kAliasBytes != 0);
+                            (pass_rows <= kernel.tile_rows || x_bytes % kAliasBytes != 0);
         const unsigned char* activations = pass_x;
-        std::int64_t stride = num_inputs * bytes;
+        std::int64_t stride = x_bytes;
         if (!direct) {
             // One line more than the row: see kAliasBytes.
-            stride = round_up(depth * kernel.staged_bytes, 64) + 64;
+            stride = round_up(depth * kernel.staged_bytes, kLineBytes) + kLineBytes;
             unsigned char* staged = staged_scratch.get(static_cast<std::size_t>(stride * pass_rows));
             const std::int64_t rows_a_task = std::max<std::int64_t>(1, 8192 / num_inputs);
             run_tasks(pass_rows * num_inputs * 4, divide_up(pass_rows, rows_a_task), [&](std::int64_t task) {
                 const std::int64_t end = std::min((task + 1) * rows_a_task, pass_rows);
                 for (std::int64_t row = task * rows_a_task; row < end; ++row) {
-                    kernel.stage(pass_x + row * num_inputs * bytes, num_inputs, staged + row * stride, depth);
+                    kernel.stage(pass_x + row * x_bytes, num_inputs, staged + row * stride, depth);
                 }
             });
             activations = staged;
         }
 
-        const auto multiply = [&](const LinearTarget& target, const Division& division, std::int64_t task) {
-            const PackedWeight& weight = *target.weight;
+        // Columns [first, first + count) of rows [row, row + num_rows) of the pass, written to `out`.
+        const auto multiply = [&](const PackedWeight& weight, const void* all_bias, std::int64_t first, std::int64_t count, std::int64_t row,
+                                  std::int64_t num_rows, unsigned char* out, std::int64_t out_stride, bool few) {
             const std::int64_t columns = kernel.columns, panel_bytes = weight.panel_bytes_;
-            const std::int64_t panel = task % division.num_chunks * division.chunk;
-            const std::int64_t row = task / division.num_chunks * division.group_rows;
-            const std::int64_t num_panels = std::min(division.chunk, weight.num_panels_ - panel);
+            const std::int64_t panel = first / columns, num_panels = divide_up(count, columns);
             LinearBlock block;
             block.activation_stride = stride;
-            block.rows = std::min(division.group_rows, pass_rows - row);
+            block.rows = num_rows;
             block.panel_stride = panel_bytes;
             block.sums_stride = num_panels * columns;
-            auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(round_up(block.rows, kernel.tile_rows) * block.sums_stride * 4)));
-            const std::int64_t first = panel * columns, count = std::min(num_panels * columns, weight.num_outputs_ - first);
-            const auto* bias = static_cast<const unsigned char*>(target.bias);
-            auto* out = static_cast<unsigned char*>(target.out) + ((start + row) * weight.num_outputs_ + first) * bytes;
-            block.out_stride = weight.num_outputs_ * bytes;
+            auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(round_up(num_rows, kernel.tile_rows) * block.sums_stride * 4)));
+            const auto* bias = all_bias == nullptr ? nullptr : static_cast<const unsigned char*>(all_bias) + first * bytes;
+            block.out_stride = out_stride;
             const auto run = [&](std::int64_t first_panel, std::int64_t panels, std::int64_t k, std::int64_t range) {
                 block.activations = activations + row * stride + k * kernel.staged_bytes;
                 block.panels = weight.data_ + (panel + first_panel) * panel_bytes + k * columns * bytes;
@@ -122,30 +134,48 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
                 const bool finishes = kernel.finishes && k + range == depth;
                 block.out = finishes ? out + first_panel * columns * bytes : nullptr;
                 block.out_columns = count - first_panel * columns;
-                block.bias = bias == nullptr ? nullptr : bias + (first + first_panel * columns) * bytes;
+                block.bias = bias == nullptr ? nullptr : bias + first_panel * columns * bytes;
                 kernel.multiply(block);
             };
-            if (block.rows <= kernel.tile_rows) {
+            if (num_rows <= kernel.tile_rows) {
                 run(0, num_panels, 0, depth);
             } else {
-                const std::int64_t together = division.few ? 1 : num_panels;
+                const std::int64_t together = few ? 1 : num_panels;
                 for (std::int64_t p = 0; p < num_panels; p += together) {
                     for (std::int64_t k = 0; k < depth; k += kernel.range) run(p, together, k, std::min(kernel.range, depth - k));
                 }
             }
             if (kernel.finishes) return;
-            for (std::int64_t r = 0; r < block.rows; ++r) {
-                kernel.finish(sums + r * block.sums_stride, bias == nullptr ? nullptr : bias + first * bytes,
-                              out + r * block.out_stride, count);
-            }
+            for (std::int64_t r = 0; r < num_rows; ++r) kernel.finish(sums + r * block.sums_stride, bias, out + r * out_stride, count);
         };
-        const auto division = [&](int i) { return Division(kernel, targets[i].weight->num_panels_, pass_rows, threads); };
+        const auto work = [&](const LinearTarget& target, const Division& division, std::int64_t task) {
+            const PackedWeight& weight = *target.weight;
+            const std::int64_t first = task % division.num_chunks * division.chunk * kernel.columns;
+            const std::int64_t row = task / division.num_chunks * division.group_rows;
+            const std::int64_t count = std::min(division.chunk * kernel.columns, weight.num_outputs_ - first);
+            const std::int64_t num_rows = std::min(division.group_rows, pass_rows - row);
+            if (target.out != nullptr) {
+                const std::int64_t out_stride = weight.num_outputs_ * bytes;
+                auto* out = static_cast<unsigned char*>(target.out) + (start + row) * out_stride + first * bytes;
+                return multiply(weight, target.bias, first, count, row, num_rows, out, out_stride, division.few);
+            }
+            const std::int64_t own_stride = round_up(count * bytes, kLineBytes), own_bytes = num_rows * own_stride;
+            unsigned char* taken = taken_scratch.get(static_cast<std::size_t>(own_bytes * (target.second == nullptr ? 1 : 2)));
+            LinearResult result{start + row, num_rows, first, count, {taken, nullptr}, own_stride};
+            multiply(weight, target.bias, first, count, row, num_rows, taken, own_stride, division.few);
+            if (target.second != nullptr) {
+                result.values[1] = taken + own_bytes;
+                multiply(*target.second, target.second_bias, first, count, row, num_rows, taken + own_bytes, own_stride, division.few);
+            }
+            target.take(result);
+        };
+        const auto division = [&](int i) { return Division(kernel, targets[i].weight->num_panels_, targets[i].unit, pass_rows, threads); };
         std::int64_t num_tasks = 0;
         for (int i = 0; i < num_targets; ++i) num_tasks += division(i).num_tasks;
         run_tasks(pass_rows * num_inputs * num_outputs, num_tasks, [&](std::int64_t task) {
             for (int i = 0;; ++i) {
                 const Division own = division(i);
-                if (task < own.num_tasks) return multiply(targets[i], own, task);
+                if (task < own.num_tasks) return work(targets[i], own, task);
                 task -= own.num_tasks;
             }
         });

@@ -1,5 +1,7 @@
 // The packed linear layer of every variant that runs here, in buffers of exactly the size it was promised, so that a
 // read or write beyond them stops the test; against sums in double, and each row against the row alone.
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -94,14 +96,50 @@ void test_together(Isa isa, Element element, std::int64_t inputs, std::int64_t r
         weights[i].multiply(x.data.get(), rows, bias, alone[i].data.get());
         targets.push_back({&weights[i], bias, together[i].data.get()});
     }
+    const std::int64_t stride = weights[0].input_stride() + 3;
+    Buffer spread(element, (rows - 1) * stride + inputs);
+    for (std::int64_t row = 0; row < rows; ++row) {
+        for (std::int64_t k = 0; k < inputs; ++k) spread.set(row * stride + k, x.get(row * inputs + k));
+    }
     multiply_together(targets.data(), 3, x.data.get(), rows);
+    for (std::size_t i = 0; i < 3; ++i) EXPECT(same(together[i], 0, alone[i], rows * outputs[i]));
+    multiply_together(targets.data(), 3, spread.data.get(), rows, stride);
     for (std::size_t i = 0; i < 3; ++i) EXPECT(same(together[i], 0, alone[i], rows * outputs[i]));
 }
 
-bool refused(const PackedWeight& a, const PackedWeight& b) {
-    const LinearTarget targets[] = {{&a, nullptr, nullptr}, {&b, nullptr, nullptr}};
+// Two products taken block by block: every output once, with the bits of multiply(), blocks at multiples of the unit.
+void test_taken(Isa isa, Element element, std::int64_t rows, std::int64_t unit, Random& random) {
+    constexpr std::int64_t kOutputs = 210, kInputs = 67;
+    const std::int64_t bytes = element_bytes(element);
+    Buffer x(element, rows * kInputs), bias(element, kOutputs), weight(element, kOutputs * kInputs), more(element, kOutputs * kInputs);
+    for (Buffer* buffer : {&x, &bias, &weight, &more}) buffer->fill(random);
+    const PackedWeight first(element, weight.data.get(), kOutputs, kInputs, kInputs, 1, isa), second(element, more.data.get(), kOutputs, kInputs, kInputs, 1, isa);
+    Buffer alone(element, rows * kOutputs), beside(element, rows * kOutputs), taken(element, rows * kOutputs), taken_beside(element, rows * kOutputs);
+    first.multiply(x.data.get(), rows, bias.data.get(), alone.data.get());
+    second.multiply(x.data.get(), rows, nullptr, beside.data.get());
+    std::atomic<std::int64_t> num_taken = 0, num_astray = 0;
+    LinearTarget target{&first, bias.data.get(), nullptr};
+    target.unit = unit;
+    target.second = &second;
+    target.take = [&](const LinearResult& result) {
+        num_astray += result.column % unit != 0;
+        num_taken += result.rows * result.columns;
+        for (std::int64_t r = 0; r < result.rows; ++r) {
+            const std::int64_t at = ((result.row + r) * kOutputs + result.column) * bytes;
+            std::copy_n(result.values[0] + r * result.stride, result.columns * bytes, taken.data.get() + at);
+            std::copy_n(result.values[1] + r * result.stride, result.columns * bytes, taken_beside.data.get() + at);
+        }
+    };
+    multiply_together(&target, 1, x.data.get(), rows);
+    EXPECT(num_taken == rows * kOutputs && num_astray == 0);
+    EXPECT(same(taken, 0, alone, rows * kOutputs) && same(taken_beside, 0, beside, rows * kOutputs));
+}
+
+bool refused(const PackedWeight& a, const PackedWeight& b, const PackedWeight* second = nullptr) {
+    LinearTarget targets[] = {{&a, nullptr, nullptr}, {&b, nullptr, nullptr}};
+    targets[1].second = second;
     try {
-        multiply_together(targets, 2, nullptr, 1);
+        multiply_together(targets, 2, nullptr, 0);
     } catch (const std::invalid_argument&) {
         return true;
     }
@@ -114,6 +152,8 @@ void test_weights_that_do_not_go_together() {
     const PackedWeight half(Element::f16, zeros, 4, 4, 4, 1, Isa::portable);
     const PackedWeight other(Element::f32, zeros, 4, 4, 4, 1, Isa::emulated_avx512);
     EXPECT(refused(a, shorter) && refused(a, half) && refused(a, other));
+    const PackedWeight narrower(Element::f32, zeros, 3, 4, 4, 1, Isa::portable);
+    EXPECT(!refused(a, a, &a) && refused(a, a, &narrower) && refused(a, a, &shorter));
 }
 
 }  // namespace
@@ -133,6 +173,7 @@ int main() {
                     if (rows % 16 == 1) test_product(isa, element, 71, 97, rows, random);
                 }
                 for (const std::int64_t rows : {1, 7, 50}) test_together(isa, element, 67, rows, random);
+                for (const std::int64_t unit : {1, 7, 24, 64}) test_taken(isa, element, unit == 7 ? 70 : 5, unit, random);
                 if (!emulated) test_product(isa, element, 140, 530, 250, random);
             }
             test_product(isa, Element::bf16, 17, 70, 530, random);

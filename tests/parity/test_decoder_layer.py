@@ -102,9 +102,10 @@ def test_mlp_with_norms_and_residual(isa: str, dtype: torch.dtype) -> None:
         assert close(got, want), (merged, gated)
 
 
-def test_mlp_of_more_rows_than_a_pass() -> None:
-    got, want = mlp(_native.isa(), torch.float32, 32, 24, "gelu", gated=True, merged=True, before=Norm("rms", 32, 1),
-                    after=None, scale=1.0, rows=1001)  # fmt: skip
+@pytest.mark.parametrize("merged", [False, True])
+def test_mlp_of_more_rows_than_a_pass(merged: bool) -> None:
+    got, want = mlp(_native.isa(), torch.float32, 32, 24, "gelu", gated=True, merged=merged,
+                    before=Norm("rms", 32, 1), after=None, scale=1.0, rows=1001)  # fmt: skip
     assert close(got, want)
 
 
@@ -129,19 +130,23 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: str)
 @each_variant
 @pytest.mark.parametrize("rotation", ["halves", "halves_short_table", "pairs", "pairs_half_table", "none"])
 def test_attention(isa: str, dtype: torch.dtype, rotation: str) -> None:
-    """Two sequences, a merged or three products, a norm over heads or over all of them; KV poisoned with NaN."""
+    """Two sequences, a merged or three products, a norm over heads or over all of them, values of two widths;
+    KV poisoned with NaN."""
     if isa != _native.isa() and dtype is torch.bfloat16:
         pytest.skip("the attention inside runs as the variant in use; its products of pairs take whole pairs")
     hidden, heads, kv_heads, width, tokens = 60, 6, 2, 24, 7
-    merged = rotation in ("pairs", "none")
-    all_width = (heads + 2 * kv_heads) * width
+    merged = rotation in ("halves_short_table", "pairs", "none")
+    whole = rotation in ("pairs", "pairs_half_table")
+    v_width = 16 if rotation in ("pairs_half_table", "none") else width
+    split = [heads * width, kv_heads * width, kv_heads * v_width]
+    all_width = sum(split)
     qkv = random(all_width, hidden, dtype=dtype, seed=1) / hidden**0.5
     bias = random(all_width, dtype=dtype, seed=2)
-    pieces = [all_width] if merged else [heads * width, kv_heads * width, kv_heads * width]
+    pieces = [all_width] if merged else split
     weights = [NativeWeight(weight.contiguous(), isa) for weight in qkv.split(pieces)]
     biases = [piece.contiguous() for piece in bias.split(pieces)]
-    output = NativeWeight(random(hidden, heads * width, dtype=dtype, seed=3) / 12, isa)
-    before, whole = Norm("rms", hidden, 4), rotation == "pairs"
+    output = NativeWeight(random(hidden, heads * v_width, dtype=dtype, seed=3) / 12, isa)
+    before = Norm("rms", hidden, 4)
     q_norm = Norm("rms", width * (heads if whole else 1), 5)
     k_norm = Norm("rms", width * (kv_heads if whole else 1), 6)
     block = _native.AttentionBlock(
@@ -149,8 +154,8 @@ def test_attention(isa: str, dtype: torch.dtype, rotation: str) -> None:
         [(weight.native, piece.data_ptr()) for weight, piece in zip(weights, biases, strict=True)],
         q_norm.native, k_norm.native, not whole, rotation, output.native, 0, heads,
     )  # fmt: skip
-    pool = torch.full((8, kv_heads, 2, 4, width), float("nan"), dtype=dtype)
-    view = KVView(pool[:, :, 0], pool[:, :, 1], 4)
+    pool = torch.full((8, kv_heads, 4, width + v_width), float("nan"), dtype=dtype)
+    view = KVView(pool[..., :width], pool[..., width:], 4)
     plan = AttentionPlan.build([0, 4, tokens], [4, 3], torch.tensor([[5, -1], [2, -1]], dtype=torch.int32), 4)
     slots = torch.tensor([20, 21, 22, 23, 8, 9, 10])
     options = AttentionOptions(scale=width**-0.5)
@@ -168,16 +173,14 @@ def test_attention(isa: str, dtype: torch.dtype, rotation: str) -> None:
         x.data_ptr(), out.data_ptr(),
     )  # fmt: skip
 
-    q, k, v = (before.twin(x.float()) @ qkv.float().T + bias.float()).split(
-        [heads * width, kv_heads * width, kv_heads * width], -1
-    )
+    q, k, v = (before.twin(x.float()) @ qkv.float().T + bias.float()).split(split, -1)
     shaped = (q_norm.twin(q) if whole else q).view(tokens, heads, width)
     q = turned(shaped if whole else q_norm.twin(shaped), cos, sin, rotation)
     shaped = (k_norm.twin(k) if whole else k).view(tokens, kv_heads, width)
     k = turned(shaped if whole else k_norm.twin(shaped), cos, sin, rotation)
-    twin_pool = torch.full((8, kv_heads, 2, 4, width), float("nan"))
-    twin_view = KVView(twin_pool[:, :, 0], twin_pool[:, :, 1], 4)
-    reference.write(twin_view, k, v.view(tokens, kv_heads, width), slots)
+    twin_pool = torch.full(pool.shape, float("nan"))
+    twin_view = KVView(twin_pool[..., :width], twin_pool[..., width:], 4)
+    reference.write(twin_view, k, v.view(tokens, kv_heads, v_width), slots)
     attended = reference.run(twin_view, q, plan, options).flatten(1)
     assert close(out, x.float() + attended @ output.unpack().float().T)
     written = twin_pool.isfinite()

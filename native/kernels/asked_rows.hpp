@@ -1,0 +1,37 @@
+// The rows of a step that the last layer's queries and MLP have to compute: those whose logits are asked for. Of the others it
+// needs keys and values alone, which later steps read; in a prefill that is most of them.
+//
+//   R1  Of each sequence the rows from the first one asked for to its last: a batch's queries are the end of its context.
+//   R2  Does not own the step's batch, which must outlive it; its own batch is over copies.
+//
+// Cost: one pass over the rows, a copy of the block tables of sequences that are asked for.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "kernels/attention.hpp"
+
+namespace quire {
+
+class AskedRows {
+  public:
+    // `logit_rows` [num_logits] lie in [0, rows), `rows` being those of the batch.
+    AskedRows(const AttentionBatch& batch, std::int64_t rows, const std::int64_t* logit_rows, std::int64_t num_logits);
+
+    std::int64_t count() const { return static_cast<std::int64_t>(rows_.size()); }
+    std::int64_t operator[](std::int64_t i) const { return rows_[static_cast<std::size_t>(i)]; }  // rising
+    // Where a row of the step is among them; -1: it is not asked for.
+    std::int64_t index_of(std::int64_t row) const { return index_[static_cast<std::size_t>(row)]; }
+    // Their queries.
+    const AttentionBatch& batch() const { return *batch_; }
+
+  private:
+    std::vector<std::int64_t> rows_;
+    std::vector<std::int32_t> index_;  // [rows of the step]
+    std::vector<std::int32_t> query_start_, context_lengths_, block_tables_;
+    std::optional<AttentionBatch> batch_;
+};
+
+}  // namespace quire
