@@ -15,7 +15,7 @@ namespace quire {
 namespace {
 
 constexpr std::int64_t kSerialElements = 1 << 14;  // below, waking another thread costs more than it saves
-constexpr std::int64_t kRowsAtOnce = 480;  // of an MLP, of the way into attention: bounds the scratch; two passes over the weights anyway
+constexpr std::int64_t kRowsAtOnce = 480;  // at most, of an MLP, of the way into attention: bounds the scratch; two passes over the weights anyway
 
 thread_local GrownBuffer layer_scratch, decoder_scratch;
 
@@ -38,6 +38,13 @@ class Buffers {
     std::int64_t rows_, element_size_;
     unsigned char* next_;
 };
+
+// Rows that go through an MLP, and the way into attention, together: as many each time, in whole tiles of any product.
+std::int64_t rows_at_once(std::int64_t rows) {
+    constexpr std::int64_t kTiles = 32;
+    const std::int64_t pieces = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+    return pieces < 2 ? rows : ((rows + pieces - 1) / pieces + kTiles - 1) / kTiles * kTiles;
+}
 
 // task(row) for every row, on all threads where there is enough to do.
 template <class Task>
@@ -151,7 +158,7 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
 
     // What all queries need at once lives in two buffers: queries, then the output product's rows; attended rows. Keys and values go to
     // their slots a chunk at a time.
-    const std::int64_t at_once = std::min(rows, kRowsAtOnce);
+    const std::int64_t at_once = rows_at_once(rows);
     const auto lines = [](std::int64_t size) { return (size + 63) / 64 * 64; };
     const std::int64_t attended_bytes = lines(num_queries * output.input_stride() * bytes), q_bytes = lines(num_queries * std::max(q_row, width) * bytes);
     const std::int64_t normed_bytes = lines(at_once * parts.qkv[0].weight->input_stride() * bytes);
@@ -180,8 +187,8 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
     };
     const std::int64_t first_heads[3] = {0, q_heads, q_heads + kv_heads};
 
-    for (std::int64_t start = 0; start < rows; start += kRowsAtOnce) {
-        const std::int64_t count = std::min(kRowsAtOnce, rows - start);
+    for (std::int64_t start = 0; start < rows; start += at_once) {
+        const std::int64_t count = std::min(at_once, rows - start);
         const auto* from = static_cast<const unsigned char*>(hidden) + start * width * bytes;
         LinearTarget targets[3];
         unsigned char* next = products;
@@ -234,8 +241,9 @@ void run_mlp(const MlpParts& parts, std::int64_t rows, const void* hidden, void*
     const std::int64_t bytes = element_bytes(output.element()), width = output.num_outputs(), inner = output.num_inputs();
     const std::int64_t normed_stride = parts.inputs[0].weight->input_stride(), inner_stride = output.input_stride();
     const bool apart = parts.gated && parts.inputs.size() == 1;  // gate and up are columns of one product
-    for (std::int64_t start = 0; start < rows; start += kRowsAtOnce) {
-        const std::int64_t count = std::min(kRowsAtOnce, rows - start);
+    const std::int64_t at_once = rows_at_once(rows);
+    for (std::int64_t start = 0; start < rows; start += at_once) {
+        const std::int64_t count = std::min(at_once, rows - start);
         const auto* from = static_cast<const unsigned char*>(hidden) + start * width * bytes;
         auto* to = static_cast<unsigned char*>(out) + start * width * bytes;
         Buffers buffers(count, normed_stride + inner_stride + width + (apart ? 2 * inner : 0), bytes);

@@ -74,8 +74,10 @@ struct AmxTiles {
         begin<1>(unit, sums + kTile, block);
         begin<2>(unit, sums + 2 * kTile, block);
         begin<3>(unit, sums + 3 * kTile, block);
+        constexpr std::int64_t kAheadDepth = kAheadBytes / kStepBytes * kDepth;
         for (std::int64_t k = 0; k < block.depth; k += kDepth) {
-            fetch(left + kAheadBytes);
+            // Where the left panel ends the right one of the next two is to come: its own beginning follows this right one's end.
+            fetch(left + kAheadBytes + (k + kAheadDepth < block.depth ? 0 : 2 * block.panel_stride));
             fetch(right + kAheadBytes);
             unit.template load<4>(a, block.activation_stride);
             unit.template load<6>(left, kRowBytes);
