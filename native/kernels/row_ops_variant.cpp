@@ -128,11 +128,21 @@ void rotate(const void* row, const void* cosines, const void* sines, Rotation ro
     if (out != x && turned < width) std::memcpy(out + turned, x + turned, static_cast<std::size_t>(width - turned) * sizeof(T));
 }
 
+// 1 / x of x in [1, 2], within 1e-7: a line, then Newton's steps. Seven operations that run side by side, where a division of
+// sixteen floats keeps the processor for as many cycles (2 048 tokens of Qwen3-0.6B, AMX: 1.34 and 1.31 s).
+Vec reciprocal(Vec x) {
+    const Vec one = S::broadcast(1.0f), opposite = S::sub(S::zero(), x);
+    Vec y = S::fma(x, S::broadcast(-8.0f / 17), S::broadcast(24.0f / 17));
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; ++i) y = S::fma(y, S::fma(opposite, y, one), y);
+    return y;
+}
+
 // 1 / (1 + e^-x), by the power that does not overflow.
 Vec sigmoid(Vec x) {
     const Vec opposite = S::sub(S::zero(), x), one = S::broadcast(1.0f);
     const Vec power = exp2_nonpositive<S>(S::mul(S::max(x, opposite), S::broadcast(-1.442695041f)));
-    const Vec quotient = S::div(one, S::add(one, power));
+    const Vec quotient = reciprocal(S::add(one, power));
     return S::add(S::keep_from(x, quotient, S::zero()), S::keep_from(opposite, S::mul(quotient, power), S::broadcast(1.17549435e-38f)));
 }
 
