@@ -8,7 +8,7 @@
 //       variant; on nothing else (see attention_kernel.hpp).
 //   A3  std::invalid_argument before anything is written, or nothing thrown.
 //
-// Cost of a call: one read of the visible keys and values per row tile (up to 96 rows of one kv head share a read, those of
+// Cost of a call: one read of the visible keys and values per row tile (up to 512 rows of one kv head share a read, those of
 // sequences that share blocks too: attention_sharing.hpp), plus about 1 us and 50 ns per item of work.
 #pragma once
 
