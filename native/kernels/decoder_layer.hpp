@@ -10,7 +10,8 @@
 //   D3  std::invalid_argument for parts that do not fit or a slot outside the view, before anything is written; for a block
 //       outside the view after K and V are.
 //
-// Cost beside the products and the attention: about 1 us a call and one pass over the rows for each small operator.
+// Cost beside the products and the attention: about 1 us a call and one pass over the rows for each norm; activation, residual,
+// head norms, rotary embedding and the way to the slots are done to a product's results block by block, in the cache.
 // Scratch of the calling thread is kept, as large as the largest call so far.
 #pragma once
 

@@ -36,10 +36,10 @@ MAX_TRACED_STEPS = 10_000
 PHASES = (
     "schedule",  # who computes what, and the blocks for it
     "plan",  # copies of blocks, attention plans
-    "linears",
+    "linears",  # and what fused layers do to a product's results while they are in the cache
     "attention",
     "KV writes",
-    "fused operators",  # norms, activations, rotary embedding and residuals within the native calls of fused layers
+    "fused operators",  # the rest of the native calls of fused layers: norms above all
     "other operators",  # torch's, and the model's Python
     "sampling",
     "update",  # what was computed committed, tokens appended, samples ended
