@@ -196,9 +196,9 @@ def call_times(piece: int, n: int) -> dict[str, list[float]]:
 
     calls: dict[str, Callable[[int], None]] = {
         "commit": commit,
-        "map": lambda at: backend.map(base + at, piece, memory, at),
+        "map": lambda at: backend.map(base + at, piece, memory, at, populate=True),
         "unmap": lambda at: backend.unmap(base + at, piece),
-        "map_again": lambda at: backend.map(base + at, piece, memory, at),
+        "map_again": lambda at: backend.map(base + at, piece, memory, at, populate=True),
         "unmap_again": lambda at: backend.unmap(base + at, piece),
         "give_back": lambda at: backend.give_back(memory, at, piece),
     }
