@@ -17,6 +17,7 @@ template <class S>
 class LinesAhead {
   public:
     static constexpr int kMostPieces = 2 * kMostTileTokens;  // a key and a value of each token of a tile
+    static constexpr int kLineBytes = 64;
 
     // Whether the products ask for the rows that are near once more, into the first cache, where their loads would wait
     // behind the lines from memory (Zen 4, one thread: blocks of 16 at 22.9 GB/s instead of 18.2). Not where each token
@@ -25,8 +26,13 @@ class LinesAhead {
 
     // Forgets the pieces and takes new ones: at most kMostPieces, which will be asked for in `shares` parts.
     void begin() {
-        num_pieces_ = next_ = num_lines_ = 0;
-        piece_.lines = 0;
+        num_pieces_ = num_lines_ = 0;
+        again(0);
+    }
+    // The same pieces, `offset` bytes from where they were added: a whole number of lines.
+    void again(std::int64_t offset) {
+        offset_ = offset;
+        next_ = piece_.lines = 0;
     }
     template <class T>
     void add(const T* from, std::int64_t count) {
@@ -63,7 +69,6 @@ class LinesAhead {
     }
 
   private:
-    static constexpr int kLineBytes = 64;
     struct Piece {
         const unsigned char* at;
         int lines;
@@ -75,6 +80,7 @@ class LinesAhead {
             if (piece_.lines == 0) {
                 if (next_ == num_pieces_) return;
                 piece_ = pieces_[next_++];
+                piece_.at += offset_;
             }
             S::prefetch_l2(piece_.at);
             piece_.at += kLineBytes;
@@ -84,6 +90,7 @@ class LinesAhead {
 
     Piece piece_{};  // what is left of the piece under way
     Piece pieces_[kMostPieces];
+    std::int64_t offset_ = 0;
     int num_pieces_ = 0, next_ = 0, num_lines_ = 0, share_ = 0;
 };
 

@@ -70,6 +70,7 @@ class AttendItem {
         std::int64_t k[kTileTokens], v[kTileTokens];
         int start, stop;
         int runs[kTileTokens + 1], num_runs;
+        int head;  // for which their memory is listed as what comes next, or -1
     };
     struct Rows {
         const Element* k[kTileTokens];
@@ -98,6 +99,8 @@ class AttendItem {
         scaled_first_ = options_.softcap > 0.0f || !(options_.scale > 0.0f);
         rest_of_scale_ = scaled_first_ ? 1.0f : logit_scale_;
         token_major_ = view_.token_major();
+        head_bytes_ = view_.k.head_stride * static_cast<std::int64_t>(sizeof(Element));
+        heads_alike_ = view_.v.head_stride == view_.k.head_stride && head_bytes_ % LinesAhead<S>::kLineBytes == 0;
         find_query_rows();
     }
 
@@ -194,6 +197,7 @@ class AttendItem {
         tokens.stop = static_cast<int>(smaller(end - base, kTileTokens));
         std::int64_t block = (base + tokens.start) / view_.block_size, offset = (base + tokens.start) % view_.block_size;
         tokens.num_runs = 0;
+        tokens.head = -1;
         for (int t = tokens.start; t < tokens.stop;) {
             tokens.runs[tokens.num_runs++] = t;
             const std::int64_t id = table_[block];
@@ -210,8 +214,10 @@ class AttendItem {
 
     // Part `part` of `num_heads` equal parts of a tile's memory: block by block, the heads from `head` on, keys and values;
     // or, where a token's heads lie together, token by token.
-    void find_ahead(const Tokens& tokens, int head, int num_heads, int part) {
+    void find_ahead(Tokens& tokens, int head, int num_heads, int part) {
+        if (num_heads == 1 && tokens.head >= 0) return ahead_.again((head - tokens.head) * head_bytes_);
         ahead_.begin();
+        if (num_heads == 1 && heads_alike_) tokens.head = head;
         if (token_major_) {
             const int count = tokens.stop - tokens.start;
             const int first = tokens.start + count * part / num_heads, last = tokens.start + count * (part + 1) / num_heads;
@@ -445,6 +451,8 @@ class AttendItem {
     const Element* k_;
     const Element* v_;
     const Element* zeros_;
+    std::int64_t head_bytes_;  // from a head's keys to the next one's
+    bool heads_alike_;  // a head's keys and values lie as the next one's do, on whole lines
     bool token_major_;  // the heads of a token lie together, not the tokens of a head
     float logit_scale_;
     float logit_cap_;

@@ -40,7 +40,7 @@ class Partition {
     Partition(const AttentionKind& kind, const AttentionBatch& batch, const AttentionOptions& options, AttentionSchedule& schedule)
         : kind_(kind), batch_(batch), options_(options), schedule_(schedule), item_rows_(item_rows(kind, batch)) {
         if (batch.share_prefixes) shared_ = find_shared_runs(batch, kind.block_size, options, kind.group, item_rows_);
-        constexpr std::int64_t kItemsPerThread = 16, kLeastCost = 4096;
+        constexpr std::int64_t kItemsPerThread = 16, kOfFewRows = 4, kLeastCost = 4096;
         std::int64_t total = 0, unshared_tokens = 0;
         for (std::int64_t s = 0; s < batch.num_sequences; ++s) {
             each_row_tile(s, [&](const RowTile& tile) {
@@ -51,7 +51,10 @@ class Partition {
         for (std::size_t r = 0; r < shared_.runs.size(); ++r) {
             each_row_tile_of_run(r, [&](const RowTile& tile) { total += tile.cost() * kind.num_kv_heads; });
         }
-        target_ = batch.num_threads == 1 ? total : std::max(kLeastCost, total / (kItemsPerThread * batch.num_threads));
+        const auto target = [&](std::int64_t items) {
+            return batch.num_threads == 1 ? total : std::max(kLeastCost, total / (items * batch.num_threads));
+        };
+        target_ = target(kItemsPerThread), few_rows_target_ = target(kOfFewRows);
         for (std::size_t r = 0; r < shared_.runs.size(); ++r) cut_run(r);
         for (const bool shares : {false, true}) {
             for (std::int64_t s = 0; s < batch.num_sequences; ++s) {
@@ -144,9 +147,12 @@ class Partition {
     };
 
     // Few rows wait for memory: several heads together, in the order in which a block's heads lie in memory, and rather
-    // fewer tokens. Where the heads of a token lie together, items of twice the size, of four times before their heads are
-    // cut: an item begins and ends with a tile of all heads during which nothing is read ahead, and with half of each token to
-    // read, two threads took 16 % longer than head by head (4 x 1 024 tokens; 11 % with all heads, 2 to 4 % in larger items).
+    // fewer tokens. Items of four times the size, because an item begins slowly and its partials' states come and go through
+    // memory (Xeon with AMX, two threads: 8 x 8 192 tokens at 25.0 instead of 22.8 GB/s, 1 x 32 768 at 24.4 instead of 22.8).
+    // Where the heads of a token lie together and there are more rows, items of twice the size, of four times before their
+    // heads are cut: an item begins and ends with a tile of all heads during which nothing is read ahead, and with half of
+    // each token to read, two threads took 16 % longer than head by head (4 x 1 024 tokens; 11 % with all heads, 2 to 4 % in
+    // larger items).
     // `heads_first`: rather fewer heads, and all the tokens.
     Cut cut_of(const RowTile& tile, bool heads_first) const {
         const std::int64_t num_partials = tile.num_partials(), cost = tile.cost();
@@ -155,7 +161,9 @@ class Partition {
         if (heads_first && cost <= 2 * target_) {
             heads = std::clamp<std::int64_t>(target_ / cost, 1, heads);
         } else if (cost * heads > target_) {
-            const std::int64_t wanted = kind_.token_major ? 2 * target_ : target_, most = kind_.token_major ? 4 * target_ : target_;
+            const bool few_rows = tile.stop - tile.start <= kRowStep;
+            std::int64_t wanted = few_rows ? few_rows_target_ : target_, most = wanted;
+            if (kind_.token_major) wanted = std::max(wanted, 2 * target_), most = std::max(most, 4 * target_);
             partials = std::clamp<std::int64_t>(num_partials * wanted / (cost * heads), 1, num_partials);
             const std::int64_t part = cost * partials / num_partials;
             if (part * heads > most) heads = std::clamp<std::int64_t>(most / std::max<std::int64_t>(part, 1), 1, heads);
@@ -220,7 +228,7 @@ class Partition {
     AttentionSchedule& schedule_;
     const std::int64_t item_rows_;
     SharedRuns shared_;
-    std::int64_t target_ = 0;
+    std::int64_t target_ = 0, few_rows_target_ = 0;  // cost of an item
     std::int64_t head_tokens_ = 0;  // read by all items
 };
 
