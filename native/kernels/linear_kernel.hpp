@@ -50,6 +50,7 @@ struct LinearBlock {
     std::int64_t out_stride;           // bytes
     std::int64_t out_columns;          // from there on, of which the panels have at most as many
     const unsigned char* bias;         // of the first panel's columns, or null
+    bool streams;                      // the output passes by the caches: whole lines, aligned
 };
 
 struct LinearKernel {

@@ -19,6 +19,7 @@ constexpr std::int64_t kSerialProducts = 1 << 18;  // below, waking another thre
 constexpr std::int64_t kLineBytes = 64;
 constexpr std::int64_t kAliasBytes = 2048;         // rows that far apart fall on the same lines of the first cache
 constexpr std::int64_t kFewTiles = 4;              // up to so many tiles of rows the weights' stream decides the order
+constexpr std::int64_t kHalfCache = 1 << 20;       // of a second cache of 2 MiB
 
 std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 std::int64_t round_up(std::int64_t a, std::int64_t b) { return divide_up(a, b) * b; }
@@ -42,9 +43,11 @@ struct Division {
     bool few;
     std::int64_t chunk, num_chunks, group_rows, num_tasks;
 
-    Division(const LinearKernel& kernel, std::int64_t num_panels, std::int64_t unit, std::int64_t pass_rows, std::int64_t threads) {
+    Division(const LinearKernel& kernel, std::int64_t num_panels, std::int64_t depth, std::int64_t unit, std::int64_t pass_rows, std::int64_t threads) {
         few = pass_rows <= kernel.tile_rows * kFewTiles;
         chunk = few ? std::clamp<std::int64_t>(num_panels / (threads * 8) / 4 * 4, 4, 32) : 4;
+        // Activations that the second cache does not keep from one chunk to the next are worth a wider one.
+        if (!few && pass_rows * depth * kernel.staged_bytes > kHalfCache && num_panels >= 2 * chunk * 2 * threads) chunk *= 2;
         chunk = round_up(chunk, std::lcm(unit, kernel.columns) / kernel.columns);
         num_chunks = divide_up(num_panels, chunk);
         const std::int64_t wanted = num_chunks < 2 * threads ? divide_up(4 * threads, num_chunks) : 1;
@@ -90,8 +93,9 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
     std::int64_t num_outputs = 0;
     for (int i = 0; i < num_targets; ++i) num_outputs += targets[i].weight->num_outputs_ * (targets[i].second == nullptr ? 1 : 2);
 
-    for (std::int64_t start = 0; start < rows; start += kernel.pass_rows) {
-        const std::int64_t pass_rows = std::min(kernel.pass_rows, rows - start);
+    const std::int64_t most_rows = round_up(divide_up(rows, std::max<std::int64_t>(1, divide_up(rows, kernel.pass_rows))), kernel.tile_rows);  // passes alike
+    for (std::int64_t start = 0; start < rows; start += most_rows) {
+        const std::int64_t pass_rows = std::min(most_rows, rows - start);
         const auto* pass_x = static_cast<const unsigned char*>(x) + start * x_bytes;
         const bool direct = kernel.stage_is_copy && depth == num_inputs &&
                             (pass_rows <= kernel.tile_rows || x_bytes % kAliasBytes != 0);
@@ -113,7 +117,7 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
 
         // Columns [first, first + count) of rows [row, row + num_rows) of the pass, written to `out`.
         const auto multiply = [&](const PackedWeight& weight, const void* all_bias, std::int64_t first, std::int64_t count, std::int64_t row,
-                                  std::int64_t num_rows, unsigned char* out, std::int64_t out_stride, bool few) {
+                                  std::int64_t num_rows, unsigned char* out, std::int64_t out_stride, bool few, bool streams) {
             const std::int64_t columns = kernel.columns, panel_bytes = weight.panel_bytes_;
             const std::int64_t panel = first / columns, num_panels = divide_up(count, columns);
             LinearBlock block;
@@ -124,6 +128,7 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
             auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(round_up(num_rows, kernel.tile_rows) * block.sums_stride * 4)));
             const auto* bias = all_bias == nullptr ? nullptr : static_cast<const unsigned char*>(all_bias) + first * bytes;
             block.out_stride = out_stride;
+            block.streams = streams;
             const auto run = [&](std::int64_t first_panel, std::int64_t panels, std::int64_t k, std::int64_t range) {
                 block.activations = activations + row * stride + k * kernel.staged_bytes;
                 block.panels = weight.data_ + (panel + first_panel) * panel_bytes + k * columns * bytes;
@@ -157,19 +162,22 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
             if (target.out != nullptr) {
                 const std::int64_t out_stride = weight.num_outputs_ * bytes;
                 auto* out = static_cast<unsigned char*>(target.out) + (start + row) * out_stride + first * bytes;
-                return multiply(weight, target.bias, first, count, row, num_rows, out, out_stride, division.few);
+                // What the second cache would not keep for its reader need not be read into it to be written.
+                const bool streams = !division.few && pass_rows * out_stride >= kHalfCache && out_stride % kLineBytes == 0 &&
+                                     reinterpret_cast<std::uintptr_t>(target.out) % kLineBytes == 0;
+                return multiply(weight, target.bias, first, count, row, num_rows, out, out_stride, division.few, streams);
             }
             const std::int64_t own_stride = round_up(count * bytes, kLineBytes), own_bytes = num_rows * own_stride;
             unsigned char* taken = taken_scratch.get(static_cast<std::size_t>(own_bytes * (target.second == nullptr ? 1 : 2)));
             LinearResult result{start + row, num_rows, first, count, {taken, nullptr}, own_stride};
-            multiply(weight, target.bias, first, count, row, num_rows, taken, own_stride, division.few);
+            multiply(weight, target.bias, first, count, row, num_rows, taken, own_stride, division.few, false);
             if (target.second != nullptr) {
                 result.values[1] = taken + own_bytes;
-                multiply(*target.second, target.second_bias, first, count, row, num_rows, taken + own_bytes, own_stride, division.few);
+                multiply(*target.second, target.second_bias, first, count, row, num_rows, taken + own_bytes, own_stride, division.few, false);
             }
             target.take(result);
         };
-        const auto division = [&](int i) { return Division(kernel, targets[i].weight->num_panels_, targets[i].unit, pass_rows, threads); };
+        const auto division = [&](int i) { return Division(kernel, targets[i].weight->num_panels_, like.depth_, targets[i].unit, pass_rows, threads); };
         std::int64_t num_tasks = 0;
         for (int i = 0; i < num_targets; ++i) num_tasks += division(i).num_tasks;
         run_tasks(pass_rows * num_inputs * num_outputs, num_tasks, [&](std::int64_t task) {

@@ -187,6 +187,8 @@ struct Avx512Bf16 : Avx512 {
         return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((std::uint64_t{1} << n) - 1u), from);
     }
     static void store_pairs(bf16* to, Pairs v) { _mm512_storeu_si512(to, v); }
+    static void stream_pairs(bf16* to, Pairs v) { _mm512_stream_si512(reinterpret_cast<__m512i*>(to), v); }
+    static void end_streams() { _mm_sfence(); }
     static Pairs broadcast_pair(const bf16* pair) {
         std::int32_t bits;
         std::memcpy(&bits, pair, sizeof bits);

@@ -176,6 +176,8 @@ struct Emulated512Bf16 : Emulated512 {
         return v;
     }
     QUIRE_EMULATED void store_pairs(bf16* to, const Pairs& v) { std::memcpy(to, v.element, sizeof v.element); }
+    QUIRE_EMULATED void stream_pairs(bf16* to, const Pairs& v) { store_pairs(to, v); }
+    QUIRE_EMULATED void end_streams() {}
     QUIRE_EMULATED Pairs broadcast_pair(const bf16* pair) {
         Pairs v;
         for (int i = 0; i < 16; ++i) std::memcpy(v.element + 2 * i, pair, 2 * sizeof(bf16));

@@ -48,10 +48,12 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def multiply(packed: NativeWeight, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def multiply(
+    packed: NativeWeight, x: torch.Tensor, bias: torch.Tensor | None = None, margin: int = 64
+) -> torch.Tensor:
     """The product into the middle of a buffer full of NaN, whose margins must stay so."""
     x = x.contiguous()
-    rows, num_outputs, margin = x.shape[0], packed.num_outputs, 64
+    rows, num_outputs = x.shape[0], packed.num_outputs
     buffer = torch.full((rows * num_outputs + 2 * margin,), float("nan"), dtype=x.dtype)
     out = buffer[margin : margin + rows * num_outputs]
     packed._multiply(x.data_ptr(), rows, 0 if bias is None else bias.data_ptr(), out.data_ptr())
@@ -158,6 +160,23 @@ def test_rows_beyond_a_pass() -> None:
         whole = multiply(packed, x)
         parts = torch.cat([multiply(packed, part) for part in x.split(11)])
         assert torch.equal(whole, parts), isa
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_outputs_beyond_the_cache(isa: str) -> None:
+    """Outputs of 1 MiB a pass may be written past the caches, where they are whole lines; deep inputs take wider tasks."""
+    _native.set_num_threads(2)
+    shapes = [(1056, 33)] if isa.startswith("emulated") else [(1056, 33), (1050, 33), (2080, 1100)]
+    for outputs, inputs in shapes:
+        weight, bias = (
+            random(*shape, dtype=torch.bfloat16, seed=1) for shape in ((outputs, inputs), (outputs,))
+        )
+        x = random(510, inputs, dtype=torch.bfloat16, seed=2)
+        packed = NativeWeight(weight, isa)
+        for given in (None, bias):
+            parts = torch.cat([multiply(packed, part, given) for part in x.split(30)])
+            for margin in (64, 62):  # lines of the output that begin where the memory's do, or not
+                assert torch.equal(multiply(packed, x, given, margin), parts), (outputs, inputs, margin)
 
 
 @pytest.mark.parametrize("isa", ISAS)
