@@ -28,6 +28,7 @@ class LaneProducts {
     // do, made nothing faster there, and 28 to 30 GB/s instead of 34 to 42 of what lies in the second cache.)
     static constexpr bool kHeadsTogether = kWidth != 16;
     static constexpr bool kRoundsWeights = false;
+    static constexpr int kHeadroom = 0;
     static constexpr int kSoftmaxShares = 0;
     static constexpr int kManyRows = kWidth / 2;
 

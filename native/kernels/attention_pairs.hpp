@@ -68,6 +68,7 @@ class PairProducts : InterleavedValues<S> {
     static constexpr int kBlockRows = 6;
     static constexpr bool kHeadsTogether = true;  // Zen 4
     static constexpr bool kRoundsWeights = false;
+    static constexpr int kHeadroom = 0;
     static constexpr int kSoftmaxShares = 0;
     static constexpr int kManyRows = kWidth / 2;
 

@@ -36,8 +36,15 @@ struct RowStates {
     std::int64_t stride;
     std::int64_t num_rows;
 
-    void clear() const {
+    // Rows [row, row + count) of these.
+    RowStates part(std::int64_t row, std::int64_t count) const { return {o + row * stride, m + row, l + row, stride, count}; }
+
+    // o stays what it was: for one who writes it before it is read.
+    void clear_sums() const {
         for (std::int64_t r = 0; r < num_rows; ++r) m[r] = kMinusInfinity, l[r] = 0.0f;
+    }
+    void clear() const {
+        clear_sums();
         std::memset(o, 0, static_cast<std::size_t>(num_rows * stride) * sizeof(float));
     }
     void copy(const RowStates& from) const {
@@ -124,8 +131,9 @@ class ItemStates {
         if (merges_) merge_runs(item_.before);
     }
 
-    // A partial begins at nothing, or where the run before this item has left it.
-    void begin_partial(std::int64_t partial) const {
+    // A partial begins at nothing, or where the run before this item has left it. `values`: o is cleared too where it begins at
+    // nothing. Returns whether it does.
+    bool begin_partial(std::int64_t partial, bool values = true) const {
         const bool begun = item_.before >= 0 && item_.token_start % kPartialTokens != 0 && item_.token_start / kPartialTokens == partial &&
                            job_.runs[item_.before].token_stop == item_.token_start;
         if (begun) attention_wait(job_.items_left[item_.before]);
@@ -133,16 +141,23 @@ class ItemStates {
             const RowStates states = this->partial(partial, head);
             if (begun) {
                 states.copy(of_run(job_.runs[item_.before], job_.runs[item_.before].num_states - 1, head));
-            } else {
+            } else if (values) {
                 states.clear();
+            } else {
+                states.clear_sums();
             }
         }
+        return !begun;
     }
 
     // The item is done with a partial. One in which a run ends is not over: others go on with it.
     void end_partial(std::int64_t partial, bool over) const {
+        for (int head = 0; head < heads_; ++head) end_partial(partial, over, head, 0, rows_);
+    }
+    // The same for rows [row, row + count) of one head.
+    void end_partial(std::int64_t partial, bool over, int head, int row, int count) const {
         if (!merges_ || (item_.run >= 0 && !over)) return;
-        for (int head = 0; head < heads_; ++head) merge_states<S>(all(head), this->partial(partial, head));
+        merge_states<S>(all(head).part(row, count), this->partial(partial, head).part(row, count));
     }
 
     // The item is done. True if `all` now is what its rows come to.

@@ -26,7 +26,6 @@ class TileProducts : InterleavedValues<S> {
     static constexpr int kColumns = 32;                // of d in a tile of keys, of values in two tiles
     static constexpr int kSide = 16;                   // tokens or rows of a tile
     static constexpr int kTogether = 2 * kSide;        // tokens of one product of values
-    static constexpr int kFewRows = 32;                // with more, keys are packed instead of scores transposed
     static constexpr int kTileElements = kSide * kColumns;
 
   public:
@@ -36,6 +35,7 @@ class TileProducts : InterleavedValues<S> {
     static constexpr int kBlockRows = kSide;
     static constexpr bool kHeadsTogether = false;
     static constexpr bool kRoundsWeights = true;
+    static constexpr int kHeadroom = 8;
     static constexpr int kManyRows = kSide;
     // Of 2 kTileTokens shares of the memory to come, as long as each part takes.
     static constexpr int kPackShares = kTileTokens / 2, kScoresShares = kTileTokens * 3 / 4;
@@ -47,27 +47,20 @@ class TileProducts : InterleavedValues<S> {
           k_padded_(static_cast<int>(padded_to(k_width, kColumns))),
           v_tiles_(static_cast<int>(padded_to(v_width, kColumns)) / kSide),
           rows_(rows),
-          by_rows_(rows > kFewRows),
           block_bytes_(k_padded_ * kSide * 2),
           keys_(scratch.take<bf16>(std::int64_t{kTileTokens} * k_padded_)),
           scores_(scratch.take<float>(4 * kSide * kSide)),
           rounded_(scratch.take<bf16>(kSide * kTileTokens)),
           values_(scratch.take<bf16>(std::int64_t{kTileTokens / kTogether} * v_tiles_ * kTileElements)),
-          tiles_(config(block_rows(0), by_rows_)),
+          tiles_(config(block_rows(0))),
           configured_rows_(block_rows(0)),
           columns_(columns_of(configured_rows_)) {}
 
     std::int64_t query_bytes() const { return padded_to(rows_, kSide) / kSide * block_bytes_; }
 
-    // [block of 16 rows][32 of d][16 pairs][16 rows][2], or by rows [32 of d][16 rows][32]; a block of pairs is packed with its
-    // last row.
+    // [block of 16 rows][32 of d][16 pairs][16 rows][2]; a block is packed with its last row.
     void pack_query(unsigned char* packed, int row, const bf16* query) {
         auto* to = reinterpret_cast<bf16*>(packed + row / kSide * std::int64_t{block_bytes_});
-        if (by_rows_) {
-            to += row % kSide * kColumns;
-            for (int d = 0; d < k_width_; d += kColumns, to += kTileElements) S::store_pairs(to, Values::load_columns(query, d, k_width_));
-            return;
-        }
         unpacked_[row % kSide] = query;
         if (row % kSide != kSide - 1 && row != rows_ - 1) return;
         for (int i = row % kSide + 1; i < kSide; ++i) unpacked_[i] = reinterpret_cast<const bf16*>(kZeroRow);
@@ -81,13 +74,7 @@ class TileProducts : InterleavedValues<S> {
         // All tokens of a product are multiplied: those that no row sees must be zero, not left over.
         const int first = start / kTogether * kTogether, last = static_cast<int>(padded_to(stop, kTogether));
         num_steps_ = (last - first) / kTogether;
-        for (int t = first; t < last; t += kSide) {
-            if (by_rows_) {
-                pack_pairs(k + t, keys_ + t * k_padded_);
-            } else {
-                find_keys(k, t / kSide, start, stop);
-            }
-        }
+        for (int t = first; t < last; t += kSide) find_keys(k, t / kSide, start, stop);
         const int lines = ahead.lines_of(kPackShares, (last - first) / 2);
         for (int t = first; t < last; t += 2) {
             ahead.fetch(lines);
@@ -103,22 +90,13 @@ class TileProducts : InterleavedValues<S> {
 
     void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) {
         if (rows != configured_rows_) {
-            tiles_.configure(config(rows, by_rows_));
+            tiles_.configure(config(rows));
             configured_rows_ = rows;
             columns_ = columns_of(rows);
         }
         const auto* query = reinterpret_cast<const bf16*>(packed + row / kSide * std::int64_t{block_bytes_});
         const int lines = row == 0 ? ahead_->lines_of(kScoresShares, 2 * num_steps_ * (k_padded_ / kColumns)) : 0;
         for (int t = start / kTogether * kTogether; t < stop; t += kTogether) {
-            if (by_rows_) {
-                if (stop - t > kTogether) {
-                    scores_by_rows<4>(query, t, 4 * lines, s + t);
-                    t += kTogether;
-                } else {
-                    scores_by_rows<2>(query, t, 2 * lines, s + t);
-                }
-                continue;
-            }
             if (rows == kSide && stop - t > kTogether) {
                 four_scores(query, t / kSide, 4 * lines);
                 transpose_scores<4>(rows, s + t);
@@ -155,10 +133,10 @@ class TileProducts : InterleavedValues<S> {
 
   private:
     static int columns_of(int rows) { return rows > 8 ? 16 : rows > 4 ? 8 : rows > 2 ? 4 : rows; }
-    static TileConfig config(int rows, bool by_rows) {
+    static TileConfig config(int rows) {
         TileConfig config;
         for (const int tile : {4, 5}) config.tile(tile, kSide, 64);
-        for (const int tile : {0, 1, 6}) config.tile(tile, by_rows ? rows : kSide, by_rows ? 64 : 4 * columns_of(rows));
+        for (const int tile : {0, 1, 6}) config.tile(tile, kSide, 4 * columns_of(rows));
         for (const int tile : {2, 3, 7}) config.tile(tile, rows, 64);
         return config;
     }
@@ -172,40 +150,6 @@ class TileProducts : InterleavedValues<S> {
             S::transpose(square);
 #pragma GCC unroll 16
             for (int i = 0; i < kSide; ++i) S::store_pairs(to + i * kColumns, square[i]);
-        }
-    }
-
-    // s[row][token] of kSixteens x 16 tokens from `token` on.
-    template <int kSixteens>
-    void scores_by_rows(const bf16* query, int token, int lines, float* s) {
-        constexpr std::int64_t kStride = kTileTokens * 4;
-        const bf16* keys = keys_ + token * k_padded_;
-        const std::int64_t next = kSide * k_padded_;
-        tiles_.template zero<0>();
-        tiles_.template zero<1>();
-        if constexpr (kSixteens == 4) {
-            tiles_.template zero<2>();
-            tiles_.template zero<3>();
-        }
-        for (int d = 0; d < k_padded_; d += kColumns, keys += kTileElements, query += kTileElements) {
-            ahead_->fetch(lines);
-            tiles_.template load<6>(query, 64);
-            tiles_.template load<4>(keys, 64);
-            tiles_.template dot_bf16<0, 6, 4>();
-            tiles_.template load<5>(keys + next, 64);
-            tiles_.template dot_bf16<1, 6, 5>();
-            if constexpr (kSixteens == 4) {
-                tiles_.template load<4>(keys + 2 * next, 64);
-                tiles_.template dot_bf16<2, 6, 4>();
-                tiles_.template load<5>(keys + 3 * next, 64);
-                tiles_.template dot_bf16<3, 6, 5>();
-            }
-        }
-        tiles_.template store<0>(s, kStride);
-        tiles_.template store<1>(s + kSide, kStride);
-        if constexpr (kSixteens == 4) {
-            tiles_.template store<2>(s + 2 * kSide, kStride);
-            tiles_.template store<3>(s + 3 * kSide, kStride);
         }
     }
 
@@ -350,7 +294,6 @@ class TileProducts : InterleavedValues<S> {
     const int k_padded_;
     const int v_tiles_;  // of sixteen columns, an even number
     const int rows_;
-    const bool by_rows_;
     const int block_bytes_;  // of sixteen packed query rows
     bf16* keys_;
     float* scores_;   // [token][columns_]

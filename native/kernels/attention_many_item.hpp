@@ -1,0 +1,156 @@
+// One item of attention of many rows: the tiles of a partial in groups, heads within a group, rows within a head, tiles within
+// 32 rows. A row goes through what attention_item.hpp would take it through, with the same results (attention_many_rows.hpp).
+//
+// What comes after a group is asked for while rows pass by it; of the first group, a tile while the one before is packed.
+#pragma once
+
+#include "kernels/attention_item.hpp"
+#include "kernels/attention_many_rows.hpp"
+
+namespace quire {
+namespace {
+
+template <class Products>
+class AttendManyRows {
+    using S = typename Products::Simd;
+    static constexpr int kTileTokens = Products::kTileTokens;
+    using Tokens = ItemTokens<S, bf16, kTileTokens>;
+
+  public:
+    AttendManyRows(const AttentionJob& job, const AttentionItem& item)
+        : view_(*job.view),
+          first_head_(item.head_start),
+          heads_(item.head_stop - item.head_start),
+          rows_(job, item),
+          blocks_(rows_.count(), Products::kRowsTogether),
+          tokens_(view_, job.batch->block_tables + item.sequence * job.batch->table_width),
+          products_(static_cast<int>(view_.k.width), static_cast<int>(view_.v.width), rows_.count(), scratch_),
+          states_(job, item, scratch_),
+          queries_(scratch_.take<bf16>(products_.query_elements() * heads_)) {}
+
+    void run() {
+        for (int head = 0; head < heads_; ++head) {
+            for (int row = 0; row < rows_.count(); ++row) products_.pack_query(queries_of(head), row, rows_.query(head, row));
+        }
+        states_.begin();
+        constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
+        const std::int64_t first_tile = rows_.begin() / kTileTokens, last_tile = (rows_.end() - 1) / kTileTokens, group = products_.group_tiles();
+        for (std::int64_t start = first_tile; start <= last_tile;) {
+            const std::int64_t stop = smaller(start - start % group + group, last_tile + 1), partial = start / kTiles;
+            if (start == first_tile || start % kTiles == 0) fresh_from_ = states_.begin_partial(partial, false) ? start : -1;
+            const bool ends = stop % kTiles == 0 || stop > last_tile;
+            for (int head = 0; head < heads_; ++head) {
+                pack(start, stop, head, start == first_tile && head == 0);
+                // The group that comes after: the next head's, or the first of the next tiles.
+                const bool same_tiles = head + 1 < heads_;
+                next_head_ = same_tiles ? head + 1 : 0;
+                next_tile_ = same_tiles ? start : stop;
+                next_tiles_ = same_tiles ? stop - start : smaller(group, last_tile + 1 - stop);
+                attend(start, stop, head, states_.partial(partial, head), [&](int row, int count) {
+                    if (ends) states_.end_partial(partial, stop % kTiles == 0, head, row, count);
+                });
+            }
+            start = stop;
+        }
+        if (!states_.end()) return;
+        for (int head = 0; head < heads_; ++head) {
+            rows_.write_out(head, states_.all(head), [this](const float* o, float factor, bf16* out) { products_.finish(o, factor, out); });
+        }
+    }
+
+  private:
+    bf16* queries_of(int head) const { return queries_ + head * products_.query_elements(); }
+
+    void list(std::int64_t tile, int head) {
+        tokens_.find(tile, rows_.begin(), rows_.end(), listed_);
+        tokens_.list(listed_, first_head_ + head, 1, 0, ahead_);
+    }
+
+    // Tiles [start, stop) of a head. `cold`: nobody has asked for them.
+    void pack(std::int64_t start, std::int64_t stop, int head, bool cold) {
+        typename Tokens::Tile tile;
+        typename Tokens::Rows rows;
+        for (std::int64_t at = start; at < stop; ++at) {
+            if (cold && at + 1 < stop) {
+                list(at + 1, head);
+                ahead_.fetch_rest();
+            }
+            tokens_.find(at, rows_.begin(), rows_.end(), tile);
+            tokens_.rows(tile, first_head_ + head, rows);
+            products_.pack(static_cast<int>(at - start), rows.k, rows.v);
+        }
+    }
+
+    // end(row, count) is called after the rows' turn, while their states are near.
+    template <class End>
+    void attend(std::int64_t start, std::int64_t stop, int head, const RowStates& states, End&& end) {
+        const std::int64_t blocks = blocks_.count(), steps = (stop - start) * products_.num_steps();
+        std::int64_t block = 0, listed = 0;
+        int lines = 0;
+        for (int row = 0, count; row < rows_.count(); row += count, ++block) {
+            count = blocks_.rows_from(row);
+            // As much of what comes after as this block's turn: a tile for several blocks, or several tiles for one.
+            for (; listed < next_tiles_ && listed * blocks <= block * next_tiles_; ++listed) {
+                ahead_.fetch_rest();
+                list(next_tile_ + listed, next_head_);
+                lines = ahead_.lines_of(Tokens::kTileShares, static_cast<int>(steps * larger(1, blocks / next_tiles_)));
+            }
+            attend_rows(start, stop, head, row, count, states, lines);
+            end(row, count);
+        }
+        ahead_.fetch_rest();
+    }
+
+    // Rows [row, row + count) over those of the packed tiles that they see. A tile's softmax is done between the products of
+    // its neighbours.
+    void attend_rows(std::int64_t start, std::int64_t stop, int head, int row, int count, const RowStates& states, int lines) {
+        const auto seen = rows_.seen(row, count);
+        const std::int64_t first = larger(start, seen.start / kTileTokens), last = smaller(stop, (seen.stop - 1) / kTileTokens + 1) - 1;
+        if (first > last) return;
+        products_.begin_rows(queries_of(head), row, count, states.o + row * states.stride, states.stride);
+        const int upper = products_.upper();
+        const std::int64_t fresh = fresh_from_ < 0 ? -1 : larger(fresh_from_, seen.start / kTileTokens);  // whose values are the first
+        for (std::int64_t tile = first - 1; tile <= last + 1; ++tile) {
+            const std::int64_t before = tile - 1, base = before * kTileTokens;
+            const bool has_values = before >= first && before <= last, has_scores = tile < last;
+            if (has_values && before != fresh) rows_.rescale(row, count, states);
+            products_.plan(has_values ? static_cast<int>(before - start) : -1, static_cast<int>(larger(seen.start - base, 0)),
+                           static_cast<int>(smaller(seen.stop - base, kTileTokens)), before == fresh, has_scores ? static_cast<int>(tile + 1 - start) : -1, ahead_, lines);
+            if (tile >= first && tile <= last) {
+                soften(tile, start, row, 0, upper, count, states);
+                soften(tile, start, row, upper, count, count, states);
+            }
+            products_.advance(1, 1);
+        }
+    }
+
+    // Rows [from, to) of the `count` from `row` on.
+    void soften(std::int64_t tile, std::int64_t start, int row, int from, int to, int count, const RowStates& states) {
+        const int place = static_cast<int>(tile - start), half = from == 0 ? 0 : 1;
+        float* s = products_.scores_of(place, half);
+        products_.weigh(place, half);
+        rows_.soften_many(row + from, to - from, tile * kTileTokens, states, s,
+                          [this](int r, int vector, auto first, auto second) { products_.keep(r, vector, first, second); },
+                          [&](int r) {
+                              products_.advance(from + r + 1, count);
+                          });
+    }
+
+    const PagedView& view_;
+    Scratch scratch_;
+    const int first_head_, heads_;
+    ItemRows<S, bf16, kTileTokens, Products::kHeadroom> rows_;
+    const RowBlocks blocks_;
+    const Tokens tokens_;
+    Products products_;
+    const ItemStates<S> states_;
+    LinesAhead<S> ahead_;
+    typename Tokens::Tile listed_;
+    std::int64_t fresh_from_ = -1;  // the tile with which a partial has begun at nothing, or -1
+    int next_head_ = 0;
+    std::int64_t next_tile_ = 0, next_tiles_ = 0;
+    bf16* queries_;
+};
+
+}  // namespace
+}  // namespace quire

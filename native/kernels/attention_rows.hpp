@@ -1,0 +1,226 @@
+// The query rows of an item, whatever computes their products: which tokens each sees, the softmax of a tile's scores, what the
+// rows come to at the end.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/attention_state.hpp"
+#include "kernels/attention_tokens.hpp"
+
+namespace quire {
+namespace {
+
+constexpr float kLog2E = 1.442695040888963f;
+
+// o times the factors, rounded, to the first `columns` lanes. + 0.0f: a sum of no terms and a sum of zeros are the same zero.
+template <class S, class T>
+inline void store_scaled(typename S::Vec o, typename S::Vec factors, T* out, int columns) {
+    const typename S::Vec scaled = S::add(S::mul(o, factors), S::zero());
+    if (columns >= S::kWidth) {
+        S::store(out, scaled);
+    } else {
+        S::store_part(out, scaled, columns);
+    }
+}
+
+// kHeadroom: when a row's largest logit passes its m, m becomes so much more, so that o is seldom scaled again (after
+// FlashAttention-4, which lets p grow instead); p is smaller by that power of two, which rounding does not see.
+template <class S, class Element, int kTileTokens, int kHeadroom>
+class ItemRows {
+    using Vec = typename S::Vec;
+    static constexpr int kVectors = kTileTokens / S::kWidth;
+
+  public:
+    ItemRows(const AttentionJob& job, const AttentionItem& item)
+        : job_(job),
+          item_(item),
+          view_(*job.view),
+          options_(*job.options),
+          group_(job.num_q_heads / static_cast<int>(view_.num_kv_heads)),
+          count_(item.row_stop - item.row_start) {
+        logit_scale_ = options_.softcap > 0.0f ? options_.scale / options_.softcap : options_.scale * kLog2E;
+        logit_cap_ = options_.softcap * kLog2E;
+        scaled_first_ = options_.softcap > 0.0f || !(options_.scale > 0.0f);
+        rest_of_scale_ = scaled_first_ ? 1.0f : logit_scale_;
+        find_tokens();
+    }
+
+    // Of one head.
+    int count() const { return count_; }
+
+    // The tokens that any row sees, of those that are the item's.
+    std::int64_t begin() const { return larger(seen_[0].start, item_.token_start); }
+    std::int64_t end() const { return smaller(seen_[count_ - 1].stop, item_.token_stop); }
+
+    // Positions that some of rows [row, row + count) see.
+    struct Seen {
+        std::int64_t start, stop;
+    };
+    Seen seen(int row, int count) const { return {seen_[row].start, seen_[row + count - 1].stop}; }
+
+    const Element* query(int head, int row) const {
+        const auto* first = reinterpret_cast<const Element*>(job_.query->data);
+        return first + tokens_[row] * job_.query->token_stride + query_head(head, row) * job_.query->head_stride;
+    }
+
+    // Scores of a tile -> p, by the online softmax; what a row does not see gets p = 0. Leaves the factors for o so far.
+    // keep(r, vector, first, second) takes two vectors of p of row r of `count`. Three short loops over the rows, because a
+    // row's steps wait for each other; between() is called at each of the first two's steps.
+    template <class Keep, class Between>
+    void soften_few(int row, int count, std::int64_t base, const RowStates& states, float* s, Keep&& keep, Between&& between) {
+        float tops[kItemRowsTogether], sums[kItemRowsTogether];
+        for (int r = 0; r < count; ++r) {
+            between();
+            const float tile_most = S::reduce_max(row_most(row + r, base, s + r * kTileTokens)) * rest_of_scale_, before = states.m[row + r];
+            tops[r] = tile_most >= before ? tile_most + kHeadroom : before;
+        }
+        for (int r = 0; r < count; ++r) {
+            between();
+            sums[r] = S::reduce_add(row_weights(r, tops[r], s + r * kTileTokens, keep));
+        }
+        for (int r = 0; r < count; ++r) {
+            float factor = 1.0f;
+            if (tops[r] > states.m[row + r]) {
+                factor = S::first(exp2_nonpositive<S>(S::broadcast(states.m[row + r] - tops[r])));
+                states.m[row + r] = tops[r];
+            }
+            states.l[row + r] = states.l[row + r] * factor + sums[r];
+            factors_[row + r] = factor;
+        }
+    }
+
+    // The same for up to kWidth rows at once, a lane for each: the same operations, so the same bits. A row that has seen
+    // nothing yet (-inf less a number) gets 0 for a factor of its zeros, where soften_few leaves them. between(r) is called
+    // before row r's weights, and with -1 before all.
+    template <class Keep, class Between>
+    void soften_many(int row, int count, std::int64_t base, const RowStates& states, float* s, Keep&& keep, Between&& between) {
+        constexpr int kWidth = S::kWidth;
+        alignas(64) float lanes[kWidth * kWidth], tops[kWidth];
+        for (int r = count; r < kWidth; ++r) S::store(lanes + r * kWidth, S::zero());
+        float *m = states.m + row, *l = states.l + row;
+        between(-1);
+        for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_most(row + r, base, s + r * kTileTokens));
+        // Rows beyond `count` may be another item's.
+        const Vec most = S::mul(S::fold_max(lanes), S::broadcast(rest_of_scale_));
+        const Vec before = S::load_part(m, count), raised = S::keep_from(most, S::broadcast(kHeadroom), before);
+        const Vec top = S::max(kHeadroom == 0 ? most : S::add(most, raised), before);
+        S::store(tops, top);
+        for (int r = 0; r < count; ++r) {
+            between(r);
+            S::store(lanes + r * kWidth, row_weights(r, tops[r], s + r * kTileTokens, keep));
+        }
+        const Vec factor = exp2_nonpositive<S>(S::sub(before, S::max(top, S::broadcast(-3.402823466e+38f))));
+        S::store_part(factors_ + row, factor, count);
+        S::store_part(m, top, count);
+        S::store_part(l, S::add(S::mul(S::load_part(l, count), factor), S::fold(lanes)), count);
+    }
+
+    // o of rows [row, row + count) times the factors that the last softmax left.
+    void rescale(int row, int count, const RowStates& states) const {
+        float* o = states.o + row * states.stride;
+        for (int r = 0; r < count; ++r, o += states.stride) {
+            if (factors_[row + r] == 1.0f) continue;
+            const Vec factors = S::broadcast(factors_[row + r]);
+            for (std::int64_t d = 0; d < states.stride; d += S::kWidth) S::store(o + d, S::mul(S::load(o + d), factors));
+        }
+    }
+
+    // What the rows of a head come to: finish(o, factor, out) of each.
+    template <class Finish>
+    void write_out(int head, const RowStates& all, Finish&& finish) const {
+        auto* out = reinterpret_cast<Element*>(job_.out->data);
+        for (int row = 0; row < count_; ++row) {
+            float l = all.l[row], factor = 1.0f;
+            if (options_.sinks != nullptr) {
+                const float sink = options_.sinks[query_head(head, row)] * kLog2E, m = all.m[row], top = sink > m ? sink : m;
+                factor = softmax_weight<S>(m, top);
+                l = l * factor + softmax_weight<S>(sink, top);
+            }
+            finish(all.o + row * all.stride, factor / l, out + tokens_[row] * job_.out->token_stride + query_head(head, row) * job_.out->head_stride);
+        }
+    }
+
+  private:
+    static constexpr int kItemRowsTogether = 16;  // of a softmax, at most
+
+    // Query tokens of the rows, and which positions each row sees.
+    void find_tokens() {
+        const std::int32_t* start = job_.batch->query_start + item_.sequence;
+        const std::int64_t first_position = job_.batch->context_lengths[item_.sequence] - (start[1] - start[0]);
+        for (int row = 0; row < count_; ++row) {
+            if (item_.run >= 0) {
+                tokens_[row] = job_.shared_tokens[(item_.shared_row + row) / group_];
+                seen_[row] = {item_.token_start, item_.token_stop};  // every member's rows come after the run
+            } else {
+                const std::int64_t token = (item_.row_start + row) / group_, at = first_position + token;
+                tokens_[row] = start[0] + token;
+                seen_[row] = {first_visible(options_, at), at + 1};
+            }
+        }
+    }
+
+    std::int64_t query_head(int head, int row) const { return (item_.head_start + head) * group_ + (item_.row_start + row) % group_; }
+
+    // Of a row's scores s: those it does not see become -inf; where the scale cannot wait (a soft cap, or none above zero), all
+    // become base-2 logits. Returns the largest of each lane.
+    Vec row_most(int row, std::int64_t base, float* s) {
+        const std::int64_t start = seen_[row].start - base, stop = seen_[row].stop - base;
+        const bool whole = start <= 0 && stop >= kTileTokens;
+        const int low = static_cast<int>(larger(start, 0)), high = static_cast<int>(larger(smaller(stop, kTileTokens), 0));
+        Vec most = S::broadcast(kMinusInfinity);
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) {
+            Vec x = S::load(s + i * S::kWidth);
+            if (!whole || scaled_first_) {
+                if (scaled_first_) x = S::mul(x, S::broadcast(logit_scale_));
+                if (options_.softcap > 0.0f) x = S::mul(tanh<S>(x), S::broadcast(logit_cap_));
+                if (!whole) x = S::within(x, low - i * S::kWidth, high - i * S::kWidth);
+                S::store(s + i * S::kWidth, x);
+            }
+            most = S::max(x, most);
+        }
+        return most;
+    }
+
+    // p of a row, below its largest logit `row_top` (-inf: it has seen nothing): kept, or in place of s where `keep` is none.
+    // Returns the sum of each lane.
+    template <class Keep>
+    Vec row_weights(int r, float row_top, float* s, Keep&& keep) const {
+        const Vec factor = S::broadcast(rest_of_scale_), below = S::broadcast(row_top == kMinusInfinity ? 0.0f : -row_top);
+        const auto weight = [&](int i) { return exp2_nonpositive<S>(S::fma(S::load(s + i * S::kWidth), factor, below)); };
+        Vec sum = S::zero();
+        if constexpr (!std::is_null_pointer_v<std::remove_cvref_t<Keep>>) {
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; i += 2) {
+                const Vec first = weight(i), second = weight(i + 1);
+                keep(r, i, first, second);
+                sum = S::add(S::add(sum, first), second);
+            }
+        } else {
+#pragma GCC unroll 4
+            for (int i = 0; i < kVectors; ++i) {
+                const Vec p = weight(i);
+                S::store(s + i * S::kWidth, p);
+                sum = S::add(sum, p);
+            }
+        }
+        return sum;
+    }
+
+    const AttentionJob& job_;
+    const AttentionItem& item_;
+    const PagedView& view_;
+    const AttentionOptions& options_;
+    const int group_;
+    const int count_;
+    float factors_[kItemRows];
+    std::int64_t tokens_[kItemRows];  // of the query
+    Seen seen_[kItemRows];            // positions that each row sees
+    float logit_scale_;
+    float logit_cap_;
+    bool scaled_first_;    // the scores are scaled before the largest is looked for
+    float rest_of_scale_;  // what makes logits of them after that
+};
+
+}  // namespace
+}  // namespace quire
