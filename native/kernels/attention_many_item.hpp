@@ -1,7 +1,8 @@
 // One item of attention of many rows: the tiles of a partial in groups, heads within a group, rows within a head, tiles within
 // 32 rows. A row goes through what attention_item.hpp would take it through, with the same results (attention_many_rows.hpp).
 //
-// What comes after a group is asked for while rows pass by it; of the first group, a tile while the one before is packed.
+// What comes after a group is asked for while that one is packed and rows pass by it; of the first group, a tile before the one
+// ahead of it is packed.
 #pragma once
 
 #include "kernels/attention_item.hpp"
@@ -40,15 +41,17 @@ class AttendManyRows {
             if (start == first_tile || start % kTiles == 0) fresh_from_ = states_.begin_partial(partial, false) ? start : -1;
             const bool ends = stop % kTiles == 0 || stop > last_tile;
             for (int head = 0; head < heads_; ++head) {
-                pack(start, stop, head, start == first_tile && head == 0);
                 // The group that comes after: the next head's, or the first of the next tiles.
                 const bool same_tiles = head + 1 < heads_;
-                next_head_ = same_tiles ? head + 1 : 0;
-                next_tile_ = same_tiles ? start : stop;
-                next_tiles_ = same_tiles ? stop - start : smaller(group, last_tile + 1 - stop);
-                attend(start, stop, head, states_.partial(partial, head), [&](int row, int count) {
-                    if (ends) states_.end_partial(partial, stop % kTiles == 0, head, row, count);
-                });
+                begin_ahead(same_tiles ? head + 1 : 0, same_tiles ? start : stop, same_tiles ? stop - start : smaller(group, last_tile + 1 - stop),
+                            stop - start);
+                pack(start, stop, head, start == first_tile && head == 0);
+                const RowStates states = states_.partial(partial, head);
+                for (int row = 0, block = 0, count; row < rows_.count(); row += count, ++block) {
+                    count = blocks_.rows_from(row);
+                    attend(start, stop, head, block, row, count, states);
+                    if (ends) states_.end_partial(partial, stop % kTiles == 0, head, row, count);  // they are near yet
+                }
             }
             start = stop;
         }
@@ -66,44 +69,45 @@ class AttendManyRows {
         tokens_.list(listed_, first_head_ + head, 1, 0, ahead_);
     }
 
+    // `num_tiles` from `tile` on, of a head, are to be asked for while a group of `tiles` has its turns: each tile's packing, and
+    // each block's with each tile.
+    void begin_ahead(int head, std::int64_t tile, std::int64_t num_tiles, std::int64_t tiles) {
+        next_head_ = head;
+        next_tile_ = tile;
+        num_next_ = num_tiles;
+        num_listed_ = 0;
+        num_turns_ = tiles * (1 + blocks_.count());
+    }
+    // Lines to ask for at each of a turn's `steps`.
+    int ahead_of(std::int64_t turn, int steps) {
+        for (; num_listed_ < num_next_ && num_listed_ * num_turns_ <= turn * num_next_; ++num_listed_) {
+            ahead_.fetch_rest();
+            list(next_tile_ + num_listed_, next_head_);
+        }
+        return num_listed_ == 0 ? 0 : ahead_.lines_of(Tokens::kTileShares, static_cast<int>(steps * larger(1, num_turns_ / num_next_)));
+    }
+
     // Tiles [start, stop) of a head. `cold`: nobody has asked for them.
     void pack(std::int64_t start, std::int64_t stop, int head, bool cold) {
         typename Tokens::Tile tile;
         typename Tokens::Rows rows;
         for (std::int64_t at = start; at < stop; ++at) {
-            if (cold && at + 1 < stop) {
-                list(at + 1, head);
-                ahead_.fetch_rest();
-            }
+            if (cold && at == start) ask(at, head);
+            if (cold && at + 1 < stop) ask(at + 1, head);
+            const int lines = cold ? 0 : ahead_of(at - start, products_.pack_steps());
             tokens_.find(at, rows_.begin(), rows_.end(), tile);
             tokens_.rows(tile, first_head_ + head, rows);
-            products_.pack(static_cast<int>(at - start), rows.k, rows.v);
+            products_.pack(static_cast<int>(at - start), rows.k, rows.v, ahead_, lines);
         }
     }
-
-    // end(row, count) is called after the rows' turn, while their states are near.
-    template <class End>
-    void attend(std::int64_t start, std::int64_t stop, int head, const RowStates& states, End&& end) {
-        const std::int64_t blocks = blocks_.count(), steps = (stop - start) * products_.num_steps();
-        std::int64_t block = 0, listed = 0;
-        int lines = 0;
-        for (int row = 0, count; row < rows_.count(); row += count, ++block) {
-            count = blocks_.rows_from(row);
-            // As much of what comes after as this block's turn: a tile for several blocks, or several tiles for one.
-            for (; listed < next_tiles_ && listed * blocks <= block * next_tiles_; ++listed) {
-                ahead_.fetch_rest();
-                list(next_tile_ + listed, next_head_);
-                lines = ahead_.lines_of(Tokens::kTileShares, static_cast<int>(steps * larger(1, blocks / next_tiles_)));
-            }
-            attend_rows(start, stop, head, row, count, states, lines);
-            end(row, count);
-        }
+    void ask(std::int64_t tile, int head) {
+        list(tile, head);
         ahead_.fetch_rest();
     }
 
     // Rows [row, row + count) over those of the packed tiles that they see. A tile's softmax is done between the products of
     // its neighbours.
-    void attend_rows(std::int64_t start, std::int64_t stop, int head, int row, int count, const RowStates& states, int lines) {
+    void attend(std::int64_t start, std::int64_t stop, int head, int block, int row, int count, const RowStates& states) {
         const auto seen = rows_.seen(row, count);
         const std::int64_t first = larger(start, seen.start / kTileTokens), last = smaller(stop, (seen.stop - 1) / kTileTokens + 1) - 1;
         if (first > last) return;
@@ -113,9 +117,11 @@ class AttendManyRows {
         for (std::int64_t tile = first - 1; tile <= last + 1; ++tile) {
             const std::int64_t before = tile - 1, base = before * kTileTokens;
             const bool has_values = before >= first && before <= last, has_scores = tile < last;
+            const int lines = tile <= last ? ahead_of((1 + block) * (stop - start) + larger(tile - start, 0), products_.num_steps()) : 0;
             if (has_values && before != fresh) rows_.rescale(row, count, states);
             products_.plan(has_values ? static_cast<int>(before - start) : -1, static_cast<int>(larger(seen.start - base, 0)),
-                           static_cast<int>(smaller(seen.stop - base, kTileTokens)), before == fresh, has_scores ? static_cast<int>(tile + 1 - start) : -1, ahead_, lines);
+                           static_cast<int>(smaller(seen.stop - base, kTileTokens)), before == fresh,
+                           has_scores ? static_cast<int>(tile + 1 - start) : -1, ahead_, lines);
             if (tile >= first && tile <= last) {
                 soften(tile, start, row, 0, upper, count, states);
                 soften(tile, start, row, upper, count, count, states);
@@ -148,7 +154,7 @@ class AttendManyRows {
     typename Tokens::Tile listed_;
     std::int64_t fresh_from_ = -1;  // the tile with which a partial has begun at nothing, or -1
     int next_head_ = 0;
-    std::int64_t next_tile_ = 0, next_tiles_ = 0;
+    std::int64_t next_tile_ = 0, num_next_ = 0, num_listed_ = 0, num_turns_ = 0;
     bf16* queries_;
 };
 

@@ -1,5 +1,5 @@
-// Both products of attention by AMX tiles for more rows than attention_tiles.hpp takes: 32 rows at a time pass by the tiles of a
-// group, whose keys and values are packed once.
+// Both products of attention by AMX tiles for more than 32 rows: 32 at a time pass by the tiles of a group, whose keys and values
+// are packed once. (Up to 32 the memory decides, and packing costs as much as it saves: attention_tiles.hpp.)
 //
 // A row's arithmetic is that of attention_tiles.hpp, operation for operation; only the order in which rows and tiles take
 // their turns differs. The states of 32 rows stay in the first cache while the group's keys and values, in the second, pass by
@@ -65,11 +65,14 @@ class ManyRows : InterleavedValues<S> {
         for (int d = 0; d < k_width_; d += kColumns, packed += rows_ * kColumns) S::store_pairs(packed, Values::load_columns(query, d, k_width_));
     }
 
-    // The keys and values of the tile at `place` of the group: row pointers of its tokens.
-    void pack(int place, const bf16* const* k, const bf16* const* v) {
-        for (int t = 0; t < kTileTokens; t += kSide) pack_keys(k + t, keys_of(place) + t * k_steps_ * kColumns);
+    // The keys and values of the tile at `place` of the group: row pointers of its tokens. `lines` of what is ahead are asked for
+    // at each of pack_steps().
+    int pack_steps() const { return kTileTokens / kSide * k_steps_ + kTileTokens / 2; }
+    void pack(int place, const bf16* const* k, const bf16* const* v, LinesAhead<S>& ahead, int lines) {
+        for (int t = 0; t < kTileTokens; t += kSide) pack_keys(k + t, keys_of(place) + t * k_steps_ * kColumns, ahead, lines);
         bf16* to = values_of(place);
         for (int t = 0; t < kTileTokens; t += 2) {
+            ahead.fetch(lines);
             bf16* pairs = to + t / kColumns * v_steps_ * 2 * kTileElements + t % kColumns / 2 * kColumns;
             for (int d = 0; d < v_width_; d += kColumns, pairs += 2 * kTileElements) {
                 Pairs low, high;
@@ -147,8 +150,9 @@ class ManyRows : InterleavedValues<S> {
     // [32 tokens][16 columns][16 pairs of tokens][16 columns][2]
     bf16* values_of(int place) const { return values_ + std::int64_t{place} * kTileTokens * v_steps_ * kColumns; }
 
-    void pack_keys(const bf16* const* rows, bf16* to) const {
+    void pack_keys(const bf16* const* rows, bf16* to, LinesAhead<S>& ahead, int lines) const {
         for (int d = 0; d < k_width_; d += kColumns, to += kTileElements) {
+            ahead.fetch(lines);
             Pairs square[kSide];
 #pragma GCC unroll 16
             for (int i = 0; i < kSide; ++i) square[i] = Values::load_columns(rows[i], d, k_width_);
