@@ -4,8 +4,9 @@
 //   R1  tokens are counted from 0 of the sequence. A tile is 32 tokens (64 with AMX), a partial 512, both at multiples of their
 //       size.
 //   R2  scores of a tile: float32 sums over d in the variant's lanes, folded by one tree; scale, soft cap, base-2 logits.
-//   R3  a partial starts with m = -inf, l = 0, o = 0 and takes its tiles in order: online softmax over the tile's lanes, then
-//       o += p v, tokens in order. Tiles and tokens that a row does not see add nothing to it.
+//   R3  a partial starts with m = -inf, l = 0, o = 0 and takes its tiles in order: online softmax over the tile's lanes (where a
+//       tile's largest logit reaches m, m becomes that, and with AMX 8 more), then o += p v, tokens in order. Tiles and tokens
+//       that a row does not see add nothing to it.
 //   R4  partials are merged in order into (M, L, O), beginning with (-inf, 0, 0); then the sink; then O / L is rounded.
 // All of it is the same code and the same instructions for any number of rows, so which rows share an item, where an item
 // takes over from another, and which thread runs it, cannot be seen in the result.

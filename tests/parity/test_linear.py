@@ -164,7 +164,7 @@ def test_rows_beyond_a_pass() -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_outputs_beyond_the_cache(isa: str) -> None:
-    """Outputs of 1 MiB a pass may be written past the caches, where they are whole lines; deep inputs take wider tasks."""
+    """Of 1 MiB a pass they may be written past the caches, where they are whole lines; deep inputs take wider tasks."""
     _native.set_num_threads(2)
     shapes = [(1056, 33)] if isa.startswith("emulated") else [(1056, 33), (1050, 33), (2080, 1100)]
     for outputs, inputs in shapes:
