@@ -137,9 +137,7 @@ class AttendManyRows {
         products_.weigh(place, half);
         rows_.soften_many(row + from, to - from, tile * kTileTokens, states, s,
                           [this](int r, int vector, auto first, auto second) { products_.keep(r, vector, first, second); },
-                          [&](int r) {
-                              products_.advance(from + r + 1, count);
-                          });
+                          [&](int r) { products_.advance(from + r + 1, count); });
     }
 
     const PagedView& view_;

@@ -12,20 +12,18 @@
 
 #include "kernels/amx.hpp"
 #include "kernels/attention_ahead.hpp"
-#include "kernels/attention_pairs.hpp"
 #include "kernels/attention_state.hpp"
+#include "kernels/attention_tile_packing.hpp"
 
 namespace quire {
 namespace {
 
 template <class S, class TileSet>
-class ManyRows : InterleavedValues<S> {
+class ManyRows : TilePacking<S> {
+    using Packing = TilePacking<S>;
     using Values = InterleavedValues<S>;
-    using Pairs = typename S::Pairs;
     using Vec = typename S::Vec;
-    static constexpr int kColumns = 32;  // of d in a tile of keys; tokens of one product of values
-    static constexpr int kSide = 16;
-    static constexpr int kTileElements = kSide * kColumns;
+    using Packing::kColumns, Packing::kSide, Packing::kTileElements;
     static constexpr std::int64_t kGroupBytes = 1 << 18;  // of packed keys and values, in a second cache of 2 MiB
 
   public:
@@ -69,18 +67,9 @@ class ManyRows : InterleavedValues<S> {
     // at each of pack_steps().
     int pack_steps() const { return kTileTokens / kSide * k_steps_ + kTileTokens / 2; }
     void pack(int place, const bf16* const* k, const bf16* const* v, LinesAhead<S>& ahead, int lines) {
-        for (int t = 0; t < kTileTokens; t += kSide) pack_keys(k + t, keys_of(place) + t * k_steps_ * kColumns, ahead, lines);
-        bf16* to = values_of(place);
-        for (int t = 0; t < kTileTokens; t += 2) {
-            ahead.fetch(lines);
-            bf16* pairs = to + t / kColumns * v_steps_ * 2 * kTileElements + t % kColumns / 2 * kColumns;
-            for (int d = 0; d < v_width_; d += kColumns, pairs += 2 * kTileElements) {
-                Pairs low, high;
-                Values::load_interleaved(v[t], v[t + 1], d, v_width_, low, high);
-                S::store_pairs(pairs, low);
-                S::store_pairs(pairs + kTileElements, high);
-            }
-        }
+        const auto ask = [&] { ahead.fetch(lines); };
+        for (int t = 0; t < kTileTokens; t += kSide) Packing::pack_pairs(k + t, k_width_, keys_of(place) + t * k_steps_ * kColumns, ask);
+        Packing::pack_values(v, 0, kTileTokens, v_width_, values_of(place), ask);
     }
 
     // Rows [row, row + count) are next, two of them at least: halves as even as they can be. o: theirs.
@@ -149,18 +138,6 @@ class ManyRows : InterleavedValues<S> {
     bf16* keys_of(int place) const { return keys_ + std::int64_t{place} * kTileTokens * k_steps_ * kColumns; }
     // [32 tokens][16 columns][16 pairs of tokens][16 columns][2]
     bf16* values_of(int place) const { return values_ + std::int64_t{place} * kTileTokens * v_steps_ * kColumns; }
-
-    void pack_keys(const bf16* const* rows, bf16* to, LinesAhead<S>& ahead, int lines) const {
-        for (int d = 0; d < k_width_; d += kColumns, to += kTileElements) {
-            ahead.fetch(lines);
-            Pairs square[kSide];
-#pragma GCC unroll 16
-            for (int i = 0; i < kSide; ++i) square[i] = Values::load_columns(rows[i], d, k_width_);
-            S::transpose(square);
-#pragma GCC unroll 16
-            for (int i = 0; i < kSide; ++i) S::store_pairs(to + i * kColumns, square[i]);
-        }
-    }
 
     void clear_sums() {
         tiles_.template zero<0>();

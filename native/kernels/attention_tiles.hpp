@@ -13,20 +13,19 @@
 #pragma once
 
 #include "kernels/amx.hpp"
-#include "kernels/attention_pairs.hpp"
+#include "kernels/attention_tile_packing.hpp"
 
 namespace quire {
 namespace {
 
 template <class S, class TileSet>
-class TileProducts : InterleavedValues<S> {
+class TileProducts : TilePacking<S> {
+    using Packing = TilePacking<S>;
     using Values = InterleavedValues<S>;
     using Pairs = typename S::Pairs;
     using Vec = typename S::Vec;
-    static constexpr int kColumns = 32;                // of d in a tile of keys, of values in two tiles
-    static constexpr int kSide = 16;                   // tokens or rows of a tile
+    using Packing::kColumns, Packing::kSide, Packing::kTileElements;
     static constexpr int kTogether = 2 * kSide;        // tokens of one product of values
-    static constexpr int kTileElements = kSide * kColumns;
 
   public:
     using Simd = S;
@@ -64,7 +63,7 @@ class TileProducts : InterleavedValues<S> {
         unpacked_[row % kSide] = query;
         if (row % kSide != kSide - 1 && row != rows_ - 1) return;
         for (int i = row % kSide + 1; i < kSide; ++i) unpacked_[i] = reinterpret_cast<const bf16*>(kZeroRow);
-        pack_pairs(unpacked_, to);
+        Packing::pack_pairs(unpacked_, k_width_, to, [] {});
     }
 
     int block_rows(int row) const { return rows_ - row < kSide ? rows_ - row : kSide; }
@@ -76,16 +75,7 @@ class TileProducts : InterleavedValues<S> {
         num_steps_ = (last - first) / kTogether;
         for (int t = first; t < last; t += kSide) find_keys(k, t / kSide, start, stop);
         const int lines = ahead.lines_of(kPackShares, (last - first) / 2);
-        for (int t = first; t < last; t += 2) {
-            ahead.fetch(lines);
-            bf16* to = values_ + t / kTogether * v_tiles_ * kTileElements + t % kTogether / 2 * kColumns;
-            for (int d = 0; d < v_width_; d += kColumns, to += 2 * kTileElements) {
-                Pairs low, high;
-                Values::load_interleaved(v[t], v[t + 1], d, v_width_, low, high);
-                S::store_pairs(to, low);
-                S::store_pairs(to + kTileElements, high);
-            }
-        }
+        Packing::pack_values(v, first, last, v_width_, values_, [&] { ahead.fetch(lines); });
     }
 
     void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) {
@@ -139,18 +129,6 @@ class TileProducts : InterleavedValues<S> {
         for (const int tile : {0, 1, 6}) config.tile(tile, kSide, 4 * columns_of(rows));
         for (const int tile : {2, 3, 7}) config.tile(tile, rows, 64);
         return config;
-    }
-
-    // Sixteen rows of k_width_ elements -> [32 of d][16 pairs][16 rows][2].
-    void pack_pairs(const bf16* const* rows, bf16* to) const {
-        for (int d = 0; d < k_width_; d += kColumns, to += kTileElements) {
-            Pairs square[kSide];
-#pragma GCC unroll 16
-            for (int i = 0; i < kSide; ++i) square[i] = Values::load_columns(rows[i], d, k_width_);
-            S::transpose(square);
-#pragma GCC unroll 16
-            for (int i = 0; i < kSide; ++i) S::store_pairs(to + i * kColumns, square[i]);
-        }
     }
 
     // Of 32 tokens from the half-th sixteen on, to scores_.

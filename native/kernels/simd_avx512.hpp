@@ -167,12 +167,16 @@ struct Avx512 {
                               0x00080000, 0x00090000, 0x000a0000, 0x000b0000, 0x000c0000, 0x000d0000, 0x000e0000, 0x000f0000);
         return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, upper_halves, _mm512_castsi256_si512(words)));
     }
+    // To nearest even: half a step less one is added, and one more where the last bit kept is odd. The upper halves by one shuffle.
     static __m256i narrow(Vec v) {
-        const __m512i bits = _mm512_castps_si512(v), upper = _mm512_srli_epi32(bits, 16);
-        const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
-        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+        const __m512i bits = _mm512_castps_si512(v), half = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+        const __m512i rounded = _mm512_mask_add_epi32(half, _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000)), half, _mm512_set1_epi32(1));
         const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-        return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, upper, _mm512_set1_epi32(0x40)));
+        const __m512i words = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+        const __m512i upper_halves =
+            _mm512_setr_epi32(0x00030001, 0x00070005, 0x000b0009, 0x000f000d, 0x00130011, 0x00170015, 0x001b0019, 0x001f001d,  //
+                              0, 0, 0, 0, 0, 0, 0, 0);
+        return _mm512_castsi512_si256(_mm512_permutexvar_epi16(upper_halves, words));
     }
 };
 
