@@ -114,10 +114,7 @@ class AttendItem {
             if (stop % kTiles == 0 || stop > last_tile) states_.end_partial(partial, stop % kTiles == 0);
             start = stop;
         }
-        if (!states_.end()) return;
-        for (int head = 0; head < heads_; ++head) {
-            rows_.write_out(head, states_.all(head), [this](const float* o, float factor, Element* out) { products_.finish(o, factor, out); });
-        }
+        if (states_.end()) rows_.write_out(states_, products_);
     }
 
   private:

@@ -7,6 +7,7 @@
 
 #include "kernels/attention_item.hpp"
 #include "kernels/attention_many_rows.hpp"
+#include "kernels/attention_tiles.hpp"
 
 namespace quire {
 namespace {
@@ -19,13 +20,12 @@ class AttendManyRows {
 
   public:
     AttendManyRows(const AttentionJob& job, const AttentionItem& item)
-        : view_(*job.view),
-          first_head_(item.head_start),
+        : first_head_(item.head_start),
           heads_(item.head_stop - item.head_start),
           rows_(job, item),
           blocks_(rows_.count(), Products::kRowsTogether),
-          tokens_(view_, job.batch->block_tables + item.sequence * job.batch->table_width),
-          products_(static_cast<int>(view_.k.width), static_cast<int>(view_.v.width), rows_.count(), scratch_),
+          tokens_(*job.view, job.batch->block_tables + item.sequence * job.batch->table_width),
+          products_(static_cast<int>(job.view->k.width), static_cast<int>(job.view->v.width), rows_.count(), scratch_),
           states_(job, item, scratch_),
           queries_(scratch_.take<bf16>(products_.query_elements() * heads_)) {}
 
@@ -55,10 +55,7 @@ class AttendManyRows {
             }
             start = stop;
         }
-        if (!states_.end()) return;
-        for (int head = 0; head < heads_; ++head) {
-            rows_.write_out(head, states_.all(head), [this](const float* o, float factor, bf16* out) { products_.finish(o, factor, out); });
-        }
+        if (states_.end()) rows_.write_out(states_, products_);
     }
 
   private:
@@ -140,7 +137,6 @@ class AttendManyRows {
                           [&](int r) { products_.advance(from + r + 1, count); });
     }
 
-    const PagedView& view_;
     Scratch scratch_;
     const int first_head_, heads_;
     ItemRows<S, bf16, kTileTokens, Products::kHeadroom> rows_;
@@ -155,6 +151,17 @@ class AttendManyRows {
     std::int64_t next_tile_ = 0, num_next_ = 0, num_listed_ = 0, num_turns_ = 0;
     bf16* queries_;
 };
+
+// An item by AMX tiles, real or emulated.
+template <class S, class TileSet>
+void attend_by_tiles(const AttentionJob& job, const AttentionItem& item) {
+    using Many = ManyRows<S, TileSet>;
+    if (item.row_stop - item.row_start > Many::kRowsTogether) {
+        AttendManyRows<Many>(job, item).run();
+    } else {
+        AttendItem<TileProducts<S, TileSet>>(job, item).run();
+    }
+}
 
 }  // namespace
 }  // namespace quire

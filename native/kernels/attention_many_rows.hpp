@@ -28,9 +28,8 @@ class ManyRows : TilePacking<S> {
 
   public:
     using Simd = S;
-    static constexpr int kTileTokens = 64;
+    using Packing::kTileTokens, Packing::kHeadroom;
     static constexpr int kRowsTogether = 2 * kSide;
-    static constexpr int kHeadroom = 8;  // as in attention_tiles.hpp
 
     ManyRows(int k_width, int v_width, int rows, Scratch& scratch)
         : k_width_(k_width),

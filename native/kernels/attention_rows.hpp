@@ -23,7 +23,7 @@ inline void store_scaled(typename S::Vec o, typename S::Vec factors, T* out, int
     }
 }
 
-// kHeadroom: when a row's largest logit passes its m, m becomes so much more, so that o is seldom scaled again (after
+// kHeadroom: when a row's largest logit reaches its m, m becomes so much more, so that o is seldom scaled again (after
 // FlashAttention-4, which lets p grow instead); p is smaller by that power of two, which rounding does not see.
 template <class S, class Element, int kTileTokens, int kHeadroom>
 class ItemRows {
@@ -34,9 +34,8 @@ class ItemRows {
     ItemRows(const AttentionJob& job, const AttentionItem& item)
         : job_(job),
           item_(item),
-          view_(*job.view),
           options_(*job.options),
-          group_(job.num_q_heads / static_cast<int>(view_.num_kv_heads)),
+          group_(job.num_q_heads / static_cast<int>(job.view->num_kv_heads)),
           count_(item.row_stop - item.row_start) {
         logit_scale_ = options_.softcap > 0.0f ? options_.scale / options_.softcap : options_.scale * kLog2E;
         logit_cap_ = options_.softcap * kLog2E;
@@ -125,21 +124,11 @@ class ItemRows {
         }
     }
 
-    // What the rows of a head come to: finish(o, factor, out) of each.
-    template <class Finish>
-    void write_out(int head, const RowStates& all, Finish&& finish) const {
-        auto* out = reinterpret_cast<Element*>(job_.out->data);
-        for (int row = 0; row < count_; ++row) {
-            float l = all.l[row], factor = 1.0f;
-            if (options_.sinks != nullptr) {
-                const float sink = options_.sinks[query_head(head, row)] * kLog2E, m = all.m[row], top = sink > m ? sink : m;
-                factor = softmax_weight<S>(m, top);
-                l = l * factor + softmax_weight<S>(sink, top);
-            }
-            finish(all.o + row * all.stride, factor / l, out + tokens_[row] * job_.out->token_stride + query_head(head, row) * job_.out->head_stride);
-        }
+    // What the rows of every head come to, rounded by the products.
+    template <class Products>
+    void write_out(const ItemStates<S>& states, const Products& products) const {
+        for (int head = 0; head < item_.head_stop - item_.head_start; ++head) write_head(head, states.all(head), products);
     }
-
   private:
     static constexpr int kItemRowsTogether = 16;  // of a softmax, at most
 
@@ -160,6 +149,20 @@ class ItemRows {
     }
 
     std::int64_t query_head(int head, int row) const { return (item_.head_start + head) * group_ + (item_.row_start + row) % group_; }
+
+    template <class Products>
+    void write_head(int head, const RowStates& all, const Products& products) const {
+        auto* out = reinterpret_cast<Element*>(job_.out->data);
+        for (int row = 0; row < count_; ++row) {
+            float l = all.l[row], factor = 1.0f;
+            if (options_.sinks != nullptr) {
+                const float sink = options_.sinks[query_head(head, row)] * kLog2E, m = all.m[row], top = sink > m ? sink : m;
+                factor = softmax_weight<S>(m, top);
+                l = l * factor + softmax_weight<S>(sink, top);
+            }
+            products.finish(all.o + row * all.stride, factor / l, out + tokens_[row] * job_.out->token_stride + query_head(head, row) * job_.out->head_stride);
+        }
+    }
 
     // Of a row's scores s: those it does not see become -inf; where the scale cannot wait (a soft cap, or none above zero), all
     // become base-2 logits. Returns the largest of each lane.
@@ -209,7 +212,6 @@ class ItemRows {
 
     const AttentionJob& job_;
     const AttentionItem& item_;
-    const PagedView& view_;
     const AttentionOptions& options_;
     const int group_;
     const int count_;

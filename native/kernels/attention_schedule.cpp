@@ -5,6 +5,7 @@
 #include <string>
 
 #include "kernels/attention_sharing.hpp"
+#include "kernels/rounding.hpp"
 
 namespace quire {
 
@@ -105,7 +106,7 @@ class Partition {
 
     template <class Visit>
     void each_piece(std::int64_t num_rows, Visit&& visit) const {  // the last rows first: in a prefill they see most
-        const std::int64_t pieces = (num_rows + item_rows_ - 1) / item_rows_, step = padded_to((num_rows + pieces - 1) / pieces, kRowStep);
+        const std::int64_t pieces = divide_up(num_rows, item_rows_), step = even_part(num_rows, item_rows_, kRowStep);
         for (std::int64_t piece = pieces; piece-- > 0;) {
             const std::int64_t start = piece * step, stop = std::min(num_rows, start + step);
             if (start < stop) visit(start, stop);

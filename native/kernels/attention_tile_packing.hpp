@@ -1,5 +1,6 @@
-// Keys, queries and values in memory, as operands of tdpbf16ps: the second operand has two elements of the sum's dimension side
-// by side.
+// What both ways of AMX have in common (attention_tiles.hpp, attention_many_rows.hpp), so that their rows' bits are the same: the
+// form of a tile of tokens, and keys, queries and values as operands of tdpbf16ps, the second of which has two elements of the
+// sum's dimension side by side.
 #pragma once
 
 #include "kernels/attention_pairs.hpp"
@@ -11,6 +12,10 @@ template <class S>
 class TilePacking : protected InterleavedValues<S> {
     using Values = InterleavedValues<S>;
     using Pairs = typename S::Pairs;
+
+  public:
+    static constexpr int kTileTokens = 64;
+    static constexpr int kHeadroom = 8;
 
   protected:
     static constexpr int kColumns = 32;  // of d, or tokens, of one product

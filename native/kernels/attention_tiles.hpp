@@ -30,11 +30,10 @@ class TileProducts : TilePacking<S> {
   public:
     using Simd = S;
     using Element = bf16;
-    static constexpr int kTileTokens = 64;
+    using Packing::kTileTokens, Packing::kHeadroom;
     static constexpr int kBlockRows = kSide;
     static constexpr bool kHeadsTogether = false;
     static constexpr bool kRoundsWeights = true;
-    static constexpr int kHeadroom = 8;
     static constexpr int kManyRows = kSide;
     // Of 2 kTileTokens shares of the memory to come, as long as each part takes.
     static constexpr int kPackShares = kTileTokens / 2, kScoresShares = kTileTokens * 3 / 4;

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kernels/profile.hpp"
+#include "kernels/rounding.hpp"
 #include "kernels/scratch.hpp"
 #include "kernels/thread_pool.hpp"
 
@@ -42,8 +43,7 @@ class Buffers {
 // Rows that go through an MLP, and the way into attention, together: as many each time, in whole tiles of any product.
 std::int64_t rows_at_once(std::int64_t rows) {
     constexpr std::int64_t kTiles = 32;
-    const std::int64_t pieces = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
-    return pieces < 2 ? rows : ((rows + pieces - 1) / pieces + kTiles - 1) / kTiles * kTiles;
+    return std::min(rows, even_part(rows, kRowsAtOnce, kTiles));
 }
 
 // task(row) for every row, on all threads where there is enough to do.

@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 
 #include "kernels/profile.hpp"
+#include "kernels/rounding.hpp"
 #include "kernels/thread_pool.hpp"
 
 namespace quire {
@@ -19,8 +20,6 @@ namespace {
 constexpr std::int64_t kPageBytes = 2 << 20;      // a huge page: fewer address translations on the way through the weights
 constexpr std::int64_t kSerialGather = 1 << 14;   // elements; below, waking another thread costs more than it saves
 
-std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-std::int64_t round_up(std::int64_t a, std::int64_t b) { return divide_up(a, b) * b; }
 
 const LinearKernel& kernel_of(Isa isa, Element element) {
     switch (isa) {

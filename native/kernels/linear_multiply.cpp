@@ -8,6 +8,7 @@
 #include <string>
 
 #include "kernels/profile.hpp"
+#include "kernels/rounding.hpp"
 #include "kernels/scratch.hpp"
 #include "kernels/thread_pool.hpp"
 
@@ -20,9 +21,6 @@ constexpr std::int64_t kLineBytes = 64;
 constexpr std::int64_t kAliasBytes = 2048;         // rows that far apart fall on the same lines of the first cache
 constexpr std::int64_t kFewTiles = 4;              // up to so many tiles of rows the weights' stream decides the order
 constexpr std::int64_t kHalfCache = 1 << 20;       // of a second cache of 2 MiB
-
-std::int64_t divide_up(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-std::int64_t round_up(std::int64_t a, std::int64_t b) { return divide_up(a, b) * b; }
 
 thread_local GrownBuffer staged_scratch;  // the caller's: activations in the kernel's type, one pass
 thread_local GrownBuffer sums_scratch;    // each thread's: sums of one task
@@ -93,7 +91,7 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
     std::int64_t num_outputs = 0;
     for (int i = 0; i < num_targets; ++i) num_outputs += targets[i].weight->num_outputs_ * (targets[i].second == nullptr ? 1 : 2);
 
-    const std::int64_t most_rows = round_up(divide_up(rows, std::max<std::int64_t>(1, divide_up(rows, kernel.pass_rows))), kernel.tile_rows);  // passes alike
+    const std::int64_t most_rows = even_part(rows, kernel.pass_rows, kernel.tile_rows);
     for (std::int64_t start = 0; start < rows; start += most_rows) {
         const std::int64_t pass_rows = std::min(most_rows, rows - start);
         const auto* pass_x = static_cast<const unsigned char*>(x) + start * x_bytes;
@@ -128,7 +126,6 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
             auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(round_up(num_rows, kernel.tile_rows) * block.sums_stride * 4)));
             const auto* bias = all_bias == nullptr ? nullptr : static_cast<const unsigned char*>(all_bias) + first * bytes;
             block.out_stride = out_stride;
-            block.streams = streams;
             const auto run = [&](std::int64_t first_panel, std::int64_t panels, std::int64_t k, std::int64_t range) {
                 block.activations = activations + row * stride + k * kernel.staged_bytes;
                 block.panels = weight.data_ + (panel + first_panel) * panel_bytes + k * columns * bytes;
@@ -138,6 +135,7 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
                 block.first = k == 0;
                 const bool finishes = kernel.finishes && k + range == depth;
                 block.out = finishes ? out + first_panel * columns * bytes : nullptr;
+                block.streams = finishes && streams;
                 block.out_columns = count - first_panel * columns;
                 block.bias = bias == nullptr ? nullptr : bias + first_panel * columns * bytes;
                 kernel.multiply(block);
