@@ -134,8 +134,8 @@ class AttendItem {
                 const Seen seen = seen_by(row, count, base);
                 if (seen.start >= seen.stop) continue;
                 products_.scores(query, row, count, seen.start, seen.stop, scores_);
-                soften(row, count, base, states, scores_);
-                add_values(row, count, seen, states, scores_);
+                soften(row, count, base, states.part(row, count), scores_);
+                add_values(row, count, seen, states.part(row, count), scores_);
             }
             return;
         }
@@ -145,15 +145,16 @@ class AttendItem {
             const Seen seen = seen_by(row, count, base);
             if (seen.start >= seen.stop) continue;
             products_.scores(query, row, count, seen.start, seen.stop, scores_ + row * kTileTokens);
-            if (!many_rows()) soften(row, count, base, states, scores_ + row * kTileTokens);
+            if (!many_rows()) soften(row, count, base, states.part(row, count), scores_ + row * kTileTokens);
         }
-        for (int row = 0; many_rows() && row < rows_.count(); row += S::kWidth) {
-            soften(row, static_cast<int>(smaller(S::kWidth, rows_.count() - row)), base, states, scores_ + row * kTileTokens);
+        for (int row = 0, count; many_rows() && row < rows_.count(); row += count) {
+            count = static_cast<int>(smaller(S::kWidth, rows_.count() - row));
+            soften(row, count, base, states.part(row, count), scores_ + row * kTileTokens);
         }
         for (int row = 0, count; row < rows_.count(); row += count) {
             count = products_.block_rows(row);
             const Seen seen = seen_by(row, count, base);
-            if (seen.start < seen.stop) add_values(row, count, seen, states, scores_ + row * kTileTokens);
+            if (seen.start < seen.stop) add_values(row, count, seen, states.part(row, count), scores_ + row * kTileTokens);
         }
     }
 
@@ -168,9 +169,10 @@ class AttendItem {
         return {static_cast<int>(larger(seen.start - base, 0)), static_cast<int>(smaller(seen.stop - base, kTileTokens))};
     }
 
+    // states, here and below: of rows [row, row + count).
     void add_values(int row, int count, Seen seen, const RowStates& states, const float* s) {
         rows_.rescale(row, count, states);
-        products_.values(s, row, count, seen.start, seen.stop, states.o + row * states.stride, states.stride);
+        products_.values(s, row, count, seen.start, seen.stop, states.o, states.stride);
     }
 
     void soften(int row, int count, std::int64_t base, const RowStates& states, float* s) {

@@ -30,9 +30,7 @@ class AttendManyRows {
           queries_(scratch_.take<bf16>(products_.query_elements() * heads_)) {}
 
     void run() {
-        for (int head = 0; head < heads_; ++head) {
-            for (int row = 0; row < rows_.count(); ++row) products_.pack_query(queries_of(head), row, rows_.query(head, row));
-        }
+        pack_queries();
         states_.begin();
         constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
         const std::int64_t first_tile = rows_.begin() / kTileTokens, last_tile = (rows_.end() - 1) / kTileTokens, group = products_.group_tiles();
@@ -46,11 +44,14 @@ class AttendManyRows {
                 begin_ahead(same_tiles ? head + 1 : 0, same_tiles ? start : stop, same_tiles ? stop - start : smaller(group, last_tile + 1 - stop),
                             stop - start);
                 pack(start, stop, head, start == first_tile && head == 0);
-                const RowStates states = states_.partial(partial, head);
+                // Rows of a partial that is this group alone take turns in one place, which stays in the first cache.
+                const bool in_turn = start == fresh_from_ && ends && states_.owns_partials();
                 for (int row = 0, block = 0, count; row < rows_.count(); row += count, ++block) {
                     count = blocks_.rows_from(row);
+                    const RowStates states = in_turn ? states_.partial(partial, 0).part(0, count) : states_.partial(partial, head).part(row, count);
+                    if (in_turn) states.clear_sums();
                     attend(start, stop, head, block, row, count, states);
-                    if (ends) states_.end_partial(partial, stop % kTiles == 0, head, row, count);  // they are near yet
+                    if (ends) states_.end_partial(states, stop % kTiles == 0, head, row);  // they are near yet
                 }
             }
             start = stop;
@@ -60,6 +61,19 @@ class AttendManyRows {
 
   private:
     bf16* queries_of(int head) const { return queries_ + head * products_.query_elements(); }
+
+    // Queries lie a token's heads apart, which is too far for the processor to see what comes next.
+    void pack_queries() {
+        constexpr int kRowsAhead = 16, kLine = 64 / sizeof(bf16);
+        const int count = rows_.count();
+        for (int head = 0; head < heads_; ++head) {
+            for (int row = 0; row < count; ++row) {
+                const bf16* ahead = rows_.query(head, row + kRowsAhead < count ? row + kRowsAhead : row);
+                for (int d = 0; d < products_.k_width(); d += kLine) S::prefetch(ahead + d);
+                products_.pack_query(queries_of(head), row, rows_.query(head, row));
+            }
+        }
+    }
 
     void list(std::int64_t tile, int head) {
         tokens_.find(tile, rows_.begin(), rows_.end(), listed_);
@@ -102,13 +116,13 @@ class AttendManyRows {
         ahead_.fetch_rest();
     }
 
-    // Rows [row, row + count) over those of the packed tiles that they see. A tile's softmax is done between the products of
+    // Rows [row, row + count), whose states these are, over those of the packed tiles that they see. A tile's softmax is done between the products of
     // its neighbours.
     void attend(std::int64_t start, std::int64_t stop, int head, int block, int row, int count, const RowStates& states) {
         const auto seen = rows_.seen(row, count);
         const std::int64_t first = larger(start, seen.start / kTileTokens), last = smaller(stop, (seen.stop - 1) / kTileTokens + 1) - 1;
         if (first > last) return;
-        products_.begin_rows(queries_of(head), row, count, states.o + row * states.stride, states.stride);
+        products_.begin_rows(queries_of(head), row, count, states.o, states.stride);
         const int upper = products_.upper();
         const std::int64_t fresh = fresh_from_ < 0 ? -1 : larger(fresh_from_, seen.start / kTileTokens);  // whose values are the first
         for (std::int64_t tile = first - 1; tile <= last + 1; ++tile) {
@@ -120,14 +134,14 @@ class AttendManyRows {
                            static_cast<int>(smaller(seen.stop - base, kTileTokens)), before == fresh,
                            has_scores ? static_cast<int>(tile + 1 - start) : -1, ahead_, lines);
             if (tile >= first && tile <= last) {
-                soften(tile, start, row, 0, upper, count, states);
-                soften(tile, start, row, upper, count, count, states);
+                soften(tile, start, row, 0, upper, count, states.part(0, upper));
+                soften(tile, start, row, upper, count, count, states.part(upper, count - upper));
             }
             products_.advance(1, 1);
         }
     }
 
-    // Rows [from, to) of the `count` from `row` on.
+    // Rows [from, to) of the `count` from `row` on; their states.
     void soften(std::int64_t tile, std::int64_t start, int row, int from, int to, int count, const RowStates& states) {
         const int place = static_cast<int>(tile - start), half = from == 0 ? 0 : 1;
         float* s = products_.scores_of(place, half);

@@ -47,6 +47,8 @@ class ManyRows : TilePacking<S> {
         }
     }
 
+    int k_width() const { return k_width_; }
+
     // Tiles whose keys and values are packed at once: a power of two.
     int group_tiles() const { return group_tiles_; }
 

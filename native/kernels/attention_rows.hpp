@@ -63,14 +63,14 @@ class ItemRows {
     }
 
     // Scores of a tile -> p, by the online softmax; what a row does not see gets p = 0. Leaves the factors for o so far.
-    // keep(r, vector, first, second) takes two vectors of p of row r of `count`. Three short loops over the rows, because a
+    // states, here and below: of rows [row, row + count) only. keep(r, vector, first, second) takes two vectors of p of row r of `count`. Three short loops over the rows, because a
     // row's steps wait for each other; between() is called at each of the first two's steps.
     template <class Keep, class Between>
     void soften_few(int row, int count, std::int64_t base, const RowStates& states, float* s, Keep&& keep, Between&& between) {
         float tops[kItemRowsTogether], sums[kItemRowsTogether];
         for (int r = 0; r < count; ++r) {
             between();
-            const float tile_most = S::reduce_max(row_most(row + r, base, s + r * kTileTokens)) * rest_of_scale_, before = states.m[row + r];
+            const float tile_most = S::reduce_max(row_most(row + r, base, s + r * kTileTokens)) * rest_of_scale_, before = states.m[r];
             tops[r] = tile_most >= before ? tile_most + kHeadroom : before;
         }
         for (int r = 0; r < count; ++r) {
@@ -79,11 +79,11 @@ class ItemRows {
         }
         for (int r = 0; r < count; ++r) {
             float factor = 1.0f;
-            if (tops[r] > states.m[row + r]) {
-                factor = S::first(exp2_nonpositive<S>(S::broadcast(states.m[row + r] - tops[r])));
-                states.m[row + r] = tops[r];
+            if (tops[r] > states.m[r]) {
+                factor = S::first(exp2_nonpositive<S>(S::broadcast(states.m[r] - tops[r])));
+                states.m[r] = tops[r];
             }
-            states.l[row + r] = states.l[row + r] * factor + sums[r];
+            states.l[r] = states.l[r] * factor + sums[r];
             factors_[row + r] = factor;
         }
     }
@@ -96,27 +96,31 @@ class ItemRows {
         constexpr int kWidth = S::kWidth;
         alignas(64) float lanes[kWidth * kWidth], tops[kWidth];
         for (int r = count; r < kWidth; ++r) S::store(lanes + r * kWidth, S::zero());
-        float *m = states.m + row, *l = states.l + row;
         between(-1);
-        for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_most(row + r, base, s + r * kTileTokens));
+        const bool as_they_are = !scaled_first_ && seen_[row + count - 1].start <= base && seen_[row].stop >= base + kTileTokens;
+        if (as_they_are) {
+            for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, most_of(s + r * kTileTokens));
+        } else {
+            for (int r = 0; r < count; ++r) S::store(lanes + r * kWidth, row_most(row + r, base, s + r * kTileTokens));
+        }
         // Rows beyond `count` may be another item's.
         const Vec most = S::mul(S::fold_max(lanes), S::broadcast(rest_of_scale_));
-        const Vec before = S::load_part(m, count), raised = S::keep_from(most, S::broadcast(kHeadroom), before);
+        const Vec before = S::load_part(states.m, count), raised = S::keep_from(most, S::broadcast(kHeadroom), before);
         const Vec top = S::max(kHeadroom == 0 ? most : S::add(most, raised), before);
         S::store(tops, top);
         for (int r = 0; r < count; ++r) {
             between(r);
             S::store(lanes + r * kWidth, row_weights(r, tops[r], s + r * kTileTokens, keep));
         }
-        const Vec factor = exp2_nonpositive<S>(S::sub(before, S::max(top, S::broadcast(-3.402823466e+38f))));
+        const Vec factor = exp2_nonpositive<S>(S::sub(before, S::max(top, S::broadcast(kLowest))));
         S::store_part(factors_ + row, factor, count);
-        S::store_part(m, top, count);
-        S::store_part(l, S::add(S::mul(S::load_part(l, count), factor), S::fold(lanes)), count);
+        S::store_part(states.m, top, count);
+        S::store_part(states.l, S::add(S::mul(S::load_part(states.l, count), factor), S::fold(lanes)), count);
     }
 
     // o of rows [row, row + count) times the factors that the last softmax left.
     void rescale(int row, int count, const RowStates& states) const {
-        float* o = states.o + row * states.stride;
+        float* o = states.o;
         for (int r = 0; r < count; ++r, o += states.stride) {
             if (factors_[row + r] == 1.0f) continue;
             const Vec factors = S::broadcast(factors_[row + r]);
@@ -162,6 +166,14 @@ class ItemRows {
             }
             products.finish(all.o + row * all.stride, factor / l, out + tokens_[row] * job_.out->token_stride + query_head(head, row) * job_.out->head_stride);
         }
+    }
+
+    // row_most, where every row sees the whole tile and the scale waits.
+    static Vec most_of(const float* s) {
+        Vec most = S::broadcast(kMinusInfinity);
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) most = S::max(S::load(s + i * S::kWidth), most);
+        return most;
     }
 
     // Of a row's scores s: those it does not see become -inf; where the scale cannot wait (a soft cap, or none above zero), all

@@ -11,6 +11,7 @@ namespace quire {
 namespace {
 
 constexpr float kMinusInfinity = -__builtin_inff();
+constexpr float kLowest = -3.402823466e+38f;  // what is finite
 
 // Cuts the thread's scratch memory into aligned pieces. Rows and widths have bounds, so it is enough for any item.
 class Scratch {
@@ -77,21 +78,33 @@ float softmax_weight(float m, float top) {
     return m == kMinusInfinity ? 0.0f : S::first(exp2_nonpositive<S>(S::broadcast(m - top)));
 }
 
-// The next partial in order into (M, L, O).
+// The next partial in order into (M, L, O). Of rows that have seen nothing yet o need not be written, in either.
 template <class S>
 void merge_states(const RowStates& all, const RowStates& part) {
-    for (std::int64_t r = 0; r < all.num_rows; ++r) {
-        if (part.m[r] == kMinusInfinity) continue;
-        const float top = part.m[r] > all.m[r] ? part.m[r] : all.m[r];
-        const float a = softmax_weight<S>(all.m[r], top), b = softmax_weight<S>(part.m[r], top);
-        float* o = all.o + r * all.stride;
-        const float* from = part.o + r * part.stride;
-        const auto av = S::broadcast(a), bv = S::broadcast(b);
-        for (std::int64_t d = 0; d < all.stride; d += S::kWidth) {
-            S::store(o + d, S::fma(bv, S::load(from + d), S::mul(av, S::load(o + d))));
+    for (std::int64_t row = 0; row < all.num_rows; row += S::kWidth) {
+        const int count = static_cast<int>(all.num_rows - row < S::kWidth ? all.num_rows - row : S::kWidth);
+        float *m = all.m + row, *l = all.l + row;
+        const auto before = S::load_part(m, count), with = S::load_part(part.m + row, count), top = S::max(before, with);
+        const auto finite = S::max(top, S::broadcast(kLowest));  // nothing of either: 0 of both
+        const auto all_weights = exp2_nonpositive<S>(S::sub(before, finite)), part_weights = exp2_nonpositive<S>(S::sub(with, finite));
+        alignas(64) float a[S::kWidth], b[S::kWidth];
+        S::store(a, all_weights);
+        S::store(b, part_weights);
+        S::store_part(l, S::fma(part_weights, S::load_part(part.l + row, count), S::mul(all_weights, S::load_part(l, count))), count);
+        S::store_part(m, top, count);
+        for (int r = 0; r < count; ++r) {
+            if (b[r] == 0.0f) continue;
+            float* o = all.o + (row + r) * all.stride;
+            const float* from = part.o + (row + r) * part.stride;
+            if (a[r] == 0.0f) {
+                std::memcpy(o, from, static_cast<std::size_t>(all.stride) * sizeof(float));
+                continue;
+            }
+            const auto ar = S::broadcast(a[r]), br = S::broadcast(b[r]);
+            for (std::int64_t d = 0; d < all.stride; d += S::kWidth) {
+                S::store(o + d, S::fma(br, S::load(from + d), S::mul(ar, S::load(o + d))));
+            }
         }
-        all.l[r] = S::first(S::fma(S::broadcast(b), S::broadcast(part.l[r]), S::broadcast(a * all.l[r])));
-        all.m[r] = top;
     }
 }
 
@@ -127,6 +140,9 @@ class ItemStates {
         return own_.rows(head, 0, 0, rows_);
     }
 
+    // Whether nobody else looks for the states of a partial: they may lie anywhere until end_partial merges them.
+    bool owns_partials() const { return merges_ && item_.run < 0; }
+
     void begin() const {
         if (merges_) merge_runs(item_.before);
     }
@@ -152,12 +168,12 @@ class ItemStates {
 
     // The item is done with a partial. One in which a run ends is not over: others go on with it.
     void end_partial(std::int64_t partial, bool over) const {
-        for (int head = 0; head < heads_; ++head) end_partial(partial, over, head, 0, rows_);
+        for (int head = 0; head < heads_; ++head) end_partial(this->partial(partial, head), over, head, 0);
     }
-    // The same for rows [row, row + count) of one head.
-    void end_partial(std::int64_t partial, bool over, int head, int row, int count) const {
+    // The same for some rows of one head, from `row` on, which have come to `part`.
+    void end_partial(const RowStates& part, bool over, int head, int row) const {
         if (!merges_ || (item_.run >= 0 && !over)) return;
-        merge_states<S>(all(head).part(row, count), this->partial(partial, head).part(row, count));
+        merge_states<S>(all(head).part(row, part.num_rows), part);
     }
 
     // The item is done. True if `all` now is what its rows come to.
@@ -183,10 +199,10 @@ class ItemStates {
             .rows(item_.head_start + head, state, item_.shared_row - run.first_row, rows_);
     }
 
-    // (M, L, O) of the partials that are over at the end of a run; of nothing for -1.
+    // (M, L, O) of the partials that are over at the end of a run; of nothing for -1, with o not written yet.
     void merge_runs(std::int32_t index) const {
         if (index < 0) {
-            for (int head = 0; head < heads_; ++head) all(head).clear();
+            for (int head = 0; head < heads_; ++head) all(head).clear_sums();
             return;
         }
         const AttentionRun& run = job_.runs[index];

@@ -102,6 +102,13 @@ def test_agrees_for_every_width_of_a_head(dtype: torch.dtype) -> None:
             assert_agrees(make_case(Shape(lengths=lengths, dtype=dtype, group=3, seed=dim, **widths)))
 
 
+def test_agrees_for_many_rows_of_wide_heads() -> None:
+    """A partial then is more memory than keys and values that are packed at once."""
+    for dim in (160, 256, 512):
+        shape = Shape(lengths=((1100, 70),), dtype=torch.bfloat16, group=2, k_dim=dim, v_dim=dim, seed=dim)
+        assert_agrees(make_case(replace(shape, num_kv_heads=1)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_agrees_for_every_number_of_query_heads_in_a_group(dtype: torch.dtype) -> None:
     for group in [*range(1, 18), 24, 31, 32, 33, 64, 71]:
