@@ -9,6 +9,9 @@ Invariants
     D3  order of use is the order of the counter, never of a clock: a clock may go back.
     D4  one connection at a time writes or moves the log, among all processes, by a lock of our own: SQLite before
         3.51.3 may lose transactions where two do (its "WAL-reset bug", sqlite.org/wal.html#walresetbug).
+    D5  a transaction that this process does not see never comes back once another one has begun: of one who was killed
+        within a commit, or whose commit failed, the log may have all of it and those who are left know nothing of it.
+        The next writer's first commit overwrites it there, before any page of a value is written.
 
 Cost: opening and every call on one key O(log n); `contains` one query; `roots` and `entries` read every row.
 """
@@ -28,7 +31,7 @@ from quire.tiers.disk_check import check_index
 from quire.tiers.disk_schema import FILE_NAME, prepare, transaction_of
 from quire.tiers.extents import Extents
 from quire.tiers.files import Files
-from quire.tiers.folder_lock import FileLock
+from quire.tiers.folder_lock import WriteLock
 from quire.tiers.tier import SegmentInfo
 
 __all__ = ["DiskIndex", "Place", "StoredEntry", "StoredRoot", "is_damage"]
@@ -98,7 +101,7 @@ class DiskIndex:
             not self.path.exists()
         ):  # SQLite would let others read the tokens; and never open its file beside it
             os.close(files.open_lock(self.path))
-        self._write_lock = FileLock(folder / "quire-cache.writing", files, timeout_s)
+        self._write_lock = WriteLock(folder / "quire-cache.writing", files, timeout_s)
         connections: list[sqlite3.Connection] = []
         try:
             connections.append(files.connect(self.path, timeout_s=timeout_s))
@@ -126,9 +129,12 @@ class DiskIndex:
     @contextmanager
     def _alone(self, *, wait: bool = True) -> Iterator[None]:
         """D4. *raises:* TierError."""
-        self._write_lock.acquire(exclusive=True, wait=wait)
+        self._write_lock.acquire(wait=wait)
         try:
             yield
+        except BaseException:
+            self._write_lock.unsettled = True
+            raise
         finally:
             self._write_lock.release()
 
@@ -137,9 +143,17 @@ class DiskIndex:
         """All that is changed within, or nothing. wait: for another process that is writing, else TierError."""
         with self._writing, self._alone(wait=wait):
             self._writer.execute(f"PRAGMA busy_timeout = {self._timeout_ms}")
-            self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            if self._write_lock.unsettled:  # D5
+                self._set_durable(True)
+                with transaction_of(self._writer):
+                    self.next_number()
+                self._write_lock.unsettled = False
+            self._set_durable(durable)
             with transaction_of(self._writer):
                 yield
+
+    def _set_durable(self, durable: bool) -> None:
+        self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
 
     def checkpoint(self) -> None:
         """Moves the log into the index and gives its space back, unless a reader needs it."""

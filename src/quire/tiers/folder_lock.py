@@ -1,6 +1,7 @@
 """Who uses a folder, and who changes its index: locks on files in it, which go with the process that has them.
 
 FileLock     one of them
+WriteLock    one that tells its next holder how the last one ended
 FolderLock   one held while the folder is opened, one shared by all who have it open
 """
 
@@ -9,13 +10,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quire.tiers.files import Files
 from quire.tiers.tier import TierError
 
-__all__ = ["FileLock", "FolderLock"]
+__all__ = ["FileLock", "FolderLock", "WriteLock"]
 
 
 class FileLock:
@@ -49,6 +50,31 @@ class FileLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+class WriteLock(FileLock):
+    """unsettled: somebody was killed while they had the lock, or failed, and nobody has settled since what that left.
+
+    The file has one byte meanwhile and none otherwise: a length needs no space on a full disk.
+    """
+
+    unsettled = False
+
+    def acquire(self, *, exclusive: bool = True, wait: bool = True) -> None:
+        super().acquire(exclusive=exclusive, wait=wait)
+        try:
+            self.unsettled = os.fstat(self._descriptor).st_size > 0
+            if not self.unsettled:
+                self._files.truncate(self._descriptor, 1)
+        except BaseException:
+            super().release()
+            raise
+
+    def release(self) -> None:
+        with suppress(OSError):  # then the next holder settles what was in order
+            if not self.unsettled:
+                self._files.truncate(self._descriptor, 0)
+        super().release()
 
 
 class FolderLock:
