@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -376,7 +377,8 @@ def test_conversations_of_an_async_engine() -> None:
         both = await asyncio.gather(*(last(turn) for turn in turns))
         assert both[0].outputs[0].token_ids == answered
         assert branch.token_ids == START + answered
-        async with aclosing(branch.generate(GREEDY)) as turn:
+        long = replace(GREEDY, max_tokens=150)  # the engine goes on while this task reads: it must not end first
+        async with aclosing(branch.generate(long)) as turn:
             async for output in turn:
                 fork = branch.fork()
                 with pytest.raises(ArgumentError, match="expected a conversation whose last turn has ended"):
