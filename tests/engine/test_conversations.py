@@ -377,7 +377,9 @@ def test_conversations_of_an_async_engine() -> None:
         both = await asyncio.gather(*(last(turn) for turn in turns))
         assert both[0].outputs[0].token_ids == answered
         assert branch.token_ids == START + answered
-        long = replace(GREEDY, max_tokens=150)  # the engine goes on while this task reads: it must not end first
+        long = replace(
+            GREEDY, max_tokens=150
+        )  # the engine goes on while this task reads: it must not end first
         async with aclosing(branch.generate(long)) as turn:
             async for output in turn:
                 fork = branch.fork()
