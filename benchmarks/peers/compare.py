@@ -95,6 +95,9 @@ class Comparison:
                 self._engines.append(engine)
             else:
                 emit("peers", engine=engine.name, left_out=reason)
+        self._precision = {
+            engine.name: self._shape.dtype if self._quick else engine.precision for engine in self._engines
+        }
         self._kept: dict[tuple[str, bool], EngineProcess] = {}
         self._spent: dict[tuple[str, str], float] = {}
         self._tokens: dict[tuple[str, str, int], list[list[int]]] = {}
@@ -171,6 +174,7 @@ class Comparison:
             spent = time.perf_counter() - start
             self._spent[engine.name, case.name] = self._spent.get((engine.name, case.name), 0.0) + spent
             self._tokens[engine.name, case.name, repetition] = answer["tokens"]
+            self._precision[engine.name] = answer["precision"] or self._precision[engine.name]
             _note(self._rows[case.name], engine, case, repetition, figure)
         if process is None:
             return
@@ -222,11 +226,8 @@ class Comparison:
         imports = sorted(self._imports)[len(self._imports) // 2]
         self._start.most = imports + START_ALLOWANCE_S
         rows = [*self._rows.values(), self._memory, self._start]
-        precision = {
-            engine.name: self._shape.dtype if self._quick else engine.precision for engine in self._engines
-        }
         return (
-            markdown(rows, names, precision)
+            markdown(rows, names, self._precision)
             + f"\n`import torch, transformers`: {imports:.2f} s. "
             + f"Greedy tokens equal to {REFERENCE}'s: {self._agreement()}.\n"
         )

@@ -75,7 +75,14 @@ class Clock:
 
 
 class Driver:
-    """An engine that is loaded."""
+    """An engine that is loaded.
+
+    Args:
+        precision: what it computes in and what its KV cache holds, where the processor decides that; None: as
+            `engines.py` says.
+    """
+
+    precision: str | None = None
 
     def prepare(self, prompts: list[list[int]], new: int, shared: int) -> None:
         """What an engine must be told before the requests of a case come; not counted."""
@@ -111,4 +118,4 @@ def _answer(driver: Driver, prompts: list[list[int]], new: int, shared: int, lea
     if num_lead:
         driver.run(prompts[:1], new, [0], clock)
     driver.run(prompts[num_lead:], new, list(range(num_lead, len(prompts))), clock)
-    return {"times": clock.times, "tokens": clock.tokens}
+    return {"times": clock.times, "tokens": clock.tokens, "precision": driver.precision}

@@ -26,7 +26,7 @@ class Engine:
     Args:
         environment: name of its virtual environment; None for the interpreter of the comparison.
         model: name in the folder of models.
-        precision: what it computes in and what its KV cache holds.
+        precision: what it computes in and what its KV cache holds, unless its driver says (`Driver.precision`).
         no_prefix_cache, no_kv_limit: has not; the cases that need one are left out.
         slow_start: takes a minute to start, so one process serves all rounds, stopped in between.
         converts_at_start: its first start writes the model in its own form, which the peers' `*_convert.py` do in
