@@ -10,7 +10,7 @@
 //   L3  A panel is kColumns outputs x all of K, padded with zeros to whole panels and to a multiple of the kernel's
 //       depth; outside the padding the packed form takes the bytes of the weight, no more.
 //
-// Cost of a call: one read of the packed weight per pass of 250 to 512 rows, a copy of the rows where their type is
+// Cost of a call: one read of the packed weight per pass of 60 to 512 rows, a copy of the rows where their type is
 // not the kernel's; about 0.5 us beside that. Buffers of the calls are kept per thread (the largest so far).
 #pragma once
 

@@ -215,13 +215,12 @@ constexpr LinearKernel amx_kernel() {
     kernel.depth = Own::kDepth;
     kernel.tile_rows = 2 * Own::kTileRows;
     kernel.pass_rows = 512;
-    kernel.range = 512;  // 32 KiB of a panel stay in the first cache while the rows pass by
+    kernel.pass_bytes = kAnyBytes;
+    kernel.few_range = kernel.many_range = 512;  // 32 KiB of a panel stay in the first cache while the rows pass by
     kernel.staged_bytes = sizeof(bf16);
     kernel.stage_is_copy = true;
     kernel.stage = stage_copy<bf16>;
     kernel.multiply = Own::multiply;
-    kernel.finishes = true;
-    kernel.finish = finish<S, bf16>;
     return kernel;
 }
 

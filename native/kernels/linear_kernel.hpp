@@ -1,4 +1,4 @@
-// What a variant gives to the packed linear layer: the form of its panels and three functions. The implementations are
+// What a variant gives to the packed linear layer: the form of its panels and two functions. The implementations are
 // linear_tiles.hpp, compiled once per variant by linear_variant.cpp; linear.cpp cuts the work up and calls them.
 #pragma once
 
@@ -41,12 +41,13 @@ struct LinearBlock {
     std::int64_t panel_stride;         // bytes
     std::int64_t num_panels;
     std::int64_t depth;                // length of the range, a multiple of the kernel's depth
-    float* sums;                       // [rows][sums_stride], of which the panels' columns are used; a kernel that finishes lays
-                                       // them out as it likes, for rows up to the next multiple of tile_rows
+    float* sums;                       // [rows][sums_stride] handed on from range to range, laid out as the kernel likes, for rows up
+                                       // to the next multiple of tile_rows
     std::int64_t sums_stride;          // floats
+    float* wide;                       // scratch of [depth][columns] for a kernel that `widens`, or null
     bool first;                        // the range begins at k = 0: sums start from zero, else they go on
-    // Of the last range, for a kernel that `finishes`; else null.
-    unsigned char* out;                // the first row's output of the first panel
+    // Of the last range; else null.
+    unsigned char* out;                // the first row's output of the first panel: rounded(sum + bias)
     std::int64_t out_stride;           // bytes
     std::int64_t out_columns;          // from there on, of which the panels have at most as many
     const unsigned char* bias;         // of the first panel's columns, or null
@@ -58,16 +59,16 @@ struct LinearKernel {
     std::int64_t columns;            // of a panel
     std::int64_t depth;              // K is padded to a multiple of it
     std::int64_t tile_rows;          // rows that share one read of the weights
-    std::int64_t pass_rows;          // rows of one pass over the weights at most
-    std::int64_t range;              // K of a block when many rows share it, a multiple of `depth`
+    std::int64_t pass_rows;          // rows of one pass over the weights at most, and
+    std::int64_t pass_bytes;         // staged bytes of these rows in one range: what the second cache keeps for the next panel
+    std::int64_t few_range;          // K of a block of up to kFewTiles tiles of rows, a multiple of `depth`
+    std::int64_t many_range;         // of a block of more tiles
+    bool widens;                     // keeps a panel's elements in float32 while many rows pass by
     std::int64_t staged_bytes;       // of one staged activation
     bool stage_is_copy;              // staged activations have the layer's own type
     // Copies one row of `count` activations to `staged` in the kernel's type; zeros up to `padded`.
     void (*stage)(const void* row, std::int64_t count, void* staged, std::int64_t padded);
     void (*multiply)(const LinearBlock& block);
-    bool finishes;                   // `multiply` itself, where a block has an `out`
-    // out[i] = rounded(sums[i] + bias[i]); bias may be null.
-    void (*finish)(const float* sums, const void* bias, void* out, std::int64_t count);
 };
 
 // One per variant; null never.

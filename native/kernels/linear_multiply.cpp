@@ -24,6 +24,7 @@ constexpr std::int64_t kHalfCache = 1 << 20;       // of a second cache of 2 MiB
 
 thread_local GrownBuffer staged_scratch;  // the caller's: activations in the kernel's type, one pass
 thread_local GrownBuffer sums_scratch;    // each thread's: sums of one task
+thread_local GrownBuffer wide_scratch;    // each thread's: one panel's range in float32
 thread_local GrownBuffer taken_scratch;   // each thread's: results of one task that are taken, not written
 
 template <typename Task>
@@ -33,6 +34,13 @@ void run_tasks(std::int64_t num_products, std::int64_t num_tasks, Task&& task) {
     } else {
         ThreadPool::instance().run(num_tasks, task);
     }
+}
+
+// Rows of a pass: as many as the kernel keeps of them, in parts as even as can be.
+std::int64_t rows_of_pass(const LinearKernel& kernel, std::int64_t rows, std::int64_t depth) {
+    const std::int64_t kept = kernel.pass_bytes / (std::min(kernel.many_range, depth) * kernel.staged_bytes);
+    const std::int64_t most = std::clamp(kept / kernel.tile_rows * kernel.tile_rows, (kFewTiles + 1) * kernel.tile_rows, kernel.pass_rows);
+    return even_part(rows, most, kernel.tile_rows);
 }
 
 // Tasks of one target and one pass: `chunk` panels by `group_rows` rows each. Where there are too few panels for the
@@ -91,7 +99,7 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
     std::int64_t num_outputs = 0;
     for (int i = 0; i < num_targets; ++i) num_outputs += targets[i].weight->num_outputs_ * (targets[i].second == nullptr ? 1 : 2);
 
-    const std::int64_t most_rows = even_part(rows, kernel.pass_rows, kernel.tile_rows);
+    const std::int64_t most_rows = rows_of_pass(kernel, rows, depth);
     for (std::int64_t start = 0; start < rows; start += most_rows) {
         const std::int64_t pass_rows = std::min(most_rows, rows - start);
         const auto* pass_x = static_cast<const unsigned char*>(x) + start * x_bytes;
@@ -124,6 +132,12 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
             block.panel_stride = panel_bytes;
             block.sums_stride = num_panels * columns;
             auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(round_up(num_rows, kernel.tile_rows) * block.sums_stride * 4)));
+            const std::int64_t most_range = num_rows <= kernel.tile_rows ? depth : few ? kernel.few_range : kernel.many_range;
+            const std::int64_t part = even_part(depth, most_range, kernel.depth);
+            block.wide = nullptr;
+            if (kernel.widens && num_rows > 2 * kernel.tile_rows) {
+                block.wide = reinterpret_cast<float*>(wide_scratch.get(static_cast<std::size_t>(part * columns * 4)));
+            }
             const auto* bias = all_bias == nullptr ? nullptr : static_cast<const unsigned char*>(all_bias) + first * bytes;
             block.out_stride = out_stride;
             const auto run = [&](std::int64_t first_panel, std::int64_t panels, std::int64_t k, std::int64_t range) {
@@ -133,23 +147,17 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
                 block.depth = range;
                 block.sums = sums + first_panel * columns;
                 block.first = k == 0;
-                const bool finishes = kernel.finishes && k + range == depth;
-                block.out = finishes ? out + first_panel * columns * bytes : nullptr;
-                block.streams = finishes && streams;
+                const bool last = k + range == depth;
+                block.out = last ? out + first_panel * columns * bytes : nullptr;
+                block.streams = last && streams;
                 block.out_columns = count - first_panel * columns;
                 block.bias = bias == nullptr ? nullptr : bias + first_panel * columns * bytes;
                 kernel.multiply(block);
             };
-            if (num_rows <= kernel.tile_rows) {
-                run(0, num_panels, 0, depth);
-            } else {
-                const std::int64_t together = few ? 1 : num_panels;
-                for (std::int64_t p = 0; p < num_panels; p += together) {
-                    for (std::int64_t k = 0; k < depth; k += kernel.range) run(p, together, k, std::min(kernel.range, depth - k));
-                }
+            const std::int64_t together = few && num_rows > kernel.tile_rows ? 1 : num_panels;
+            for (std::int64_t p = 0; p < num_panels; p += together) {
+                for (std::int64_t k = 0; k < depth; k += part) run(p, together, k, std::min(part, depth - k));
             }
-            if (kernel.finishes) return;
-            for (std::int64_t r = 0; r < num_rows; ++r) kernel.finish(sums + r * block.sums_stride, bias, out + r * out_stride, count);
         };
         const auto work = [&](const LinearTarget& target, const Division& division, std::int64_t task) {
             const PackedWeight& weight = *target.weight;

@@ -175,6 +175,7 @@ int main() {
                 for (const std::int64_t rows : {1, 7, 50}) test_together(isa, element, 67, rows, random);
                 for (const std::int64_t unit : {1, 7, 24, 64}) test_taken(isa, element, unit == 7 ? 70 : 5, unit, random);
                 if (!emulated) test_product(isa, element, 140, 530, 250, random);
+                if (!emulated) test_product(isa, element, 40, 4500, 65, random);  // more than one range of K, whatever the variant
             }
             test_product(isa, Element::bf16, 17, 70, 530, random);
         }
