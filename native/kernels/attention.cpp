@@ -96,7 +96,7 @@ void attention_run(const PagedView& view, const TokenTensor& query, const TokenT
         throw std::invalid_argument("expected heads of 8 to 512 elements, in multiples of 8, got " + std::to_string(view.k.width) +
                                     " for keys and " + std::to_string(view.v.width) + " for values");
     }
-    const AttentionSchedule& schedule = batch.schedules->of(view, batch, options, num_q_heads);
+    const AttentionSchedule& schedule = batch.schedules->of(view, batch, options, num_q_heads, isa);
     thread_local Workspace workspace;
     if (workspace.num_states < schedule.num_floats) {
         workspace.states = aligned_buffer<float>(schedule.num_floats);
@@ -119,6 +119,7 @@ void attention_run(const PagedView& view, const TokenTensor& query, const TokenT
                            schedule.items.data(),
                            schedule.splits.data(),
                            schedule.runs.data(),
+                           state_stride(view.v.width, sums_by_lanes(isa, view.element)),
                            schedule.shared_tokens.data(),
                            items_done,
                            items_left,
@@ -128,7 +129,7 @@ void attention_run(const PagedView& view, const TokenTensor& query, const TokenT
 }
 
 AttentionTraffic attention_traffic(const PagedView& view, std::int64_t num_q_heads, const AttentionBatch& batch, const AttentionOptions& options) {
-    return batch.schedules->of(view, batch, options, num_q_heads).traffic;
+    return batch.schedules->of(view, batch, options, num_q_heads, current_isa()).traffic;
 }
 
 void check_slots(const PagedView& view, const std::int64_t* slots, std::int64_t num_tokens) {

@@ -64,6 +64,12 @@ class LinesAhead {
         }
         for (; lines > 0; --lines, at += kLineBytes) S::prefetch_l2(at);
     }
+    // False if there is nothing left.
+    bool fetch_some(int lines) {
+        if (piece_.lines == 0 && next_ == num_pieces_) return false;
+        fetch_across(lines);
+        return true;
+    }
     void fetch_rest() {
         if (piece_.lines > 0 || next_ < num_pieces_) fetch_across(num_lines_);
     }

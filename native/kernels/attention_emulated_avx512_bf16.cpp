@@ -1,10 +1,10 @@
-#include "kernels/attention_pairs.hpp"
+#include "kernels/attention_pairs_few.hpp"
 #include "kernels/simd_emulated.hpp"
 
 namespace quire {
 
 void attention_item_emulated_avx512_bf16(const AttentionJob& job, std::int64_t index) {
-    AttendItem<PairProducts<Emulated512Bf16>>(job, job.items[index]).run();
+    attend_by_pairs<Emulated512Bf16>(job, job.items[index]);
 }
 
 }  // namespace quire

@@ -1,12 +1,12 @@
 // The work of an attention call, cut into items, and what a variant gives to do them.
 //
 // One definition of the arithmetic of a query row:
-//   R1  tokens are counted from 0 of the sequence. A tile is 32 tokens (64 with AMX), a partial 512, both at multiples of their
+//   R1  tokens are counted from 0 of the sequence. A tile is 32 tokens (64 with AMX, 16 by bf16 pairs), a partial 512, both at multiples of their
 //       size.
 //   R2  scores of a tile: float32 sums over d in the variant's lanes, folded by one tree; scale, soft cap, base-2 logits.
 //   R3  a partial starts with m = -inf, l = 0, o = 0 and takes its tiles in order: online softmax over the tile's lanes (where a
-//       tile's largest logit reaches m, m becomes that, and with AMX 8 more), then o += p v, tokens in order. Tiles and tokens
-//       that a row does not see add nothing to it.
+//       tile's largest logit reaches m, m becomes that, and for products of bf16 8 more), then o += p v, tokens in order. Tiles and
+//       tokens that a row does not see add nothing to it. l is summed tile by tile; by bf16 pairs lane by lane, and by the tree at the end.
 //   R4  partials are merged in order into (M, L, O), beginning with (-inf, 0, 0); then the sink; then O / L is rounded.
 // All of it is the same code and the same instructions for any number of rows, so which rows share an item, where an item
 // takes over from another, and which thread runs it, cannot be seen in the result.
@@ -68,16 +68,23 @@ struct AttentionJob {
     const AttentionItem* items;
     const AttentionSplit* splits;
     const AttentionRun* runs;
+    std::int64_t state_stride;
     const std::int32_t* shared_tokens;       // query token of each `group` rows in the order of sharing
     std::atomic<std::int32_t>* items_done;   // of each split
     std::atomic<std::int32_t>* items_left;   // of each run
     float* states;
 };
 
-// States of rows, for each head and each of a number of states: o [rows][value_stride], m [rows], l [rows].
+// States of rows, for each head and each of a number of states: o [rows][stride], m [rows], l [rows]. Where l is summed by lanes (R3), these
+// stand behind a row's o, and whatever is done with o is done with them.
 constexpr std::int64_t padded_to(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 constexpr std::int64_t value_stride(std::int64_t width) { return padded_to(width, 32); }
-constexpr std::int64_t state_floats(std::int64_t rows, std::int64_t width) { return rows * value_stride(width) + 2 * padded_to(rows, 16); }
+constexpr std::int64_t kSumLanes = 16;
+constexpr bool sums_by_lanes(Isa isa, Element element) {
+    return element == Element::bf16 && (isa == Isa::avx512_bf16 || isa == Isa::emulated_avx512_bf16);
+}
+constexpr std::int64_t state_stride(std::int64_t width, bool by_lanes) { return value_stride(width) + (by_lanes ? kSumLanes : 0); }
+constexpr std::int64_t state_floats(std::int64_t rows, std::int64_t stride) { return rows * stride + 2 * padded_to(rows, 16); }
 
 // First position that a query at `position` sees.
 inline std::int64_t first_visible(const AttentionOptions& options, std::int64_t position) {

@@ -70,8 +70,10 @@ class ItemRows {
         float tops[kItemRowsTogether], sums[kItemRowsTogether];
         for (int r = 0; r < count; ++r) {
             between();
-            const float tile_most = S::reduce_max(row_most(row + r, base, s + r * kTileTokens)) * rest_of_scale_, before = states.m[r];
-            tops[r] = tile_most >= before ? tile_most + kHeadroom : before;
+            // Mostly no lane reaches m, and then nothing waits for the largest of them.
+            const Vec most = row_most(row + r, base, s + r * kTileTokens);
+            const bool raised = S::any_from(S::mul(most, S::broadcast(rest_of_scale_)), S::broadcast(states.m[r]));
+            tops[r] = raised ? S::reduce_max(most) * rest_of_scale_ + kHeadroom : states.m[r];
         }
         for (int r = 0; r < count; ++r) {
             between();
@@ -86,6 +88,57 @@ class ItemRows {
             states.l[r] = states.l[r] * factor + sums[r];
             factors_[row + r] = factor;
         }
+    }
+
+    bool see_all(int row, int count, std::int64_t begin, std::int64_t end) const {
+        return seen_[row + count - 1].start <= begin && seen_[row].stop >= end;
+    }
+
+    // p of kTiles tiles of one vector of scores each, of a row that sees all of them, where only the first one's logits may reach its m: mostly
+    // none does, and there is nothing to wait for. factor: for o (and l) before the first tile. False, and nothing done, otherwise.
+    template <int kTiles>
+    __attribute__((always_inline)) bool soften_steadily(const Vec (&s)[kTiles], float& m, float& factor, Vec (&p)[kTiles]) const {
+        if (scaled_first_) return false;
+        const Vec scale = S::broadcast(rest_of_scale_);
+        float top = m;
+        if (S::any_from(S::mul(s[0], scale), S::broadcast(m))) top = S::reduce_max(s[0]) * rest_of_scale_ + kHeadroom;
+        if constexpr (kTiles > 1) {
+            Vec most = s[1];
+#pragma GCC unroll 4
+            for (int i = 2; i < kTiles; ++i) most = S::max(most, s[i]);
+            if (S::any_from(S::mul(most, scale), S::broadcast(top))) return false;
+        }
+        factor = 1.0f;
+        if (top != m) factor = S::first(exp2_nonpositive<S>(S::broadcast(m - top)));
+        m = top;
+        const Vec below = S::broadcast(-top);
+#pragma GCC unroll 4
+        for (int i = 0; i < kTiles; ++i) p[i] = exp2_nonpositive<S>(S::fma(s[i], scale, below));
+        return true;
+    }
+
+    // p in place of s, of tiles of one vector each from position `base` on, whatever the row sees of them. factors[i]: for o (and l) before tile i.
+    __attribute__((noinline)) void soften_tiles(int row, std::int64_t base, int num_tiles, float* s, float& m, float* factors) {
+        static_assert(kVectors == 1);
+        for (int i = 0; i < num_tiles; ++i, base += kTileTokens, s += kTileTokens) {
+            const Vec most = row_most(row, base, s);
+            factors[i] = 1.0f;
+            if (S::any_from(S::mul(most, S::broadcast(rest_of_scale_)), S::broadcast(m))) {
+                const float top = S::reduce_max(most) * rest_of_scale_ + kHeadroom;
+                if (top > m) {
+                    factors[i] = S::first(exp2_nonpositive<S>(S::broadcast(m - top)));
+                    m = top;
+                }
+            }
+            row_weights(0, m, s, nullptr);
+        }
+    }
+
+    // Rows' o, and the sums by lanes behind it, times a factor that is not 1.
+    static void rescale(float* o, std::int64_t stride, float factor) {
+        if (factor == 1.0f) return;
+        const Vec factors = S::broadcast(factor);
+        for (std::int64_t d = 0; d < stride; d += S::kWidth) S::store(o + d, S::mul(S::load(o + d), factors));
     }
 
     // The same for up to kWidth rows at once, a lane for each: the same operations, so the same bits. A row that has seen
@@ -120,12 +173,7 @@ class ItemRows {
 
     // o of rows [row, row + count) times the factors that the last softmax left.
     void rescale(int row, int count, const RowStates& states) const {
-        float* o = states.o;
-        for (int r = 0; r < count; ++r, o += states.stride) {
-            if (factors_[row + r] == 1.0f) continue;
-            const Vec factors = S::broadcast(factors_[row + r]);
-            for (std::int64_t d = 0; d < states.stride; d += S::kWidth) S::store(o + d, S::mul(S::load(o + d), factors));
-        }
+        for (int r = 0; r < count; ++r) rescale(states.o + r * states.stride, states.stride, factors_[row + r]);
     }
 
     // What the rows of every head come to, rounded by the products.

@@ -99,7 +99,7 @@ class Partition {
     // thread.
     static std::int64_t item_rows(const AttentionKind& kind, const AttentionBatch& batch) {
         constexpr std::int64_t kItemsPerThread = 8, kLeast = 96;
-        const std::int64_t fitting = std::min<std::int64_t>(kItemRows, kItemFloats / value_stride(kind.v_width) / kRowStep * kRowStep);
+        const std::int64_t fitting = std::min<std::int64_t>(kItemRows, kItemFloats / kind.state_stride / kRowStep * kRowStep);
         const std::int64_t all = batch.query_start[batch.num_sequences] * kind.group * kind.num_kv_heads;
         return std::clamp(all / (kItemsPerThread * batch.num_threads) / kRowStep * kRowStep, kLeast, fitting);
     }
@@ -197,7 +197,7 @@ class Partition {
                 split = static_cast<std::int32_t>(schedule_.splits.size());
                 schedule_.splits.push_back({schedule_.num_floats, static_cast<std::int32_t>(tile.first_partial()),
                                             static_cast<std::int32_t>(num_partials), static_cast<std::int32_t>(num_items)});
-                schedule_.num_floats += (head_stop - head) * num_partials * state_floats(tile.stop - tile.start, kind_.v_width);
+                schedule_.num_floats += (head_stop - head) * num_partials * state_floats(tile.stop - tile.start, kind_.state_stride);
             }
             add_items(tile, head, head_stop, cut.partials, split);
         }
@@ -219,7 +219,7 @@ class Partition {
                 made.num_items += add_items(tile, head, std::min(kind_.num_kv_heads, head + cut.heads), cut.partials, -1);
             }
         });
-        schedule_.num_floats += kind_.num_kv_heads * made.num_states * state_floats(made.num_rows, kind_.v_width);
+        schedule_.num_floats += kind_.num_kv_heads * made.num_states * state_floats(made.num_rows, kind_.state_stride);
         schedule_.runs.push_back(made);
     }
 
@@ -236,9 +236,10 @@ class Partition {
 }  // namespace
 
 const AttentionSchedule& AttentionSchedules::of(const PagedView& view, const AttentionBatch& batch, const AttentionOptions& options,
-                                                std::int64_t num_q_heads) {
+                                                std::int64_t num_q_heads, Isa isa) {
     const AttentionKind kind{view.num_blocks, view.block_size, view.num_kv_heads, num_q_heads / view.num_kv_heads,
-                             (view.k.width + view.v.width) * static_cast<std::int64_t>(element_bytes(view.element)), view.v.width,
+                             (view.k.width + view.v.width) * static_cast<std::int64_t>(element_bytes(view.element)),
+                             state_stride(view.v.width, sums_by_lanes(isa, view.element)),
                              options.window, options.chunk, view.token_major()};
     const std::lock_guard lock(mutex_);
     for (const auto& kept : kept_) {

@@ -27,7 +27,7 @@ struct AttentionSchedule {
 
 // What a schedule depends on besides the batch.
 struct AttentionKind {
-    std::int64_t num_blocks, block_size, num_kv_heads, group, token_bytes, v_width, window, chunk;
+    std::int64_t num_blocks, block_size, num_kv_heads, group, token_bytes, state_stride, window, chunk;
     bool token_major;  // see PagedView
     bool operator==(const AttentionKind&) const = default;
 };
@@ -35,7 +35,8 @@ struct AttentionKind {
 class AttentionSchedules {
   public:
     // The schedule of a batch; made by the first that asks. Stays where it is.
-    const AttentionSchedule& of(const PagedView& view, const AttentionBatch& batch, const AttentionOptions& options, std::int64_t num_q_heads);
+    const AttentionSchedule& of(const PagedView& view, const AttentionBatch& batch, const AttentionOptions& options, std::int64_t num_q_heads,
+                                Isa isa);
 
   private:
     struct Kept {

@@ -59,8 +59,8 @@ struct RowStates {
 // States of several heads, and of several partials of each.
 class StateBlock {
   public:
-    StateBlock(float* base, std::int64_t rows, std::int64_t states, std::int64_t width)
-        : base_(base), rows_(rows), states_(states), stride_(value_stride(width)), floats_(state_floats(rows, width)) {}
+    StateBlock(float* base, std::int64_t rows, std::int64_t states, std::int64_t stride)
+        : base_(base), rows_(rows), states_(states), stride_(stride), floats_(state_floats(rows, stride)) {}
     // Rows [row, row + num_rows) of a head.
     RowStates rows(std::int64_t head, std::int64_t state, std::int64_t row, std::int64_t num_rows) const {
         float* o = base_ + (head * states_ + state) * floats_;
@@ -117,10 +117,10 @@ class ItemStates {
           item_(item),
           rows_(item.row_stop - item.row_start),
           heads_(item.head_stop - item.head_start),
-          width_(job.view->v.width),
+          stride_(job.state_stride),
           merges_(item.run >= 0 ? job.runs[item.run].merged : item.split < 0),
-          all_(scratch.take<float>(heads_ * state_floats(rows_, width_)), rows_, 1, width_),
-          own_(scratch.take<float>(heads_ * state_floats(rows_, width_)), rows_, 1, width_) {}
+          all_(scratch.take<float>(heads_ * state_floats(rows_, stride_)), rows_, 1, stride_),
+          own_(scratch.take<float>(heads_ * state_floats(rows_, stride_)), rows_, 1, stride_) {}
 
     // (M, L, O) of a head.
     RowStates all(int head) const {
@@ -135,7 +135,7 @@ class ItemStates {
             if (run.num_states > 1) return of_run(run, 1, head);
         } else if (item_.split >= 0) {
             const AttentionSplit& split = job_.splits[item_.split];
-            return StateBlock(job_.states + split.offset, rows_, split.num_partials, width_).rows(head, index - split.partial_start, 0, rows_);
+            return StateBlock(job_.states + split.offset, rows_, split.num_partials, stride_).rows(head, index - split.partial_start, 0, rows_);
         }
         return own_.rows(head, 0, 0, rows_);
     }
@@ -195,7 +195,7 @@ class ItemStates {
   private:
     // The item's rows among a run's.
     RowStates of_run(const AttentionRun& run, std::int64_t state, int head) const {
-        return StateBlock(job_.states + run.offset, run.num_rows, run.num_states, width_)
+        return StateBlock(job_.states + run.offset, run.num_rows, run.num_states, stride_)
             .rows(item_.head_start + head, state, item_.shared_row - run.first_row, rows_);
     }
 
@@ -222,7 +222,7 @@ class ItemStates {
     const AttentionItem& item_;
     const int rows_;   // of one head
     const int heads_;
-    const std::int64_t width_;
+    const std::int64_t stride_;
     const bool merges_;
     const StateBlock all_;
     const StateBlock own_;

@@ -35,6 +35,7 @@ struct Features {
     bool avx512_bf16 = false;
     bool amx_bf16 = false;
     bool intel = false;
+    bool zen5 = false;  // or later
 };
 
 // What the operating system saves and restores on a context switch (XCR0).
@@ -56,7 +57,10 @@ Features detect() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid(0, &a, &b, &c, &d)) return found;
     found.intel = b == signature_INTEL_ebx && c == signature_INTEL_ecx && d == signature_INTEL_edx;
+    const bool amd = b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
+    const unsigned family = (a >> 8 & 0xf) + (a >> 20 & 0xff);
+    found.zen5 = amd && family >= 0x1a;
     const bool osxsave = (c >> 27) & 1, avx = (c >> 28) & 1, fma = (c >> 12) & 1, f16c = (c >> 29) & 1;
     if (!osxsave || !avx) return found;
     const std::uint64_t state = enabled_state();
@@ -131,6 +135,14 @@ Isa preferred_isa() {
     if (richest == Isa::avx512_bf16 && features().intel) return Isa::avx512;
 #endif
     return richest;
+}
+
+bool first_cache_waits_for_many() {
+#if defined(__x86_64__)
+    return features().zen5;
+#else
+    return false;
+#endif
 }
 
 Isa current_isa() {

@@ -39,6 +39,10 @@ std::vector<Isa> supported_isas();
 // second, and 1.4 G vdpbf16ps: four times slower for twice the products. Zen 4 runs both at one rate.
 Isa preferred_isa();
 
+// Whether a core waits for many lines of its first cache at once, so that they need not come by way of the second: AMD's
+// processors from Zen 5 on.
+bool first_cache_waits_for_many();
+
 // The variant in use: QUIRE_ISA if set (std::invalid_argument where unknown or unsupported), else the preferred one.
 // Read once; later changes of the environment have no effect.
 Isa current_isa();

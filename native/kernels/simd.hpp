@@ -19,7 +19,9 @@
 //                     and anything for x below -126.5
 //   scale_by_exp2     a 2^whole, of a number from split: at most a subnormal number where that is -127 or less
 //   keep_from         b where a >= c, else 0
+//   any_from          whether a >= b in any lane
 //   prefetch, prefetch_l2   a line into the first or the second cache
+//   prefetch_once     a line that is read once, into the first cache alone (where kHasPairs)
 // and where kWidth is 16
 //   widen_columns(rows, first, width, to, stride)   columns [first, first + 32) of sixteen rows of `width`, zeros beyond, in
 //                     float32: to[column * stride + row]

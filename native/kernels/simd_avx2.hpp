@@ -74,6 +74,7 @@ struct Avx2 {
         return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
     }
     static Vec keep_from(Vec a, Vec b, Vec c) { return _mm256_and_ps(_mm256_cmp_ps(a, c, _CMP_GE_OQ), b); }
+    static bool any_from(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)) != 0; }
     static Vec copy_sign(Vec magnitude, Vec sign) {
         const Vec bit = _mm256_set1_ps(-0.0f);
         return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude), _mm256_and_ps(bit, sign));

@@ -56,6 +56,7 @@ struct Avx512 {
     }
     static Vec scale_by_exp2(Vec a, Vec whole) { return _mm512_scalef_ps(a, whole); }
     static Vec keep_from(Vec a, Vec b, Vec c) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, c, _CMP_GE_OQ), b); }
+    static bool any_from(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ) != 0; }
     static Vec copy_sign(Vec magnitude, Vec sign) {
         const Vec bit = _mm512_set1_ps(-0.0f);
         return _mm512_or_ps(_mm512_andnot_ps(bit, magnitude), _mm512_and_ps(bit, sign));
@@ -150,6 +151,7 @@ struct Avx512 {
     // Not _mm_prefetch: gcc takes a function that does nothing else for one without effects, and drops its calls.
     static void prefetch(const void* address) { __asm__ volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(address))); }
     static void prefetch_l2(const void* address) { __asm__ volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(address))); }
+    static void prefetch_once(const void* address) { __asm__ volatile("prefetchnta %0" : : "m"(*static_cast<const char*>(address))); }
 
   private:
     template <Vec (*kOf)(Vec, Vec)>
@@ -189,6 +191,11 @@ struct Avx512Bf16 : Avx512 {
     static Pairs load_pairs(const bf16* from) { return _mm512_loadu_si512(from); }
     static Pairs load_pairs_part(const bf16* from, int n) {
         return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((std::uint64_t{1} << n) - 1u), from);
+    }
+    using Avx512::held;
+    static Pairs held(Pairs v) {
+        __asm__("" : "+v"(v));
+        return v;
     }
     static void store_pairs(bf16* to, Pairs v) { _mm512_storeu_si512(to, v); }
     static void stream_pairs(bf16* to, Pairs v) { _mm512_stream_si512(reinterpret_cast<__m512i*>(to), v); }

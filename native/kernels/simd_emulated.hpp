@@ -113,6 +113,12 @@ struct Emulated512 {
     QUIRE_EMULATED Vec keep_from(Vec a, Vec b, Vec c) {
         return each([&](int i) { return a.lane[i] >= c.lane[i] ? b.lane[i] : 0.0f; });
     }
+    QUIRE_EMULATED bool any_from(Vec a, Vec b) {
+        for (int i = 0; i < 16; ++i) {
+            if (a.lane[i] >= b.lane[i]) return true;
+        }
+        return false;
+    }
     QUIRE_EMULATED Vec copy_sign(Vec magnitude, Vec sign) {
         return each([&](int i) { return std::copysign(magnitude.lane[i], sign.lane[i]); });
     }
@@ -154,6 +160,7 @@ struct Emulated512 {
     }
     QUIRE_EMULATED void prefetch(const void*) {}
     static void prefetch_l2(const void*) {}
+    static void prefetch_once(const void*) {}
 
   private:
     QUIRE_EMULATED float add_lanes(const float* lane) {
@@ -175,6 +182,8 @@ struct Emulated512Bf16 : Emulated512 {
         std::memcpy(v.element, from, static_cast<std::size_t>(n) * sizeof(bf16));
         return v;
     }
+    using Emulated512::held;
+    static Pairs held(const Pairs& v) { return v; }
     QUIRE_EMULATED void store_pairs(bf16* to, const Pairs& v) { std::memcpy(to, v.element, sizeof v.element); }
     QUIRE_EMULATED void stream_pairs(bf16* to, const Pairs& v) { store_pairs(to, v); }
     QUIRE_EMULATED void end_streams() {}

@@ -75,6 +75,10 @@ struct Portable {
         return a * v;
     }
     static Vec keep_from(Vec a, Vec b, Vec c) { return a >= c ? b : zero(); }
+    static bool any_from(Vec a, Vec b) {
+        const Ints from = a >= b;
+        return (from[0] | from[1] | from[2] | from[3]) != 0;
+    }
     static Vec copy_sign(Vec magnitude, Vec sign) {
         for (int i = 0; i < kWidth; ++i) magnitude[i] = __builtin_copysignf(magnitude[i], sign[i]);
         return magnitude;

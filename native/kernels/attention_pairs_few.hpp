@@ -1,0 +1,418 @@
+// One item of attention of up to six rows by bf16 pairs (vdpbf16ps): a token's decode, whose time is its memory's.
+//
+// A row's arithmetic is that of attention_pairs.hpp. Tiles in order, heads within a span of tiles; keys and values are multiplied
+// as they lie. While a turn (a head's tile) is computed, the lines of the next one are asked for in the order of their addresses,
+// a few at a time: the processor's own prefetching follows addresses too, and goes on where they do. (Zen 5, one thread, blocks of
+// 16: 32 GB/s so, 28 with four rows' lines in turn, 22 without any asking. A tile of 32 tokens, which goes to and fro between
+// two blocks, made 25.)
+#pragma once
+
+#include "kernels/attention_pairs.hpp"
+#include "kernels/attention_pairs_many.hpp"
+#include "kernels/isa.hpp"
+
+namespace quire {
+namespace {
+
+template <class S>
+class AttendFewRows : InterleavedValues<S> {
+    using Vec = typename S::Vec;
+    using Pairs = typename S::Pairs;
+    using Values = InterleavedValues<S>;
+    using Values::kColumns;
+    static constexpr int kWidth = S::kWidth;
+    static constexpr int kTileTokens = kPairTileTokens;
+    static constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
+    static_assert(kTileTokens == kWidth, "a vector holds the scores of a tile");
+    using Tokens = ItemTokens<S, bf16, kTileTokens>;
+
+    // The rows of a turn. Of blocks of whole tiles one after the other (Even), at the ends of the item's tokens without those that no
+    // row sees (Part), for which there are zeros; otherwise wherever they lie (Any).
+    struct Even {
+        struct Of {
+            const bf16* first;
+            std::int64_t stride;
+            const bf16* operator[](int t) const { return first + t * stride; }
+        };
+        Of k, v;
+    };
+    struct Part {
+        struct Of : Even::Of {
+            int start, stop;
+            const bf16* operator[](int t) const {
+                return t >= start && t < stop ? Even::Of::operator[](t) : reinterpret_cast<const bf16*>(kZeroRow);
+            }
+        };
+        Of k, v;
+    };
+    using Any = typename Tokens::Rows;
+
+    // How what comes next is asked for. Once, into the first cache alone: nothing of it is read again (Zen 5, two threads, 8 x 8 192 tokens:
+    // 69 GB/s, 62 into all caches, 65 in two steps). Or in two steps, into the second cache, then from there, where a core waits for few lines of
+    // its first cache at once (before Zen 5: attention_ahead.hpp) or what is under way does not fit it.
+    struct AskOnce {
+        static void far(const bf16* line) { S::prefetch_once(line); }
+        static void near(const bf16*) {}
+    };
+    struct AskTwice {
+        static void far(const bf16* line) { S::prefetch_l2(line); }
+        static void near(const bf16* line) { S::prefetch(line); }
+    };
+
+  public:
+    static constexpr int kMostRows = 6;
+
+    AttendFewRows(const AttentionJob& job, const AttentionItem& item)
+        : view_(*job.view),
+          table_(job.batch->block_tables + item.sequence * job.batch->table_width),
+          first_head_(item.head_start),
+          heads_(item.head_stop - item.head_start),
+          k_width_(static_cast<int>(view_.k.width)),
+          v_width_(static_cast<int>(view_.v.width)),
+          k_stride_(static_cast<int>(padded_to(k_width_, kColumns))),
+          rows_(job, item),
+          tokens_(view_, table_),
+          states_(job, item, scratch_),
+          queries_(scratch_.take<bf16>(std::int64_t{heads_} * rows_.count() * k_stride_)),
+          partials_(scratch_.take<RowStates>(heads_)),
+          first_tile_(rows_.begin() / kTileTokens),
+          last_tile_((rows_.end() - 1) / kTileTokens),
+          all_heads_together_(all_heads_together(view_.k) && all_heads_together(view_.v)) {}
+
+    void run() {
+        for (int head = 0; head < heads_; ++head) {
+            for (int row = 0; row < rows_.count(); ++row) pack_query(head, row);
+        }
+        states_.begin();
+        switch (rows_.count()) {
+            case 1: run_rows<1>(); break;
+            case 2: run_rows<2>(); break;
+            case 3: run_rows<3>(); break;
+            case 4: run_rows<4>(); break;
+            case 5: run_rows<5>(); break;
+            default: run_rows<6>();
+        }
+        if (states_.end()) write_out();
+    }
+
+    void finish(const float* o, float factor, bf16* out) const { Values::finish(o, factor, v_width_, out); }
+
+  private:
+    void write_out() const {
+        for (int head = 0; head < heads_; ++head) fold_sums<S>(states_.all(head));
+        rows_.write_out(states_, *this);
+    }
+
+    template <int kRows>
+    void run_rows() {
+        if (k_width_ != 128 || v_width_ != 128) {
+            run_turns<kRows, 0, AskTwice>();
+        } else if (first_cache_waits_for_many() && !tokens_.token_major()) {
+            run_turns<kRows, 128, AskOnce>();
+        } else {
+            run_turns<kRows, 128, AskTwice>();
+        }
+    }
+
+    // A head's tile. They are taken span by span, in a span head by head.
+    struct Turn {
+        std::int64_t tile;
+        int head;
+    };
+    Turn after(Turn turn) const {
+        const std::int64_t start = turn.tile & -span_, stop = smaller(start + span_, last_tile_ + 1);
+        if (turn.tile + 1 < stop) return {turn.tile + 1, turn.head};
+        return turn.head + 1 < heads_ ? Turn{larger(start, first_tile_), turn.head + 1} : Turn{stop, 0};
+    }
+
+    // kHeadWidth: of keys and of values, or 0 for any.
+    template <int kRows, int kHeadWidth, class Ask>
+    void run_turns() {
+        // A head's tokens of a block lie together: tiles of one span are taken for a head before the next head's turn.
+        while (!tokens_.token_major() && 2 * span_ * kTileTokens <= view_.block_size && span_ < kTiles) span_ *= 2;
+        if (view_.block_size % kTileTokens == 0) {
+            run_even<kRows, kHeadWidth, Ask>();
+        } else {
+            run_any<kRows, kHeadWidth, Ask>();
+        }
+    }
+
+    template <int kRows, int kHeadWidth, class Ask>
+    void run_even() {
+        Turn turn{first_tile_, 0};
+        ask_for<kHeadWidth, Ask>(even_rows(turn));
+        for (Turn next; turn.tile <= last_tile_; turn = next) {
+            next = after(turn);
+            // By reference, and looked for again when it is its turn: a copy would be made by vectors, and those wait for what has just been stored.
+            const Even rows = even_rows(turn), following = even_rows(next.tile <= last_tile_ ? next : turn);
+            const std::int64_t base = turn.tile * kTileTokens, begin = rows_.begin() - base, end = rows_.end() - base;
+            begin_turn(turn);
+            if (begin > 0 || end < kTileTokens) {
+                const int start = static_cast<int>(larger(begin, 0)), stop = static_cast<int>(smaller(end, kTileTokens));
+                attend<kRows, kHeadWidth, Ask>(turn, Part{{rows.k, start, stop}, {rows.v, start, stop}}, following, following);
+            } else if (all_heads_together_) {
+                attend<kRows, kHeadWidth, Ask>(turn, rows, rows_by_token(turn), following);
+            } else {
+                attend<kRows, kHeadWidth, Ask>(turn, rows, following, following);
+            }
+            end_turn(turn);
+        }
+    }
+
+    template <int kRows, int kHeadWidth, class Ask>
+    void run_any() {
+        // Found two turns ahead: what a vector has just stored cannot be read pointer by pointer yet.
+        Any rows[3];
+        Turn turn{first_tile_, 0}, next = after(turn);
+        for (Any& one : rows) find(turn, one);
+        find(next, rows[1]);
+        ask_for<kHeadWidth, Ask>(rows[0]);
+        for (int here = 0; turn.tile <= last_tile_; here = here == 2 ? 0 : here + 1) {
+            const Turn later = after(next);
+            find(later, rows[here == 0 ? 2 : here - 1]);
+            const Any& following = rows[here == 2 ? 0 : here + 1];
+            begin_turn(turn);
+            attend<kRows, kHeadWidth, Ask>(turn, rows[here], following, following);
+            end_turn(turn);
+            turn = next;
+            next = later;
+        }
+    }
+
+    void begin_turn(Turn turn) {
+        if (turn.head == 0 && (turn.tile == first_tile_ || turn.tile % kTiles == 0)) begin_partial(turn.tile / kTiles);
+    }
+    void end_turn(Turn turn) const {
+        const bool over = (turn.tile + 1) % kTiles == 0;
+        if (turn.head + 1 == heads_ && (over || turn.tile == last_tile_)) states_.end_partial(turn.tile / kTiles, over);
+    }
+
+    void begin_partial(std::int64_t partial) {
+        states_.begin_partial(partial);
+        for (int head = 0; head < heads_; ++head) partials_[head] = states_.partial(partial, head);
+    }
+
+    void pack_query(int head, int row) {
+        const bf16* query = rows_.query(head, row);
+        bf16* to = queries_ + (std::int64_t{head} * rows_.count() + row) * k_stride_;
+        for (int d = 0; d < k_width_; d += kColumns) S::store_pairs(to + d, Values::load_columns(query, d, k_width_));
+    }
+
+    // Of a turn in blocks of whole tiles.
+    Even even_rows(Turn turn) {
+        if (turn.tile != placed_) {
+            const std::int64_t token = turn.tile * kTileTokens, block = token / view_.block_size, offset = token - block * view_.block_size;
+            const auto place = [&](const PagedTensor& of) {
+                return reinterpret_cast<const bf16*>(of.data) + table_[block] * of.block_stride + offset * of.token_stride;
+            };
+            placed_ = turn.tile;
+            k_place_ = place(view_.k);
+            v_place_ = place(view_.v);
+        }
+        const std::int64_t head = first_head_ + turn.head;
+        return {{k_place_ + head * view_.k.head_stride, view_.k.token_stride}, {v_place_ + head * view_.v.head_stride, view_.v.token_stride}};
+    }
+    // Where all heads of a token lie together: as many rows of the next tile as a turn has, in the order of their addresses.
+    Even rows_by_token(Turn turn) {
+        const Even rows = even_rows({smaller(turn.tile + 1, last_tile_), 0});
+        const std::int64_t before = std::int64_t{turn.head} * kTileTokens;
+        return {{rows.k.first + before * k_width_, k_width_}, {rows.v.first + before * v_width_, v_width_}};
+    }
+    bool all_heads_together(const PagedTensor& of) const { return of.head_stride == of.width && of.token_stride == heads_ * of.width; }
+
+    void find(Turn turn, Any& rows) {
+        if (turn.tile > last_tile_) return;
+        if (turn.tile != placed_) tokens_.find(placed_ = turn.tile, rows_.begin(), rows_.end(), tile_);
+        tokens_.rows(tile_, first_head_ + turn.head, rows);
+    }
+
+    template <int kHeadWidth, class Ask, class Rows>
+    void ask_for(const Rows& rows) const {
+        for (int t = 0; t < kTileTokens; ++t) ask_for_row<kHeadWidth, Ask::far>(rows.k[t], k_width_);
+        for (int t = 0; t < kTileTokens; ++t) ask_for_row<kHeadWidth, Ask::far>(rows.v[t], v_width_);
+    }
+    template <int kHeadWidth, void (*ask)(const bf16*)>
+    __attribute__((always_inline)) static void ask_for_row(const bf16* row, int width) {
+        if constexpr (kHeadWidth > 0) {
+#pragma GCC unroll 8
+            for (int d = 0; d < kHeadWidth; d += kColumns) ask(row + d);
+        } else {
+            for (int d = 0; d < width; d += kColumns) ask(row + d);
+        }
+    }
+
+    // far: rows to be asked for, as many as the turn has. near: the next turn's, whose keys will then be needed first.
+    template <int kRows, int kHeadWidth, class Ask, class Rows, class Asked>
+    __attribute__((noinline)) void attend(Turn turn, const Rows& rows, const Asked& far, const Asked& near) {
+        const std::int64_t base = turn.tile * kTileTokens;
+        const RowStates& states = partials_[turn.head];
+        alignas(64) bf16 p[kRows * kTileTokens];
+        Vec s[kRows];
+        scores<kRows, kHeadWidth, Ask>(rows, far, queries_ + std::int64_t{turn.head} * kRows * k_stride_, s);
+        const bool whole = rows_.see_all(0, kRows, base, base + kTileTokens);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            float *o = states.o + r * states.stride, *sums = o + states.stride - kSumLanes;
+            Vec one[1] = {s[r]}, weights[1];
+            float factor;
+            if (whole && rows_.soften_steadily(one, states.m[r], factor, weights)) {
+                rows_.rescale(o, states.stride, factor);
+            } else {
+                weights[0] = soften(r, base, states.m[r], o, states.stride, s[r]);
+            }
+            S::to_bf16(p + r * kTileTokens, weights[0]);
+            S::store(sums, S::add(S::load(sums), weights[0]));
+        }
+        values<kRows, kHeadWidth, Ask>(rows, far, near, p, states.o, states.stride);
+    }
+
+    __attribute__((noinline)) Vec soften(int row, std::int64_t base, float& m, float* o, std::int64_t stride, Vec s) {
+        alignas(64) float p[kTileTokens];
+        float factor;
+        S::store(p, s);
+        rows_.soften_tiles(row, base, 1, p, m, &factor);
+        rows_.rescale(o, stride, factor);
+        return S::load(p);
+    }
+
+    template <int kRows, int kHeadWidth, class Ask, class Rows, class Asked>
+    __attribute__((always_inline)) void scores(const Rows& rows, const Asked& far, const bf16* query, Vec (&s)[kRows]) const {
+        constexpr int kTokens = 4;
+        constexpr bool kRowAStep = kHeadWidth == kTokens * kColumns;  // as many steps of d as tokens at once
+        const int width = kHeadWidth > 0 ? kHeadWidth : k_width_;
+        Vec parts[kRows][kTileTokens / kTokens];
+#pragma GCC unroll 4
+        for (int group = 0; group < kTileTokens; group += kTokens) {
+            Vec sum[kRows][kTokens];
+            const bf16* key[kTokens];
+#pragma GCC unroll 4
+            for (int n = 0; n < kTokens; ++n) {
+                key[n] = rows.k[group + n];
+                if constexpr (!kRowAStep) {
+                    ask_for_row<kHeadWidth, Ask::far>(far.k[group + n], width);
+                    ask_for_row<kHeadWidth, Ask::near>(rows.v[group + n], v_width_);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < kRows; ++r) sum[r][n] = S::zero();
+            }
+            int d = 0;
+#pragma GCC unroll 4
+            for (; d + kColumns <= width; d += kColumns) {
+                if constexpr (kRowAStep) {
+                    ask_for_row<kHeadWidth, Ask::far>(far.k[group + d / kColumns], width);
+                    ask_for_row<kHeadWidth, Ask::near>(rows.v[group + d / kColumns], width);
+                }
+                multiply<kRows, kTokens>(query + d, key, sum, [d](const bf16* from) { return S::load_pairs(from + d); });
+            }
+            if constexpr (kHeadWidth == 0) {
+                const int rest = width - d;
+                if (rest > 0) {
+                    multiply<kRows, kTokens>(query + d, key, sum, [d, rest](const bf16* from) { return S::load_pairs_part(from + d, rest); });
+                }
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) parts[r][group / kTokens] = S::fold_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) s[r] = S::fold_parts(parts[r][0], parts[r][1], parts[r][2], parts[r][3]);
+    }
+
+    template <int kRows, int kTokens, class Load>
+    __attribute__((always_inline)) void multiply(const bf16* query, const bf16* const (&key)[kTokens], Vec (&sum)[kRows][kTokens], Load load) const {
+        Pairs loaded[kTokens];
+#pragma GCC unroll 4
+        for (int n = 0; n < kTokens; ++n) loaded[n] = S::held(load(key[n]));
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const Pairs q = S::load_pairs(query + r * k_stride_);
+#pragma GCC unroll 4
+            for (int n = 0; n < kTokens; ++n) sum[r][n] = S::dot(sum[r][n], q, loaded[n]);
+        }
+    }
+
+    template <int kRows, int kHeadWidth, class Ask, class Rows, class Asked>
+    __attribute__((always_inline)) void values(const Rows& rows, const Asked& far, const Asked& near, const bf16* p, float* o, std::int64_t stride) const {
+        constexpr int kChunks = kRows <= 3 ? 4 : 2;
+        const int width = kHeadWidth > 0 ? kHeadWidth : v_width_;
+        const auto whole = [](const bf16* row) { return S::load_pairs(row); };
+        int d = 0;
+        for (; d + kChunks * kColumns <= width; d += kChunks * kColumns) values_columns<kRows, kChunks, Ask>(rows, far, near, p, d, o, stride, whole);
+        if constexpr (kHeadWidth == 0) {
+            for (; d + kColumns <= width; d += kColumns) values_columns<kRows, 1, Ask>(rows, far, near, p, d, o, stride, whole);
+            const int rest = width - d;
+            if (rest > 0) values_columns<kRows, 1, Ask>(rows, far, near, p, d, o, stride, [rest](const bf16* row) { return S::load_pairs_part(row, rest); });
+        }
+    }
+
+    template <int kRows, int kChunks, class Ask, class Rows, class Asked, class Load>
+    __attribute__((always_inline)) void values_columns(const Rows& rows, const Asked& far, const Asked& near, const bf16* p, int column, float* o, std::int64_t stride,
+                                                       Load load) const {
+        o += column;
+        Vec sum[kRows][2 * kChunks];
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 2 * kChunks; ++i) sum[r][i] = S::load(o + r * stride + i * kWidth);
+        }
+        for (int t = 0; t < kTileTokens; t += 2) {
+            const bf16 *even = rows.v[t] + column, *odd = rows.v[t + 1] + column;
+            const bf16* const values[2] = {far.v[t] + column, far.v[t + 1] + column};
+            const bf16* const keys[2] = {near.k[t] + column, near.k[t + 1] + column};
+            Pairs weights[kRows];
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) weights[r] = S::broadcast_pair(p + r * kTileTokens + t);
+#pragma GCC unroll 4
+            for (int i = 0; i < kChunks; ++i) {
+                const int first = 2 * i, second = 2 * i + 1;  // line of the pair of rows, in order
+                Ask::far(values[first / kChunks] + first % kChunks * kColumns);
+                Ask::far(values[second / kChunks] + second % kChunks * kColumns);
+                Ask::near(keys[first / kChunks] + first % kChunks * kColumns);
+                Ask::near(keys[second / kChunks] + second % kChunks * kColumns);
+                Pairs low, high;
+                S::interleave(S::held(load(even + i * kColumns)), S::held(load(odd + i * kColumns)), low, high);
+#pragma GCC unroll 8
+                for (int r = 0; r < kRows; ++r) {
+                    sum[r][2 * i] = S::dot(sum[r][2 * i], weights[r], low);
+                    sum[r][2 * i + 1] = S::dot(sum[r][2 * i + 1], weights[r], high);
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+            for (int i = 0; i < 2 * kChunks; ++i) S::store(o + r * stride + i * kWidth, sum[r][i]);
+        }
+    }
+
+    Scratch scratch_;
+    const PagedView& view_;
+    const std::int32_t* table_;
+    const int first_head_, heads_;
+    const int k_width_, v_width_;
+    const int k_stride_;  // elements of a packed query
+    ItemRows<S, bf16, kTileTokens, kPairHeadroom> rows_;
+    const Tokens tokens_;
+    const ItemStates<S> states_;
+    bf16* queries_;
+    RowStates* partials_;  // of each head, of the partial under way
+    const std::int64_t first_tile_, last_tile_;
+    const bool all_heads_together_;
+    std::int64_t span_ = 1;     // tiles: a power of two
+    std::int64_t placed_ = -1;  // the tile whose tokens lie
+    const bf16* k_place_ = nullptr;  // from here on, of head 0, where even
+    const bf16* v_place_ = nullptr;
+    typename Tokens::Tile tile_;  // or here
+};
+
+// An item by pairs, real or emulated.
+template <class S>
+void attend_by_pairs(const AttentionJob& job, const AttentionItem& item) {
+    if (item.row_stop - item.row_start <= AttendFewRows<S>::kMostRows) {
+        AttendFewRows<S>(job, item).run();
+    } else {
+        AttendManyPairs<S>(job, item).run();
+    }
+}
+
+}  // namespace
+}  // namespace quire
