@@ -37,10 +37,6 @@ class InterleavedValues {
     static Pairs load_columns(const bf16* row, int d, int width) {
         return width - d >= kColumns ? S::load_pairs(row + d) : S::load_pairs_part(row + d, width - d);
     }
-    // `count` of a row of p as bf16.
-    static void round_row(const float* p, bf16* to, int count) {
-        for (int t = 0; t < count; t += S::kWidth) S::to_bf16(to + t, S::load(p + t));
-    }
     static void finish(const float* o, float factor, int width, bf16* out) {
         const Vec factors = S::broadcast(factor);
         for (int d = 0; d < width; d += kColumns) {

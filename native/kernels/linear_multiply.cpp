@@ -121,9 +121,11 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
             activations = staged;
         }
 
-        // Columns [first, first + count) of rows [row, row + num_rows) of the pass, written to `out`.
+        // Columns [first, first + count) of rows [row, row + num_rows) of the pass, written to `out`. `after`: the panel that the thread is
+        // likely to take then.
         const auto multiply = [&](const PackedWeight& weight, const void* all_bias, std::int64_t first, std::int64_t count, std::int64_t row,
-                                  std::int64_t num_rows, unsigned char* out, std::int64_t out_stride, bool few, bool streams) {
+                                  std::int64_t num_rows, unsigned char* out, std::int64_t out_stride, bool few, bool streams,
+                                  const unsigned char* after) {
             const std::int64_t columns = kernel.columns, panel_bytes = weight.panel_bytes_;
             const std::int64_t panel = first / columns, num_panels = divide_up(count, columns);
             LinearBlock block;
@@ -142,8 +144,13 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
             block.out_stride = out_stride;
             const auto run = [&](std::int64_t first_panel, std::int64_t panels, std::int64_t k, std::int64_t range) {
                 block.activations = activations + row * stride + k * kernel.staged_bytes;
-                block.panels = weight.data_ + (panel + first_panel) * panel_bytes + k * columns * bytes;
+                const unsigned char* panels_data = weight.data_ + (panel + first_panel) * panel_bytes;
+                block.panels = panels_data + k * columns * bytes;
                 block.num_panels = panels;
+                block.ahead_bytes = kernel.ahead_bytes;
+                block.after = k + range < depth                     ? block.panels + range * columns * bytes
+                              : first_panel + panels < num_panels ? panels_data + panels * panel_bytes
+                                                                    : after;
                 block.depth = range;
                 block.sums = sums + first_panel * columns;
                 block.first = k == 0;
@@ -159,7 +166,16 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
                 for (std::int64_t k = 0; k < depth; k += part) run(p, together, k, std::min(part, depth - k));
             }
         };
-        const auto work = [&](const LinearTarget& target, const Division& division, std::int64_t task) {
+        const auto division = [&](int i) { return Division(kernel, targets[i].weight->num_panels_, like.depth_, targets[i].unit, pass_rows, threads); };
+        // Calls visit(target, its division, task of it) for a task of all targets, if there are as many.
+        const auto find_task = [&](std::int64_t task, auto&& visit) {
+            for (int i = 0; i < num_targets; ++i) {
+                const Division own = division(i);
+                if (task < own.num_tasks) return visit(targets[i], own, task);
+                task -= own.num_tasks;
+            }
+        };
+        const auto work = [&](const LinearTarget& target, const Division& division, std::int64_t task, const unsigned char* after) {
             const PackedWeight& weight = *target.weight;
             const std::int64_t first = task % division.num_chunks * division.chunk * kernel.columns;
             const std::int64_t row = task / division.num_chunks * division.group_rows;
@@ -171,27 +187,30 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
                 // What the second cache would not keep for its reader need not be read into it to be written.
                 const bool streams = !division.few && pass_rows * out_stride >= kHalfCache && out_stride % kLineBytes == 0 &&
                                      reinterpret_cast<std::uintptr_t>(target.out) % kLineBytes == 0;
-                return multiply(weight, target.bias, first, count, row, num_rows, out, out_stride, division.few, streams);
+                return multiply(weight, target.bias, first, count, row, num_rows, out, out_stride, division.few, streams, after);
             }
             const std::int64_t own_stride = round_up(count * bytes, kLineBytes), own_bytes = num_rows * own_stride;
             unsigned char* taken = taken_scratch.get(static_cast<std::size_t>(own_bytes * (target.second == nullptr ? 1 : 2)));
             LinearResult result{start + row, num_rows, first, count, {taken, nullptr}, own_stride};
-            multiply(weight, target.bias, first, count, row, num_rows, taken, own_stride, division.few, false);
-            if (target.second != nullptr) {
+            if (target.second == nullptr) {
+                multiply(weight, target.bias, first, count, row, num_rows, taken, own_stride, division.few, false, after);
+            } else {
+                const unsigned char* seconds = target.second->data_ + first / kernel.columns * target.second->panel_bytes_;
+                multiply(weight, target.bias, first, count, row, num_rows, taken, own_stride, division.few, false, seconds);
                 result.values[1] = taken + own_bytes;
-                multiply(*target.second, target.second_bias, first, count, row, num_rows, taken + own_bytes, own_stride, division.few, false);
+                multiply(*target.second, target.second_bias, first, count, row, num_rows, taken + own_bytes, own_stride, division.few, false, after);
             }
             target.take(result);
         };
-        const auto division = [&](int i) { return Division(kernel, targets[i].weight->num_panels_, like.depth_, targets[i].unit, pass_rows, threads); };
         std::int64_t num_tasks = 0;
         for (int i = 0; i < num_targets; ++i) num_tasks += division(i).num_tasks;
         run_tasks(pass_rows * num_inputs * num_outputs, num_tasks, [&](std::int64_t task) {
-            for (int i = 0;; ++i) {
-                const Division own = division(i);
-                if (task < own.num_tasks) return work(targets[i], own, task);
-                task -= own.num_tasks;
-            }
+            // Threads take their tasks in turn, so this one's next is likely to be `threads` further.
+            const unsigned char* after = like.data_;
+            find_task(task + threads, [&](const LinearTarget& target, const Division& own, std::int64_t next) {
+                after = target.weight->data_ + next % own.num_chunks * own.chunk * target.weight->panel_bytes_;
+            });
+            find_task(task, [&](const LinearTarget& target, const Division& own, std::int64_t own_task) { work(target, own, own_task, after); });
         });
     }
 }

@@ -65,9 +65,20 @@ constexpr LinearKernel kBrain = vector_kernel<Emulated512Bf16, Paired<Emulated51
 constexpr LinearKernel kBrain = vector_kernel<Simd, Widened<Simd, bf16>, kTuning>();
 #endif
 
+#if defined(QUIRE_VARIANT_avx512_bf16)
+constexpr LinearKernel of_zen5(LinearKernel kernel) {
+    kernel.ahead_bytes = kZen5AheadBytes;
+    return kernel;
+}
+constexpr LinearKernel kFloatOfZen5 = of_zen5(kFloat), kHalfOfZen5 = of_zen5(kHalf), kBrainOfZen5 = of_zen5(kBrain);
+#endif
+
 }  // namespace
 
 const LinearKernel& QUIRE_LINEAR_KERNEL(Element element) {
+#if defined(QUIRE_VARIANT_avx512_bf16)
+    if (first_cache_waits_for_many()) return element == Element::f32 ? kFloatOfZen5 : element == Element::f16 ? kHalfOfZen5 : kBrainOfZen5;
+#endif
     switch (element) {
         case Element::f32: return kFloat;
         case Element::f16: return kHalf;
