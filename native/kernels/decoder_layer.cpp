@@ -345,12 +345,12 @@ const RowOps& row_ops(Isa isa, Element element) {
     switch (isa) {
 #if defined(__x86_64__)
         case Isa::amx_bf16:
-        case Isa::avx512_bf16:
+        case Isa::avx512_bf16: return row_ops_avx512_bf16(element);
         case Isa::avx512: return row_ops_avx512(element);
         case Isa::avx2: return row_ops_avx2(element);
 #endif
         case Isa::emulated_amx_bf16:
-        case Isa::emulated_avx512_bf16:
+        case Isa::emulated_avx512_bf16: return row_ops_emulated_avx512_bf16(element);
         case Isa::emulated_avx512: return row_ops_emulated_avx512(element);
         default: return row_ops_portable(element);
     }

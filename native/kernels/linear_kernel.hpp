@@ -41,7 +41,8 @@ struct LinearBlock {
     std::int64_t panel_stride;         // bytes
     std::int64_t num_panels;
     const unsigned char* after;        // what the thread is likely to read after the last panel, to be asked for before: a panel's range
-    std::int64_t ahead_bytes;          // LinearKernel's
+    std::int64_t ahead_bytes;          // LinearKernel's, and
+    bool next_to_second;               // the same
     std::int64_t depth;                // length of the range, a multiple of the kernel's depth
     float* sums;                       // [rows][sums_stride] handed on from range to range, laid out as the kernel likes, for rows up
                                        // to the next multiple of tile_rows
@@ -66,6 +67,7 @@ struct LinearKernel {
     std::int64_t few_range;          // K of a block of up to kFewTiles tiles of rows, a multiple of `depth`
     std::int64_t many_range;         // of a block of more tiles
     std::int64_t ahead_bytes;        // a stream of up to tile_rows rows asks for its weights so far ahead of their use, where it does
+    bool next_to_second;             // more rows ask for the next panel by way of the second cache, else of the first
     bool widens;                     // keeps a panel's elements in float32 while many rows pass by
     std::int64_t staged_bytes;       // of one staged activation
     bool stage_is_copy;              // staged activations have the layer's own type

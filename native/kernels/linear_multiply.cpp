@@ -62,6 +62,71 @@ struct Division {
     }
 };
 
+// Rows in the kernel's type, close to each other but for a line: see kAliasBytes. In the caller's scratch; `stride` becomes theirs.
+const unsigned char* stage(const LinearKernel& kernel, std::int64_t num_inputs, std::int64_t depth, const unsigned char* x, std::int64_t x_bytes,
+                           std::int64_t rows, std::int64_t& stride) {
+    const std::int64_t own_stride = stride = round_up(depth * kernel.staged_bytes, kLineBytes) + kLineBytes;
+    unsigned char* staged = staged_scratch.get(static_cast<std::size_t>(own_stride * rows));
+    const std::int64_t rows_a_task = std::max<std::int64_t>(1, 8192 / num_inputs);
+    run_tasks(rows * num_inputs * 4, divide_up(rows, rows_a_task), [&](std::int64_t task) {
+        const std::int64_t end = std::min((task + 1) * rows_a_task, rows);
+        for (std::int64_t row = task * rows_a_task; row < end; ++row) kernel.stage(x + row * x_bytes, num_inputs, staged + row * own_stride, depth);
+    });
+    return staged;
+}
+
+// What one thread multiplies at a time: rows by columns that begin with a panel.
+struct Part {
+    const unsigned char* panels;
+    std::int64_t panel_bytes, bytes, depth;  // of a panel, of an element; of K
+    const unsigned char* bias;               // of the columns, or null
+    std::int64_t columns;
+    const unsigned char* activations;
+    std::int64_t stride, rows;
+    unsigned char* out;
+    std::int64_t out_stride;
+    bool few, streams;
+    const unsigned char* after;  // the panel that the thread is likely to take then
+};
+
+void multiply_part(const LinearKernel& kernel, const Part& part) {
+    const std::int64_t num_panels = divide_up(part.columns, kernel.columns), k_bytes = kernel.columns * part.bytes;
+    LinearBlock block;
+    block.activation_stride = part.stride;
+    block.rows = part.rows;
+    block.panel_stride = part.panel_bytes;
+    block.sums_stride = num_panels * kernel.columns;
+    block.ahead_bytes = kernel.ahead_bytes;
+    block.next_to_second = kernel.next_to_second;
+    block.out_stride = part.out_stride;
+    auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(round_up(part.rows, kernel.tile_rows) * block.sums_stride * 4)));
+    const std::int64_t most_range = part.rows <= kernel.tile_rows ? part.depth : part.few ? kernel.few_range : kernel.many_range;
+    const std::int64_t range = even_part(part.depth, most_range, kernel.depth);
+    block.wide = nullptr;
+    if (kernel.widens && part.rows > 2 * kernel.tile_rows) {
+        block.wide = reinterpret_cast<float*>(wide_scratch.get(static_cast<std::size_t>(range * kernel.columns * 4)));
+    }
+    const std::int64_t together = part.few && part.rows > kernel.tile_rows ? 1 : num_panels;
+    for (std::int64_t p = 0; p < num_panels; p += together) {
+        const unsigned char* panels = part.panels + p * part.panel_bytes;
+        for (std::int64_t k = 0; k < part.depth; k += range) {
+            const bool last = k + range >= part.depth;
+            block.activations = part.activations + k * kernel.staged_bytes;
+            block.panels = panels + k * k_bytes;
+            block.num_panels = together;
+            block.depth = std::min(range, part.depth - k);
+            block.after = !last ? block.panels + range * k_bytes : p + together < num_panels ? panels + together * part.panel_bytes : part.after;
+            block.sums = sums + p * kernel.columns;
+            block.first = k == 0;
+            block.out = last ? part.out + p * k_bytes : nullptr;
+            block.streams = last && part.streams;
+            block.out_columns = part.columns - p * kernel.columns;
+            block.bias = part.bias == nullptr ? nullptr : part.bias + p * k_bytes;
+            kernel.multiply(block);
+        }
+    }
+}
+
 }  // namespace
 
 void PackedWeight::multiply(const void* x, std::int64_t rows, const void* bias, void* out) const {
@@ -99,118 +164,76 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
     std::int64_t num_outputs = 0;
     for (int i = 0; i < num_targets; ++i) num_outputs += targets[i].weight->num_outputs_ * (targets[i].second == nullptr ? 1 : 2);
 
+    // Passes whose rows are read in place have their tasks in one go: no thread waits for another between them.
     const std::int64_t most_rows = rows_of_pass(kernel, rows, depth);
-    for (std::int64_t start = 0; start < rows; start += most_rows) {
-        const std::int64_t pass_rows = std::min(most_rows, rows - start);
-        const auto* pass_x = static_cast<const unsigned char*>(x) + start * x_bytes;
-        const bool direct = kernel.stage_is_copy && depth == num_inputs &&
-                            (pass_rows <= kernel.tile_rows || x_bytes % kAliasBytes != 0);
-        const unsigned char* activations = pass_x;
+    const bool direct = kernel.stage_is_copy && depth == num_inputs && (std::min(most_rows, rows) <= kernel.tile_rows || x_bytes % kAliasBytes != 0);
+    const std::int64_t together = direct ? rows : most_rows;
+    for (std::int64_t start = 0; start < rows; start += together) {
+        const std::int64_t count = std::min(together, rows - start);
+        const unsigned char* activations = static_cast<const unsigned char*>(x) + start * x_bytes;
         std::int64_t stride = x_bytes;
-        if (!direct) {
-            // One line more than the row: see kAliasBytes.
-            stride = round_up(depth * kernel.staged_bytes, kLineBytes) + kLineBytes;
-            unsigned char* staged = staged_scratch.get(static_cast<std::size_t>(stride * pass_rows));
-            const std::int64_t rows_a_task = std::max<std::int64_t>(1, 8192 / num_inputs);
-            run_tasks(pass_rows * num_inputs * 4, divide_up(pass_rows, rows_a_task), [&](std::int64_t task) {
-                const std::int64_t end = std::min((task + 1) * rows_a_task, pass_rows);
-                for (std::int64_t row = task * rows_a_task; row < end; ++row) {
-                    kernel.stage(pass_x + row * x_bytes, num_inputs, staged + row * stride, depth);
-                }
-            });
-            activations = staged;
-        }
+        if (!direct) activations = stage(kernel, num_inputs, depth, activations, x_bytes, count, stride);
 
-        // Columns [first, first + count) of rows [row, row + num_rows) of the pass, written to `out`. `after`: the panel that the thread is
-        // likely to take then.
-        const auto multiply = [&](const PackedWeight& weight, const void* all_bias, std::int64_t first, std::int64_t count, std::int64_t row,
-                                  std::int64_t num_rows, unsigned char* out, std::int64_t out_stride, bool few, bool streams,
-                                  const unsigned char* after) {
-            const std::int64_t columns = kernel.columns, panel_bytes = weight.panel_bytes_;
-            const std::int64_t panel = first / columns, num_panels = divide_up(count, columns);
-            LinearBlock block;
-            block.activation_stride = stride;
-            block.rows = num_rows;
-            block.panel_stride = panel_bytes;
-            block.sums_stride = num_panels * columns;
-            auto* sums = reinterpret_cast<float*>(sums_scratch.get(static_cast<std::size_t>(round_up(num_rows, kernel.tile_rows) * block.sums_stride * 4)));
-            const std::int64_t most_range = num_rows <= kernel.tile_rows ? depth : few ? kernel.few_range : kernel.many_range;
-            const std::int64_t part = even_part(depth, most_range, kernel.depth);
-            block.wide = nullptr;
-            if (kernel.widens && num_rows > 2 * kernel.tile_rows) {
-                block.wide = reinterpret_cast<float*>(wide_scratch.get(static_cast<std::size_t>(part * columns * 4)));
-            }
-            const auto* bias = all_bias == nullptr ? nullptr : static_cast<const unsigned char*>(all_bias) + first * bytes;
-            block.out_stride = out_stride;
-            const auto run = [&](std::int64_t first_panel, std::int64_t panels, std::int64_t k, std::int64_t range) {
-                block.activations = activations + row * stride + k * kernel.staged_bytes;
-                const unsigned char* panels_data = weight.data_ + (panel + first_panel) * panel_bytes;
-                block.panels = panels_data + k * columns * bytes;
-                block.num_panels = panels;
-                block.ahead_bytes = kernel.ahead_bytes;
-                block.after = k + range < depth                     ? block.panels + range * columns * bytes
-                              : first_panel + panels < num_panels ? panels_data + panels * panel_bytes
-                                                                    : after;
-                block.depth = range;
-                block.sums = sums + first_panel * columns;
-                block.first = k == 0;
-                const bool last = k + range == depth;
-                block.out = last ? out + first_panel * columns * bytes : nullptr;
-                block.streams = last && streams;
-                block.out_columns = count - first_panel * columns;
-                block.bias = bias == nullptr ? nullptr : bias + first_panel * columns * bytes;
-                kernel.multiply(block);
-            };
-            const std::int64_t together = few && num_rows > kernel.tile_rows ? 1 : num_panels;
-            for (std::int64_t p = 0; p < num_panels; p += together) {
-                for (std::int64_t k = 0; k < depth; k += part) run(p, together, k, std::min(part, depth - k));
-            }
+        const auto division = [&](int i, std::int64_t pass_rows) {
+            return Division(kernel, targets[i].weight->num_panels_, depth, targets[i].unit, pass_rows, threads);
         };
-        const auto division = [&](int i) { return Division(kernel, targets[i].weight->num_panels_, like.depth_, targets[i].unit, pass_rows, threads); };
-        // Calls visit(target, its division, task of it) for a task of all targets, if there are as many.
+        const auto tasks_of_pass = [&](std::int64_t pass_rows) {
+            std::int64_t num_tasks = 0;
+            for (int i = 0; i < num_targets; ++i) num_tasks += division(i, pass_rows).num_tasks;
+            return num_tasks;
+        };
+        const std::int64_t full_rows = std::min(most_rows, count), full_tasks = tasks_of_pass(full_rows);
+        const std::int64_t full_passes = count / full_rows, last_rows = count - full_passes * full_rows;
+        const std::int64_t num_tasks = full_passes * full_tasks + (last_rows > 0 ? tasks_of_pass(last_rows) : 0);
+        // Calls visit(target, its division, task of it, the pass's first row and its rows), if there are as many tasks.
         const auto find_task = [&](std::int64_t task, auto&& visit) {
-            for (int i = 0; i < num_targets; ++i) {
-                const Division own = division(i);
-                if (task < own.num_tasks) return visit(targets[i], own, task);
+            if (task >= num_tasks) return;
+            const std::int64_t pass = std::min(task / full_tasks, full_passes), pass_rows = pass < full_passes ? full_rows : last_rows;
+            task -= pass * full_tasks;
+            for (int i = 0;; ++i) {
+                const Division own = division(i, pass_rows);
+                if (task < own.num_tasks) return visit(targets[i], own, task, pass * full_rows, pass_rows);
                 task -= own.num_tasks;
             }
         };
-        const auto work = [&](const LinearTarget& target, const Division& division, std::int64_t task, const unsigned char* after) {
-            const PackedWeight& weight = *target.weight;
-            const std::int64_t first = task % division.num_chunks * division.chunk * kernel.columns;
-            const std::int64_t row = task / division.num_chunks * division.group_rows;
-            const std::int64_t count = std::min(division.chunk * kernel.columns, weight.num_outputs_ - first);
-            const std::int64_t num_rows = std::min(division.group_rows, pass_rows - row);
-            if (target.out != nullptr) {
-                const std::int64_t out_stride = weight.num_outputs_ * bytes;
-                auto* out = static_cast<unsigned char*>(target.out) + (start + row) * out_stride + first * bytes;
-                // What the second cache would not keep for its reader need not be read into it to be written.
-                const bool streams = !division.few && pass_rows * out_stride >= kHalfCache && out_stride % kLineBytes == 0 &&
-                                     reinterpret_cast<std::uintptr_t>(target.out) % kLineBytes == 0;
-                return multiply(weight, target.bias, first, count, row, num_rows, out, out_stride, division.few, streams, after);
-            }
-            const std::int64_t own_stride = round_up(count * bytes, kLineBytes), own_bytes = num_rows * own_stride;
-            unsigned char* taken = taken_scratch.get(static_cast<std::size_t>(own_bytes * (target.second == nullptr ? 1 : 2)));
-            LinearResult result{start + row, num_rows, first, count, {taken, nullptr}, own_stride};
-            if (target.second == nullptr) {
-                multiply(weight, target.bias, first, count, row, num_rows, taken, own_stride, division.few, false, after);
-            } else {
-                const unsigned char* seconds = target.second->data_ + first / kernel.columns * target.second->panel_bytes_;
-                multiply(weight, target.bias, first, count, row, num_rows, taken, own_stride, division.few, false, seconds);
-                result.values[1] = taken + own_bytes;
-                multiply(*target.second, target.second_bias, first, count, row, num_rows, taken + own_bytes, own_stride, division.few, false, after);
-            }
-            target.take(result);
-        };
-        std::int64_t num_tasks = 0;
-        for (int i = 0; i < num_targets; ++i) num_tasks += division(i).num_tasks;
-        run_tasks(pass_rows * num_inputs * num_outputs, num_tasks, [&](std::int64_t task) {
+        run_tasks(count * num_inputs * num_outputs, num_tasks, [&](std::int64_t index) {
             // Threads take their tasks in turn, so this one's next is likely to be `threads` further.
             const unsigned char* after = like.data_;
-            find_task(task + threads, [&](const LinearTarget& target, const Division& own, std::int64_t next) {
-                after = target.weight->data_ + next % own.num_chunks * own.chunk * target.weight->panel_bytes_;
+            find_task(index + threads, [&](const LinearTarget& target, const Division& own, std::int64_t task, std::int64_t, std::int64_t) {
+                after = target.weight->data_ + task % own.num_chunks * own.chunk * target.weight->panel_bytes_;
             });
-            find_task(task, [&](const LinearTarget& target, const Division& own, std::int64_t own_task) { work(target, own, own_task, after); });
+            find_task(index, [&](const LinearTarget& target, const Division& own, std::int64_t task, std::int64_t pass_start, std::int64_t pass_rows) {
+                const PackedWeight& weight = *target.weight;
+                const std::int64_t first = task % own.num_chunks * own.chunk * kernel.columns;
+                const std::int64_t row = pass_start + task / own.num_chunks * own.group_rows;
+                const std::int64_t columns = std::min(own.chunk * kernel.columns, weight.num_outputs_ - first);
+                const std::int64_t num_rows = std::min(own.group_rows, pass_start + pass_rows - row);
+                const auto part_of = [&](const PackedWeight& of, const void* bias, unsigned char* out, std::int64_t out_stride, bool streams, const unsigned char* next) {
+                    const auto* own_bias = bias == nullptr ? nullptr : static_cast<const unsigned char*>(bias) + first * bytes;
+                    return Part{of.data_ + first / kernel.columns * of.panel_bytes_, of.panel_bytes_, bytes, depth, own_bias, columns, activations + row * stride,
+                                stride, num_rows, out, out_stride, own.few, streams, next};
+                };
+                if (target.out != nullptr) {
+                    const std::int64_t out_stride = weight.num_outputs_ * bytes;
+                    auto* out = static_cast<unsigned char*>(target.out) + (start + row) * out_stride + first * bytes;
+                    // What the second cache would not keep for its reader need not be read into it to be written.
+                    const bool streams = !own.few && pass_rows * out_stride >= kHalfCache && out_stride % kLineBytes == 0 &&
+                                         reinterpret_cast<std::uintptr_t>(target.out) % kLineBytes == 0;
+                    return multiply_part(kernel, part_of(weight, target.bias, out, out_stride, streams, after));
+                }
+                const std::int64_t out_stride = round_up(columns * bytes, kLineBytes), own_bytes = num_rows * out_stride;
+                unsigned char* taken = taken_scratch.get(static_cast<std::size_t>(own_bytes * (target.second == nullptr ? 1 : 2)));
+                LinearResult result{start + row, num_rows, first, columns, {taken, nullptr}, out_stride};
+                if (target.second == nullptr) {
+                    multiply_part(kernel, part_of(weight, target.bias, taken, out_stride, false, after));
+                } else {
+                    const unsigned char* second = target.second->data_ + first / kernel.columns * target.second->panel_bytes_;
+                    multiply_part(kernel, part_of(weight, target.bias, taken, out_stride, false, second));
+                    result.values[1] = taken + own_bytes;
+                    multiply_part(kernel, part_of(*target.second, target.second_bias, result.values[1], out_stride, false, after));
+                }
+                target.take(result);
+            });
         });
     }
 }

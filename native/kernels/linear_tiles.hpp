@@ -154,10 +154,9 @@ struct VectorTiles {
     // Measured on Zen 4 and Zen 5: with up to 3 rows of pairs its own prefetching reads as fast as the memory gives, and with many rows
     // of pairs a tile takes long enough to hide the second cache, not the memory.
     static constexpr bool fetches_ahead(int rows) { return Form::kStep == 1 || S::kRegisters != 32 || rows > 3; }
-    static constexpr bool kNextToSecond = Form::kStep == 2;
     // Its own panels `ahead_bytes` before their use, or in every turn of the loop the line at `fetch`, which then goes on by `fetch_step`: of what
     // comes next.
-    enum class Fetch { none, ahead, next };
+    enum class Fetch { none, ahead, next, next_to_second };
     // Many rows: the first tile of a panel keeps its elements, which it has widened, in float32 for the others. Widening takes the units that
     // multiply: 4 to 7 % less time for 33 rows and more (bf16).
     enum class Widen { none, keep, kept };
@@ -180,6 +179,16 @@ struct VectorTiles {
         });
     }
 
+    static void finish_line(const float* sums, const Weight* bias, Weight* to, bool streams) {
+        Vec low = S::load(sums), high = S::load(sums + S::kWidth);
+        if (bias != nullptr) low = S::add(low, S::load(bias)), high = S::add(high, S::load(bias + S::kWidth));
+        if (streams) {
+            S::stream_pairs(to, S::to_bf16(low, high));
+        } else {
+            S::store_pairs(to, S::to_bf16(low, high));
+        }
+    }
+
     // Sums of the whole depth [rows][panels][kColumns], to the output. One function for all tiles: inlined, it was two thirds of their code.
     [[gnu::noinline]] static void finish_tile(const LinearBlock& block, const float* sums, std::int64_t row, int rows, std::int64_t panel, int panels) {
         for (int r = 0; r < rows; ++r) {
@@ -187,6 +196,12 @@ struct VectorTiles {
                 const std::int64_t first = (panel + p) * kColumns, left = block.out_columns - first;
                 const auto* bias = block.bias == nullptr ? nullptr : reinterpret_cast<const Weight*>(block.bias) + first;
                 auto* to = reinterpret_cast<Weight*>(block.out + (row + r) * block.out_stride) + first;
+                if constexpr (Form::kStep == 2) {  // by the processor's own rounding, a whole line at once
+                    if (left >= kColumns) {
+                        finish_line(sums, bias, to, block.streams);
+                        continue;
+                    }
+                }
                 finish<S, Weight>(sums, bias, to, left < kColumns ? left : kColumns);
             }
         }
@@ -250,8 +265,8 @@ struct VectorTiles {
                 unrolled<panels * kLines>([&](auto i) __attribute__((always_inline)) {
                     prefetch<tuning.ahead_to_second>(weights[i / kLines] + ahead + i % kLines * kLineBytes);
                 });
-            } else if constexpr (how == Fetch::next) {
-                prefetch<kNextToSecond>(fetch);
+            } else if constexpr (how != Fetch::none) {
+                prefetch<how == Fetch::next_to_second>(fetch);
                 fetch += fetch_step;
             }
             unrolled<kUnroll>([&](auto i) __attribute__((always_inline)) {
@@ -287,12 +302,26 @@ struct VectorTiles {
     }
 
     static void multiply(const LinearBlock& block) {
+        products(block);
+        if constexpr (Form::kStep == 2) {
+            if (block.streams) S::end_streams();
+        }
+    }
+
+    static void products(const LinearBlock& block) {
         if (block.rows <= kRows) {
             with_rows<1, kRows>(block.rows, [&](auto rows) { multiply_few<rows()>(block); });
             return;
         }
-        // Tiles of nearly equal heights. The first of a panel fetch what comes after it, in equal parts.
-        constexpr Fetch how = Fetch::next;
+        if constexpr (Form::kStep == 2) {
+            if (block.next_to_second) return products_of_many<Fetch::next_to_second>(block);
+        }
+        products_of_many<Fetch::next>(block);
+    }
+
+    // Tiles of nearly equal heights. The first of a panel fetch what comes after it, in equal parts.
+    template <Fetch how>
+    static void products_of_many(const LinearBlock& block) {
         const std::int64_t num_tiles = (block.rows + kRows - 1) / kRows;
         const std::int64_t range_bytes = block.depth / Form::kStep * kStepBytes;
         const std::int64_t fetching = num_tiles < tuning.fetching_tiles ? num_tiles : tuning.fetching_tiles;
@@ -331,6 +360,7 @@ constexpr LinearKernel vector_kernel() {
     kernel.few_range = Form::kStep == 2 ? kAnyDepth : 256;
     kernel.many_range = Form::kStep == 2 ? kAnyDepth : tuning.many_range;
     kernel.ahead_bytes = tuning.ahead_bytes;
+    kernel.next_to_second = Form::kStep == 2;
     kernel.widens = Own::kWidens;
     kernel.staged_bytes = sizeof(typename Form::Activation);
     kernel.stage_is_copy = is_copy;

@@ -68,6 +68,7 @@ constexpr LinearKernel kBrain = vector_kernel<Simd, Widened<Simd, bf16>, kTuning
 #if defined(QUIRE_VARIANT_avx512_bf16)
 constexpr LinearKernel of_zen5(LinearKernel kernel) {
     kernel.ahead_bytes = kZen5AheadBytes;
+    kernel.next_to_second = false;
     return kernel;
 }
 constexpr LinearKernel kFloatOfZen5 = of_zen5(kFloat), kHalfOfZen5 = of_zen5(kHalf), kBrainOfZen5 = of_zen5(kBrain);

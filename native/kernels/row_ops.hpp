@@ -47,15 +47,17 @@ struct RowOps {
     std::int64_t (*argmax)(const void* x, std::int64_t width, float* best);
 };
 
-// The operators of `isa` for `element`; variants with products of 16-bit pairs use those of avx512.
+// The operators of `isa` for `element`; AMX uses those of avx512_bf16.
 const RowOps& row_ops(Isa isa, Element element);
 
 #define QUIRE_DECLARE_ROW_OPS(variant) const RowOps& row_ops_##variant(Element element);
 QUIRE_DECLARE_ROW_OPS(portable)
 QUIRE_DECLARE_ROW_OPS(emulated_avx512)
+QUIRE_DECLARE_ROW_OPS(emulated_avx512_bf16)
 #if defined(__x86_64__)
 QUIRE_DECLARE_ROW_OPS(avx2)
 QUIRE_DECLARE_ROW_OPS(avx512)
+QUIRE_DECLARE_ROW_OPS(avx512_bf16)
 #endif
 #undef QUIRE_DECLARE_ROW_OPS
 

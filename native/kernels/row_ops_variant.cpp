@@ -13,6 +13,14 @@
 #include "kernels/simd_avx512.hpp"
 #define QUIRE_ROW_OPS row_ops_avx512
 #define QUIRE_SIMD Avx512
+#elif defined(QUIRE_VARIANT_avx512_bf16)
+#include "kernels/simd_avx512.hpp"
+#define QUIRE_ROW_OPS row_ops_avx512_bf16
+#define QUIRE_SIMD Avx512Bf16
+#elif defined(QUIRE_VARIANT_emulated_avx512_bf16)
+#include "kernels/simd_emulated.hpp"
+#define QUIRE_ROW_OPS row_ops_emulated_avx512_bf16
+#define QUIRE_SIMD Emulated512Bf16
 #elif defined(QUIRE_VARIANT_emulated_avx512)
 #include "kernels/simd_emulated.hpp"
 #define QUIRE_ROW_OPS row_ops_emulated_avx512

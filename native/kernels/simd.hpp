@@ -6,7 +6,7 @@
 //   kWidth            lanes of float32 in a Vec
 //   kRegisters        vector registers there are, for the sizes of register tiles
 //   load, store       float32, bf16 or f16 in memory, float32 in the register; no alignment asked for; stores round to
-//                     nearest even
+//                     nearest even (of bf16 by the processor's own rounding where kHasPairs: subnormals to zero)
 //   load_part, store_part   the first n lanes only, the others zero or untouched: nothing beyond n is read or written
 //   held(v)           v, in a register from here on: one load for several uses
 //   load_split_pairs  2 kWidth bf16 in pairs (column j, column j + kWidth) -> two Vecs: a shift and a mask, no shuffle

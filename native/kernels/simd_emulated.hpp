@@ -230,9 +230,12 @@ struct Emulated512Bf16 : Emulated512 {
         }
         even = evens, odd = odds;
     }
-    QUIRE_EMULATED void to_bf16(bf16* to, Vec v) {
+    QUIRE_EMULATED void to_bf16(bf16* to, Vec v) { store_part(to, v, 16); }
+    using Emulated512::store, Emulated512::store_part;
+    static void store(bf16* to, const Vec& v) { to_bf16(to, v); }
+    QUIRE_EMULATED void store_part(bf16* to, Vec v, int n) {
         // vcvtneps2bf16: subnormal inputs as zero.
-        for (int i = 0; i < 16; ++i) round_to(flushed(v.lane[i]), to[i]);
+        for (int i = 0; i < n; ++i) round_to(flushed(v.lane[i]), to[i]);
     }
     QUIRE_EMULATED Pairs to_bf16(Vec low, Vec high) {
         bf16 rounded[32];
