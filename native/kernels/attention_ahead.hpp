@@ -52,7 +52,10 @@ class LinesAhead {
     int lines_of(int shares, int steps) const { return (shares * share_ + steps - 1) / steps; }
 
     void fetch(int lines) {
-        if (__builtin_expect(piece_.lines < lines, 0)) return fetch_across(lines);
+        if (__builtin_expect(piece_.lines < lines, 0)) {
+            fetch_across(lines);
+            return;
+        }
         const unsigned char* at = piece_.at;
         piece_.lines -= lines;
         piece_.at += lines * kLineBytes;
@@ -64,14 +67,22 @@ class LinesAhead {
         }
         for (; lines > 0; --lines, at += kLineBytes) S::prefetch_l2(at);
     }
-    // False if there is nothing left.
-    bool fetch_some(int lines) {
-        if (piece_.lines == 0 && next_ == num_pieces_) return false;
-        fetch_across(lines);
-        return true;
-    }
     void fetch_rest() {
         if (piece_.lines > 0 || next_ < num_pieces_) fetch_across(num_lines_);
+    }
+    // Any number of lines. Returns how many of them there were not.
+    __attribute__((noinline)) int fetch_across(int lines) {
+        for (; lines > 0; --lines) {
+            if (piece_.lines == 0) {
+                if (next_ == num_pieces_) return lines;
+                piece_ = pieces_[next_++];
+                piece_.at += offset_;
+            }
+            S::prefetch_l2(piece_.at);
+            piece_.at += kLineBytes;
+            --piece_.lines;
+        }
+        return 0;
     }
 
   private:
@@ -80,19 +91,6 @@ class LinesAhead {
         int lines;
         std::uintptr_t stop() const { return reinterpret_cast<std::uintptr_t>(at) + static_cast<std::uintptr_t>(lines) * kLineBytes; }
     };
-
-    __attribute__((noinline)) void fetch_across(int lines) {
-        for (; lines > 0; --lines) {
-            if (piece_.lines == 0) {
-                if (next_ == num_pieces_) return;
-                piece_ = pieces_[next_++];
-                piece_.at += offset_;
-            }
-            S::prefetch_l2(piece_.at);
-            piece_.at += kLineBytes;
-            --piece_.lines;
-        }
-    }
 
     Piece piece_{};  // what is left of the piece under way
     Piece pieces_[kMostPieces];
