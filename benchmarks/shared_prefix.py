@@ -9,7 +9,7 @@ Each case is one decode step of sequences over a prefix, as attention over
 with the same bits in the last two. Cases: 32 sequences over 4 096 tokens and 64 of their own; samples; trees;
 two sequences over a few tokens, where there is little to win. And what a step that shares nothing pays for looking.
 Random K and V, 16 query heads, 8 KV heads of 128, blocks of 16. The sides of a case run in turn; medians, and medians
-of the turns' ratios.
+of the turns' ratios. `read_gb_s`: what memory gave at the time, of which `times_private` depends.
 """
 
 from __future__ import annotations
@@ -134,6 +134,7 @@ def decode(
         mb_read=round(traffic.kv_bytes / 1e6, 2),
         mb_read_one_by_one=round(traffic.unshared_kv_bytes / 1e6, 2),
         shared_runs=traffic.num_shared_runs,
+        read_gb_s=round(_native.read_bandwidth(1 << 28, 3) / 1e9, 1),
     )
 
 

@@ -72,15 +72,18 @@ class LinesAhead {
     }
     // Any number of lines. Returns how many of them there were not.
     __attribute__((noinline)) int fetch_across(int lines) {
-        for (; lines > 0; --lines) {
+        while (lines > 0) {
             if (piece_.lines == 0) {
                 if (next_ == num_pieces_) return lines;
                 piece_ = pieces_[next_++];
                 piece_.at += offset_;
             }
-            S::prefetch_l2(piece_.at);
-            piece_.at += kLineBytes;
-            --piece_.lines;
+            const int count = piece_.lines < lines ? piece_.lines : lines;
+            const unsigned char* at = piece_.at;
+            piece_.lines -= count;
+            piece_.at += count * kLineBytes;
+            lines -= count;
+            for (int i = 0; i < count; ++i, at += kLineBytes) S::prefetch_l2(at);
         }
         return 0;
     }

@@ -140,7 +140,11 @@ class AttendFewRows : InterleavedValues<S> {
     template <int kRows, int kHeadWidth, class Ask>
     void run_even() {
         Turn turn{first_tile_, 0};
-        ask_for<kHeadWidth, Ask>(even_rows(turn));
+        if (all_heads_together_) {
+            for (int head = 0; head < heads_; ++head) ask_for<kHeadWidth, Ask>(rows_by_token(turn.tile, head));
+        } else {
+            ask_for<kHeadWidth, Ask>(even_rows(turn));
+        }
         for (Turn next; turn.tile <= last_tile_; turn = next) {
             next = after(turn);
             // By reference, and looked for again when it is its turn: a copy would be made by vectors, and those wait for what has just been stored.
@@ -151,7 +155,7 @@ class AttendFewRows : InterleavedValues<S> {
                 const int start = static_cast<int>(larger(begin, 0)), stop = static_cast<int>(smaller(end, kTileTokens));
                 attend<kRows, kHeadWidth, Ask>(turn, Part{{rows.k, start, stop}, {rows.v, start, stop}}, following, following);
             } else if (all_heads_together_) {
-                attend<kRows, kHeadWidth, Ask>(turn, rows, rows_by_token(turn), following);
+                attend<kRows, kHeadWidth, Ask>(turn, rows, rows_by_token(smaller(turn.tile + 1, last_tile_), turn.head), following);
             } else {
                 attend<kRows, kHeadWidth, Ask>(turn, rows, following, following);
             }
@@ -212,10 +216,10 @@ class AttendFewRows : InterleavedValues<S> {
         const std::int64_t head = first_head_ + turn.head;
         return {{k_place_ + head * view_.k.head_stride, view_.k.token_stride}, {v_place_ + head * view_.v.head_stride, view_.v.token_stride}};
     }
-    // Where all heads of a token lie together: as many rows of the next tile as a turn has, in the order of their addresses.
-    Even rows_by_token(Turn turn) {
-        const Even rows = even_rows({smaller(turn.tile + 1, last_tile_), 0});
-        const std::int64_t before = std::int64_t{turn.head} * kTileTokens;
+    // Where all heads of a token lie together: as many rows of a tile as a turn has, the turn's part of them in the order of their addresses.
+    Even rows_by_token(std::int64_t tile, int part) {
+        const Even rows = even_rows({tile, 0});
+        const std::int64_t before = std::int64_t{part} * kTileTokens;
         return {{rows.k.first + before * k_width_, k_width_}, {rows.v.first + before * v_width_, v_width_}};
     }
     bool all_heads_together(const PagedTensor& of) const { return of.head_stride == of.width && of.token_stride == heads_ * of.width; }
