@@ -185,29 +185,38 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
         if (norm.kind != Norm::none && parts.norm_heads) ops.norm(x, norm, x, k_width);
         ops.rotate(x, cos, sin, parts.rotation, rotary, to, k_width);
     };
-    const std::int64_t first_heads[3] = {0, q_heads, q_heads + kv_heads};
+    // A product whose heads go to their places block by block; row r is that of token_of(r).
+    const auto taken = [&](std::size_t i, auto token_of) {
+        const std::int64_t head_width = i == 2 ? v_width : k_width, first_head = i == 0 ? 0 : i == 1 ? q_heads : q_heads + kv_heads;
+        LinearTarget target{parts.qkv[i].weight, parts.qkv[i].bias, nullptr};
+        target.unit = head_width;
+        target.take = [=, &place](const LinearResult& result) {
+            for (std::int64_t r = 0; r < result.rows; ++r) {
+                for (std::int64_t column = 0; column < result.columns; column += head_width) {
+                    place(token_of(result.row + r), first_head + (result.column + column) / head_width, result.values[0] + r * result.stride + column * bytes);
+                }
+            }
+        };
+        return target;
+    };
+    // Queries of few rows that are asked for are a product of their own.
+    const bool queries_apart = step.asked != nullptr && by_blocks && !merged && 2 * num_queries <= rows;
 
     for (std::int64_t start = 0; start < rows; start += at_once) {
         const std::int64_t count = std::min(at_once, rows - start);
         const auto* from = static_cast<const unsigned char*>(hidden) + start * width * bytes;
         LinearTarget targets[3];
         unsigned char* next = products;
-        for (std::size_t i = 0; i < parts.qkv.size(); ++i) {
-            targets[i] = {parts.qkv[i].weight, parts.qkv[i].bias, next};
-            next += count * row_widths[i] * bytes;
-            if (!by_blocks) continue;
-            const std::int64_t head_width = i == 2 ? v_width : k_width, first_head = first_heads[i];
-            targets[i].out = nullptr;
-            targets[i].unit = head_width;
-            targets[i].take = [=, &place](const LinearResult& result) {
-                for (std::int64_t r = 0; r < result.rows; ++r) {
-                    for (std::int64_t column = 0; column < result.columns; column += head_width) {
-                        place(start + result.row + r, first_head + (result.column + column) / head_width, result.values[0] + r * result.stride + column * bytes);
-                    }
-                }
-            };
+        std::size_t num_targets = 0;
+        for (std::size_t i = queries_apart ? 1 : 0; i < parts.qkv.size(); ++i) {
+            if (by_blocks) {
+                targets[num_targets++] = taken(i, [start](std::int64_t row) { return start + row; });
+            } else {
+                targets[num_targets++] = {parts.qkv[i].weight, parts.qkv[i].bias, next};
+                next += count * row_widths[i] * bytes;
+            }
         }
-        enter(parts.around.before, targets, parts.qkv.size(), ops, count, from, normed);
+        enter(parts.around.before, targets, num_targets, ops, count, from, normed);
         if (by_blocks) continue;
         each_row(count, 2 * all, [&](std::int64_t row) {
             unsigned char* q_given = products + row * row_widths[0] * bytes;
@@ -229,6 +238,10 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
         auto* to = static_cast<unsigned char*>(out);
         for (std::int64_t i = 0; i < num_queries; ++i) std::memmove(to + i * width * bytes, from + (*step.asked)[i] * width * bytes, static_cast<std::size_t>(width * bytes));
         hidden = out;
+    }
+    for (std::int64_t start = 0; queries_apart && start < num_queries; start += at_once) {
+        const LinearTarget target = taken(0, [start, asked = step.asked](std::int64_t row) { return (*asked)[start + row]; });
+        enter(parts.around.before, &target, 1, ops, std::min(at_once, num_queries - start), static_cast<const unsigned char*>(hidden) + start * width * bytes, normed);
     }
     attention_run(view, {q, q_row, k_width}, {attended, output.input_stride(), v_width}, q_heads, *step.batch, *step.options, output.isa());
     leave(parts.around, parts.output, ops, attended, num_queries, hidden, q, out);
