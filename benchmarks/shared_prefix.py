@@ -9,7 +9,7 @@ Each case is one decode step of sequences over a prefix, as attention over
 with the same bits in the last two. Cases: 32 sequences over 4 096 tokens and 64 of their own; samples; trees;
 two sequences over a few tokens, where there is little to win. And what a step that shares nothing pays for looking.
 Random K and V, 16 query heads, 8 KV heads of 128, blocks of 16. The sides of a case run in turn; medians, and medians
-of the turns' ratios. `read_gb_s`: what memory gave at the time, of which `times_private` depends.
+of the turns' ratios. `read_gb_s`: what memory gave at the time, on which `times_private` depends.
 """
 
 from __future__ import annotations
