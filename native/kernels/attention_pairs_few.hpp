@@ -25,27 +25,37 @@ class AttendFewRows : InterleavedValues<S> {
     static constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
     static_assert(kTileTokens == kWidth, "a vector holds the scores of a tile");
     using Tokens = ItemTokens<S, bf16, kTileTokens>;
+    using Places = typename Tokens::Rows;
 
-    // The rows of a turn. Of blocks of whole tiles one after the other (Even), at the ends of the item's tokens without those that no
-    // row sees (Part), for which there are zeros; otherwise wherever they lie (Any).
+    // The rows of a turn. Of blocks of whole tiles one after the other (Even; kStride: from a row to the next one, or 0 for any), otherwise wherever
+    // they lie, a head's so far from those of the item's first (Any).
+    template <int kStride>
     struct Even {
         struct Of {
             const bf16* first;
             std::int64_t stride;
-            const bf16* operator[](int t) const { return first + t * stride; }
+            const bf16* operator[](int t) const { return first + t * (kStride > 0 ? kStride : stride); }
         };
         Of k, v;
     };
+    struct Any {
+        struct Of {
+            const bf16* const* first;
+            std::int64_t offset;
+            const bf16* operator[](int t) const { return first[t] + offset; }
+        };
+        Of k, v;
+    };
+    // At the ends of the item's tokens without those that no row sees, for which there are zeros.
+    template <class Rows>
     struct Part {
-        struct Of : Even::Of {
+        struct Of {
+            typename Rows::Of whole;
             int start, stop;
-            const bf16* operator[](int t) const {
-                return t >= start && t < stop ? Even::Of::operator[](t) : reinterpret_cast<const bf16*>(kZeroRow);
-            }
+            const bf16* operator[](int t) const { return t >= start && t < stop ? whole[t] : reinterpret_cast<const bf16*>(kZeroRow); }
         };
         Of k, v;
     };
-    using Any = typename Tokens::Rows;
 
     // How what comes next is asked for. Once, into the first cache alone: nothing of it is read again (Zen 5, two threads, 8 x 8 192 tokens:
     // 69 GB/s, 62 into all caches, 65 in two steps). Or in two steps, into the second cache, then from there, where a core waits for few lines of
@@ -107,7 +117,7 @@ class AttendFewRows : InterleavedValues<S> {
     void run_rows() {
         if (k_width_ != 128 || v_width_ != 128) {
             run_turns<kRows, 0, AskTwice>();
-        } else if (first_cache_waits_for_many() && !tokens_.token_major()) {
+        } else if (first_cache_waits_for_many() && !tokens_.token_major() && view_.k.token_stride == 128 && view_.v.token_stride == 128) {
             run_turns<kRows, 128, AskOnce>();
         } else {
             run_turns<kRows, 128, AskTwice>();
@@ -128,8 +138,6 @@ class AttendFewRows : InterleavedValues<S> {
     // kHeadWidth: of keys and of values, or 0 for any.
     template <int kRows, int kHeadWidth, class Ask>
     void run_turns() {
-        // A head's tokens of a block lie together: tiles of one span are taken for a head before the next head's turn.
-        while (!tokens_.token_major() && 2 * span_ * kTileTokens <= view_.block_size && span_ < kTiles) span_ *= 2;
         if (view_.block_size % kTileTokens == 0) {
             run_even<kRows, kHeadWidth, Ask>();
         } else {
@@ -139,54 +147,52 @@ class AttendFewRows : InterleavedValues<S> {
 
     template <int kRows, int kHeadWidth, class Ask>
     void run_even() {
+        using Rows = Even<std::is_same_v<Ask, AskOnce> ? kHeadWidth : 0>;
+        // A head's tokens of a block lie together: tiles of one span are taken for a head before the next head's turn.
+        while (!tokens_.token_major() && 2 * span_ * kTileTokens <= view_.block_size && span_ < kTiles) span_ *= 2;
         Turn turn{first_tile_, 0};
         if (all_heads_together_) {
-            for (int head = 0; head < heads_; ++head) ask_for<kHeadWidth, Ask>(rows_by_token(turn.tile, head));
+            for (int head = 0; head < heads_; ++head) ask_for<kHeadWidth, Ask>(rows_by_token<Rows>(turn.tile, head));
         } else {
-            ask_for<kHeadWidth, Ask>(even_rows(turn));
+            ask_for<kHeadWidth, Ask>(even_rows<Rows>(turn));
         }
         for (Turn next; turn.tile <= last_tile_; turn = next) {
             next = after(turn);
             // By reference, and looked for again when it is its turn: a copy would be made by vectors, and those wait for what has just been stored.
-            const Even rows = even_rows(turn), following = even_rows(next.tile <= last_tile_ ? next : turn);
-            const std::int64_t base = turn.tile * kTileTokens, begin = rows_.begin() - base, end = rows_.end() - base;
-            begin_turn(turn);
-            if (begin > 0 || end < kTileTokens) {
-                const int start = static_cast<int>(larger(begin, 0)), stop = static_cast<int>(smaller(end, kTileTokens));
-                attend<kRows, kHeadWidth, Ask>(turn, Part{{rows.k, start, stop}, {rows.v, start, stop}}, following, following);
-            } else if (all_heads_together_) {
-                attend<kRows, kHeadWidth, Ask>(turn, rows, rows_by_token(smaller(turn.tile + 1, last_tile_), turn.head), following);
+            const Rows rows = even_rows<Rows>(turn), following = even_rows<Rows>(next.tile <= last_tile_ ? next : turn);
+            if (all_heads_together_) {
+                attend_turn<kRows, kHeadWidth, Ask>(turn, rows, rows_by_token<Rows>(smaller(turn.tile + 1, last_tile_), turn.head), following);
             } else {
-                attend<kRows, kHeadWidth, Ask>(turn, rows, following, following);
+                attend_turn<kRows, kHeadWidth, Ask>(turn, rows, following, following);
             }
-            end_turn(turn);
         }
     }
 
     template <int kRows, int kHeadWidth, class Ask>
     void run_any() {
-        // Found two turns ahead: what a vector has just stored cannot be read pointer by pointer yet.
-        Any rows[3];
-        Turn turn{first_tile_, 0}, next = after(turn);
-        for (Any& one : rows) find(turn, one);
-        find(next, rows[1]);
-        ask_for<kHeadWidth, Ask>(rows[0]);
-        for (int here = 0; turn.tile <= last_tile_; here = here == 2 ? 0 : here + 1) {
-            const Turn later = after(next);
-            find(later, rows[here == 0 ? 2 : here - 1]);
-            const Any& following = rows[here == 2 ? 0 : here + 1];
-            begin_turn(turn);
-            attend<kRows, kHeadWidth, Ask>(turn, rows[here], following, following);
-            end_turn(turn);
-            turn = next;
-            next = later;
+        Places places[2];
+        find(first_tile_, places[0]);
+        ask_for<kHeadWidth, Ask>(any_rows(places[0], 0));
+        for (std::int64_t tile = first_tile_; tile <= last_tile_; ++tile) {
+            const Places &here = places[(tile - first_tile_) % 2], &next = places[(tile + 1 - first_tile_) % 2];
+            if (tile < last_tile_) find(tile + 1, places[(tile + 1 - first_tile_) % 2]);
+            for (int head = 0; head < heads_; ++head) {
+                const Any following = head + 1 < heads_ ? any_rows(here, head + 1) : tile < last_tile_ ? any_rows(next, 0) : any_rows(here, head);
+                attend_turn<kRows, kHeadWidth, Ask>({tile, head}, any_rows(here, head), following, following);
+            }
         }
     }
 
-    void begin_turn(Turn turn) {
+    template <int kRows, int kHeadWidth, class Ask, class Rows>
+    __attribute__((always_inline)) void attend_turn(Turn turn, const Rows& rows, const Rows& far, const Rows& near) {
+        const std::int64_t base = turn.tile * kTileTokens, begin = rows_.begin() - base, end = rows_.end() - base;
         if (turn.head == 0 && (turn.tile == first_tile_ || turn.tile % kTiles == 0)) begin_partial(turn.tile / kTiles);
-    }
-    void end_turn(Turn turn) const {
+        if (begin > 0 || end < kTileTokens) {
+            const int start = static_cast<int>(larger(begin, 0)), stop = static_cast<int>(smaller(end, kTileTokens));
+            attend<kRows, kHeadWidth, Ask>(turn, Part<Rows>{{rows.k, start, stop}, {rows.v, start, stop}}, far, near);
+        } else {
+            attend<kRows, kHeadWidth, Ask>(turn, rows, far, near);
+        }
         const bool over = (turn.tile + 1) % kTiles == 0;
         if (turn.head + 1 == heads_ && (over || turn.tile == last_tile_)) states_.end_partial(turn.tile / kTiles, over);
     }
@@ -203,7 +209,8 @@ class AttendFewRows : InterleavedValues<S> {
     }
 
     // Of a turn in blocks of whole tiles.
-    Even even_rows(Turn turn) {
+    template <class Rows>
+    Rows even_rows(Turn turn) {
         if (turn.tile != placed_) {
             const std::int64_t token = turn.tile * kTileTokens, block = token / view_.block_size, offset = token - block * view_.block_size;
             const auto place = [&](const PagedTensor& of) {
@@ -217,17 +224,20 @@ class AttendFewRows : InterleavedValues<S> {
         return {{k_place_ + head * view_.k.head_stride, view_.k.token_stride}, {v_place_ + head * view_.v.head_stride, view_.v.token_stride}};
     }
     // Where all heads of a token lie together: as many rows of a tile as a turn has, the turn's part of them in the order of their addresses.
-    Even rows_by_token(std::int64_t tile, int part) {
-        const Even rows = even_rows({tile, 0});
+    template <class Rows>
+    Rows rows_by_token(std::int64_t tile, int part) {
+        const Rows rows = even_rows<Rows>({tile, 0});
         const std::int64_t before = std::int64_t{part} * kTileTokens;
         return {{rows.k.first + before * k_width_, k_width_}, {rows.v.first + before * v_width_, v_width_}};
     }
     bool all_heads_together(const PagedTensor& of) const { return of.head_stride == of.width && of.token_stride == heads_ * of.width; }
 
-    void find(Turn turn, Any& rows) {
-        if (turn.tile > last_tile_) return;
-        if (turn.tile != placed_) tokens_.find(placed_ = turn.tile, rows_.begin(), rows_.end(), tile_);
-        tokens_.rows(tile_, first_head_ + turn.head, rows);
+    void find(std::int64_t tile, Places& places) {
+        tokens_.find(tile, rows_.begin(), rows_.end(), tile_);
+        tokens_.rows(tile_, first_head_, places);
+    }
+    Any any_rows(const Places& places, int head) const {
+        return {{places.k, head * view_.k.head_stride}, {places.v, head * view_.v.head_stride}};
     }
 
     template <int kHeadWidth, class Ask, class Rows>
@@ -306,7 +316,11 @@ class AttendFewRows : InterleavedValues<S> {
                     ask_for_row<kHeadWidth, Ask::far>(far.k[group + d / kColumns], width);
                     ask_for_row<kHeadWidth, Ask::near>(rows.v[group + d / kColumns], width);
                 }
-                multiply<kRows, kTokens>(query + d, key, sum, [d](const bf16* from) { return S::load_pairs(from + d); });
+                if constexpr (kHeadWidth > 0 && kRows <= 2) {
+                    multiply_from_memory<kRows, kTokens>(query + d, d, key, sum);
+                } else {
+                    multiply<kRows, kTokens>(query + d, key, sum, [d](const bf16* from) { return S::load_pairs(from + d); });
+                }
             }
             if constexpr (kHeadWidth == 0) {
                 const int rest = width - d;
@@ -319,6 +333,18 @@ class AttendFewRows : InterleavedValues<S> {
         }
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) s[r] = S::fold_parts(parts[r][0], parts[r][1], parts[r][2], parts[r][3]);
+    }
+
+    // Of few rows, each of which reads the keys anew: an operation with a load takes one place in the queue of those under way, and that queue is
+    // what limits how many lines a core waits for.
+    template <int kRows, int kTokens>
+    __attribute__((always_inline)) void multiply_from_memory(const bf16* query, int d, const bf16* const (&key)[kTokens], Vec (&sum)[kRows][kTokens]) const {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const Pairs q = S::load_pairs(query + r * k_stride_);
+#pragma GCC unroll 4
+            for (int n = 0; n < kTokens; ++n) sum[r][n] = S::dot_from(sum[r][n], q, key[n] + d);
+        }
     }
 
     template <int kRows, int kTokens, class Load>
@@ -338,13 +364,17 @@ class AttendFewRows : InterleavedValues<S> {
     __attribute__((always_inline)) void values(const Rows& rows, const Asked& far, const Asked& near, const bf16* p, float* o, std::int64_t stride) const {
         constexpr int kChunks = kRows <= 3 ? 4 : 2;
         const int width = kHeadWidth > 0 ? kHeadWidth : v_width_;
-        const auto whole = [](const bf16* row) { return S::load_pairs(row); };
+        const auto whole = [](const bf16* even, const bf16* odd, Pairs& low, Pairs& high) { S::interleave_from(S::held(S::load_pairs(even)), odd, low, high); };
         int d = 0;
         for (; d + kChunks * kColumns <= width; d += kChunks * kColumns) values_columns<kRows, kChunks, Ask>(rows, far, near, p, d, o, stride, whole);
         if constexpr (kHeadWidth == 0) {
             for (; d + kColumns <= width; d += kColumns) values_columns<kRows, 1, Ask>(rows, far, near, p, d, o, stride, whole);
             const int rest = width - d;
-            if (rest > 0) values_columns<kRows, 1, Ask>(rows, far, near, p, d, o, stride, [rest](const bf16* row) { return S::load_pairs_part(row, rest); });
+            if (rest > 0) {
+                values_columns<kRows, 1, Ask>(rows, far, near, p, d, o, stride, [rest](const bf16* even, const bf16* odd, Pairs& low, Pairs& high) {
+                    S::interleave(S::load_pairs_part(even, rest), S::load_pairs_part(odd, rest), low, high);
+                });
+            }
         }
     }
 
@@ -373,7 +403,7 @@ class AttendFewRows : InterleavedValues<S> {
                 Ask::near(keys[first / kChunks] + first % kChunks * kColumns);
                 Ask::near(keys[second / kChunks] + second % kChunks * kColumns);
                 Pairs low, high;
-                S::interleave(S::held(load(even + i * kColumns)), S::held(load(odd + i * kColumns)), low, high);
+                load(even + i * kColumns, odd + i * kColumns, low, high);
 #pragma GCC unroll 8
                 for (int r = 0; r < kRows; ++r) {
                     sum[r][2 * i] = S::dot(sum[r][2 * i], weights[r], low);
@@ -405,7 +435,7 @@ class AttendFewRows : InterleavedValues<S> {
     std::int64_t placed_ = -1;  // the tile whose tokens lie
     const bf16* k_place_ = nullptr;  // from here on, of head 0, where even
     const bf16* v_place_ = nullptr;
-    typename Tokens::Tile tile_;  // or here
+    typename Tokens::Tile tile_;  // what was found last, where not
 };
 
 // An item by pairs, real or emulated.

@@ -209,11 +209,22 @@ struct Avx512Bf16 : Avx512 {
     static Vec dot(Vec sum, Pairs a, Pairs b) {
         return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
     }
+    // The same with `b` read by the operation itself.
+    static Vec dot_from(Vec sum, Pairs a, const bf16* b) {
+        __asm__("vdpbf16ps %1, %2, %0" : "+v"(sum) : "m"(*reinterpret_cast<const Unaligned*>(b)), "v"(a));
+        return sum;
+    }
     // Rows a and b of 32 columns -> pairs (a[c], b[c]): lanes of `low` are columns 0-3, 8-11, 16-19, 24-27, of `high`
     // the others.
     static void interleave(Pairs a, Pairs b, Pairs& low, Pairs& high) {
         low = _mm512_unpacklo_epi16(a, b);
         high = _mm512_unpackhi_epi16(a, b);
+    }
+    // The same with `b` read by the operations themselves.
+    static void interleave_from(Pairs a, const bf16* b, Pairs& low, Pairs& high) {
+        const auto& from = *reinterpret_cast<const Unaligned*>(b);
+        __asm__("vpunpcklwd %1, %2, %0" : "=v"(low) : "m"(from), "v"(a));
+        __asm__("vpunpckhwd %1, %2, %0" : "=v"(high) : "m"(from), "v"(a));
     }
     // Sums in interleave's order of columns -> columns 0-15 and 16-31.
     static void natural_order(Vec& low, Vec& high) {
@@ -236,6 +247,7 @@ struct Avx512Bf16 : Avx512 {
     static Pairs to_bf16(Vec low, Vec high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)); }
 
   private:
+    using Unaligned [[gnu::aligned(1), gnu::may_alias]] = __m512i;
     static __m256i rounded(Vec v) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)); }
 };
 

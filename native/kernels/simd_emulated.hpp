@@ -196,6 +196,7 @@ struct Emulated512Bf16 : Emulated512 {
         dot_lanes(a.element, b.element, sum.lane);
         return sum;
     }
+    QUIRE_EMULATED Vec dot_from(Vec sum, const Pairs& a, const bf16* b) { return dot(sum, a, load_pairs(b)); }
     QUIRE_EMULATED void transpose(Pairs (&rows)[16]) {
         Pairs columns[16];
         for (int i = 0; i < 16; ++i) {
@@ -213,6 +214,7 @@ struct Emulated512Bf16 : Emulated512 {
             }
         }
     }
+    QUIRE_EMULATED void interleave_from(const Pairs& a, const bf16* b, Pairs& low, Pairs& high) { interleave(a, load_pairs(b), low, high); }
     QUIRE_EMULATED void natural_order(Vec& low, Vec& high) {
         float columns[32];
         for (int i = 0; i < 16; ++i) {
