@@ -41,7 +41,7 @@ class Partition {
     Partition(const AttentionKind& kind, const AttentionBatch& batch, const AttentionOptions& options, AttentionSchedule& schedule)
         : kind_(kind), batch_(batch), options_(options), schedule_(schedule), item_rows_(item_rows(kind, batch)) {
         if (batch.share_prefixes) shared_ = find_shared_runs(batch, kind.block_size, options, kind.group, item_rows_);
-        constexpr std::int64_t kItemsPerThread = 16, kItemsOfFewRows = 4, kLeastCost = 4096;
+        constexpr std::int64_t kItemsPerThread = 16, kItemsOfFewRows = 2, kLeastCost = 4096;
         std::int64_t total = 0, unshared_tokens = 0;
         for (std::int64_t s = 0; s < batch.num_sequences; ++s) {
             each_row_tile(s, [&](const RowTile& tile) {
@@ -148,8 +148,9 @@ class Partition {
     };
 
     // Few rows wait for memory: several heads together, in the order in which a block's heads lie in memory, and rather
-    // fewer tokens. Items of four times the size, because an item begins slowly and its partials' states come and go through
-    // memory (Xeon with AMX, two threads: 8 x 8 192 tokens at 25.0 instead of 22.8 GB/s, 1 x 32 768 at 24.4 instead of 23.0).
+    // fewer tokens. Items of eight times the size, because an item begins slowly and its partials' states come and go through
+    // memory (two threads: Xeon with AMX, four times: 8 x 8 192 tokens at 25.0 instead of 22.8 GB/s, 1 x 32 768 at 24.4 instead
+    // of 23.0; Zen 5, eight instead of four times: 1 x 2 048 tokens at 42 instead of 38, 8 x 8 192 at 45.0 instead of 42.8).
     // Where the heads of a token lie together and there are more rows, items of twice the size, of four times before their
     // heads are cut: an item begins and ends with a tile of all heads during which nothing is read ahead, and with half of
     // each token to read, two threads took 16 % longer than head by head (4 x 1 024 tokens; 11 % with all heads, 2 to 4 % in
