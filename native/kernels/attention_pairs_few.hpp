@@ -23,12 +23,14 @@ class AttendFewRows : InterleavedValues<S> {
     static constexpr int kWidth = S::kWidth;
     static constexpr int kTileTokens = kPairTileTokens;
     static constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
+    static constexpr int kBesideWidth = 128;  // of keys, where values follow them
     static_assert(kTileTokens == kWidth, "a vector holds the scores of a tile");
     using Tokens = ItemTokens<S, bf16, kTileTokens>;
     using Places = typename Tokens::Rows;
 
     // The rows of a turn. Of blocks of whole tiles one after the other (Even; kStride: from a row to the next one, or 0 for any), otherwise wherever
-    // they lie, a head's so far from those of the item's first (Any).
+    // they lie, a head's so far from those of the item's first (Any; kBeside: a token's values follow its keys, as in blocks of 1, and
+    // both are asked for token by token, at half as many addresses).
     template <int kStride>
     struct Even {
         struct Of {
@@ -38,6 +40,7 @@ class AttendFewRows : InterleavedValues<S> {
         };
         Of k, v;
     };
+    template <bool kBeside>
     struct Any {
         struct Of {
             const bf16* const* first;
@@ -141,7 +144,10 @@ class AttendFewRows : InterleavedValues<S> {
         if (view_.block_size % kTileTokens == 0) {
             run_even<kRows, kHeadWidth, Ask>();
         } else {
-            run_any<kRows, kHeadWidth, Ask>();
+            if constexpr (std::is_same_v<Ask, AskOnce>) {
+                if (values_follow_keys()) return run_any<kRows, kHeadWidth, Ask, Any<true>>();
+            }
+            run_any<kRows, kHeadWidth, Ask, Any<false>>();
         }
     }
 
@@ -168,17 +174,18 @@ class AttendFewRows : InterleavedValues<S> {
         }
     }
 
-    template <int kRows, int kHeadWidth, class Ask>
+    template <int kRows, int kHeadWidth, class Ask, class Rows>
     void run_any() {
         Places places[2];
         find(first_tile_, places[0]);
-        ask_for<kHeadWidth, Ask>(any_rows(places[0], 0));
+        ask_for<kHeadWidth, Ask>(any_rows<Rows>(places[0], 0));
         for (std::int64_t tile = first_tile_; tile <= last_tile_; ++tile) {
             const Places &here = places[(tile - first_tile_) % 2], &next = places[(tile + 1 - first_tile_) % 2];
             if (tile < last_tile_) find(tile + 1, places[(tile + 1 - first_tile_) % 2]);
             for (int head = 0; head < heads_; ++head) {
-                const Any following = head + 1 < heads_ ? any_rows(here, head + 1) : tile < last_tile_ ? any_rows(next, 0) : any_rows(here, head);
-                attend_turn<kRows, kHeadWidth, Ask>({tile, head}, any_rows(here, head), following, following);
+                const bool same_tile = head + 1 < heads_ || tile == last_tile_;
+                const Rows following = any_rows<Rows>(same_tile ? here : next, head + 1 < heads_ ? head + 1 : 0);
+                attend_turn<kRows, kHeadWidth, Ask>({tile, head}, any_rows<Rows>(here, head), following, following);
             }
         }
     }
@@ -236,8 +243,13 @@ class AttendFewRows : InterleavedValues<S> {
         tokens_.find(tile, rows_.begin(), rows_.end(), tile_);
         tokens_.rows(tile_, first_head_, places);
     }
-    Any any_rows(const Places& places, int head) const {
+    template <class Rows>
+    Rows any_rows(const Places& places, int head) const {
         return {{places.k, head * view_.k.head_stride}, {places.v, head * view_.v.head_stride}};
+    }
+    bool values_follow_keys() const {
+        return view_.v.data == view_.k.data + k_width_ * sizeof(bf16) && view_.v.block_stride == view_.k.block_stride &&
+               view_.v.head_stride == view_.k.head_stride && view_.v.token_stride == view_.k.token_stride;
     }
 
     template <int kHeadWidth, class Ask, class Rows>
@@ -253,6 +265,18 @@ class AttendFewRows : InterleavedValues<S> {
         } else {
             for (int d = 0; d < width; d += kColumns) ask(row + d);
         }
+    }
+
+    // The rows that are asked for with row t of the keys and of the values: the same rows, or the keys and values of half a token more.
+    template <class Asked>
+    static const bf16* asked_with_keys(const Asked& far, int t) {
+        if constexpr (std::is_same_v<Asked, Any<true>>) return far.k[t / 2] + t % 2 * kBesideWidth;
+        return far.k[t];
+    }
+    template <class Asked>
+    static const bf16* asked_with_values(const Asked& far, int t) {
+        if constexpr (std::is_same_v<Asked, Any<true>>) return far.k[(kTileTokens + t) / 2] + t % 2 * kBesideWidth;
+        return far.v[t];
     }
 
     // far: rows to be asked for, as many as the turn has. near: the next turn's, whose keys will then be needed first.
@@ -294,6 +318,13 @@ class AttendFewRows : InterleavedValues<S> {
         constexpr int kTokens = 4;
         constexpr bool kRowAStep = kHeadWidth == kTokens * kColumns;  // as many steps of d as tokens at once
         const int width = kHeadWidth > 0 ? kHeadWidth : k_width_;
+        constexpr bool kHoldsQueries = kHeadWidth > 0 && kRows <= 2;
+        constexpr int kSteps = kHoldsQueries ? kHeadWidth / kColumns : 1;
+        Pairs held[kHoldsQueries ? kRows : 1][kSteps];
+        if constexpr (kHoldsQueries) {
+#pragma GCC unroll 8
+            for (int i = 0; i < kRows * kSteps; ++i) held[i / kSteps][i % kSteps] = S::held(S::load_pairs(query + i / kSteps * k_stride_ + i % kSteps * kColumns));
+        }
         Vec parts[kRows][kTileTokens / kTokens];
 #pragma GCC unroll 4
         for (int group = 0; group < kTileTokens; group += kTokens) {
@@ -303,7 +334,7 @@ class AttendFewRows : InterleavedValues<S> {
             for (int n = 0; n < kTokens; ++n) {
                 key[n] = rows.k[group + n];
                 if constexpr (!kRowAStep) {
-                    ask_for_row<kHeadWidth, Ask::far>(far.k[group + n], width);
+                    ask_for_row<kHeadWidth, Ask::far>(asked_with_keys(far, group + n), width);
                     ask_for_row<kHeadWidth, Ask::near>(rows.v[group + n], v_width_);
                 }
 #pragma GCC unroll 8
@@ -313,11 +344,15 @@ class AttendFewRows : InterleavedValues<S> {
 #pragma GCC unroll 4
             for (; d + kColumns <= width; d += kColumns) {
                 if constexpr (kRowAStep) {
-                    ask_for_row<kHeadWidth, Ask::far>(far.k[group + d / kColumns], width);
+                    ask_for_row<kHeadWidth, Ask::far>(asked_with_keys(far, group + d / kColumns), width);
                     ask_for_row<kHeadWidth, Ask::near>(rows.v[group + d / kColumns], width);
                 }
-                if constexpr (kHeadWidth > 0 && kRows <= 2) {
-                    multiply_from_memory<kRows, kTokens>(query + d, d, key, sum);
+                if constexpr (kHoldsQueries) {
+#pragma GCC unroll 8
+                    for (int i = 0; i < kRows * kTokens; ++i) {
+                        Vec& one = sum[i / kTokens][i % kTokens];
+                        one = S::dot_from(one, held[i / kTokens][d / kColumns], key[i % kTokens] + d);
+                    }
                 } else {
                     multiply<kRows, kTokens>(query + d, key, sum, [d](const bf16* from) { return S::load_pairs(from + d); });
                 }
@@ -333,18 +368,6 @@ class AttendFewRows : InterleavedValues<S> {
         }
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) s[r] = S::fold_parts(parts[r][0], parts[r][1], parts[r][2], parts[r][3]);
-    }
-
-    // Of few rows, each of which reads the keys anew: an operation with a load takes one place in the queue of those under way, and that queue is
-    // what limits how many lines a core waits for.
-    template <int kRows, int kTokens>
-    __attribute__((always_inline)) void multiply_from_memory(const bf16* query, int d, const bf16* const (&key)[kTokens], Vec (&sum)[kRows][kTokens]) const {
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-            const Pairs q = S::load_pairs(query + r * k_stride_);
-#pragma GCC unroll 4
-            for (int n = 0; n < kTokens; ++n) sum[r][n] = S::dot_from(sum[r][n], q, key[n] + d);
-        }
     }
 
     template <int kRows, int kTokens, class Load>
@@ -390,7 +413,7 @@ class AttendFewRows : InterleavedValues<S> {
         }
         for (int t = 0; t < kTileTokens; t += 2) {
             const bf16 *even = rows.v[t] + column, *odd = rows.v[t + 1] + column;
-            const bf16* const values[2] = {far.v[t] + column, far.v[t + 1] + column};
+            const bf16* const values[2] = {asked_with_values(far, t) + column, asked_with_values(far, t + 1) + column};
             const bf16* const keys[2] = {near.k[t] + column, near.k[t + 1] + column};
             Pairs weights[kRows];
 #pragma GCC unroll 8
