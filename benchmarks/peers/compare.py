@@ -179,7 +179,9 @@ class Comparison:
         if process is None:
             return
         if not tight:
-            self._memory.figures.setdefault(engine.name, []).append(process.peak_rss_bytes / 1e9)
+            # The largest of all rounds: a case that is not repeated may be the one that takes it.
+            before = self._memory.figures.get(engine.name, [0.0])
+            self._memory.figures[engine.name] = [max(*before, process.peak_rss_bytes / 1e9)]
         if engine.slow_start and not tight:
             self._kept[engine.name, tight] = process
             process.stop()
