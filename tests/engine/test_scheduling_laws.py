@@ -143,6 +143,19 @@ def test_every_request_gets_the_tokens_it_gets_alone(**case: object) -> None:
     check_case(**case)  # type: ignore[arg-type]
 
 
+def test_who_joins_an_attempt_that_finds_no_room_has_its_parked_bytes_dropped() -> None:
+    """It comes back alone, does not fit, and runs in a smaller chunk: an attempt later, in which nobody joins."""
+    prompt = (0, 12, 26, 42)
+    check_case(
+        requests=[
+            Arrival(step=0, prompt=prompt, max_tokens=7, n=2, priority=0, abort_after=None),
+            Arrival(step=1, prompt=prompt, max_tokens=1, n=1, priority=-1, abort_after=None),
+        ],
+        num_blocks=0, block_size=1, window=5, budget=4, max_seqs=2, caching=True,
+        preemption="auto", tier_bytes=None, policy="eviction", faults=0,
+    )  # fmt: skip
+
+
 @pytest.mark.ci
 @settings(max_examples=1500, deadline=None)
 @given(**CASES)

@@ -218,6 +218,8 @@ class Scheduler:
                     break
                 self._unadmit(admitted.pop()[0])
                 chosen.pop()
+            # Who joined and is left runs from now on, though this attempt came to nothing.
+            self._start([sample for sample, _ in admitted])
             if not self._make_room(chosen):
                 return None
             may_admit = not self.running
