@@ -211,7 +211,7 @@ struct Avx512Bf16 : Avx512 {
     }
     // The same with `b` read by the operation itself.
     static Vec dot_from(Vec sum, Pairs a, const bf16* b) {
-        __asm__("vdpbf16ps %1, %2, %0" : "+v"(sum) : "m"(*reinterpret_cast<const Unaligned*>(b)), "v"(a));
+        __asm__("vdpbf16ps %1, %2, %0" : "+v"(sum) : "m"(*reinterpret_cast<const Line*>(b)), "v"(a));
         return sum;
     }
     // Rows a and b of 32 columns -> pairs (a[c], b[c]): lanes of `low` are columns 0-3, 8-11, 16-19, 24-27, of `high`
@@ -222,7 +222,7 @@ struct Avx512Bf16 : Avx512 {
     }
     // The same with `b` read by the operations themselves.
     static void interleave_from(Pairs a, const bf16* b, Pairs& low, Pairs& high) {
-        const auto& from = *reinterpret_cast<const Unaligned*>(b);
+        const Line& from = *reinterpret_cast<const Line*>(b);
         __asm__("vpunpcklwd %1, %2, %0" : "=v"(low) : "m"(from), "v"(a));
         __asm__("vpunpckhwd %1, %2, %0" : "=v"(high) : "m"(from), "v"(a));
     }
@@ -247,7 +247,7 @@ struct Avx512Bf16 : Avx512 {
     static Pairs to_bf16(Vec low, Vec high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)); }
 
   private:
-    using Unaligned [[gnu::aligned(1), gnu::may_alias]] = __m512i;
+    using Line = char[64];  // what an operation reads itself, at any address
     static __m256i rounded(Vec v) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)); }
 };
 
