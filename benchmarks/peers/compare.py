@@ -5,10 +5,11 @@
                                        [--threads N] [--markdown FILE] [--quick]
 
 A round takes the machine's limits, the time of `import torch, transformers`, and each engine in turn through all
-cases (`cases.py`), in a process that has the machine to itself; rounds are repeated and medians printed, so that
-engines are interleaved. Engines that take a minute to start keep their process, stopped while others run. What took
-more than a minute in total is not repeated. An engine that is not installed is left out, and a case that an engine
-has no way to do says so. JSON lines first (the machine line, each figure as it comes), then the table.
+cases (`cases.py`), in a process that has the machine to itself; rounds are repeated and medians printed (of ratios:
+of those within each round), so that engines are interleaved. Engines that take a minute to start keep their process,
+stopped while others run. What took more than a minute in total is not repeated. An engine that is not installed is
+left out, and a case that an engine has no way to do says so. JSON lines first (the machine line, each figure as it
+comes), then the table.
 
 Start to first token is counted from outside: from the start of the process to its first answer, for a prompt of 128.
 It is a second start: each engine has the model in its own form already, Quire its packed weights.

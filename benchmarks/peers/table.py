@@ -1,12 +1,12 @@
 """The comparison's outcome as a Markdown table: medians, ratio to the best peer, the machine's limit, targets.
 
+Ratios and shares are taken within each repetition, and their median is given: it need not be the ratio of the medians.
 Arithmetic and text only. Quire is the first engine; the others are its peers.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = ["Row", "markdown", "verdict"]
@@ -40,29 +40,30 @@ class Row:
         figures = self.figures.get(engine)
         return statistics.median(figures) if figures else None
 
-    def best_peer(self, engines: list[str]) -> str | None:
-        have = [engine for engine in engines[1:] if self.figures.get(engine)]
-        if not have:
-            return None
-        key: Callable[[str], float] = lambda engine: self.median(engine) or 0.0  # noqa: E731
-        return max(have, key=key) if self.higher_is_better else min(have, key=key)
+    def ratio_to(self, peer: str, ours: str) -> float | None:
+        """How much better than that peer: above 1 is better, whichever way the figure goes.
 
-    def ratio(self, engines: list[str]) -> float | None:
-        """How much better than the best peer: above 1 is better, whichever way the figure goes."""
-        best, ours = self.best_peer(engines), self.median(engines[0])
-        if best is None or ours is None:
-            return None
-        theirs = self.median(best)
-        assert theirs is not None
-        return ours / theirs if self.higher_is_better else theirs / ours
+        The median of the ratios within each repetition, not the ratio of medians: a machine that is faster in one
+        repetition than in another is so for both.
+        """
+        return self._median_ratio(self.figures.get(ours, []), self.figures.get(peer, []))
+
+    def best_peer(self, engines: list[str]) -> str | None:
+        """Of those behind the first one, which is ours: the one that we are least ahead of."""
+        ratios = {peer: self.ratio_to(peer, engines[0]) for peer in engines[1:]}
+        known = {peer: ratio for peer, ratio in ratios.items() if ratio is not None}
+        return min(known, key=known.__getitem__) if known else None
 
     def share(self, engine: str) -> float | None:
-        """Of the machine's limit."""
-        ours = self.median(engine)
-        if ours is None or not self.limits:
+        """Of the machine's limit, likewise within each repetition."""
+        return self._median_ratio(self.figures.get(engine, []), self.limits)
+
+    def _median_ratio(self, ours: list[float], theirs: list[float]) -> float | None:
+        # What is not repeated has the first repetitions' figures.
+        pairs = list(zip(ours, theirs, strict=False))
+        if not pairs:
             return None
-        limit = statistics.median(self.limits)
-        return ours / limit if self.higher_is_better else limit / ours
+        return statistics.median(a / b if self.higher_is_better else b / a for a, b in pairs)
 
 
 def verdict(met: bool) -> str:
@@ -113,8 +114,9 @@ def _ratio_cell(row: Row, engines: list[str]) -> str:
     ours = row.median(engines[0])
     if row.most is not None:
         return "" if ours is None else f"(<= {_number(row.most)}: {verdict(ours <= row.most)})"
-    ratio, best = row.ratio(engines), row.best_peer(engines)
-    if ratio is None or best is None:
+    best = row.best_peer(engines)
+    ratio = None if best is None else row.ratio_to(best, engines[0])
+    if ratio is None:
         return ""
     text = f"{ratio:.2f} ({best}"
     return text + (")" if row.target is None else f"; >= {row.target}: {verdict(ratio >= row.target)})")

@@ -14,6 +14,7 @@
 
 #include "kernels/attention_pairs.hpp"
 #include "kernels/attention_pairs_many.hpp"
+#include "kernels/attention_turn_rows.hpp"
 #include "kernels/isa.hpp"
 
 namespace quire {
@@ -28,54 +29,10 @@ class AttendFewRows : InterleavedValues<S> {
     static constexpr int kWidth = S::kWidth;
     static constexpr int kTileTokens = kPairTileTokens;
     static constexpr std::int64_t kTiles = kPartialTokens / kTileTokens;
-    static constexpr int kBesideWidth = 128;  // of keys, where values follow them
+    static constexpr int kUsualWidth = 128;  // of heads, for which there is code of its own
     static_assert(kTileTokens == kWidth, "a vector holds the scores of a tile");
     using Tokens = ItemTokens<S, bf16, kTileTokens>;
     using Places = typename Tokens::Rows;
-
-    // The rows of a turn. Of blocks of whole tiles one after the other (Even; kStride: from a row to the next one, or 0 for any), otherwise wherever
-    // they lie, a head's so far from those of the item's first (Any; kBeside: a token's values follow its keys, as in blocks of 1, and
-    // both are asked for token by token, at half as many addresses).
-    template <int kStride>
-    struct Even {
-        struct Of {
-            const bf16* first;
-            std::int64_t stride;
-            const bf16* operator[](int t) const { return first + t * (kStride > 0 ? kStride : stride); }
-        };
-        Of k, v;
-    };
-    template <bool kBeside>
-    struct Any {
-        struct Of {
-            const bf16* const* first;
-            std::int64_t offset;
-            const bf16* operator[](int t) const { return first[t] + offset; }
-        };
-        Of k, v;
-    };
-    // At the ends of the item's tokens without those that no row sees, for which there are zeros.
-    template <class Rows>
-    struct Part {
-        struct Of {
-            typename Rows::Of whole;
-            int start, stop;
-            const bf16* operator[](int t) const { return t >= start && t < stop ? whole[t] : reinterpret_cast<const bf16*>(kZeroRow); }
-        };
-        Of k, v;
-    };
-
-    // How what comes next is asked for. Once, into the first cache alone: nothing of it is read again (Zen 5, two threads, 8 x 8 192 tokens:
-    // 69 GB/s, 62 into all caches, 65 in two steps). Or in two steps, into the second cache, then from there, where a core waits for few lines of
-    // its first cache at once (before Zen 5: attention_ahead.hpp) or what is under way does not fit it.
-    struct AskOnce {
-        static void far(const bf16* line) { S::prefetch_once(line); }
-        static void near(const bf16*) {}
-    };
-    struct AskTwice {
-        static void far(const bf16* line) { S::prefetch_l2(line); }
-        static void near(const bf16* line) { S::prefetch(line); }
-    };
 
   public:
     static constexpr int kMostRows = 6;
@@ -123,12 +80,12 @@ class AttendFewRows : InterleavedValues<S> {
 
     template <int kRows>
     void run_rows() {
-        if (k_width_ != 128 || v_width_ != 128) {
-            run_turns<kRows, 0, AskTwice>();
-        } else if (first_cache_waits_for_many() && !tokens_.token_major() && view_.k.token_stride == 128 && view_.v.token_stride == 128) {
-            run_turns<kRows, 128, AskOnce>();
+        if (k_width_ != kUsualWidth || v_width_ != kUsualWidth) {
+            run_turns<kRows, 0, AskTwice<S>>();
+        } else if (first_cache_waits_for_many() && !tokens_.token_major() && view_.k.token_stride == kUsualWidth && view_.v.token_stride == kUsualWidth) {
+            run_turns<kRows, kUsualWidth, AskOnce<S>>();
         } else {
-            run_turns<kRows, 128, AskTwice>();
+            run_turns<kRows, kUsualWidth, AskTwice<S>>();
         }
     }
 
@@ -149,16 +106,16 @@ class AttendFewRows : InterleavedValues<S> {
         if (view_.block_size % kTileTokens == 0) {
             run_even<kRows, kHeadWidth, Ask>();
         } else {
-            if constexpr (std::is_same_v<Ask, AskOnce>) {
-                if (values_follow_keys()) return run_any<kRows, kHeadWidth, Ask, Any<true>>();
+            if constexpr (std::is_same_v<Ask, AskOnce<S>>) {
+                if (values_follow_keys()) return run_scattered<kRows, kHeadWidth, Ask, ScatteredRows<kHeadWidth>>();
             }
-            run_any<kRows, kHeadWidth, Ask, Any<false>>();
+            run_scattered<kRows, kHeadWidth, Ask, ScatteredRows<0>>();
         }
     }
 
     template <int kRows, int kHeadWidth, class Ask>
     void run_even() {
-        using Rows = Even<std::is_same_v<Ask, AskOnce> ? kHeadWidth : 0>;
+        using Rows = EvenRows<std::is_same_v<Ask, AskOnce<S>> ? kHeadWidth : 0>;
         // A head's tokens of a block lie together: tiles of one span are taken for a head before the next head's turn.
         while (!tokens_.token_major() && 2 * span_ * kTileTokens <= view_.block_size && span_ < kTiles) span_ *= 2;
         Turn turn{first_tile_, 0};
@@ -180,17 +137,17 @@ class AttendFewRows : InterleavedValues<S> {
     }
 
     template <int kRows, int kHeadWidth, class Ask, class Rows>
-    void run_any() {
+    void run_scattered() {
         Places places[2];
         find(first_tile_, places[0]);
-        ask_for<kHeadWidth, Ask>(any_rows<Rows>(places[0], 0));
+        ask_for<kHeadWidth, Ask>(scattered_rows<Rows>(places[0], 0));
         for (std::int64_t tile = first_tile_; tile <= last_tile_; ++tile) {
             Places &here = places[(tile - first_tile_) % 2], &next = places[(tile + 1 - first_tile_) % 2];
             if (tile < last_tile_) find(tile + 1, next);
             for (int head = 0; head < heads_; ++head) {
                 const bool same_tile = head + 1 < heads_ || tile == last_tile_;
-                const Rows following = any_rows<Rows>(same_tile ? here : next, head + 1 < heads_ ? head + 1 : 0);
-                attend_turn<kRows, kHeadWidth, Ask>({tile, head}, any_rows<Rows>(here, head), following, following);
+                const Rows following = scattered_rows<Rows>(same_tile ? here : next, head + 1 < heads_ ? head + 1 : 0);
+                attend_turn<kRows, kHeadWidth, Ask>({tile, head}, scattered_rows<Rows>(here, head), following, following);
             }
         }
     }
@@ -201,7 +158,7 @@ class AttendFewRows : InterleavedValues<S> {
         if (turn.head == 0 && (turn.tile == first_tile_ || turn.tile % kTiles == 0)) begin_partial(turn.tile / kTiles);
         if (begin > 0 || end < kTileTokens) {
             const int start = static_cast<int>(larger(begin, 0)), stop = static_cast<int>(smaller(end, kTileTokens));
-            attend<kRows, kHeadWidth, Ask>(turn, Part<Rows>{{rows.k, start, stop}, {rows.v, start, stop}}, far, near);
+            attend<kRows, kHeadWidth, Ask>(turn, PartOfRows<Rows>{{rows.k, start, stop}, {rows.v, start, stop}}, far, near);
         } else {
             attend<kRows, kHeadWidth, Ask>(turn, rows, far, near);
         }
@@ -249,7 +206,7 @@ class AttendFewRows : InterleavedValues<S> {
         tokens_.rows(tile_, first_head_, places);
     }
     template <class Rows>
-    Rows any_rows(const Places& places, int head) const {
+    Rows scattered_rows(const Places& places, int head) const {
         return {{places.k, head * view_.k.head_stride}, {places.v, head * view_.v.head_stride}};
     }
     bool values_follow_keys() const {
@@ -261,27 +218,6 @@ class AttendFewRows : InterleavedValues<S> {
     void ask_for(const Rows& rows) const {
         for (int t = 0; t < kTileTokens; ++t) ask_for_row<kHeadWidth, Ask::far>(rows.k[t], k_width_);
         for (int t = 0; t < kTileTokens; ++t) ask_for_row<kHeadWidth, Ask::far>(rows.v[t], v_width_);
-    }
-    template <int kHeadWidth, void (*ask)(const bf16*)>
-    __attribute__((always_inline)) static void ask_for_row(const bf16* row, int width) {
-        if constexpr (kHeadWidth > 0) {
-#pragma GCC unroll 8
-            for (int d = 0; d < kHeadWidth; d += kColumns) ask(row + d);
-        } else {
-            for (int d = 0; d < width; d += kColumns) ask(row + d);
-        }
-    }
-
-    // The rows that are asked for with row t of the keys and of the values: the same rows, or the keys and values of half a token more.
-    template <class Asked>
-    static const bf16* asked_with_keys(const Asked& far, int t) {
-        if constexpr (std::is_same_v<Asked, Any<true>>) return far.k[t / 2] + t % 2 * kBesideWidth;
-        return far.k[t];
-    }
-    template <class Asked>
-    static const bf16* asked_with_values(const Asked& far, int t) {
-        if constexpr (std::is_same_v<Asked, Any<true>>) return far.k[(kTileTokens + t) / 2] + t % 2 * kBesideWidth;
-        return far.v[t];
     }
 
     // far: rows to be asked for, as many as the turn has. near: the next turn's, whose keys will then be needed first.
