@@ -12,6 +12,8 @@
 // operations a turn at 64 GB/s, 850 at 55.)
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/attention_pairs.hpp"
 #include "kernels/attention_pairs_many.hpp"
 #include "kernels/attention_turn_rows.hpp"

@@ -6,10 +6,8 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels/attention_pairs.hpp"
-#include "kernels/isa.hpp"
 
 namespace quire {
 namespace {

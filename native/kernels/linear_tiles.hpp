@@ -179,28 +179,24 @@ struct VectorTiles {
         });
     }
 
-    static void finish_line(const float* sums, const Weight* bias, Weight* to, bool streams) {
-        Vec low = S::load(sums), high = S::load(sums + S::kWidth);
-        if (bias != nullptr) low = S::add(low, S::load(bias)), high = S::add(high, S::load(bias + S::kWidth));
+    static void put_line(Weight* to, Vec low, Vec high, bool streams) {
         if (streams) {
             S::stream_pairs(to, S::to_bf16(low, high));
         } else {
             S::store_pairs(to, S::to_bf16(low, high));
         }
     }
+    static void finish_line(const float* sums, const Weight* bias, Weight* to, bool streams) {
+        Vec low = S::load(sums), high = S::load(sums + S::kWidth);
+        if (bias != nullptr) low = S::add(low, S::load(bias)), high = S::add(high, S::load(bias + S::kWidth));
+        put_line(to, low, high, streams);
+    }
 
     // Sums of the whole depth of a panel, to the output as they lie in registers. (Zen 5: by way of memory, as finish_tile takes them, products of
     // 2 048 rows took 1 to 2 % longer.)
     template <int rows>
     [[gnu::always_inline]] static void finish_held(const Vec (&low)[rows], const Vec (&high)[rows], unsigned char* to, std::int64_t stride, bool streams) {
-        unrolled<rows>([&](auto r) __attribute__((always_inline)) {
-            auto* line = reinterpret_cast<Weight*>(to + r * stride);
-            if (streams) {
-                S::stream_pairs(line, S::to_bf16(low[r], high[r]));
-            } else {
-                S::store_pairs(line, S::to_bf16(low[r], high[r]));
-            }
-        });
+        unrolled<rows>([&](auto r) __attribute__((always_inline)) { put_line(reinterpret_cast<Weight*>(to + r * stride), low[r], high[r], streams); });
     }
 
     // Sums of the whole depth [rows][panels][kColumns], to the output. One function for all tiles: inlined, it was two thirds of their code.
