@@ -5,7 +5,7 @@
 Decode: a batch with one query row per sequence; its figure is the bytes of K and V a step must read over the time it
 takes, and that as a share of the read bandwidth measured in the same rounds. A figure is of one pass over many calls,
 each over blocks of its own (256 MiB at least), as the layers of a model are, so that all comes from memory. Tables:
-contexts and batches with blocks of 16, on one thread and on all; block sizes and layouts; torch. "contiguous" is one
+contexts and batches with blocks of 16, on one thread and on all; block sizes; torch. "contiguous" is one
 block of 512 after the other, in order; elsewhere block ids are shuffled over the whole pool.
 
 Prefill: one sequence of 2 048 tokens; its figure is the rate of Q K^T and P V over the triangle, and that as a share of
@@ -107,22 +107,16 @@ class Bench:
             self.report_decode({(("block_size", 16), *key): case for key, case in cases.items()}, threads)
 
     def block_sizes(self) -> None:
-        """Block sizes and layouts on all threads, 8 sequences of 8 192 tokens."""
+        """Block sizes on all threads, 8 sequences of 8 192 tokens."""
         start_workers(self.threads, pin=self.pin)
         batch, context = (8, 2048) if self.quick else (8, 8192)
         cases: dict[tuple, tuple[Case, int]] = {}
-        for layout in ("packed", "split"):
-            for block_size in (1, 16, 256, CONTIGUOUS):
-                pool = Pool(
-                    self.dtype, block_size, max(batch * context, PASS_BYTES // self.token_bytes), layout
-                )
-                key = (
-                    ("block_size", block_size if block_size != CONTIGUOUS else "contiguous"),
-                    ("layout", layout),
-                )
-                cases[(*key, ("batch", batch), ("context", context))] = self.decode_case(
-                    pool, batch, context, self.threads
-                )
+        for block_size in (1, 16, 256, CONTIGUOUS):
+            pool = Pool(self.dtype, block_size, max(batch * context, PASS_BYTES // self.token_bytes))
+            size = ("block_size", block_size if block_size != CONTIGUOUS else "contiguous")
+            cases[size, ("batch", batch), ("context", context)] = self.decode_case(
+                pool, batch, context, self.threads
+            )
         self.report_decode(cases, self.threads)
 
     def one_decode(self) -> None:
@@ -283,7 +277,7 @@ class Bench:
 class Pool:
     """Blocks of random keys and values (a random piece again and again), and their ids in the order of use."""
 
-    def __init__(self, dtype: torch.dtype, block_size: int, num_tokens: int, layout: str = "packed") -> None:
+    def __init__(self, dtype: torch.dtype, block_size: int, num_tokens: int) -> None:
         num_blocks = num_tokens // block_size
         spec = KVSpec.uniform(
             num_layers=1,
@@ -292,7 +286,7 @@ class Pool:
             dtype=str(dtype).removeprefix("torch."),
         )
         self.block_size = block_size
-        self.view: KVView = PagedStorage(spec, num_blocks, block_size, layout=layout).view(0)
+        self.view: KVView = PagedStorage(spec, num_blocks, block_size).view(0)
         for tokens in (self.view.k, self.view.v):
             piece = torch.randn(max(1, 4099 // block_size), *tokens.shape[1:]).to(dtype)
             for part in tokens.split(len(piece)):

@@ -70,7 +70,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": _version("torch"),
         "transformers": _version("transformers"),
-        "quire": _version("quire"),
+        "quire": _version("quire-kv"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -91,8 +91,8 @@ def step(backend: str, repetitions: int, num_sequences: int = 256) -> None:
         plan = reserve.time(lambda: cache.reserve(ids, ones))
         slots.time(lambda plan=plan: plan.slot_mapping)
         advance.time(lambda plan=plan: cache.advance(ids, plan.context_lengths, sampled))
-    for case, watch in (("step", reserve), ("slots of the step", slots), ("end of the step", advance)):
-        emit("metadata", case=case, backend=backend, num_sequences=num_sequences, **watch.figures())
+    for case, monitor in (("step", reserve), ("slots of the step", slots), ("end of the step", advance)):
+        emit("metadata", case=case, backend=backend, num_sequences=num_sequences, **monitor.figures())
 
 
 def hit_and_insert(backend: str, repetitions: int, num_tokens: int = 8192) -> None:
@@ -100,20 +100,20 @@ def hit_and_insert(backend: str, repetitions: int, num_tokens: int = 8192) -> No
     cache = make_cache(backend, 4 * num_tokens // BLOCK_SIZE)
     prompt = fresh_tokens(rng, num_tokens)
     compute(cache, prompt)
-    watch = Stopwatch()
+    monitor = Stopwatch()
     for _ in range(repetitions):
-        sequence = watch.time(lambda: cache.open(prompt))
+        sequence = monitor.time(lambda: cache.open(prompt))
         if sequence.num_cached_tokens != num_tokens - 1:
             raise RuntimeError(f"expected a hit of {num_tokens - 1} tokens, got {sequence.num_cached_tokens}")
         cache.close(sequence)
-    emit("metadata", case="hit", backend=backend, num_tokens=num_tokens, **watch.figures())
-    watch = Stopwatch()
+    emit("metadata", case="hit", backend=backend, num_tokens=num_tokens, **monitor.figures())
+    monitor = Stopwatch()
     for _ in range(repetitions):
         sequence = cache.open(fresh_tokens(rng, num_tokens))
         cache.reserve([sequence], [num_tokens])
-        watch.time(lambda sequence=sequence: cache.commit(sequence, num_tokens))
+        monitor.time(lambda sequence=sequence: cache.commit(sequence, num_tokens))
         cache.close(sequence)
-    emit("metadata", case="insert", backend=backend, num_tokens=num_tokens, **watch.figures())
+    emit("metadata", case="insert", backend=backend, num_tokens=num_tokens, **monitor.figures())
 
 
 def evict(backend: str, repetitions: int, numbers_of_prompts: list[int], num_tokens: int = 2048) -> None:
@@ -128,23 +128,23 @@ def evict(backend: str, repetitions: int, numbers_of_prompts: list[int], num_tok
     # The two sizes take turns; they never evict more than was cached before the first turn.
     possible = min(numbers_of_prompts) * prompt_tokens // num_tokens
     for _ in range(min(repetitions, possible)):
-        for _num_prompts, cache, watch in caches:
+        for _num_prompts, cache, monitor in caches:
             sequence = cache.open(fresh_tokens(rng, num_tokens))
             evicted = cache.stats()["evicted_blocks"]
-            watch.time(lambda cache=cache, sequence=sequence: cache.reserve([sequence], [num_tokens]))
+            monitor.time(lambda cache=cache, sequence=sequence: cache.reserve([sequence], [num_tokens]))
             evicted = cache.stats()["evicted_blocks"] - evicted
             if evicted != num_tokens // BLOCK_SIZE:
                 raise RuntimeError(f"expected {num_tokens // BLOCK_SIZE} evicted blocks, got {evicted}")
             cache.commit(sequence, num_tokens)
             cache.close(sequence)
-    for num_prompts, _, watch in caches:
+    for num_prompts, _, monitor in caches:
         emit(
             "metadata",
             case="evict",
             backend=backend,
             num_tokens=num_tokens,
             num_cached_prompts=num_prompts,
-            **watch.figures(),
+            **monitor.figures(),
         )
 
 

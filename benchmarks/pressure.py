@@ -1,14 +1,14 @@
-"""What it costs when memory runs out: requests parked, or computed again, against enough memory. JSON lines.
+"""What it costs when memory runs out: requests swapped out, or computed again, against enough memory. JSON lines.
 
     python benchmarks/pressure.py [--quick] [--repetitions 3] [--dtype bfloat16] [--layers N] [--only CASE] [--seed N]
 
 Random weights in the shape of Qwen3-0.6B (`benchmarks/engine.py`); --layers takes so many of its 28 layers, each as
 large as before, so that a token's bytes and its arithmetic stay in proportion; --quick takes a small model of the kind.
 --only and --seed are for who measures in parts: one case, with other prompts.
-  throughput  the same greedy requests with memory for all, and with a tenth of that: parked, computed again, auto;
+  throughput  the same greedy requests with memory for all, and with a tenth of that: swapped out, computed again, auto;
               the tokens are compared. Prompts are short and answers long, so that many requests begin and few can end:
               each is preempted several times. The engines take turns, another one first in each turn; medians, and
-              medians of the turns' ratios to enough memory and to the better of parking and computing.
+              medians of the turns' ratios to enough memory and to the better of swapping and computing.
   prefill     n tokens that were generated, computed again in one prefill behind their prompt, against the n steps
               that generated them
   partial     one block of 16 tokens of which 8 are to be kept: copied, against computed again
@@ -26,7 +26,7 @@ from engine import make_model, prompts_of
 from machine import emit, emit_machine
 
 from quire import LLM, SamplingParams
-from quire.cache.units import num_units_for
+from quire.cache.block_counts import num_blocks_for
 
 
 def main() -> None:
@@ -52,11 +52,11 @@ def main() -> None:
 
 SIDES = {  # name: (preemption, share of the memory for all)
     "enough memory": ("auto", 1.0),
-    "a tenth, parked": ("park", 0.1),
+    "a tenth, swapped out": ("swap", 0.1),
     "a tenth, computed again": ("recompute", 0.1),
     "a tenth, auto": ("auto", 0.1),
 }
-COUNTS = ("num_preemptions", "num_parked", "num_computed_tokens", "num_restored_tokens")
+COUNTS = ("num_preemptions", "num_swapped", "num_computed_tokens", "num_restored_tokens")
 
 
 def throughput(model: Any, num_requests: int, length: int, new: int, repetitions: int, seed: int) -> None:
@@ -76,12 +76,14 @@ def throughput(model: Any, num_requests: int, length: int, new: int, repetitions
                 "max_batch_tokens": 256,
                 "preemption": preemption,
                 "kv_memory": "1GiB",
-                **({} if preemption == "recompute" else {"park_memory": "1GiB"}),
+                **({} if preemption == "recompute" else {"swap_memory": "1GiB"}),
             }
             # One after another: a model runs from one cache at a time.
             with LLM((model, None), **options) as llm:
-                units = num_units_for(llm.spec, length + new, llm.block_size)
-                llm.resize(max(units + 1, int(units * num_requests * share)) * llm.cache.unit_bytes)
+                num_blocks = num_blocks_for(llm.spec, length + new, llm.block_size)
+                llm.resize(
+                    max(num_blocks + 1, int(num_blocks * num_requests * share)) * llm.cache.block_bytes
+                )
                 llm.generate(prompts_of(2, 32, seed=99), params)  # warm up, and something measured for auto
                 before = llm.stats()
                 began = time.perf_counter()
@@ -146,7 +148,7 @@ def prefill(model: Any, length: int, n: int, repetitions: int) -> None:
 
 def partial(model: Any, repetitions: int) -> None:
     llm = LLM((model, None), max_num_seqs=1, max_model_len=256, prefix_caching=False)
-    storage: Any = llm._storage
+    storage: Any = llm.core.storage
     storage.fill(1.0) if llm.num_blocks < 4096 else None
     copies = []
     for index in range(20 * repetitions):

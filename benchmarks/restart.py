@@ -24,7 +24,7 @@ from engine import make_model, prompts_of
 from machine import emit, emit_machine
 
 from quire import LLM, SamplingParams
-from quire.tiers.keys import root_key
+from quire.cache.block_hash import root_key
 from quire.tiers.names import segment_names
 
 

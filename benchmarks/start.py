@@ -46,14 +46,12 @@ def timed(owner, name, phase):
     setattr(owner, name, call)
 
 begin = time.perf_counter()
-from quire.startup import short_start
-with short_start():
-    import quire.model.prepare as prepare
+import quire.model.prepare as prepare
 phases["import transformers' models"] = time.perf_counter() - begin
 import sys
 timed(sys.modules["quire.model.load"].AutoModelForCausalLM, "from_pretrained", "read the weights")
 timed(prepare, "pack_linears", "pack")
-timed(prepare, "probe", "probe")
+timed(prepare.PreparedModel, "_prove", "prove")
 llm = LLM({model!r}, kv_memory="1GiB", packed_weights={packed_weights!r})
 begin = time.perf_counter()
 llm.generate([list(range(1, {prompt_tokens} + 1))], SamplingParams(max_tokens=1, temperature=0))

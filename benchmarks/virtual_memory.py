@@ -35,7 +35,8 @@ from machine import emit, emit_machine
 from quire import Cache
 from quire.memory import VirtualStorage
 from quire.memory.placement import AddressRange, Change, MemfdBackend, PlacementHeap
-from quire.spec import KVSpec, LayerSpec, Retention
+from quire.memory.virtual.sizes import virtual_block_size
+from quire.spec import KVSpec, LayerSpec, Span
 
 MIB = 1 << 20
 QWEN3_4B = KVSpec.uniform(num_layers=36, num_kv_heads=8, head_dim=128)
@@ -86,22 +87,22 @@ def run_smaps(num_bytes: int) -> None:
     dense = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
     emit_smaps("dense buffer", dense.data_ptr(), num_bytes)
     del dense
-    heap = PlacementHeap([piece], max_units=count, units_per_heap=count)
+    heap = PlacementHeap([piece], max_blocks=count, blocks_per_heap=count)
     empty = heap.reserve((1 << 40) // piece)
     emit_smaps("empty range", empty.address, empty.num_bytes, heap)
     mapped, again = heap.reserve(count), heap.reserve(count)
-    units = heap.allocate(count)
-    heap.map([(mapped, np.arange(count), units)])
+    block_ids = heap.allocate(count)
+    heap.map([(mapped, np.arange(count), block_ids)])
     mapped.tensor(0, torch.uint8).fill_(1)
     emit_smaps("range mapped onto a heap", mapped.address, num_bytes, heap)
-    heap.map([(again, np.arange(count), units)])
+    heap.map([(again, np.arange(count), block_ids)])
     emit_smaps("the same, mapped at a second range too", mapped.address, num_bytes, heap)
     heap.unmap(mapped, np.arange(count))
     heap.unmap(again, np.arange(count))
-    emit_smaps("the range unmapped, its units still held", mapped.address, num_bytes, heap)
-    heap.free(units)
+    emit_smaps("the range unmapped, its blocks still held", mapped.address, num_bytes, heap)
+    heap.free(block_ids)
     heap.trim()
-    emit_smaps("the units given back", mapped.address, num_bytes, heap)
+    emit_smaps("the blocks given back", mapped.address, num_bytes, heap)
     heap.close()
 
 
@@ -111,11 +112,19 @@ def emit_smaps(what: str, address: int, num_bytes: int, heap: PlacementHeap | No
     emit(benchmark="virtual_memory", part="smaps", what=what, **found, **file_kib)
 
 
+def storage_of(kv_memory: int, max_num_seqs: int) -> VirtualStorage:
+    block_size = virtual_block_size(QWEN3_4B)
+    num_blocks = kv_memory // QWEN3_4B.bytes_for(block_size)
+    return VirtualStorage(
+        QWEN3_4B, num_blocks, block_size, max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs
+    )
+
+
 def run_sequence(repetitions: int, step_tokens: int) -> None:
     worst = QWEN3_4B.bytes_for(MAX_MODEL_LEN)
     opened, hundred, grown, ready, regrown, committed = [], [], [], [], [], (0, 0, 0)
     for _ in range(repetitions):
-        storage = VirtualStorage.build(QWEN3_4B, kv_memory=worst, max_model_len=MAX_MODEL_LEN, max_num_seqs=8)
+        storage = storage_of(worst, max_num_seqs=8)
         cache = Cache(QWEN3_4B, num_blocks=storage.num_blocks, block_size=storage.block_size)
         tokens = np.arange(step_tokens + 1, dtype=np.int32)
 
@@ -134,12 +143,12 @@ def run_sequence(repetitions: int, step_tokens: int) -> None:
         at_hundred = storage.bytes_committed
         step(sequence, step_tokens - 100)
         at_full = storage.bytes_committed
-        grown.append(step(sequence, 1))  # the first token beyond: one unit, 72 pieces, from an empty heap
+        grown.append(step(sequence, 1))  # the first token beyond: one block, 72 pieces, from an empty heap
         committed = (at_open - before, at_hundred, storage.bytes_committed - at_full)
         cache.close(sequence)
         storage.forget(np.array([sequence.id]))
         cache.reset()
-        # Memory that the heap has already: the same units for another sequence, in a row of its own.
+        # Memory that the heap has already: the same blocks for another sequence, in a row of its own.
         other = cache.open(tokens + 7)
         storage._map.unmap_parked()
         ready.append(step(other, 100))
@@ -213,35 +222,35 @@ def call_times(piece: int, n: int) -> dict[str, list[float]]:
 
 def run_fork(repetitions: int, num_layers: int) -> None:
     piece, tokens = 2 * MIB, 8192 + 512
-    lanes = 2 * num_layers
-    units_needed = -(-tokens // 1024)
-    heap = PlacementHeap([piece] * lanes, max_units=2 * units_needed)
+    layer_buffers = 2 * num_layers
+    blocks_needed = -(-tokens // 1024)
+    heap = PlacementHeap([piece] * layer_buffers, max_blocks=2 * blocks_needed)
     parent = heap.reserve(40)
-    units = heap.allocate(units_needed)
-    heap.map([(parent, np.arange(units_needed), units)])
+    block_ids = heap.allocate(blocks_needed)
+    heap.map([(parent, np.arange(blocks_needed), block_ids)])
     shared, copied = [], []
 
     def copy_last(child: AddressRange) -> None:
         last = heap.allocate(1)
-        heap.copy(int(units[-1]), int(last[0]), [piece // 2] * lanes)
-        heap.map([(child, [units_needed - 1], last)])
+        heap.copy(int(block_ids[-1]), int(last[0]), [piece // 2] * layer_buffers)
+        heap.map([(child, [blocks_needed - 1], last)])
         heap.free(last)
 
     for _ in range(repetitions):
         child = heap.reserve(40)
-        whole: list[Change] = [(child, np.arange(units_needed - 1), units[:-1])]
+        whole: list[Change] = [(child, np.arange(blocks_needed - 1), block_ids[:-1])]
         shared.append(timed_us(partial(heap.map, whole)))
         copied.append(timed_us(partial(copy_last, child)))
         heap.release(child)
     emit(
         benchmark="virtual_memory", part="fork", tokens=tokens, layers=num_layers, piece_bytes=piece,
-        share_us=statistics.median(shared), copy_us=statistics.median(copied), copied_bytes=lanes * piece // 2,
+        share_us=statistics.median(shared), copy_us=statistics.median(copied), copied_bytes=layer_buffers * piece // 2,
     )  # fmt: skip
     heap.close()
 
 
 def run_window(chunk: int) -> None:
-    spec = KVSpec((LayerSpec(Retention("window", 1024), 4, 256, 256),) * 8, "bfloat16")
+    spec = KVSpec((LayerSpec(Span("window", 1024), 4, 256, 256),) * 8, "bfloat16")
     for what, step_tokens in (("rows", None), ("rings", chunk)):
         storage = VirtualStorage(
             spec, 1000, 32, max_model_len=131072, max_num_seqs=64, step_tokens=step_tokens
@@ -263,16 +272,14 @@ def run_window(chunk: int) -> None:
         found = smaps(places.range.address, places.range.address + places.range.num_bytes)
         emit(
             benchmark="virtual_memory", part="window", what=what, reserved_bytes=storage.bytes_reserved,
-            committed_bytes=peak, units_led_to=len(np.unique(places.range.entries)) - 1,
-            counted_mappings=storage.num_mappings, new_unit_us=statistics.median(times), **found,
+            committed_bytes=peak, blocks_led_to=len(np.unique(places.range.entries)) - 1,
+            counted_mappings=storage.num_mappings, new_block_us=statistics.median(times), **found,
         )  # fmt: skip
         storage.close()
 
 
 def run_idle(num_sequences: int) -> None:
-    storage = VirtualStorage.build(
-        QWEN3_4B, kv_memory=2 << 30, max_model_len=MAX_MODEL_LEN, max_num_seqs=num_sequences
-    )
+    storage = storage_of(2 << 30, max_num_seqs=num_sequences)
     cache = Cache(QWEN3_4B, num_blocks=storage.num_blocks, block_size=storage.block_size)
     gc.collect()
     idle_pss = process_pss_bytes()

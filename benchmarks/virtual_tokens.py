@@ -5,7 +5,7 @@
 One engine for each storage on the same random weights (8 layers in the shape of Qwen3-0.6B's, bfloat16, a vocabulary of
 1000), mapped from one file: where an engine's weights lie decides as much as its storage does. A round lets each
 decode 48 steps behind prompts of `--context` tokens, one step of each in turn; rates are medians over the rounds,
-ratios to `contiguous` are medians of each round's ratio. Steps in which virtual maps a unit are among them.
+ratios to `contiguous` are medians of each round's ratio. Steps in which virtual maps a block are among them.
 
 With `--attention` attention alone, of all 8 layers in turn: over the storages, and over rows laid out as `virtual` has
 them, [token, head, dim], in plain memory of huge pages and of pages of 4 KiB. It tells what the layout costs, and what
@@ -29,8 +29,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from quire import LLM, Cache, SamplingParams
 from quire.attention import AttentionOptions, AttentionPlan, backend
+from quire.baselines.contiguous import ContiguousStorage
 from quire.memory import KVView, PagedStorage, VirtualStorage
-from quire.memory.contiguous import ContiguousStorage
 from quire.spec import KVSpec
 
 STORAGES = {
@@ -60,9 +60,9 @@ def start(llm: LLM, prompts: list[list[int]]) -> None:
     for prompt in prompts:
         llm.engine.submit(prompt, params)
     while any(
-        sample.num_tokens <= len(sample.request.prompt_token_ids) + 1
+        sequence.num_tokens <= len(sequence.request.prompt_token_ids) + 1
         for request in llm.engine.scheduler.requests.values()
-        for sample in request.samples
+        for sequence in request.sequences
     ):
         llm.engine.step()
 

@@ -195,8 +195,8 @@ def main() -> None:
     arguments = parser.parse_args()
     blocks, seconds = (2_000, 3.0) if arguments.quick else (arguments.blocks, arguments.seconds)
     emit_machine()
-    unit_bytes = 48 << 10  # of the embedded model, 16 tokens
-    with LLM(kv_memory=blocks * unit_bytes) as llm:
+    block_bytes = 48 << 10  # of the embedded model, 16 tokens
+    with LLM(kv_memory=blocks * block_bytes) as llm:
         fill(llm, 0.9)
         with serving(llm) as (url, engine, app, loop):
             idle(url, app, seconds, 1)

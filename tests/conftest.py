@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 # A shell starts background jobs with SIGINT ignored, and Python then leaves it so; the tests of Ctrl-C need it heard.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The command says so to transformers in its own process, too late for one in which a test has imported it before.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

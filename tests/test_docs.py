@@ -1,8 +1,15 @@
-"""Examples in the documents are run: what they print is what is printed."""
+"""Every command and every example of README.md, CONTRIBUTING.md and docs/ runs here, or is named in `NOT_RUN`.
+
+Run are: doctest examples (`>>>`); fenced `python` blocks, those of a file one after the other; fenced `sh` blocks, each
+as one script. A fence without a language right behind a block is what it prints: `...` stands for anything, and any
+number of milliseconds for any other. Blocks that name 127.0.0.1:8000 get a server on a free port instead.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import doctest
+import io
 import json
 import os
 import re
@@ -10,12 +17,118 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+
+import quire
+from quire.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+PACKAGE = Path(quire.__file__).parent
+EMBEDDED = PACKAGE / "model" / "embedded"
+FILES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted(DOCS.glob("*.md")))]
+SHELL = ("sh", "console")
+
+# Commands of the documents that do not run here: how they begin, and why. The longest that fits counts.
+NOT_RUN = {
+    ".venv/bin/quire serve": "README's main job has a test of its own",
+    "python3 -m venv": "installs; .ci/run does it in a fresh folder",
+    "kill %1": "README's main job has a test of its own",
+    "python benchmarks/": "minutes; .ci/run runs each with --quick. Names and options are checked below",
+    "quire compare --model": "needs the model that benchmarks/peers/setup.py makes, from the network",
+    "quire serve": "the server of these tests is started by a fixture",
+    "quire top": "draws until it is interrupted; tests/cli/test_top.py",
+}
+# What is not there, and what takes its place here: a model of the Hub (network).
+INSTEAD = {"Qwen/Qwen3-0.6B": str(EMBEDDED), "./my-model": str(EMBEDDED)}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a file, and what it prints, if the file says so."""
+
+    file: str
+    line: int
+    language: str
+    text: str
+    output: str | None
+
+
+def blocks_of(file: str) -> list[Block]:
+    text = (ROOT / file).read_text()
+    fences = list(re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    found = []
+    for fence, after in zip(fences, [*fences[1:], None], strict=False):
+        shown = None
+        if after is not None and not after[1] and not text[fence.end() : after.start()].strip():
+            shown = after[2]
+        found.append(Block(file, text[: fence.start()].count("\n") + 1, fence[1], fence[2], shown))
+    return found
+
+
+def commands_of(block: Block) -> list[str]:
+    """The commands of a shell block, comments and continuations taken away. In `console` they follow `$ `."""
+    lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
+    if block.language == "console":
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    lines = [re.sub(r"\s+# .*", "", line).strip() for line in lines]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def why_not_run(command: str) -> str | None:
+    return next(
+        (NOT_RUN[start] for start in sorted(NOT_RUN, key=len)[::-1] if command.startswith(start)), None
+    )
+
+
+def check_output(block: Block, printed: str) -> None:
+    if block.output is None:
+        return
+    wanted, got = (re.sub(r"\d+ ms", "N ms", text) for text in (block.output, printed))
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.OutputChecker().check_output(wanted, got, flags), (
+        f"{block.file}:{block.line} says it prints\n{block.output}\nIt prints\n{printed}"
+    )
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[str]:
+    """Where a server of the embedded model listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        number = str(one.getsockname()[1])
+    command = [sys.executable, "-m", "quire", "serve", "--kv-memory", "64MiB", "--port", number]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(600):
+            assert server.poll() is None, server.stderr and server.stderr.read()
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{number}/ready"):
+                break
+            time.sleep(0.1)
+        yield number
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+
+
+def for_here(text: str, request: pytest.FixtureRequest) -> str:
+    """With what is here in the place of what is not; a server is started only for who asks one."""
+    if "127.0.0.1:8000" in text:
+        text = text.replace("127.0.0.1:8000", f"127.0.0.1:{request.getfixturevalue('port')}")
+    for name, here in INSTEAD.items():
+        text = text.replace(name, here)
+    return text
+
+
+# Examples in Python
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DOCS.glob("*.md") if ">>>" in path.read_text()))
@@ -25,21 +138,81 @@ def test_examples_print_what_they_say(name: str) -> None:
     assert result.failed == 0
 
 
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if any(b.language == "python" for b in blocks_of(file))]
+)
+def test_python_blocks_run(
+    file: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks_of(file):
+        if block.language != "python":
+            continue
+        printed = io.StringIO()
+        code = compile("\n" * block.line + for_here(block.text, request), str(ROOT / file), "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, names)
+        check_output(block, printed.getvalue())
+
+
+# Commands
+
+
+SCRIPTS = [
+    block
+    for file in FILES
+    for block in blocks_of(file)
+    if block.language in SHELL and any(why_not_run(command) is None for command in commands_of(block))
+]
+
+
+@pytest.mark.ci  # a process for each command
+@pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: f"{block.file}:{block.line}")
+def test_commands_run(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if "curl" in block.text and shutil.which("curl") is None:
+        pytest.skip("no curl here")
+    commands = [command for command in commands_of(block) if why_not_run(command) is None]
+    (tmp_path / "quire").write_text(f'#!/bin/sh\nexec {sys.executable} -m quire "$@"\n')
+    (tmp_path / "quire").chmod(0o755)
+    (tmp_path / "prompts.txt").write_text("def f(x):\nclass A:\n")
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{PACKAGE.parent}:{os.environ.get('PYTHONPATH', '')}",
+        "HOME": str(tmp_path),
+        "COLUMNS": "120",
+    }
+    ran = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", for_here("\n".join(commands), request)],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, f"{block.file}:{block.line}\n{ran.stdout}\n{ran.stderr}"
+    if len(commands) == len(commands_of(block)):
+        check_output(block, ran.stdout)
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("with_curl", [False, True])
 def test_the_readmes_main_job(tmp_path: Path, with_curl: bool) -> None:
-    """It serves, asks and stops, with curl and with what CI has in its place; the answer has the shape shown."""
+    """It serves, asks and stops, with curl and with what CI has in its place; the answer is OpenAI's."""
     if with_curl and shutil.which("curl") is None:
         pytest.skip("no curl here")
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
-    command = [sys.executable, ROOT / "scripts" / "readme-command", "main", port]
+        number = str(one.getsockname()[1])
+    command = [sys.executable, ROOT / "scripts" / "readme-command", "main", number]
     block = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     set_up, _, job = block.partition("\n")
     assert set_up == "python3 -m venv .venv && .venv/bin/pip install -q ."
     job = job.replace(".venv/bin/quire", f"{sys.executable} -m quire")
-    assert job.count(port) == 2
+    assert job.count(number) == 2
     if not with_curl:
         shutil.copy(ROOT / ".ci" / "curl", tmp_path / "curl")
     path = os.environ["PATH"] if with_curl else f"{tmp_path}:{os.environ['PATH']}"
@@ -53,9 +226,87 @@ def test_the_readmes_main_job(tmp_path: Path, with_curl: bool) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     answer = json.loads(ran.stdout)
-    readme = (ROOT / "README.md").read_text()
-    shown = json.loads(re.search(r"\n```\n(\{.*?\})\n```\n", readme, re.DOTALL).group(1))  # type: ignore[union-attr]
-    assert answer.keys() == shown.keys()
-    assert answer["usage"] == shown["usage"]
-    assert answer["choices"][0].keys() == shown["choices"][0].keys()
+    assert answer["object"] == "text_completion"
+    assert answer["usage"]["completion_tokens"] == 24
     assert answer["choices"][0]["text"].strip()
+
+
+# What the documents name
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_commands_stand_in_fences(file: str) -> None:
+    """An indented one would not be run."""
+    assert not re.findall(
+        r"^ {4}(?:\$ |quire |python3? |pip |curl ).*$", (ROOT / file).read_text(), re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_flags_in_the_text_exist(file: str) -> None:
+    verbs: Any = get_command(app)
+    for verb, rest in re.findall(r"`quire (\w+)([^`]*)`", (ROOT / file).read_text()):
+        command = verbs.commands[verb]
+        known = {
+            name
+            for one in (command, *getattr(command, "commands", {}).values())
+            for p in one.params
+            for name in p.opts
+        }
+        for flag in re.findall(r"(?<=\s)--[a-z][\w-]*", rest):
+            assert flag in known, f"{file}: `quire {verb}` knows no {flag}"
+
+
+def test_what_is_not_run_is_still_there() -> None:
+    commands = [
+        c
+        for file in FILES
+        for block in blocks_of(file)
+        if block.language in SHELL
+        for c in commands_of(block)
+    ]
+    unused = [start for start in NOT_RUN if not any(command.startswith(start) for command in commands)]
+    assert not unused, f"in NOT_RUN, and in no document: {unused}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_benchmarks_and_scripts_exist(file: str) -> None:
+    text = (ROOT / file).read_text()
+    for script, options in re.findall(
+        r"\b(?:python )?((?:benchmarks|scripts)/[\w/-]+(?:\.py)?)((?: +--?[\w-]+[^`\n]*)?)", text
+    ):
+        path = ROOT / script
+        assert path.exists(), f"{file} names {script}, which is not there"
+        if path.suffix == ".py":
+            for option in re.findall(r"(?<=\s)--[a-z][\w-]+", options.partition("#")[0]):
+                assert f'"{option}"' in path.read_text(), f"{file}: {script} knows no {option}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_links_lead_somewhere(file: str) -> None:
+    text = (ROOT / file).read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / file).parent / name if name else ROOT / file
+        assert path.exists(), f"{file}: {target}"
+        if anchor and path.suffix == ".md":
+            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor in anchors, f"{file}: {target}; there are {anchors}"
+
+
+@pytest.mark.skipif(not (PACKAGE / "scheduler").is_dir(), reason="the tour shows the folders as they will be")
+@pytest.mark.parametrize(
+    "file", ["docs/tour.md", "docs/contracts.md", "docs/engine-builders.md", "CONTRIBUTING.md"]
+)
+def test_files_of_the_source_exist(file: str) -> None:
+    """Paths in backticks: `scheduler/scheduler.py` is of src/quire, `native/core/pool.hpp` of the repository."""
+    for name in re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|hpp|cpp))`", (ROOT / file).read_text()):
+        assert (PACKAGE / name).exists() or (ROOT / name).exists(), f"{file} names {name}, which is not there"
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((DOCS / "benchmarks.md").read_text().splitlines()) <= 200

@@ -10,26 +10,29 @@ import pytest
 import quire
 
 PACKAGE = Path(quire.__file__).parent
-# docs/architecture.md, "Layers", top to bottom. `_native` is the extension; `errors` and `sizes` use nothing.
+# docs/tour.md, "The house", top to bottom. `_native` is the extension; `errors` and `sizes` use nothing.
 ORDER = [
     "errors",
     "sizes",
-    "deferred_module",
-    "deferred_placeholders",
-    "deferred_dynamo",
-    "deferred_symbolic_shapes",
-    "deferred_distributed",
-    "deferred_quantization",
-    "startup",
+    "renamed",
+    "spec",
+    "config",
+    "process",
+    "tally",
     "torch_threads",
     "_native",
     "backends",
-    "spec",
     "memory",
     "attention",
     "cache",
+    "baselines",
     "tiers",
+    "observe",
+    "offload",
     "model",
+    "sampling",
+    "scheduler",
+    "sessions",
     "engine",
     "hf",
     "simulate",
@@ -39,7 +42,7 @@ ORDER = [
 
 
 def part_of(module: str) -> str | None:
-    """`quire.cache.pool` -> `cache`; None for anything outside the package and for `quire` itself."""
+    """`quire.cache.manager.pool` -> `cache`; None for anything outside the package and for `quire` itself."""
     names = module.split(".")
     return names[1] if names[0] == "quire" and len(names) > 1 else None
 

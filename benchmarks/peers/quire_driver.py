@@ -12,6 +12,7 @@ from pathlib import Path
 from driver import Clock, Driver, Options, serve
 
 from quire import LLM, SamplingParams
+from quire.scheduler.request_options import RequestOptions
 
 
 class Quire(Driver):
@@ -33,9 +34,9 @@ class Quire(Driver):
     def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:
         engine = self._llm.engine
         params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+        options = RequestOptions(params, stream=True)
         index_of = {
-            engine.submit(prompt, params, stream=True): index
-            for prompt, index in zip(prompts, indexes, strict=True)
+            engine.submit(prompt, options): index for prompt, index in zip(prompts, indexes, strict=True)
         }
         while engine.has_work:
             for output in engine.step():

@@ -84,7 +84,7 @@ auto with_prompt(PythonBlockManager& self, const Input<std::int32_t>& tokens, co
     return self.use(prompt.tokens.size(), [&] { return find(prompt); });
 }
 
-// Accounts, events, explain, drop, tree: cache_report.cpp.
+// Owners, events, explain, drop, tree: cache_report.cpp.
 void bind_cache_report(nb::class_<PythonBlockManager>& manager);
 
 }  // namespace quire

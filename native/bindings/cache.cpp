@@ -74,20 +74,20 @@ GroupView group_of(const GroupView& self, std::int64_t index) {
     return {self.plan, static_cast<std::size_t>(index), {}};
 }
 
-std::vector<Retention> retentions_of(const std::vector<std::pair<std::string, std::int64_t>>& rules) {
-    std::vector<Retention> retentions;
+std::vector<Span> spans_of(const std::vector<std::pair<std::string, std::int64_t>>& rules) {
+    std::vector<Span> spans;
     for (const auto& [kind, size] : rules) {
         if (kind == "full") {
-            retentions.push_back({Retention::Kind::full, 0});
+            spans.push_back({Span::Kind::full, 0});
         } else if (kind == "window") {
-            retentions.push_back({Retention::Kind::window, size});
+            spans.push_back({Span::Kind::window, size});
         } else if (kind == "chunked") {
-            retentions.push_back({Retention::Kind::chunked, size});
+            spans.push_back({Span::Kind::chunked, size});
         } else {
-            throw BadArgument("expected full, window or chunked, got '" + kind + "' as a retention kind");
+            throw BadArgument("expected full, window or chunked, got '" + kind + "' as a kind of layer");
         }
     }
-    return retentions;
+    return spans;
 }
 
 nb::object plan_or_none(std::shared_ptr<const StepPlan> plan) {
@@ -101,8 +101,8 @@ nb::object reserve(PythonBlockManager& self, const Input<std::int64_t>& sequence
         self.use(0, [&] { return self.reserve(span_of(sequences), span_of(num_new_tokens), num_lookahead); }));
 }
 
-nb::object readmit(PythonBlockManager& self, SequenceId sequence, std::int64_t num_computed_tokens) {
-    return plan_or_none(self.use(0, [&] { return self.readmit(sequence, num_computed_tokens); }));
+nb::object restore(PythonBlockManager& self, SequenceId sequence, std::int64_t num_computed_tokens) {
+    return plan_or_none(self.use(0, [&] { return self.restore(sequence, num_computed_tokens); }));
 }
 
 nb::dict stats(const PythonBlockManager& self) {
@@ -113,7 +113,7 @@ nb::dict stats(const PythonBlockManager& self) {
     result["free"] = counts.num_free;
     result["cached"] = counts.num_cached;
     result["held"] = counts.num_held;
-    result["leased"] = counts.num_leased;
+    result["in_flight"] = counts.num_in_flight;
     result["num_sequences"] = self.num_sequences();
     result["num_nodes"] = self.num_nodes();
     result["hit_tokens"] = counted.hit_tokens;
@@ -139,24 +139,35 @@ void translate(const std::exception_ptr& thrown, void*) {
 }
 
 void bind_plans(nb::module_& module) {
-    nb::class_<GroupView>(module, "GroupPlan", "One group's part of a step; see quire.cache.backend.GroupPlan.")
-        .def_prop_ro("step", [](GroupView& self) { return self.plan->step; })
+    nb::class_<GroupView>(module, "GroupPlan", "One group's part of a step; see quire.cache.protocol.GroupPlan.")
+        .def_prop_ro("step", [](GroupView& self) { return self.plan->step; },
+             R"(Number of the step: 1 for a cache's first successful `reserve`, then 2, ...)")
         .def_prop_ro("query_start",
-                     [](GroupView& self) { return self.view(self.plan->query_start, self.plan->num_sequences + 1); })
+                     [](GroupView& self) { return self.view(self.plan->query_start, self.plan->num_sequences + 1); },
+             R"(int32 [n + 1]: the new tokens of sequence i are rows query_start[i] .. query_start[i + 1] - 1.)")
         .def_prop_ro("context_lengths",
-                     [](GroupView& self) { return self.view(self.plan->context_lengths, self.plan->num_sequences); })
+                     [](GroupView& self) { return self.view(self.plan->context_lengths, self.plan->num_sequences); },
+             R"(int32 [n]: each sequence's length once the step's new tokens are in; lookahead not counted.)")
         .def_prop_ro("slot_mapping",
-                     [](GroupView& self) { return self.view(self.group().slot_mapping, self.plan->num_tokens); })
+                     [](GroupView& self) { return self.view(self.group().slot_mapping, self.plan->num_tokens); },
+             R"(int64 [query_start[n]]: block * block_size + offset of each new token, sequences in order. -1 only in the
+plan of a `restore`, which no step computes: behind a window.)")
         .def_prop_ro("lookahead_slots",
                      [](GroupView& self) {
                          return self.view(self.group().lookahead_slots,
                                           self.plan->num_sequences * self.plan->num_lookahead);
-                     })
-        .def_prop_ro("block_tables", &block_tables, nb::sig("def block_tables(self) -> NDArray[numpy.int32]"))
-        .def_prop_ro("copies", &copies);
-    nb::class_<StepView, GroupView>(module, "StepPlan", "What `reserve` decided; see quire.cache.backend.StepPlan.")
-        .def_prop_ro("num_groups", [](StepView& self) { return self.plan->groups.size(); })
-        .def("group", &group_of, "index"_a);
+                     },
+             R"(int64 [n * num_lookahead]: likewise for the lookahead tokens, sequence after sequence.)")
+        .def_prop_ro("block_tables", &block_tables, nb::sig("def block_tables(self) -> NDArray[numpy.int32]"),
+             R"(int32 [n, widest], made when asked for. Row i has ceil((context_lengths[i] + num_lookahead) /
+block_size) entries, then -1; -1 also where a block behind a window has been given up.)")
+        .def_prop_ro("copies", &copies,
+             R"(int32 [m, 3] (source block, destination block, tokens): to be done before the step writes.)");
+    nb::class_<StepView, GroupView>(module, "StepPlan", "What `reserve` decided; see quire.cache.protocol.StepPlan.")
+        .def_prop_ro("num_groups", [](StepView& self) { return self.plan->groups.size(); },
+             R"(Groups of the cache, g.)")
+        .def("group", &group_of, "index"_a,
+             R"(The same arrays for group `index`; IndexError beyond the last group.)");
 }
 
 }  // namespace
@@ -165,57 +176,73 @@ void bind_cache(nb::module_& module) {
     using Manager = PythonBlockManager;
     nb::register_exception_translator(translate);
     bind_plans(module);
-    nb::class_<Manager> manager(module, "BlockManager", "The native back end of quire.cache.backend.BlockManager.");
+    nb::class_<Manager> manager(module, "BlockManager", 
+        "The native back end of quire.cache.backend.BlockManager; quire.Cache checks arguments and calls it.\n\n"
+        "Token arrays are contiguous int32 [n] of values >= 0, id arrays contiguous int64 [n]. KeyError: a sequence id that "
+        "is unknown or closed. ValueError: what depends on the state. Not thread-safe.");
     manager
         .def("__init__",
-             [](Manager* self, const std::vector<std::pair<std::string, std::int64_t>>& retentions,
+             [](Manager* self, const std::vector<std::pair<std::string, std::int64_t>>& spans,
                 std::int64_t num_blocks, std::int64_t block_size, bool prefix_caching, std::int64_t watermark_blocks,
                 bool overlapped_steps, std::int64_t run_blocks) {
-                 new (self) Manager(retentions_of(retentions), num_blocks, block_size, prefix_caching,
+                 new (self) Manager(spans_of(spans), num_blocks, block_size, prefix_caching,
                                     watermark_blocks, overlapped_steps, run_blocks);
              },
-             "retentions"_a, "num_blocks"_a, "block_size"_a, "prefix_caching"_a, "watermark_blocks"_a,
-             "overlapped_steps"_a, "run_blocks"_a)
+             "spans"_a, "num_blocks"_a, "block_size"_a, "prefix_caching"_a, "watermark_blocks"_a,
+             "overlapped_steps"_a, "run_blocks"_a,
+             R"(`spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order.)")
         .def("match",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
                 const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys) {
                  return with_prompt(self, tokens, name, key_positions, keys,
                                     [&](const Prompt& prompt) { return self.match(prompt); });
              },
-             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
+             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a,
+             R"(Tokens of the longest valid hit, at most len(tokens) - 1. Changes nothing.
+
+`key_positions` is strictly increasing, within 0 .. len(tokens) - 1; `keys` has as many entries.)")
         .def("open",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
-                const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys, std::int32_t account,
-                std::int32_t retention) {
+                const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys, std::int32_t owner_id,
+                std::int32_t cache_priority) {
                  return with_prompt(self, tokens, name, key_positions, keys,
-                                    [&](const Prompt& prompt) { return self.open(prompt, account, retention); });
+                                    [&](const Prompt& prompt) { return self.open(prompt, owner_id, cache_priority); });
              },
-             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a, "account"_a = 0, "retention"_a = kNormal)
+             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a, "owner_id"_a = 0, "cache_priority"_a = kNormal,
+             R"(Take the hit; the id of the new sequence: 0, 1, 2, ..., never used twice.
+
+owner_id: 0 .. MAX_OWNER, whose blocks the sequence allocates; 0 is nobody's. cache_priority: DISCARD, NORMAL or
+KEEP, what blocks it uses are raised to.)")
         .def("append",
              [](Manager& self, SequenceId sequence, const Input<std::int32_t>& tokens) {
                  self.use(0, [&] { self.append(sequence, span_of(tokens)); });
              },
-             "sequence"_a, "tokens"_a)
+             "sequence"_a, "tokens"_a,
+             R"(More known tokens, int32 [n]. O(n).)")
         .def("tokens",
              [](Manager& self, SequenceId sequence) {
                  return self.use(0, [&] { return copy_of(self.tokens(sequence)); });
              },
-             "sequence"_a)
+             "sequence"_a,
+             R"(A copy of the known tokens.)")
         .def("num_tokens",
              [](Manager& self, SequenceId sequence) {
                  return self.use(0, [&] { return self.tokens(sequence).size(); });
              },
-             "sequence"_a)
+             "sequence"_a,
+             R"(Known tokens.)")
         .def("num_cached_tokens",
              [](Manager& self, SequenceId sequence) {
                  return self.use(0, [&] { return self.num_cached_tokens(sequence); });
              },
-             "sequence"_a)
+             "sequence"_a,
+             R"(Tokens taken from the cache. Extends the hit of a sequence that is still looking.)")
         .def("num_computed_tokens",
              [](Manager& self, SequenceId sequence) {
                  return self.use(0, [&] { return self.num_computed_tokens(sequence); });
              },
-             "sequence"_a)
+             "sequence"_a,
+             R"(Extends the hit of a sequence that is still looking, as `num_cached_tokens` does.)")
         .def("num_blocks_needed",
              [](Manager& self, const Input<std::int64_t>& sequences, const Input<std::int64_t>& num_new_tokens,
                 std::int64_t num_lookahead) {
@@ -223,22 +250,30 @@ void bind_cache(nb::module_& module) {
                      return self.num_blocks_needed(span_of(sequences), span_of(num_new_tokens), num_lookahead);
                  });
              },
-             "sequences"_a, "num_new_tokens"_a, "num_lookahead"_a)
+             "sequences"_a, "num_new_tokens"_a, "num_lookahead"_a,
+             R"(Blocks, over all groups, that `reserve` with the same arguments would take; raises as it does.)")
         .def("reserve", &reserve, "sequences"_a, "num_new_tokens"_a, "num_lookahead"_a,
              nb::sig("def reserve(self, sequences: NDArray[numpy.int64], num_new_tokens: NDArray[numpy.int64], "
-                     "num_lookahead: int) -> StepPlan | None"))
-        .def("num_blocks_to_readmit",
+                     "num_lookahead: int) -> StepPlan | None"),
+             R"(All or nothing. ValueError for an id that appears twice, for num_new_tokens[i] < 1, or for more new
+tokens than are known (num_computed + new > num_tokens). n = 0 is allowed: an empty plan, a step.)")
+        .def("num_blocks_to_restore",
              [](Manager& self, SequenceId sequence, std::int64_t num_computed_tokens) {
-                 return self.use(0, [&] { return self.num_blocks_to_readmit(sequence, num_computed_tokens); });
+                 return self.use(0, [&] { return self.num_blocks_to_restore(sequence, num_computed_tokens); });
              },
-             "sequence"_a, "num_computed_tokens"_a)
-        .def("readmit", &readmit, "sequence"_a, "num_computed_tokens"_a,
-             nb::sig("def readmit(self, sequence: int, num_computed_tokens: int) -> StepPlan | None"))
+             "sequence"_a, "num_computed_tokens"_a,
+             R"(Blocks, over all groups, that `restore` with the same arguments would take; raises as it does.)")
+        .def("restore", &restore, "sequence"_a, "num_computed_tokens"_a,
+             nb::sig("def restore(self, sequence: int, num_computed_tokens: int) -> StepPlan | None"),
+             R"(`reserve` up to `num_computed_tokens` (absolute) of one sequence whose KV somebody has copied: blocks that no
+query from there on reads get no block and have slots of -1. All or nothing. ValueError unless
+num_computed < n <= num_tokens. Until a commit of exactly n or a rewind the sequence cannot reserve.)")
         .def("commit",
              [](Manager& self, SequenceId sequence, std::int64_t num_computed_tokens) {
                  self.use(0, [&] { self.commit(sequence, num_computed_tokens); });
              },
-             "sequence"_a, "num_computed_tokens"_a)
+             "sequence"_a, "num_computed_tokens"_a,
+             R"(ValueError unless num_computed <= n <= min(reserved, num_tokens).)")
         .def("advance",
              [](Manager& self, const Input<std::int64_t>& sequences, const Input<std::int64_t>& num_computed_tokens,
                 const Input<std::int32_t>& tokens) {
@@ -246,41 +281,62 @@ void bind_cache(nb::module_& module) {
                      self.advance(span_of(sequences), span_of(num_computed_tokens), span_of(tokens));
                  });
              },
-             "sequences"_a, "num_computed_tokens"_a, "tokens"_a)
-        .def("complete", [](Manager& self, std::int64_t step) { self.use(0, [&] { self.complete(step); }); }, "step"_a)
+             "sequences"_a, "num_computed_tokens"_a, "tokens"_a,
+             R"(For each sequence in order `commit`, then `append` of its one token. An error of one ends the call; those
+before it are done. The three arrays have one length.)")
+        .def("complete", [](Manager& self, std::int64_t step) { self.use(0, [&] { self.complete(step); }); }, "step"_a,
+             R"(ValueError for a step that has not been reserved yet or is < 1; an old one does nothing.)")
         .def("fork",
              [](Manager& self, SequenceId sequence) { return self.use(0, [&] { return self.fork(sequence); }); },
-             "sequence"_a)
+             "sequence"_a,
+             R"(The id of a new sequence of the same tokens; computed blocks are shared until one of the two writes.)")
         .def("rewind",
              [](Manager& self, SequenceId sequence, std::int64_t position) {
                  return self.use(0, [&] { return self.rewind(sequence, position); });
              },
-             "sequence"_a, "position"_a)
+             "sequence"_a, "position"_a,
+             R"(The new number of computed tokens. ValueError unless 0 <= position <= num_tokens.)")
         .def("close", [](Manager& self, SequenceId sequence) { self.use(0, [&] { self.close(sequence); }); },
-             "sequence"_a)
-        .def("reset", [](Manager& self) { self.use(0, [&] { self.reset(); }); })
+             "sequence"_a,
+             R"(Let go of its blocks; committed ones stay findable until their room is needed.)")
+        .def("withdraw", [](Manager& self, SequenceId sequence) { self.use(0, [&] { self.withdraw(sequence); }); },
+             "sequence"_a,
+             R"(Nothing that the sequence commits from now on is found, and it looks no more. Twice does nothing.)")
+        .def("is_findable",
+             [](Manager& self, SequenceId sequence) { return self.use(0, [&] { return self.is_findable(sequence); }); },
+             "sequence"_a,
+             R"(Whether what it commits is found: not without prefix caching, nor once it is withdrawn.)")
+        .def("reset", [](Manager& self) { self.use(0, [&] { self.reset(); }); },
+             R"(ValueError while sequences are open.)")
         .def("resize",
              [](Manager& self, std::int64_t num_blocks, std::int64_t watermark_blocks) {
-                 const std::vector<UnitId> given_up = self.use(0, [&] { return self.resize(num_blocks, watermark_blocks); });
+                 const std::vector<BlockId> given_up = self.use(0, [&] { return self.resize(num_blocks, watermark_blocks); });
                  return copy_of(std::span(given_up));
              },
-             "num_blocks"_a, "watermark_blocks"_a)
+             "num_blocks"_a, "watermark_blocks"_a,
+             R"(Have `num_blocks` (>= 0) blocks from now on. The ids given up, in order; none where it grows.
+
+ValueError if fewer than those to give up are free or cached; nothing has changed then.)")
         .def("counts",
              [](const Manager& self) {
                  const Counts counts = self.counts();
-                 return std::tuple(counts.num_free, counts.num_cached, counts.num_held, counts.num_leased);
-             })
-        .def("stats", &stats)
-        .def("check", [](Manager& self) { self.use(kTokensToReleaseFor, [&] { self.check(); }); })
+                 return std::tuple(counts.num_free, counts.num_cached, counts.num_held, counts.num_in_flight);
+             },
+             R"(Blocks now (free, cached, held, in flight); they add up to num_blocks.)")
+        .def("stats", &stats,
+             R"(num_blocks, free, cached, held, in_flight, num_sequences, num_nodes, hit_tokens, query_tokens,
+evicted_blocks, copied_blocks, deduplicated_blocks.)")
+        .def("check", [](Manager& self) { self.use(kTokensToReleaseFor, [&] { self.check(); }); },
+             R"(Prove every invariant; `quire.errors.InvariantError` with the numbers where one fails.)")
         .def("block_table",
              [](Manager& self, SequenceId sequence, std::int64_t group) {
                  return self.use(0, [&] { return copy_of(self.block_table(sequence, group)); });
              },
-             "sequence"_a, "group"_a)
-        .def_prop_ro("most_units", [](const Manager& self) { return self.stats().most_units; })
-        .def_prop_ro("num_visited", &Manager::num_visited, "Tree nodes compared so far: what look-ups have cost.")
-        .def_prop_ro("capacity_bytes", &Manager::capacity_bytes,
-                     "Address space of pool and tree; memory is taken by what has been in use.");
+             "sequence"_a, "group"_a,
+             R"(A copy of the whole table, reserved blocks included; -1 behind a window.)")
+        .def_prop_ro("most_blocks", [](const Manager& self) { return self.stats().most_blocks; },
+             R"(The most blocks that were held and in flight together at the end of a `reserve`.)")
+        .def_prop_ro("num_visited", &Manager::num_visited, "Tree nodes compared so far: what look-ups have cost.");
     bind_cache_report(manager);
 }
 

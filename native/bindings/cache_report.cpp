@@ -1,4 +1,4 @@
-// quire._native.BlockManager: accounts, events, explain, drop and the whole tree. Reports go out as dictionaries of numpy
+// quire._native.BlockManager: owners, events, explain, drop and the whole tree. Reports go out as dictionaries of numpy
 // arrays, whose entries quire.cache.events and quire.cache.tree_view name.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -44,10 +44,10 @@ nb::dict take_events(PythonBlockManager& self) {
     arrays["reasons"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.reason; });
     arrays["node_ids"] = column<std::int64_t>(batch.events, [](const Event& event) { return event.node; });
     arrays["parent_ids"] = column<std::int64_t>(batch.events, [](const Event& event) { return event.parent; });
-    arrays["accounts"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.account; });
-    arrays["retentions"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.retention; });
+    arrays["owner_ids"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.owner_id; });
+    arrays["cache_priorities"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.cache_priority; });
     arrays["namespace_index"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.name; });
-    arrays["units"] = rows_of(copy_of(std::span(batch.units)), self.num_groups());
+    arrays["block_ids"] = rows_of(copy_of(std::span(batch.block_ids)), self.num_groups());
     arrays["tokens"] = rows_of(copy_of(std::span(batch.tokens)), self.block_size());
     arrays["namespaces"] = names_of(batch.names);
     nb::list keys;
@@ -60,24 +60,24 @@ nb::dict take_events(PythonBlockManager& self) {
 nb::dict tree(PythonBlockManager& self) {
     const TreeReport report = self.use(0, [&] { return self.tree(); });
     const auto of_node = [&](auto get) { return column<std::int32_t>(report.nodes, get); };
-    const auto of_unit = [&](auto get) { return rows_of(column<std::int32_t>(report.units, get), self.num_groups()); };
+    const auto of_block = [&](auto get) { return rows_of(column<std::int32_t>(report.block_ids, get), self.num_groups()); };
     nb::dict arrays;
     arrays["node_ids"] = column<std::int64_t>(report.nodes, [](const NodeReport& node) { return node.id; });
     arrays["parent_ids"] = column<std::int64_t>(report.nodes, [](const NodeReport& node) { return node.parent; });
     arrays["namespace_index"] = of_node([](const NodeReport& node) { return node.name; });
     arrays["depths"] = of_node([](const NodeReport& node) { return node.depth; });
     arrays["num_tokens"] = of_node([](const NodeReport& node) { return node.num_tokens; });
-    arrays["units"] = of_unit([](const UnitReport& unit) { return unit.unit; });
-    arrays["num_references"] = of_unit([](const UnitReport& unit) { return unit.num_references; });
-    arrays["accounts"] = of_unit([](const UnitReport& unit) { return unit.account; });
-    arrays["retentions"] = of_unit([](const UnitReport& unit) { return unit.retention; });
-    arrays["states"] = of_unit([](const UnitReport& unit) { return unit.state; });
+    arrays["block_ids"] = of_block([](const BlockReport& block_id) { return block_id.block_id; });
+    arrays["num_references"] = of_block([](const BlockReport& block_id) { return block_id.num_references; });
+    arrays["owner_ids"] = of_block([](const BlockReport& block_id) { return block_id.owner_id; });
+    arrays["cache_priorities"] = of_block([](const BlockReport& block_id) { return block_id.cache_priority; });
+    arrays["states"] = of_block([](const BlockReport& block_id) { return block_id.state; });
     arrays["namespaces"] = names_of(report.names);
     return arrays;
 }
 
-nb::object content_of(const PythonBlockManager& self, UnitId unit) {
-    const std::optional<UnitContent> content = self.content_of(unit);
+nb::object content_of(const PythonBlockManager& self, BlockId block_id) {
+    const std::optional<BlockContent> content = self.content_of(block_id);
     if (!content) return nb::none();
     return nb::make_tuple(bytes_of(content->name), copy_of(std::span(content->tokens)), content->num_own);
 }
@@ -94,44 +94,68 @@ void bind_cache_report(nb::class_<PythonBlockManager>& manager) {
                                                        [&](const Prompt& prompt) { return self.explain(prompt); });
                  return std::tuple(found.num_hit, found.num_common, copy_of(std::span(found.nearest)));
              },
-             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
+             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a,
+             R"((`match`, tokens that the tree's nodes share with the prompt, tokens of the nearest block where they end).
+
+The walk goes over all tokens, the last one too, and over nodes whose blocks are gone. The nearest block is
+that child of the last full node reached which has most in common with what follows; no tokens where
+nothing follows or there is no child. Changes nothing.)")
         .def("drop",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
                 const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys) {
-                 return with_prompt(self, tokens, name, key_positions, keys,
-                                    [&](const Prompt& prompt) { return self.drop(prompt); });
+                 const Dropped dropped = with_prompt(self, tokens, name, key_positions, keys,
+                                                     [&](const Prompt& prompt) { return self.drop(prompt); });
+                 return std::tuple(dropped.num_freed, dropped.num_in_use);
              },
-             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a)
+             "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a,
+             R"(Forget all content that begins with these tokens, of no tokens the namespace's: blocks made free, and blocks
+that left the tree and are held or in flight still.
+
+What the tokens themselves go through stays. Sequences that have computed such content are withdrawn.)")
         .def("set_limits",
-             [](Manager& self, std::int32_t account, std::int64_t floor_units, std::int64_t quota_units) {
-                 self.use(0, [&] { self.set_limits(account, floor_units, quota_units); });
+             [](Manager& self, std::int32_t owner_id, std::int64_t floor_blocks, std::int64_t quota_blocks) {
+                 self.use(0, [&] { self.set_limits(owner_id, floor_blocks, quota_blocks); });
              },
-             "account"_a, "floor_units"_a, "quota_units"_a)
-        .def("account_counts",
-             [](const Manager& self, std::int32_t account) {
-                 const Counts counts = self.account_counts(account);
-                 return std::tuple(counts.num_held, counts.num_cached, counts.num_leased);
+             "owner_id"_a, "floor_blocks"_a, "quota_blocks"_a,
+             R"(Limits of owner 1 .. MAX_OWNER: a floor >= 0, and a quota >= 1 and >= the floor, or -1 for none.
+
+ValueError if all floors add up to more than num_blocks. Evicts nothing: a quota below what the owner
+owns takes effect when it next reserves.)")
+        .def("owner_counts",
+             [](const Manager& self, std::int32_t owner_id) {
+                 const Counts counts = self.owner_counts(owner_id);
+                 return std::tuple(counts.num_held, counts.num_cached, counts.num_in_flight);
              },
-             "account"_a)
-        .def("num_available", [](const Manager& self, std::int32_t account) { return self.num_available(account); },
-             "account"_a)
-        .def("max_units", [](const Manager& self, std::int32_t account) { return self.max_units(account); },
-             "account"_a)
+             "owner_id"_a,
+             R"((held, cached, in flight) blocks that count in the owner; over all owners they add up to `counts`.)")
+        .def("num_available", [](const Manager& self, std::int32_t owner_id) { return self.num_available(owner_id); },
+             "owner_id"_a,
+             R"(Blocks that a `reserve` for this owner alone could take now: O(owners).)")
+        .def("max_blocks", [](const Manager& self, std::int32_t owner_id) { return self.max_blocks(owner_id); },
+             "owner_id"_a,
+             R"(Blocks the owner can always have when nothing else is held: all but the others' floors, or its quota.)")
         .def("record_events", [](Manager& self, bool is_on) { self.use(0, [&] { self.record_events(is_on); }); },
-             "is_on"_a)
-        .def_prop_ro("num_events", [](const Manager& self) { return self.num_events(); })
-        .def("take_events", &take_events)
-        .def("tree", &tree)
-        .def("unit_map", [](const Manager& self) {
-            const UnitMap map = self.unit_map();
+             "is_on"_a,
+             R"(Turned on, the log begins with `cleared` and every full node there is; turned off, it forgets all.)")
+        .def_prop_ro("num_events", [](const Manager& self) { return self.num_events(); },
+             R"(Those that `take_events` would give.)")
+        .def("take_events", &take_events,
+             R"(What happened to the full nodes since the last call; nothing while off.)")
+        .def("tree", &tree,
+             R"(Every node, parents before children. O(nodes).)")
+        .def("block_map", [](const Manager& self) {
+            const BlockMap map = self.block_map();
             return std::tuple(copy_of(std::span(map.states)), copy_of(std::span(map.names)));
-        })
-        .def("content_of", &content_of, "unit"_a)
+        },
+             R"(The first two entries of `block_map.BlockMap`. O(blocks + nodes).)")
+        .def("content_of", &content_of, "block_id"_a,
+             R"(The entries of `block_map.BlockContent`; None where nothing is known. ValueError: no such id.)")
         .def("namespaces", [](const Manager& self) {
             std::vector<nb::bytes> names;
             for (const std::string_view name : self.namespaces()) names.push_back(bytes_of(name));
             return names;
-        });
+        },
+             R"(Those with a root, sorted.)");
 }
 
 }  // namespace quire

@@ -23,7 +23,8 @@ void bind_runtime(nb::module_& m) {
             for (const Isa isa : supported_isas()) names.emplace_back(isa_name(isa));
             return names;
         },
-        "Names of all variants that run on this processor, the richest instruction set first, the emulated ones last.");
+        "Names of all variants that run on this processor, the richest instruction set first. Those of a build with "
+        "QUIRE_TEST_KERNELS end in the emulated ones.");
     m.def(
         "num_threads", [] { return ThreadPool::instance().num_threads(); }, "Threads the kernels use.");
     m.def(

@@ -9,20 +9,20 @@ namespace quire {
 UnknownSequence::UnknownSequence(SequenceId sequence)
     : std::out_of_range("sequence " + std::to_string(sequence) + " is unknown or closed"), id(sequence) {}
 
-BlockManager::BlockManager(std::vector<Retention> retentions, std::int64_t num_blocks, std::int64_t block_size,
+BlockManager::BlockManager(std::vector<Span> spans, std::int64_t num_blocks, std::int64_t block_size,
                            bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps,
                            std::int64_t run_blocks)
-    : retentions_(std::move(retentions)),
+    : spans_(std::move(spans)),
       block_size_(block_size),
       prefix_caching_(prefix_caching),
       watermark_blocks_(watermark_blocks),
       overlapped_(overlapped_steps),
       pool_(num_blocks, run_blocks),
-      // As many nodes as there are units, and a root. More (windows leave nodes without units) make the slabs grow.
+      // As many nodes as there are blocks, and a root. More (windows leave nodes without blocks) make the slabs grow.
       tree_(static_cast<std::int32_t>(block_size), num_groups(), static_cast<std::size_t>(num_blocks) + 1),
       events_(static_cast<std::int32_t>(block_size), num_groups()),
-      missing_(retentions_.size()),
-      stored_(retentions_.size()) {
+      missing_(spans_.size()),
+      stored_(spans_.size()) {
     if (overlapped_) {
         busy_until_ = Slab<std::int64_t>(static_cast<std::size_t>(num_blocks));
         std::fill_n(busy_until_.data(), num_blocks, 0);
@@ -37,16 +37,16 @@ Sequence& BlockManager::find(SequenceId id) const {
 
 std::int64_t BlockManager::match(const Prompt& prompt) { return find_hit(prompt); }
 
-SequenceId BlockManager::open(const Prompt& prompt, std::int32_t account, std::int32_t retention) {
-    if (account != 0 || retention != kNormal) pool_.start_marking();
+SequenceId BlockManager::open(const Prompt& prompt, std::int32_t owner_id, std::int32_t cache_priority) {
+    if (owner_id != 0 || cache_priority != kNormal) pool_.start_marking();
     auto sequence = std::make_unique<Sequence>();
     sequence->id = next_id_;
-    sequence->account = pool_.slot_of(account);
-    sequence->retention = retention;
+    sequence->owner_id = pool_.slot_of(owner_id);
+    sequence->cache_priority = cache_priority;
     sequence->tokens.assign(prompt.tokens.begin(), prompt.tokens.end());
     sequence->keys.assign(prompt.keys.begin(), prompt.keys.end());
     sequence->name = prompt.name;
-    sequence->first_kept.assign(retentions_.size(), 0);
+    sequence->first_kept.assign(spans_.size(), 0);
     const std::int64_t num_tokens = find_hit(prompt);
     prepare_tables(sequence->tables, num_blocks_for(num_tokens));
     sequences_.ensure_room();
@@ -64,13 +64,13 @@ void BlockManager::append(SequenceId id, std::span<const Token> tokens) {
 
 std::int64_t BlockManager::num_cached_tokens(SequenceId id) {
     Sequence& sequence = find(id);
-    look(sequence);
+    refresh_hit(sequence);
     return sequence.num_cached;
 }
 
 std::int64_t BlockManager::num_computed_tokens(SequenceId id) {
     Sequence& sequence = find(id);
-    look(sequence);
+    refresh_hit(sequence);
     return sequence.num_computed;
 }
 
@@ -80,7 +80,7 @@ void BlockManager::complete(std::int64_t step) {
                           " in complete");
     if (!overlapped_) return;
     completed_step_ = std::max(completed_step_, step);
-    for (UnitId unit = pool_.end_lease(step); unit != kNone; unit = pool_.end_lease(step)) settle(unit);
+    for (BlockId block_id = pool_.end_flight(step); block_id != kNone; block_id = pool_.end_flight(step)) settle(block_id);
 }
 
 SequenceId BlockManager::fork(SequenceId id) {
@@ -90,8 +90,8 @@ SequenceId BlockManager::fork(SequenceId id) {
     child->tokens = parent.tokens;
     child->keys = parent.keys;
     child->name = parent.name;
-    child->account = parent.account;
-    child->retention = parent.retention;
+    child->owner_id = parent.owner_id;
+    child->cache_priority = parent.cache_priority;
     child->first_kept = parent.first_kept;
     prepare_tables(child->tables, num_shared);
     sequences_.ensure_room();
@@ -104,7 +104,7 @@ SequenceId BlockManager::fork(SequenceId id) {
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         const BlockTable& theirs = table(parent, group);
         for (std::int64_t block = 0; block < num_shared; ++block) {
-            if (theirs[block] != kNone) pool_.hold(theirs[block], child->retention);
+            if (theirs[block] != kNone) pool_.hold(theirs[block], child->cache_priority);
             table(*child, group).push(theirs[block]);
         }
     }
@@ -117,7 +117,7 @@ SequenceId BlockManager::fork(SequenceId id) {
 
 void BlockManager::close(SequenceId id) {
     Sequence& sequence = find(id);
-    ensure_lease_room(sequence.num_blocks() * num_groups());
+    ensure_flight_room(sequence.num_blocks() * num_groups());
     release_blocks(sequence, 0);
     num_admitted_ -= sequence.is_admitted ? 1 : 0;
     move_end(sequence, kNone);
@@ -134,14 +134,14 @@ void BlockManager::reset() {
     if (events_.is_on()) events_.add({Event::Kind::cleared});
 }
 
-std::vector<UnitId> BlockManager::resize(std::int64_t num_blocks, std::int64_t watermark_blocks) {
+std::vector<BlockId> BlockManager::resize(std::int64_t num_blocks, std::int64_t watermark_blocks) {
     const std::int64_t num_available = pool_.num_free() + pool_.num_cached();
-    if (pool_.num_units() - num_blocks > num_available)
-        throw BadArgument("expected at least " + std::to_string(pool_.num_units() - num_available) +
+    if (pool_.num_blocks() - num_blocks > num_available)
+        throw BadArgument("expected at least " + std::to_string(pool_.num_blocks() - num_available) +
                           " blocks in resize, as " + std::to_string(pool_.num_held()) + " are held and " +
-                          std::to_string(pool_.num_leased()) + " leased, got " + std::to_string(num_blocks));
-    std::vector<UnitId> given_up;
-    given_up.reserve(static_cast<std::size_t>(std::max<std::int64_t>(pool_.num_units() - num_blocks, 0)));
+                          std::to_string(pool_.num_in_flight()) + " in flight, got " + std::to_string(num_blocks));
+    std::vector<BlockId> given_up;
+    given_up.reserve(static_cast<std::size_t>(std::max<std::int64_t>(pool_.num_blocks() - num_blocks, 0)));
     const std::int64_t num_ids = std::max(pool_.num_ids(), num_blocks);
     pool_.ensure_ids(num_ids);
     if (overlapped_) {
@@ -153,10 +153,10 @@ std::vector<UnitId> BlockManager::resize(std::int64_t num_blocks, std::int64_t w
     watermark_blocks_ = watermark_blocks;
     pool_.order().clear_needs();
     pool_.begin_call();
-    while (pool_.num_units() > num_blocks) {
+    while (pool_.num_blocks() > num_blocks) {
         if (pool_.num_free() == 0) {
-            // Floors are kept while anything else can go, and then yield: it is not another account that takes the room.
-            UnitId victim = pool_.order().first(false);
+            // Floors are kept while anything else can go, and then yield: it is not another owner that takes the room.
+            BlockId victim = pool_.order().first(false);
             if (victim == kNone) victim = pool_.order().first(true);
             evict(victim, 0, Event::Reason::forgotten);
         }
@@ -167,10 +167,10 @@ std::vector<UnitId> BlockManager::resize(std::int64_t num_blocks, std::int64_t w
 }
 
 Counts BlockManager::counts() const noexcept {
-    return {pool_.num_free(), pool_.num_cached(), pool_.num_held(), pool_.num_leased()};
+    return {pool_.num_free(), pool_.num_cached(), pool_.num_held(), pool_.num_in_flight()};
 }
 
-std::span<const UnitId> BlockManager::block_table(SequenceId id, std::int64_t group) const {
+std::span<const BlockId> BlockManager::block_table(SequenceId id, std::int64_t group) const {
     const Sequence& sequence = find(id);
     if (group < 0 || group >= num_groups())
         throw BadArgument("expected a group of 0 .. " + std::to_string(num_groups() - 1) + ", got " +

@@ -1,16 +1,16 @@
-// The block manager: which token lives in which unit. The native twin of quire.cache.block_manager.PythonBlockManager; the
-// rules, every order on which a unit id depends, and the invariants C1 to C9 stand in docs/architecture.md, "The cache".
+// The block manager: which token lives in which block. The native twin of quire.cache.manager.block_manager.PythonBlockManager; the
+// rules, every order on which a block id depends, and the invariants C1 to C9 stand in docs/contracts.md, "The cache".
 //
 // What it is not: thread-safe (one owner at a time), or an owner of bytes. It knows no Python and no tensors.
 //
 // Every call has the strong guarantee: it checks its arguments, then allocates whatever it may need, and only then
 // changes anything. UnknownSequence and BadArgument are thrown before any change, and so is std::bad_alloc.
 //
-// Files: block_manager.cpp (life of a sequence), block_manager_units.cpp (release, remove, allocate),
+// Files: block_manager.cpp (life of a sequence), block_manager_blocks.cpp (release, remove, allocate),
 // block_manager_hit.cpp, block_manager_reserve.cpp, block_manager_commit.cpp (commit, rewind), block_manager_report.cpp
-// (accounts, events, explain, drop, the whole tree), block_manager_check.cpp.
+// (owners, events, explain, drop, the whole tree), block_manager_check.cpp.
 //
-// Cost: match and open O(blocks of the hit x log siblings); reserve O(sequences + new tokens + evicted units), no cost
+// Cost: match and open O(blocks of the hit x log siblings); reserve O(sequences + new tokens + evicted blocks), no cost
 // per cached prompt; commit O(new full blocks x log siblings); close O(blocks).
 #pragma once
 
@@ -26,7 +26,7 @@
 #include "core/event_log.hpp"
 #include "core/pool.hpp"
 #include "core/prefix_tree.hpp"
-#include "core/retention.hpp"
+#include "core/span.hpp"
 #include "core/sequence.hpp"
 #include "core/step_plan.hpp"
 
@@ -59,7 +59,7 @@ struct Counts {
     std::int64_t num_free;
     std::int64_t num_cached;
     std::int64_t num_held;
-    std::int64_t num_leased;
+    std::int64_t num_in_flight;
 };
 
 struct Stats {
@@ -68,17 +68,23 @@ struct Stats {
     std::int64_t evicted_blocks = 0;
     std::int64_t copied_blocks = 0;
     std::int64_t deduplicated_blocks = 0;
-    std::int64_t most_units = 0;  // held and leased together at the end of a reserve()
+    std::int64_t most_blocks = 0;  // held and in flight together at the end of a reserve()
+};
+
+// Blocks of what `drop` forgot: those made free, and those that are held or in flight still.
+struct Dropped {
+    std::int64_t num_freed = 0;
+    std::int64_t num_in_use = 0;
 };
 
 // How far a prompt's walk through the tree comes.
 struct Explanation {
     std::int64_t num_hit;
-    std::int64_t num_common;     // tokens shared with nodes, whatever units they have left
+    std::int64_t num_common;     // tokens shared with nodes, whatever blocks they have left
     std::vector<Token> nearest;  // of the nearest block where they end
 };
 
-// One node as `tree` tells of it, and one of its units.
+// One node as `tree` tells of it, and one of its blocks.
 struct NodeReport {
     std::int64_t id;
     std::int64_t parent;  // -1 below a root
@@ -87,28 +93,28 @@ struct NodeReport {
     std::int32_t num_tokens;
 };
 
-struct UnitReport {
-    UnitId unit = kNone;
+struct BlockReport {
+    BlockId block_id = kNone;
     std::int32_t num_references = -1;
-    std::int32_t account = -1;
-    std::int32_t retention = -1;
-    std::int32_t state = 0;  // gone, cached, held, leased
+    std::int32_t owner_id = -1;
+    std::int32_t cache_priority = -1;
+    std::int32_t state = 0;  // gone, cached, held, in flight
 };
 
 struct TreeReport {
     std::vector<NodeReport> nodes;
-    std::vector<UnitReport> units;  // [nodes, groups]
+    std::vector<BlockReport> block_ids;  // [nodes, groups]
     std::vector<std::string> names;
 };
 
-// All units, by id: their state, and the root (in the order of names) below which their content is known, or kNone.
-struct UnitMap {
+// All blocks, by id: their state, and the root (in the order of names) below which their content is known, or kNone.
+struct BlockMap {
     std::vector<std::uint8_t> states;
     std::vector<std::int32_t> names;
 };
 
-// What a unit whose content is known holds: the last `num_own` of `tokens`, which begin at the root.
-struct UnitContent {
+// What a block whose content is known holds: the last `num_own` of `tokens`, which begin at the root.
+struct BlockContent {
     std::string name;
     std::vector<Token> tokens;
     std::int32_t num_own;
@@ -116,25 +122,25 @@ struct UnitContent {
 
 class BlockManager {
 public:
-    BlockManager(std::vector<Retention> retentions, std::int64_t num_blocks, std::int64_t block_size,
+    BlockManager(std::vector<Span> spans, std::int64_t num_blocks, std::int64_t block_size,
                  bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps, std::int64_t run_blocks);
 
     std::int64_t match(const Prompt& prompt);
     Explanation explain(const Prompt& prompt);
-    SequenceId open(const Prompt& prompt, std::int32_t account = 0, std::int32_t retention = kNormal);
+    SequenceId open(const Prompt& prompt, std::int32_t owner_id = 0, std::int32_t cache_priority = kNormal);
     void append(SequenceId id, std::span<const Token> tokens);
     std::span<const Token> tokens(SequenceId id) const { return find(id).tokens; }
     std::int64_t num_cached_tokens(SequenceId id);
     std::int64_t num_computed_tokens(SequenceId id);
     std::int64_t num_blocks_needed(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
                                    std::int64_t num_lookahead);
-    // The plan of the next step; null, and nothing changed, where the units do not suffice.
+    // The plan of the next step; null, and nothing changed, where the blocks do not suffice.
     std::shared_ptr<const StepPlan> reserve(std::span<const SequenceId> ids,
                                             std::span<const std::int64_t> num_new_tokens, std::int64_t num_lookahead);
     // As `reserve`, of one sequence up to `num_computed`, whose KV somebody has copied: what lies behind its windows there
-    // gets no unit. It must be committed as a whole or rewound before it reserves again.
-    std::int64_t num_blocks_to_readmit(SequenceId id, std::int64_t num_computed);
-    std::shared_ptr<const StepPlan> readmit(SequenceId id, std::int64_t num_computed);
+    // gets no block. It must be committed as a whole or rewound before it reserves again.
+    std::int64_t num_blocks_to_restore(SequenceId id, std::int64_t num_computed);
+    std::shared_ptr<const StepPlan> restore(SequenceId id, std::int64_t num_computed);
     void commit(SequenceId id, std::int64_t num_computed);
     // The end of a decode step: for each sequence in order `commit`, then `append` of one token. One that cannot be
     // committed ends the call; those before it are done.
@@ -145,33 +151,36 @@ public:
     std::int64_t rewind(SequenceId id, std::int64_t position);
     void close(SequenceId id);
     void reset();
-    // Has `num_blocks` units from now on; the ids given up, which were free or cached.
-    std::vector<UnitId> resize(std::int64_t num_blocks, std::int64_t watermark_blocks);
+    // Has `num_blocks` blocks from now on; the ids given up, which were free or cached.
+    std::vector<BlockId> resize(std::int64_t num_blocks, std::int64_t watermark_blocks);
 
-    // Accounts (1 ..) and their limits; see quire.cache.accounts.
-    void set_limits(std::int32_t account, std::int64_t floor, std::int64_t quota);
-    Counts account_counts(std::int32_t account) const noexcept;  // num_free is 0
-    std::int64_t num_available(std::int32_t account) const noexcept;
-    std::int64_t max_units(std::int32_t account) const noexcept;
+    // Owners (1 ..) and their limits; see quire.cache.owners.
+    void set_limits(std::int32_t owner_id, std::int64_t floor, std::int64_t quota);
+    Counts owner_counts(std::int32_t owner_id) const noexcept;  // num_free is 0
+    std::int64_t num_available(std::int32_t owner_id) const noexcept;
+    std::int64_t max_blocks(std::int32_t owner_id) const noexcept;
 
-    // Forgets what begins with the prompt and is not held; the number of units made free.
-    std::int64_t drop(const Prompt& prompt);
+    // Forgets what begins with the prompt. Sequences that have computed such content are withdrawn.
+    Dropped drop(const Prompt& prompt);
+    // Nothing that the sequence commits from now on is found, and it looks no more. Twice does nothing.
+    void withdraw(SequenceId id) { move_end(find(id), kNone); }
+    bool is_findable(SequenceId id) const { return find(id).node != kNone; }
     void record_events(bool is_on);
     std::int64_t num_events() const noexcept { return events_.size(); }
     EventBatch take_events() noexcept { return events_.take(); }
     TreeReport tree();
-    UnitMap unit_map() const;
-    std::optional<UnitContent> content_of(UnitId unit) const;  // BadArgument for an id that is none
+    BlockMap block_map() const;
+    std::optional<BlockContent> content_of(BlockId block_id) const;  // BadArgument for an id that is none
     std::vector<std::string_view> namespaces() const { return tree_.names(); }
 
     Counts counts() const noexcept;
     const Stats& stats() const noexcept { return stats_; }
-    std::int64_t num_blocks() const noexcept { return pool_.num_units(); }
+    std::int64_t num_blocks() const noexcept { return pool_.num_blocks(); }
     std::int64_t block_size() const noexcept { return block_size_; }
-    std::int32_t num_groups() const noexcept { return static_cast<std::int32_t>(retentions_.size()); }
+    std::int32_t num_groups() const noexcept { return static_cast<std::int32_t>(spans_.size()); }
     std::int64_t num_sequences() const noexcept { return static_cast<std::int64_t>(sequences_.size()); }
     std::int64_t num_nodes() const noexcept { return tree_.num_nodes(); }
-    std::span<const UnitId> block_table(SequenceId id, std::int64_t group) const;
+    std::span<const BlockId> block_table(SequenceId id, std::int64_t group) const;
     // Tree nodes compared so far: the measure of what a look-up costs.
     std::int64_t num_visited() const noexcept { return tree_.num_visited(); }
     // Address space of the pool and the tree; what is not in use takes no memory.
@@ -189,14 +198,14 @@ private:
         std::int64_t num_blocks;  // its tables' length once the step is reserved, at least
         bool copies;              // block num_computed / block_size is copied on write
         bool copies_for_node;     // ... only because its node holds more tokens
-        bool readmits;            // blocks behind the windows at its end get no unit
+        bool restores;            // blocks behind the windows at its end get no block
     };
 
     std::int64_t num_blocks_for(std::int64_t num_tokens) const noexcept {
         return (num_tokens + block_size_ - 1) / block_size_;
     }
     std::int64_t first_block_needed(std::int32_t group, std::int64_t position) const noexcept {
-        return retentions_[static_cast<std::size_t>(group)].first_needed(position) / block_size_;
+        return spans_[static_cast<std::size_t>(group)].first_needed(position) / block_size_;
     }
     BlockTable& table(Sequence& sequence, std::int32_t group) const noexcept {
         return sequence.tables[static_cast<std::size_t>(group)];
@@ -206,39 +215,39 @@ private:
         return {sequence.tokens, sequence.keys, sequence.name};
     }
 
-    // block_manager_units.cpp
+    // block_manager_blocks.cpp
     bool is_step_under_way() const noexcept { return overlapped_ && newest_step_ > completed_step_; }
     bool is_referenced(NodeId node) const noexcept;
-    void release(UnitId unit) noexcept;
+    void release(BlockId block_id) noexcept;
     void release_blocks(Sequence& sequence, std::int64_t from) noexcept;
-    void settle(UnitId unit) noexcept;
+    void settle(BlockId block_id) noexcept;
     void remove_node(NodeId node) noexcept;
-    void leave_node(UnitId unit) noexcept;
+    void leave_node(BlockId block_id) noexcept;
     void drop_bare(NodeId node) noexcept;
-    void evict(UnitId victim, std::int32_t account, Event::Reason reason) noexcept;
-    void make_room(const Sequence& sequence, std::int64_t num_units) noexcept;
-    UnitId allocate(const Sequence& sequence, UnitId before, std::int64_t block) noexcept;
-    UnitId* note_removed(NodeId node, std::int32_t account, Event::Reason reason) noexcept;
-    std::int32_t highest_retention(std::span<const UnitId> units) const noexcept;
+    void evict(BlockId victim, std::int32_t owner_id, Event::Reason reason) noexcept;
+    void make_room(const Sequence& sequence, std::int64_t num_blocks) noexcept;
+    BlockId allocate(const Sequence& sequence, BlockId before, std::int64_t block) noexcept;
+    BlockId* note_removed(NodeId node, std::int32_t owner_id, Event::Reason reason) noexcept;
+    std::int32_t highest_cache_priority(std::span<const BlockId> block_ids) const noexcept;
     void move_end(Sequence& sequence, NodeId node) noexcept;
-    void ensure_lease_room(std::int64_t num_released);
+    void ensure_flight_room(std::int64_t num_released);
 
     // block_manager_hit.cpp
     std::int64_t find_hit(const Prompt& prompt);
     bool is_valid_hit(std::int64_t num_tokens) const noexcept;
     void prepare_tables(std::vector<BlockTable>& tables, std::int64_t num_blocks) const;
     void take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId root) noexcept;
-    void look(Sequence& sequence);
+    void refresh_hit(Sequence& sequence);
 
     // block_manager_reserve.cpp
     std::int64_t plan_works(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
-                            std::int64_t num_lookahead, bool readmits = false);
+                            std::int64_t num_lookahead, bool restores = false);
     bool gives_up_partial_block(const Work& work) const noexcept;
     void plan_copy(Work& work) noexcept;
-    std::int64_t plan_to_readmit(SequenceId id, std::int64_t num_computed);
-    std::shared_ptr<const StepPlan> carry_out(std::int64_t num_needed, std::int64_t num_lookahead);
-    std::int64_t first_block_with_unit(const Work& work, std::int32_t group) const noexcept;
-    std::int64_t units_of(const Work& work) const noexcept;
+    std::int64_t plan_to_restore(SequenceId id, std::int64_t num_computed);
+    std::shared_ptr<const StepPlan> apply(std::int64_t num_needed, std::int64_t num_lookahead);
+    std::int64_t first_block_with_block(const Work& work, std::int32_t group) const noexcept;
+    std::int64_t blocks_of(const Work& work) const noexcept;
     void count_needs() noexcept;
     bool fits(std::int64_t num_needed, std::int64_t num_left) noexcept;
     void keep_quotas() noexcept;
@@ -248,7 +257,7 @@ private:
     // block_manager_commit.cpp
     void commit_full_block(Sequence& sequence, std::int64_t block, NodeId equal, PrefixTree::StagedKeys&& keys) noexcept;
     void stage_events(const Sequence& sequence, std::int64_t first, std::int64_t num_full);
-    void note_stored(const Sequence& sequence, std::int64_t block, NodeId node, std::span<const UnitId> units) noexcept;
+    void note_stored(const Sequence& sequence, std::int64_t block, NodeId node, std::span<const BlockId> block_ids) noexcept;
     void commit_tail(Sequence& sequence, std::int64_t num_computed, PrefixTree::StagedKeys&& keys) noexcept;
     NodeId own_partial_node(const Sequence& sequence, std::int64_t block) const noexcept;
     NodeId make_node(Sequence& sequence, std::int64_t block, const BlockView& view, PrefixTree::StagedKeys&& keys) noexcept;
@@ -257,13 +266,14 @@ private:
     bool is_kept(const Sequence& sequence, std::int64_t num_tokens) const noexcept;
 
     // block_manager_report.cpp
-    void forget(NodeId node) noexcept;
+    bool has_computed(const Sequence& sequence, NodeId above, std::int64_t start, const Prompt& prompt) const noexcept;
+    std::int64_t forget(NodeId node) noexcept;
 
-    void check_units() const;
+    void check_blocks() const;
     void check_nodes() const;
     void check_sequence(const Sequence& sequence) const;
 
-    std::vector<Retention> retentions_;
+    std::vector<Span> spans_;
     std::int64_t block_size_;
     bool prefix_caching_;
     std::int64_t watermark_blocks_;
@@ -271,7 +281,7 @@ private:
     Pool pool_;
     PrefixTree tree_;
     SequenceTable sequences_;
-    Slab<std::int64_t> busy_until_;  // by unit, with overlapped steps: the last step that may still use what was released
+    Slab<std::int64_t> busy_until_;  // by block, with overlapped steps: the last step that may still use what was released
     SequenceId next_id_ = 0;
     std::int64_t num_admitted_ = 0;
     std::int64_t newest_step_ = 0;
@@ -282,9 +292,9 @@ private:
 
     // Scratch of one call, kept to spare allocations.
     std::vector<NodeId> path_;           // find_hit: the nodes of the hit; commit: equal nodes found
-    std::vector<std::int64_t> missing_;  // find_hit: by group, the deepest block without a unit
+    std::vector<std::int64_t> missing_;  // find_hit: by group, the deepest block without a block
     std::vector<Work> works_;
-    std::vector<UnitId> stored_;  // commit: units of a block that are found from now on, by group
+    std::vector<BlockId> stored_;  // commit: blocks of a block that are found from now on, by group
     std::vector<std::vector<ExtraKey>> event_keys_;  // commit: for the events of full blocks, from event_block_ on
     std::int64_t event_block_ = 0;
     std::int32_t event_name_ = -1;

@@ -1,6 +1,6 @@
-// The proof of C1 to C9 (docs/architecture.md, "The cache") on the block manager's state. It reads everything.
+// The proof of C1 to C9 (docs/contracts.md, "The cache") on the block manager's state. It reads everything.
 //
-// Cost: O(units + nodes x block size + blocks of all sequences). It allocates, so it may fail, changing nothing.
+// Cost: O(blocks + nodes x block size + blocks of all sequences). It allocates, so it may fail, changing nothing.
 #include <string>
 #include <unordered_map>
 
@@ -18,37 +18,37 @@ std::string text(std::int64_t number) { return std::to_string(number); }
 void BlockManager::check() const {
     pool_.check();  // C1, C5: the lists
     tree_.check();  // C6: order and shape
-    check_units();
+    check_blocks();
     check_nodes();
     sequences_.for_each([this](const Sequence& sequence) { check_sequence(sequence); });
 }
 
-void BlockManager::check_units() const {
-    const auto num_units = static_cast<std::size_t>(pool_.num_ids());
-    std::vector<std::int32_t> num_named(num_units, 0);
+void BlockManager::check_blocks() const {
+    const auto num_blocks = static_cast<std::size_t>(pool_.num_ids());
+    std::vector<std::int32_t> num_named(num_blocks, 0);
     std::int64_t num_admitted = 0;
     sequences_.for_each([&](const Sequence& sequence) {
         num_admitted += sequence.is_admitted ? 1 : 0;
         for (const BlockTable& entries : sequence.tables)
-            for (const UnitId unit : entries.entries())
-                if (unit != kNone) ++num_named[static_cast<std::size_t>(unit)];
+            for (const BlockId block_id : entries.entries())
+                if (block_id != kNone) ++num_named[static_cast<std::size_t>(block_id)];
     });
     prove(num_admitted == num_admitted_, "C3",
           text(num_admitted) + " admitted sequences, " + text(num_admitted_) + " counted");
-    for (std::size_t at = 0; at < num_units; ++at) {
-        const auto unit = static_cast<UnitId>(at);
-        prove(num_named[at] == pool_.num_refs(unit), "C3",
-              "unit " + text(unit) + " counts " + text(pool_.num_refs(unit)) + " references, tables name it " +
+    for (std::size_t at = 0; at < num_blocks; ++at) {
+        const auto block_id = static_cast<BlockId>(at);
+        prove(num_named[at] == pool_.num_refs(block_id), "C3",
+              "block " + text(block_id) + " counts " + text(pool_.num_refs(block_id)) + " references, tables name it " +
                   text(num_named[at]) + " times");
-        const NodeId node = pool_.node(unit);
-        const UnitState state = pool_.state(unit);
-        prove(state != UnitState::free || node == kNone, "C2", "free unit " + text(unit) + " belongs to a node");
-        prove(state != UnitState::cached || node != kNone, "C5", "cached unit " + text(unit) + " belongs to no node");
+        const NodeId node = pool_.node(block_id);
+        const BlockState state = pool_.state(block_id);
+        prove(state != BlockState::free || node == kNone, "C2", "free block " + text(block_id) + " belongs to a node");
+        prove(state != BlockState::cached || node != kNone, "C5", "cached block " + text(block_id) + " belongs to no node");
         if (node == kNone) continue;
         std::int64_t num_times = 0;
-        for (std::int32_t group = 0; group < num_groups(); ++group) num_times += tree_.unit(node, group) == unit ? 1 : 0;
+        for (std::int32_t group = 0; group < num_groups(); ++group) num_times += tree_.block_id(node, group) == block_id ? 1 : 0;
         prove(num_times == 1, "C2",
-              "unit " + text(unit) + " stands " + text(num_times) + " times in node " + text(node));
+              "block " + text(block_id) + " stands " + text(num_times) + " times in node " + text(node));
     }
 }
 
@@ -67,29 +67,29 @@ void BlockManager::check_nodes() const {
               name + " counts " + text(tree_.num_ends(node)) + " sequences, " + text(expected) + " end in it");
         prove(!tree_.is_bare(node), "C6", name + " is bare");
         for (std::int32_t group = 0; group < num_groups(); ++group) {
-            const UnitId unit = tree_.unit(node, group);
-            if (unit == kNone) continue;
-            prove(pool_.node(unit) == node, "C2",
-                  "unit " + text(unit) + " of " + name + " says it belongs to node " + text(pool_.node(unit)));
+            const BlockId block_id = tree_.block_id(node, group);
+            if (block_id == kNone) continue;
+            prove(pool_.node(block_id) == node, "C2",
+                  "block " + text(block_id) + " of " + name + " says it belongs to node " + text(pool_.node(block_id)));
         }
         if (tree_.is_root(node) || tree_.is_full(node) || is_referenced(node)) continue;
         const NodeId next = tree_.next_sibling(node);
         prove(next == kNone || tree_.num_common(next, tree_.view(node)) < tree_.num_tokens(node), "C6",
               name + ", partial and held by nobody, is a prefix of node " + text(next));
     }
-    // C5: every full-attention unit was let go after its node's cached descendants, and so stands behind them.
+    // C5: every full-attention block was let go after its node's cached descendants, and so stands behind them.
     const std::vector<std::int64_t> times = pool_.times();
-    for (UnitId unit = 0; unit < pool_.num_ids(); ++unit) {
-        const std::int64_t time = times[static_cast<std::size_t>(unit)];
+    for (BlockId block_id = 0; block_id < pool_.num_ids(); ++block_id) {
+        const std::int64_t time = times[static_cast<std::size_t>(block_id)];
         if (time < 0) continue;
-        const NodeId node = pool_.node(unit);
+        const NodeId node = pool_.node(block_id);
         for (std::int32_t group = 0; group < num_groups(); ++group) {
-            if (tree_.unit(node, group) != unit || !retentions_[static_cast<std::size_t>(group)].is_full()) continue;
+            if (tree_.block_id(node, group) != block_id || !spans_[static_cast<std::size_t>(group)].is_full()) continue;
             for (NodeId up = tree_.parent(node); !tree_.is_root(up); up = tree_.parent(up)) {
-                const UnitId above = tree_.unit(up, group);
+                const BlockId above = tree_.block_id(up, group);
                 const std::int64_t of_above = above == kNone ? -1 : times[static_cast<std::size_t>(above)];
                 prove(of_above < 0 || of_above > time, "C5",
-                      "unit " + text(above) + " was let go before unit " + text(unit) + " below it");
+                      "block " + text(above) + " was let go before block " + text(block_id) + " below it");
                 if (above != kNone) break;  // the rest follows from this one's own turn
             }
         }
@@ -113,25 +113,25 @@ void BlockManager::check_sequence(const Sequence& sequence) const {
               name + " has " + text(entries.size()) + " blocks in group " + text(group) + ", " +
                   text(sequence.num_blocks()) + " in group 0");
         for (std::int64_t block = 0; block < entries.size(); ++block) {
-            const UnitId unit = entries[block];
+            const BlockId block_id = entries[block];
             const std::string where = name + ", group " + text(group) + ", block " + text(block);
-            // A readmitted sequence has no units where it will never have written.
-            const bool may_lack = block * block_size_ >= num_computed && sequence.readmitted_to != 0 &&
-                                  block < first_block_needed(group, sequence.readmitted_to);
-            prove((unit == kNone) == (block < first) || may_lack, "C7",
-                  where + ": unit " + text(unit) + ", " + text(first) + " is needed first");
-            if (unit == kNone) continue;
-            prove(pool_.state(unit) == UnitState::held, "C2", where + ": unit " + text(unit) + " is not held");
-            const NodeId node = pool_.node(unit);
+            // A restored sequence has no blocks where it will never have written.
+            const bool may_lack = block * block_size_ >= num_computed && sequence.restored_to != 0 &&
+                                  block < first_block_needed(group, sequence.restored_to);
+            prove((block_id == kNone) == (block < first) || may_lack, "C7",
+                  where + ": block " + text(block_id) + ", " + text(first) + " is needed first");
+            if (block_id == kNone) continue;
+            prove(pool_.state(block_id) == BlockState::held, "C2", where + ": block " + text(block_id) + " is not held");
+            const NodeId node = pool_.node(block_id);
             if (block * block_size_ >= num_computed) {
-                prove(pool_.num_refs(unit) == 1 && node == kNone, "C4",
-                      where + ": unit " + text(unit) + " is not its own, " + text(pool_.num_refs(unit)) + " references");
+                prove(pool_.num_refs(block_id) == 1 && node == kNone, "C4",
+                      where + ": block " + text(block_id) + " is not its own, " + text(pool_.num_refs(block_id)) + " references");
             } else if (block == partial && sequence.is_writer) {
                 prove(node == pool_.node(sequence.tables.front()[block]), "C4",
-                      where + ": unit " + text(unit) + " is written and in another node than group 0's");
+                      where + ": block " + text(block_id) + " is written and in another node than group 0's");
                 const std::int64_t num_findable = node == kNone ? 0 : tree_.num_tokens(node);
                 prove(num_findable <= offset, "C4",
-                      where + ": unit " + text(unit) + " is written from " + text(offset) + ", found up to " +
+                      where + ": block " + text(block_id) + " is written from " + text(offset) + ", found up to " +
                           text(num_findable));
             }
         }
@@ -144,9 +144,9 @@ void BlockManager::check_sequence(const Sequence& sequence) const {
         prove(tree_.is_full(node) && tree_.num_common(node, spelled) == block_size_, "C8",
               name + ": block " + text(block) + " is not what its node says");
         for (std::int32_t group = 0; group < num_groups(); ++group) {
-            const UnitId unit = sequence.tables[static_cast<std::size_t>(group)][block];
-            prove(unit == kNone || unit == tree_.unit(node, group), "C8",
-                  name + ": block " + text(block) + " is not its node's unit");
+            const BlockId block_id = sequence.tables[static_cast<std::size_t>(group)][block];
+            prove(block_id == kNone || block_id == tree_.block_id(node, group), "C8",
+                  name + ": block " + text(block) + " is not its node's block");
         }
         node = tree_.parent(node);
     }

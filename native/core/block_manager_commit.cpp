@@ -15,20 +15,21 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
                           std::to_string(sequence.reserved) + " reserved, " + std::to_string(sequence.num_tokens()) +
                           " known), got " + std::to_string(num_computed) + " in commit");
     if (num_computed == sequence.num_computed) return;
-    if (sequence.readmitted_to != 0 && sequence.readmitted_to != num_computed)
-        throw BadArgument("expected " + std::to_string(sequence.readmitted_to) + " computed tokens for sequence " +
-                          std::to_string(id) + ", which was readmitted to these, got " + std::to_string(num_computed) +
+    if (sequence.restored_to != 0 && sequence.restored_to != num_computed)
+        throw BadArgument("expected " + std::to_string(sequence.restored_to) + " computed tokens for sequence " +
+                          std::to_string(id) + ", which was restored to these, got " + std::to_string(num_computed) +
                           " in commit");
 
-    // All memory first: nodes, their keys, tables that change in place, leases.
+    // All memory first: nodes, their keys, tables that change in place, blocks in flight.
     const Prompt prompt = prompt_of(sequence);
     const std::int64_t first = sequence.num_computed / block_size_;
     const std::int64_t num_full = num_computed / block_size_;
-    const std::int64_t num_nodes = prefix_caching_ ? num_blocks_for(num_computed) - first : 0;
+    const bool is_findable = sequence.node != kNone;
+    const std::int64_t num_nodes = is_findable ? num_blocks_for(num_computed) - first : 0;
     std::vector<PrefixTree::StagedKeys> keys;  // by block from `first`; empty where the sequence has no keys at all
     std::size_t num_deduplicated = 0;
     std::int64_t num_released = 0;
-    if (prefix_caching_) {
+    if (is_findable) {
         if (!sequence.keys.empty())
             for (std::int64_t block = first; block < first + num_nodes; ++block)
                 keys.push_back(PrefixTree::stage_keys(
@@ -54,15 +55,15 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
         if (needed > kept || num_deduplicated != 0)
             table(sequence, group).prepare(needed > kept ? std::min(kept, first) : first, sequence.num_blocks());
     }
-    ensure_lease_room(num_released);
+    ensure_flight_room(num_released);
 
     // From here on nothing fails.
-    if (sequence.readmitted_to != 0) {
+    if (sequence.restored_to != 0) {
         // What lies behind the windows was not written: it goes before nodes are made.
         release_behind_windows(sequence, num_computed);
-        sequence.readmitted_to = 0;
+        sequence.restored_to = 0;
     }
-    if (prefix_caching_) {
+    if (is_findable) {
         const auto staged = [&](std::int64_t block) {
             return keys.empty() ? PrefixTree::StagedKeys{} : std::move(keys[static_cast<std::size_t>(block - first)]);
         };
@@ -84,7 +85,7 @@ void BlockManager::advance(std::span<const SequenceId> ids, std::span<const std:
     }
 }
 
-// The partial node of our units, which only we may extend: all units of the block are in it, or none.
+// The partial node of our blocks, which only we may extend: all blocks of the block are in it, or none.
 NodeId BlockManager::own_partial_node(const Sequence& sequence, std::int64_t block) const noexcept {
     for (const BlockTable& entries : sequence.tables)
         if (entries[block] != kNone) return pool_.node(entries[block]);
@@ -98,31 +99,31 @@ void BlockManager::commit_full_block(Sequence& sequence, std::int64_t block, Nod
             make_node(sequence, block, prompt_of(sequence).block(block * block_size_, block_size_), std::move(keys));
         if (events_.is_on()) {
             for (std::int32_t group = 0; group < num_groups(); ++group)
-                stored_[static_cast<std::size_t>(group)] = tree_.unit(made, group);
+                stored_[static_cast<std::size_t>(group)] = tree_.block_id(made, group);
             note_stored(sequence, block, made, stored_);
         }
         move_end(sequence, made);
         return;
     }
-    // The full node says all that our partial one did; whoever holds its units keeps them.
+    // The full node says all that our partial one did; whoever holds its blocks keeps them.
     const NodeId own = own_partial_node(sequence, block);
     if (own != kNone) remove_node(own);
     std::fill(stored_.begin(), stored_.end(), kNone);
     bool has_filled = false;
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         BlockTable& entries = table(sequence, group);
-        const UnitId ours = entries[block];
-        const UnitId theirs = tree_.unit(equal, group);
-        if (ours == kNone) continue;  // behind a window of a readmitted sequence: never written
+        const BlockId ours = entries[block];
+        const BlockId theirs = tree_.block_id(equal, group);
+        if (ours == kNone) continue;  // behind a window of a restored sequence: never written
         if (theirs == kNone) {
-            tree_.set_unit(equal, group, ours);
+            tree_.set_block(equal, group, ours);
             pool_.set_node(ours, equal);
             stored_[static_cast<std::size_t>(group)] = ours;
             has_filled = true;
             ++version_;
             continue;
         }
-        pool_.hold(theirs, sequence.retention);
+        pool_.hold(theirs, sequence.cache_priority);
         entries.set(block, theirs);
         release(ours);
         ++stats_.deduplicated_blocks;
@@ -150,15 +151,15 @@ void BlockManager::stage_events(const Sequence& sequence, std::int64_t first, st
     event_name_ = events_.name_index(sequence.name);
 }
 
-// These units of a block's full node are found from now on; the sequence still ends in the node above.
+// These blocks of a block's full node are found from now on; the sequence still ends in the node above.
 void BlockManager::note_stored(const Sequence& sequence, std::int64_t block, NodeId node,
-                               std::span<const UnitId> units) noexcept {
-    const auto first = std::find_if(units.begin(), units.end(), [](UnitId unit) { return unit != kNone; });
-    if (first == units.end()) return;  // a node of holes: there is nothing to tell
+                               std::span<const BlockId> block_ids) noexcept {
+    const auto first = std::find_if(block_ids.begin(), block_ids.end(), [](BlockId block_id) { return block_id != kNone; });
+    if (first == block_ids.end()) return;  // a node of holes: there is nothing to tell
     const std::int64_t parent = tree_.is_root(sequence.node) ? -1 : tree_.id(sequence.node);
-    UnitId* const noted = events_.add({Event::Kind::stored, Event::Reason::none, tree_.id(node), parent,
-                                       pool_.order().number_of(*first), event_name_, highest_retention(units)});
-    std::copy(units.begin(), units.end(), noted);
+    BlockId* const noted = events_.add({Event::Kind::stored, Event::Reason::none, tree_.id(node), parent,
+                                       pool_.order().number_of(*first), event_name_, highest_cache_priority(block_ids)});
+    std::copy(block_ids.begin(), block_ids.end(), noted);
     events_.add_block(tree_.tokens(node), std::move(event_keys_[static_cast<std::size_t>(block - event_block_)]));
 }
 
@@ -170,7 +171,7 @@ void BlockManager::commit_tail(Sequence& sequence, std::int64_t num_computed, Pr
     make_node(sequence, num_computed / block_size_, view, std::move(keys));
 }
 
-// Extends our partial node to what `view` says, or makes a node of our units.
+// Extends our partial node to what `view` says, or makes a node of our blocks.
 NodeId BlockManager::make_node(Sequence& sequence, std::int64_t block, const BlockView& view,
                                PrefixTree::StagedKeys&& keys) noexcept {
     NodeId node = own_partial_node(sequence, block);
@@ -179,9 +180,9 @@ NodeId BlockManager::make_node(Sequence& sequence, std::int64_t block, const Blo
     } else {
         node = tree_.insert(sequence.node, view, std::move(keys));
         for (std::int32_t group = 0; group < num_groups(); ++group) {
-            const UnitId unit = table(sequence, group)[block];
-            tree_.set_unit(node, group, unit);
-            if (unit != kNone) pool_.set_node(unit, node);
+            const BlockId block_id = table(sequence, group)[block];
+            tree_.set_block(node, group, block_id);
+            if (block_id != kNone) pool_.set_node(block_id, node);
         }
     }
     ++version_;
@@ -225,7 +226,7 @@ std::int64_t BlockManager::rewind(SequenceId id, std::int64_t position) {
     if (position < 0 || position > sequence.num_tokens())
         throw BadArgument("expected a position of 0 .. " + std::to_string(sequence.num_tokens()) + " for sequence " +
                           std::to_string(id) + ", got " + std::to_string(position) + " in rewind");
-    ensure_lease_room(sequence.num_blocks() * num_groups());
+    ensure_flight_room(sequence.num_blocks() * num_groups());
 
     sequence.tokens.resize(static_cast<std::size_t>(position));
     while (!sequence.keys.empty() && sequence.keys.back().position >= position) sequence.keys.pop_back();
@@ -240,7 +241,7 @@ std::int64_t BlockManager::rewind(SequenceId id, std::int64_t position) {
         move_end(sequence, node);
     }
     sequence.num_computed = sequence.reserved = kept;
-    sequence.readmitted_to = 0;
+    sequence.restored_to = 0;
     sequence.num_cached = std::min(sequence.num_cached, kept);
     return kept;
 }

@@ -21,7 +21,7 @@ BlockView Prompt::block(std::int64_t start, std::int64_t count) const noexcept {
     return view;
 }
 
-// A hit is valid if in every group the blocks it needs have units; missing_ tells the deepest block that has none.
+// A hit is valid if in every group the blocks it needs have blocks; missing_ tells the deepest block that has none.
 bool BlockManager::is_valid_hit(std::int64_t num_tokens) const noexcept {
     const std::int64_t last = (num_tokens - 1) / block_size_;
     for (std::int32_t group = 0; group < num_groups(); ++group) {
@@ -32,7 +32,7 @@ bool BlockManager::is_valid_hit(std::int64_t num_tokens) const noexcept {
 }
 
 // The longest valid hit; path_ holds a node for each of its blocks, the partial one last. Only the scratch changes.
-// Where the closest child has lost a unit, kMaxOthers siblings in all that share less and have theirs are looked at:
+// Where the closest child has lost a block, kMaxOthers siblings in all that share less and have theirs are looked at:
 // content that a pin keeps stays found beside what a window left behind.
 std::int64_t BlockManager::find_hit(const Prompt& prompt) {
     const std::int64_t limit = static_cast<std::int64_t>(prompt.tokens.size()) - 1;
@@ -60,7 +60,7 @@ std::int64_t BlockManager::find_hit(const Prompt& prompt) {
             }
         }
         for (std::int32_t group = 0; group < num_groups(); ++group)
-            if (tree_.unit(child, group) == kNone) missing_[static_cast<std::size_t>(group)] = block;
+            if (tree_.block_id(child, group) == kNone) missing_[static_cast<std::size_t>(group)] = block;
         if (is_valid_hit(start + num_common)) {
             longest = start + num_common;
             last = child;
@@ -78,7 +78,7 @@ void BlockManager::prepare_tables(std::vector<BlockTable>& tables, std::int64_t 
     for (BlockTable& entries : tables) entries.prepare(0, num_blocks);
 }
 
-// Refers the sequence, whose tables are empty and have room, to the units of path_.
+// Refers the sequence, whose tables are empty and have room, to the blocks of path_.
 void BlockManager::take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId root) noexcept {
     const std::int64_t num_blocks = num_blocks_for(num_tokens);
     for (std::int32_t group = 0; group < num_groups(); ++group) {
@@ -87,9 +87,9 @@ void BlockManager::take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId 
         sequence.first_kept[static_cast<std::size_t>(group)] = first;
         for (std::int64_t block = 0; block < first; ++block) entries.push(kNone);
         for (std::int64_t block = first; block < num_blocks; ++block) {
-            const UnitId unit = tree_.unit(path_[static_cast<std::size_t>(block)], group);
-            pool_.hold(unit, sequence.retention);
-            entries.push(unit);
+            const BlockId block_id = tree_.block_id(path_[static_cast<std::size_t>(block)], group);
+            pool_.hold(block_id, sequence.cache_priority);
+            entries.push(block_id);
         }
     }
     const std::int64_t num_full = num_tokens / block_size_;
@@ -98,16 +98,17 @@ void BlockManager::take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId 
     sequence.is_writer = false;
 }
 
-// A sequence not yet admitted looks for a longer hit, if anything has been added since it last looked.
-void BlockManager::look(Sequence& sequence) {
-    if (sequence.is_admitted ||
+// A sequence not yet admitted looks for a longer hit, if anything has been added since it last looked; one that is
+// withdrawn, or without prefix caching, does not.
+void BlockManager::refresh_hit(Sequence& sequence) {
+    if (sequence.is_admitted || sequence.node == kNone ||
         (sequence.seen_version == version_ && sequence.seen_tokens == sequence.num_tokens()))
         return;
     const std::int64_t num_tokens = find_hit(prompt_of(sequence));
     if (num_tokens > sequence.num_computed) {
         std::vector<BlockTable> fresh;
         prepare_tables(fresh, num_blocks_for(num_tokens));
-        ensure_lease_room(sequence.num_blocks() * num_groups());
+        ensure_flight_room(sequence.num_blocks() * num_groups());
         sequence.tables.swap(fresh);
         take_hit(sequence, num_tokens, sequence.node);
         const std::int64_t had = fresh.front().size();

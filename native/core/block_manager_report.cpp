@@ -1,4 +1,4 @@
-// What is told about the whole: accounts, events, why a hit ends, the tree as it is; and forgetting content on purpose.
+// What is told about the whole: owners, events, why a hit ends, the tree as it is; and forgetting content on purpose.
 #include <algorithm>
 #include <string>
 
@@ -6,48 +6,57 @@
 
 namespace quire {
 
-void BlockManager::set_limits(std::int32_t number, std::int64_t floor, std::int64_t quota) {
-    std::int64_t others = 0;
-    for (const Account& account : pool_.order().accounts())
-        if (account.number != number) others += account.floor;
-    if (others + floor > pool_.num_units())
-        throw BadArgument("expected floors of at most " + std::to_string(pool_.num_units()) + " units together, got " +
-                          std::to_string(floor) + " for account " + std::to_string(number) + " beside " +
-                          std::to_string(others) + " of the others in set_limits");
-    pool_.start_marking();
-    Account& account = pool_.order().account(pool_.slot_of(number));
-    account.floor = floor;
-    account.quota = quota;
+namespace {
+
+// Whether two runs of tokens, which begin at the same position, are the same, extra keys counted.
+bool is_same(const BlockView& a, const BlockView& b) noexcept {
+    return std::ranges::equal(a.tokens, b.tokens) && std::ranges::equal(a.keys, b.keys);
 }
 
-Counts BlockManager::account_counts(std::int32_t number) const noexcept {
+}  // namespace
+
+void BlockManager::set_limits(std::int32_t number, std::int64_t floor, std::int64_t quota) {
+    std::int64_t others = 0;
+    for (const Owner& owner_id : pool_.order().owner_ids())
+        if (owner_id.number != number) others += owner_id.floor;
+    if (others + floor > pool_.num_blocks())
+        throw BadArgument("expected floors of at most " + std::to_string(pool_.num_blocks()) + " blocks together, got " +
+                          std::to_string(floor) + " for owner " + std::to_string(number) + " beside " +
+                          std::to_string(others) + " of the others in set_limits");
+    pool_.start_marking();
+    Owner& owner_id = pool_.order().owner_id(pool_.slot_of(number));
+    owner_id.floor = floor;
+    owner_id.quota = quota;
+}
+
+Counts BlockManager::owner_counts(std::int32_t number) const noexcept {
     if (!pool_.is_marked())
-        return number != 0 ? Counts{} : Counts{0, pool_.num_cached(), pool_.num_held(), pool_.num_leased()};
-    const Account* account = pool_.order().find(number);
-    if (account == nullptr) return {};
-    const std::int64_t held = account->num_owned - account->num_cached - account->num_leased;
-    return {0, account->num_cached, held, account->num_leased};
+        return number != 0 ? Counts{} : Counts{0, pool_.num_cached(), pool_.num_held(), pool_.num_in_flight()};
+    const Owner* owner_id = pool_.order().find(number);
+    if (owner_id == nullptr) return {};
+    const std::int64_t held = owner_id->num_owned - owner_id->num_cached - owner_id->num_in_flight;
+    return {0, owner_id->num_cached, held, owner_id->num_in_flight};
 }
 
 std::int64_t BlockManager::num_available(std::int32_t number) const noexcept {
     if (!pool_.is_marked()) return pool_.num_free() + pool_.num_cached();
-    // It needs as many as it can get, so all of its own cached units may go.
+    // It needs as many as it can get, so all of its own cached blocks may go.
     std::int64_t available = pool_.num_free();
     std::int64_t room = pool_.num_ids();
-    for (const Account& account : pool_.order().accounts()) {
-        const std::int64_t above = std::max<std::int64_t>(0, account.num_owned - account.floor);
-        available += account.number == number ? account.num_cached : std::min(account.num_cached, above);
-        if (account.number == number) room = account.room(pool_.num_ids());
+    for (const Owner& owner_id : pool_.order().owner_ids()) {
+        const std::int64_t above = std::max<std::int64_t>(0, owner_id.num_owned - owner_id.floor);
+        available += owner_id.number == number ? owner_id.num_cached : std::min(owner_id.num_cached, above);
+        if (owner_id.number == number) room = owner_id.room(pool_.num_ids());
     }
     return std::max<std::int64_t>(0, std::min(available, room));
 }
 
-std::int64_t BlockManager::max_units(std::int32_t number) const noexcept {
-    std::int64_t most = pool_.num_units();
-    for (const Account& account : pool_.order().accounts())
-        if (account.number != number) most -= account.floor;
-    const Account* account = pool_.order().find(number);
-    if (account != nullptr && account->quota != kNoQuota) most = std::min(most, account->quota);
+std::int64_t BlockManager::max_blocks(std::int32_t number) const noexcept {
+    std::int64_t most = pool_.num_blocks();
+    for (const Owner& owner_id : pool_.order().owner_ids())
+        if (owner_id.number != number) most -= owner_id.floor;
+    const Owner* owner_id = pool_.order().find(number);
+    if (owner_id != nullptr && owner_id->quota != kNoQuota) most = std::min(most, owner_id->quota);
     return std::max<std::int64_t>(0, most);
 }
 
@@ -72,47 +81,74 @@ Explanation BlockManager::explain(const Prompt& prompt) {
     return found;
 }
 
-std::int64_t BlockManager::drop(const Prompt& prompt) {
+Dropped BlockManager::drop(const Prompt& prompt) {
     const auto num_tokens = static_cast<std::int64_t>(prompt.tokens.size());
     const std::int64_t num_before = num_tokens == 0 ? 0 : (num_tokens - 1) / block_size_ * block_size_;
-    NodeId node = tree_.find_root(prompt.name);
-    for (std::int64_t start = 0; start < num_before && node != kNone; start += block_size_)
-        node = tree_.find(node, prompt.block(start, block_size_)).equal;
-    if (node == kNone) return 0;
+    NodeId above = tree_.find_root(prompt.name);
+    for (std::int64_t start = 0; start < num_before && above != kNone; start += block_size_)
+        above = tree_.find(above, prompt.block(start, block_size_)).equal;
+    if (above == kNone) return {};
     // The nodes in which the last token lies stand together among their siblings; then all below them.
     const BlockView rest = prompt.block(num_before, num_tokens - num_before);
-    const Neighbours near = tree_.find(node, rest);
+    const Neighbours near = tree_.find(above, rest);
     std::vector<NodeId> found;
     for (NodeId at = near.equal != kNone ? near.equal : near.after;
          at != kNone && tree_.num_common(at, rest) == num_tokens - num_before; at = tree_.next_sibling(at))
         found.push_back(at);
     for (std::size_t at = 0; at < found.size(); ++at)
         for (const NodeId child : tree_.children(found[at])) found.push_back(child);
+    std::vector<bool> is_gone(static_cast<std::size_t>(tree_.num_records()), false);
+    for (const NodeId node : found) is_gone[static_cast<std::size_t>(node)] = true;
+    std::vector<Sequence*> holders;
+    holders.reserve(sequences_.size());
+    sequences_.for_each([&](Sequence& sequence) {
+        if (sequence.node == kNone) return;
+        if (is_gone[static_cast<std::size_t>(sequence.node)] || has_computed(sequence, above, num_before, prompt))
+            holders.push_back(&sequence);
+    });
     if (events_.is_on()) events_.ensure_room(found.size(), 0, 0);
 
+    // From here on nothing fails.
+    for (Sequence* sequence : holders) move_end(*sequence, kNone);
+    Dropped dropped;
     const std::int64_t num_free = pool_.num_free();
-    for (auto at = found.rbegin(); at != found.rend(); ++at) forget(*at);
-    return pool_.num_free() - num_free;
+    for (auto at = found.rbegin(); at != found.rend(); ++at) dropped.num_in_use += forget(*at);
+    dropped.num_freed = pool_.num_free() - num_free;
+    return dropped;
 }
 
-// What no table names of the node is found no more. Of a node that is gone already there is nothing left.
-void BlockManager::forget(NodeId node) noexcept {
-    const auto may_go = [&](UnitId unit) { return unit != kNone && pool_.num_refs(unit) == 0; };
+// Whether a sequence that ends in `above` has computed the prompt's last block, which begins at `start`. There need not be
+// a node of it: a sibling may say the same.
+bool BlockManager::has_computed(const Sequence& sequence, NodeId above, std::int64_t start,
+                                const Prompt& prompt) const noexcept {
+    const auto num_tokens = static_cast<std::int64_t>(prompt.tokens.size());
+    if (sequence.node != above || sequence.num_computed < std::max<std::int64_t>(num_tokens, 1)) return false;
+    return is_same(prompt_of(sequence).block(start, num_tokens - start), prompt.block(start, num_tokens - start));
+}
+
+// Nothing of the node is found any more; how many of its blocks are in use still. Of a node that is gone already there is
+// nothing left.
+std::int64_t BlockManager::forget(NodeId node) noexcept {
+    std::int64_t num_in_use = 0;
     bool any = false;
-    for (std::int32_t group = 0; group < num_groups(); ++group) any |= may_go(tree_.unit(node, group));
-    if (!any) return;
-    UnitId* const noted = note_removed(node, 0, Event::Reason::forgotten);
+    for (std::int32_t group = 0; group < num_groups(); ++group) any |= tree_.block_id(node, group) != kNone;
+    if (!any) return 0;
+    BlockId* const noted = note_removed(node, 0, Event::Reason::forgotten);
     for (std::int32_t group = 0; group < num_groups(); ++group) {
-        const UnitId unit = tree_.unit(node, group);
-        if (!may_go(unit)) continue;
-        if (noted != nullptr) noted[group] = unit;
-        tree_.set_unit(node, group, kNone);
-        pool_.set_node(unit, kNone);
-        if (pool_.state(unit) != UnitState::cached) continue;
-        pool_.take_out(unit);
-        pool_.make_free(unit);
+        const BlockId block_id = tree_.block_id(node, group);
+        if (block_id == kNone) continue;
+        if (noted != nullptr) noted[group] = block_id;
+        tree_.set_block(node, group, kNone);
+        pool_.set_node(block_id, kNone);
+        if (pool_.state(block_id) != BlockState::cached) {
+            ++num_in_use;
+            continue;
+        }
+        pool_.take_out(block_id);
+        pool_.make_free(block_id);
     }
     drop_bare(node);
+    return num_in_use;
 }
 
 void BlockManager::record_events(bool is_on) {
@@ -136,17 +172,17 @@ void BlockManager::record_events(bool is_on) {
     events_.add({Event::Kind::cleared});
     for (std::size_t at = 0; at < nodes.size(); ++at) {
         const NodeId node = nodes[at];
-        UnitId first = kNone;
+        BlockId first = kNone;
         for (std::int32_t group = num_groups() - 1; group >= 0; --group)
-            if (tree_.unit(node, group) != kNone) first = tree_.unit(node, group);
+            if (tree_.block_id(node, group) != kNone) first = tree_.block_id(node, group);
         if (!tree_.is_full(node) || first == kNone) continue;
         const NodeId parent = tree_.parent(node);
-        std::vector<UnitId> units;
-        for (std::int32_t group = 0; group < num_groups(); ++group) units.push_back(tree_.unit(node, group));
-        UnitId* const noted = events_.add({Event::Kind::stored, Event::Reason::none, tree_.id(node),
+        std::vector<BlockId> block_ids;
+        for (std::int32_t group = 0; group < num_groups(); ++group) block_ids.push_back(tree_.block_id(node, group));
+        BlockId* const noted = events_.add({Event::Kind::stored, Event::Reason::none, tree_.id(node),
                                            tree_.is_root(parent) ? -1 : tree_.id(parent), pool_.order().number_of(first),
-                                           names.at(node), highest_retention(units)});
-        std::copy(units.begin(), units.end(), noted);
+                                           names.at(node), highest_cache_priority(block_ids)});
+        std::copy(block_ids.begin(), block_ids.end(), noted);
         events_.add_block(tree_.tokens(node), std::move(keys[at]));
     }
 }
@@ -165,20 +201,20 @@ TreeReport BlockManager::tree() {
         report.nodes.push_back({tree_.id(node), tree_.is_root(parent) ? -1 : tree_.id(parent), name, depth + 1,
                                 tree_.num_tokens(node)});
         for (std::int32_t group = 0; group < num_groups(); ++group) {
-            const UnitId unit = tree_.unit(node, group);
-            report.units.push_back(unit == kNone ? UnitReport{}
-                                                 : UnitReport{unit, pool_.num_refs(unit), pool_.order().number_of(unit),
-                                                              pool_.order().retention_of(unit),
-                                                              static_cast<std::int32_t>(pool_.state(unit))});
+            const BlockId block_id = tree_.block_id(node, group);
+            report.block_ids.push_back(block_id == kNone ? BlockReport{}
+                                                 : BlockReport{block_id, pool_.num_refs(block_id), pool_.order().number_of(block_id),
+                                                              pool_.order().cache_priority_of(block_id),
+                                                              static_cast<std::int32_t>(pool_.state(block_id))});
         }
     }
     return report;
 }
 
-UnitMap BlockManager::unit_map() const {
+BlockMap BlockManager::block_map() const {
     constexpr std::int32_t kUnknown = -2;
     const std::int64_t num_ids = pool_.num_ids();
-    UnitMap map;
+    BlockMap map;
     map.states.reserve(static_cast<std::size_t>(num_ids));
     map.names.reserve(static_cast<std::size_t>(num_ids));
     // A walk up ends where an earlier one has been: every node is walked once.
@@ -187,9 +223,9 @@ UnitMap BlockManager::unit_map() const {
     for (const NodeId root : tree_.roots()) name_of[static_cast<std::size_t>(root)] = next++;
     std::vector<NodeId> walked;
     for (std::int64_t at = 0; at < num_ids; ++at) {
-        const auto unit = static_cast<UnitId>(at);
-        map.states.push_back(static_cast<std::uint8_t>(pool_.state(unit)));
-        NodeId node = pool_.node(unit);
+        const auto block_id = static_cast<BlockId>(at);
+        map.states.push_back(static_cast<std::uint8_t>(pool_.state(block_id)));
+        NodeId node = pool_.node(block_id);
         if (node == kNone) {
             map.names.push_back(kNone);
             continue;
@@ -203,13 +239,13 @@ UnitMap BlockManager::unit_map() const {
     return map;
 }
 
-std::optional<UnitContent> BlockManager::content_of(UnitId unit) const {
-    if (unit < 0 || unit >= pool_.num_ids())
-        throw BadArgument("expected a unit of 0 .. " + std::to_string(pool_.num_ids() - 1) + ", got " +
-                          std::to_string(unit) + " in content_of");
-    NodeId node = pool_.node(unit);
+std::optional<BlockContent> BlockManager::content_of(BlockId block_id) const {
+    if (block_id < 0 || block_id >= pool_.num_ids())
+        throw BadArgument("expected a block of 0 .. " + std::to_string(pool_.num_ids() - 1) + ", got " +
+                          std::to_string(block_id) + " in content_of");
+    NodeId node = pool_.node(block_id);
     if (node == kNone) return std::nullopt;
-    UnitContent content{{}, {}, tree_.num_tokens(node)};
+    BlockContent content{{}, {}, tree_.num_tokens(node)};
     std::vector<NodeId> path;
     for (; !tree_.is_root(node); node = tree_.parent(node)) path.push_back(node);
     for (auto at = path.rbegin(); at != path.rend(); ++at) {

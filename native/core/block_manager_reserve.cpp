@@ -6,12 +6,12 @@
 
 namespace quire {
 
-// Checks the arguments, fills works_ and says how many units the step takes, over all groups. Only the scratch changes.
+// Checks the arguments, fills works_ and says how many blocks the step takes, over all groups. Only the scratch changes.
 std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span<const std::int64_t> num_new_tokens,
-                                      std::int64_t num_lookahead, bool readmits) {
+                                      std::int64_t num_lookahead, bool restores) {
     works_.clear();
     works_.reserve(ids.size());
-    for (const SequenceId id : ids) works_.push_back({&find(id), 0, 0, false, false, readmits});
+    for (const SequenceId id : ids) works_.push_back({&find(id), 0, 0, false, false, restores});
     ++num_calls_;
     for (std::size_t at = 0; at < works_.size(); ++at) {
         Work& work = works_[at];
@@ -20,10 +20,10 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
             throw BadArgument("expected each sequence once in reserve, got sequence " + std::to_string(sequence.id) +
                               " twice");
         sequence.last_call = num_calls_;
-        if (sequence.readmitted_to != 0)
-            throw BadArgument("expected a commit of all " + std::to_string(sequence.readmitted_to) +
+        if (sequence.restored_to != 0)
+            throw BadArgument("expected a commit of all " + std::to_string(sequence.restored_to) +
                               " tokens that sequence " + std::to_string(sequence.id) +
-                              " was readmitted to, or a rewind, got another reserve");
+                              " was restored to, or a rewind, got another reserve");
         work.num_new = num_new_tokens[at];
         const std::int64_t num_known = sequence.num_tokens() - sequence.num_computed;
         if (work.num_new < 1 || work.num_new > num_known)
@@ -38,7 +38,7 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
         const Sequence& sequence = *work.sequence;
         const bool may_write_in_place = sequence.is_writer && !gives_up_partial_block(work);
         if (!may_write_in_place && sequence.num_computed % block_size_ != 0) plan_copy(work);
-        num_needed += units_of(work);
+        num_needed += blocks_of(work);
     }
     // plan_copy counts the references that copies give up as gone already; here they are back.
     for (const Work& work : works_)
@@ -48,64 +48,64 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
     return num_needed;
 }
 
-std::int64_t BlockManager::plan_to_readmit(SequenceId id, std::int64_t num_computed) {
+std::int64_t BlockManager::plan_to_restore(SequenceId id, std::int64_t num_computed) {
     const Sequence& sequence = find(id);
     if (num_computed <= sequence.num_computed || num_computed > sequence.num_tokens())
         throw BadArgument("expected " + std::to_string(sequence.num_computed + 1) + " .. " +
                           std::to_string(sequence.num_tokens()) + " computed tokens for sequence " +
                           std::to_string(id) + " (" + std::to_string(sequence.num_computed) + " computed, " +
                           std::to_string(sequence.num_tokens()) + " known), got " + std::to_string(num_computed) +
-                          " in readmit");
+                          " in restore");
     const std::int64_t num_new = num_computed - sequence.num_computed;
     return plan_works({&id, 1}, {&num_new, 1}, 0, true);
 }
 
-// New blocks before it get no unit.
-std::int64_t BlockManager::first_block_with_unit(const Work& work, std::int32_t group) const noexcept {
-    return work.readmits ? first_block_needed(group, work.sequence->num_computed + work.num_new) : 0;
+// New blocks before it get no block.
+std::int64_t BlockManager::first_block_with_block(const Work& work, std::int32_t group) const noexcept {
+    return work.restores ? first_block_needed(group, work.sequence->num_computed + work.num_new) : 0;
 }
 
-// Units one sequence takes, over all groups.
-std::int64_t BlockManager::units_of(const Work& work) const noexcept {
-    std::int64_t num_units = work.copies ? num_groups() : 0;
+// Blocks one sequence takes, over all groups.
+std::int64_t BlockManager::blocks_of(const Work& work) const noexcept {
+    std::int64_t num_blocks = work.copies ? num_groups() : 0;
     for (std::int32_t group = 0; group < num_groups(); ++group) {
-        const std::int64_t first = std::max(work.sequence->num_blocks(), first_block_with_unit(work, group));
-        num_units += std::max<std::int64_t>(work.num_blocks - first, 0);
+        const std::int64_t first = std::max(work.sequence->num_blocks(), first_block_with_block(work, group));
+        num_blocks += std::max<std::int64_t>(work.num_blocks - first, 0);
     }
-    return num_units;
+    return num_blocks;
 }
 
-// Says on each account what works_ need.
+// Says on each owner what works_ need.
 void BlockManager::count_needs() noexcept {
     if (!pool_.is_marked()) return;
     pool_.order().clear_needs();
-    for (const Work& work : works_) pool_.order().account(work.sequence->account).need += units_of(work);
+    for (const Work& work : works_) pool_.order().owner_id(work.sequence->owner_id).need += blocks_of(work);
 }
 
-// Whether works_ can have the `num_needed` units and leave `num_left` available. Begins the call in the pool.
+// Whether works_ can have the `num_needed` blocks and leave `num_left` available. Begins the call in the pool.
 bool BlockManager::fits(std::int64_t num_needed, std::int64_t num_left) noexcept {
     if (pool_.is_marked())
-        for (const Account& account : pool_.order().accounts())
-            if (account.need > 0 && account.room(pool_.num_ids()) < account.need) return false;
+        for (const Owner& owner_id : pool_.order().owner_ids())
+            if (owner_id.need > 0 && owner_id.room(pool_.num_ids()) < owner_id.need) return false;
     return num_needed + num_left <= pool_.begin_call();
 }
 
-// Evicts of each account that needs units what its quota leaves no room for.
+// Evicts of each owner that needs blocks what its quota leaves no room for.
 void BlockManager::keep_quotas() noexcept {
     if (!pool_.is_marked()) return;
     for (const Work& work : works_) {
-        const Account& account = pool_.order().account(work.sequence->account);
-        while (account.need > 0 && account.quota != kNoQuota && account.num_owned + account.need > account.quota)
-            evict(pool_.order().first_of(account), account.number, Event::Reason::evicted);
+        const Owner& owner_id = pool_.order().owner_id(work.sequence->owner_id);
+        while (owner_id.need > 0 && owner_id.quota != kNoQuota && owner_id.num_owned + owner_id.need > owner_id.quota)
+            evict(pool_.order().first_of(owner_id), owner_id.number, Event::Reason::evicted);
     }
 }
 
-// Whether the block that holds position num_computed lies behind a window at the end of a readmit. Not all its units are
+// Whether the block that holds position num_computed lies behind a window at the end of a restore. Not all its blocks are
 // written then, so its node must not come to say more.
 bool BlockManager::gives_up_partial_block(const Work& work) const noexcept {
-    if (!work.readmits) return false;
+    if (!work.restores) return false;
     for (std::int32_t group = 0; group < num_groups(); ++group)
-        if (work.sequence->num_computed / block_size_ < first_block_with_unit(work, group)) return true;
+        if (work.sequence->num_computed / block_size_ < first_block_with_block(work, group)) return true;
     return false;
 }
 
@@ -117,11 +117,11 @@ void BlockManager::plan_copy(Work& work) noexcept {
     bool is_findable_beyond = false;
     bool is_in_use = gives_up_partial_block(work);
     for (const BlockTable& entries : sequence.tables) {
-        const UnitId unit = entries[block];
-        const NodeId node = pool_.node(unit);
+        const BlockId block_id = entries[block];
+        const NodeId node = pool_.node(block_id);
         is_findable_beyond |= node != kNone && tree_.num_tokens(node) > offset;
-        is_in_use |= pool_.num_refs(unit) > 1;
-        is_in_use |= overlapped_ && busy_until_[static_cast<std::size_t>(unit)] > completed_step_;
+        is_in_use |= pool_.num_refs(block_id) > 1;
+        is_in_use |= overlapped_ && busy_until_[static_cast<std::size_t>(block_id)] > completed_step_;
     }
     work.copies = is_findable_beyond || is_in_use;
     work.copies_for_node = work.copies && !is_in_use;
@@ -138,21 +138,21 @@ std::int64_t BlockManager::num_blocks_needed(std::span<const SequenceId> ids,
 std::shared_ptr<const StepPlan> BlockManager::reserve(std::span<const SequenceId> ids,
                                                       std::span<const std::int64_t> num_new_tokens,
                                                       std::int64_t num_lookahead) {
-    return carry_out(plan_works(ids, num_new_tokens, num_lookahead), num_lookahead);
+    return apply(plan_works(ids, num_new_tokens, num_lookahead), num_lookahead);
 }
 
-std::int64_t BlockManager::num_blocks_to_readmit(SequenceId id, std::int64_t num_computed) {
-    return plan_to_readmit(id, num_computed);
+std::int64_t BlockManager::num_blocks_to_restore(SequenceId id, std::int64_t num_computed) {
+    return plan_to_restore(id, num_computed);
 }
 
-std::shared_ptr<const StepPlan> BlockManager::readmit(SequenceId id, std::int64_t num_computed) {
-    auto plan = carry_out(plan_to_readmit(id, num_computed), 0);
-    if (plan != nullptr) find(id).readmitted_to = num_computed;
+std::shared_ptr<const StepPlan> BlockManager::restore(SequenceId id, std::int64_t num_computed) {
+    auto plan = apply(plan_to_restore(id, num_computed), 0);
+    if (plan != nullptr) find(id).restored_to = num_computed;
     return plan;
 }
 
-// works_ become a step, if the units suffice.
-std::shared_ptr<const StepPlan> BlockManager::carry_out(std::int64_t num_needed, std::int64_t num_lookahead) {
+// works_ become a step, if the blocks suffice.
+std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std::int64_t num_lookahead) {
     count_needs();
     std::int64_t num_new = 0;
     std::int64_t num_copies = 0;
@@ -168,7 +168,7 @@ std::shared_ptr<const StepPlan> BlockManager::carry_out(std::int64_t num_needed,
     const bool takes_over = is_alone && works_[0].copies_for_node && !fits(num_needed, 0);
     if (takes_over) {
         num_needed -= num_groups();
-        pool_.order().account(works_[0].sequence->account).need -= num_groups();
+        pool_.order().owner_id(works_[0].sequence->owner_id).need -= num_groups();
         num_copies = 0;
     }
     if (!fits(num_needed, num_new != 0 && !is_alone ? watermark_blocks_ : 0)) return nullptr;
@@ -181,7 +181,7 @@ std::shared_ptr<const StepPlan> BlockManager::carry_out(std::int64_t num_needed,
     plan->num_lookahead = num_lookahead;
     plan->query_start = Slab<std::int32_t>(rows + 1);
     plan->context_lengths = Slab<std::int32_t>(rows);
-    plan->groups.resize(retentions_.size());
+    plan->groups.resize(spans_.size());
     for (GroupPlan& group : plan->groups) {
         group.slot_mapping = Slab<std::int64_t>(static_cast<std::size_t>(num_tokens));
         group.lookahead_slots = Slab<std::int64_t>(rows * static_cast<std::size_t>(num_lookahead));
@@ -196,13 +196,13 @@ std::shared_ptr<const StepPlan> BlockManager::carry_out(std::int64_t num_needed,
             if (writes_over || work.num_blocks > entries.size())
                 entries.prepare(first, std::max<std::int64_t>(work.num_blocks, entries.size()));
     }
-    if (overlapped_) pool_.ensure_lease_room(static_cast<std::size_t>(num_copies * num_groups()));
+    if (overlapped_) pool_.ensure_flight_room(static_cast<std::size_t>(num_copies * num_groups()));
     if (events_.is_on()) {
-        // An event for each unit evicted at most, for room or for a quota, and one for each that is taken over.
+        // An event for each block evicted at most, for room or for a quota, and one for each that is taken over.
         std::int64_t num_events = num_needed + num_groups();
         if (pool_.is_marked())
-            for (const Account& account : pool_.order().accounts())
-                if (account.need > 0 && account.quota != kNoQuota) num_events += account.num_cached;
+            for (const Owner& owner_id : pool_.order().owner_ids())
+                if (owner_id.need > 0 && owner_id.quota != kNoQuota) num_events += owner_id.num_cached;
         events_.ensure_room(static_cast<std::size_t>(num_events), 0, 0);
     }
 
@@ -210,13 +210,13 @@ std::shared_ptr<const StepPlan> BlockManager::carry_out(std::int64_t num_needed,
     if (takes_over) {
         const Sequence& sequence = *works_[0].sequence;
         for (const BlockTable& entries : sequence.tables) {
-            const UnitId unit = entries[sequence.num_computed / block_size_];
-            const NodeId node = pool_.node(unit);
+            const BlockId block_id = entries[sequence.num_computed / block_size_];
+            const NodeId node = pool_.node(block_id);
             if (node == kNone) continue;
-            const std::int32_t account = pool_.order().account(sequence.account).number;
-            UnitId* const noted = note_removed(node, account, Event::Reason::evicted);
-            if (noted != nullptr) noted[&entries - sequence.tables.data()] = unit;
-            leave_node(unit);
+            const std::int32_t owner_id = pool_.order().owner_id(sequence.owner_id).number;
+            BlockId* const noted = note_removed(node, owner_id, Event::Reason::evicted);
+            if (noted != nullptr) noted[&entries - sequence.tables.data()] = block_id;
+            leave_node(block_id);
             drop_bare(node);
         }
         works_[0].copies = false;
@@ -232,29 +232,29 @@ std::shared_ptr<const StepPlan> BlockManager::carry_out(std::int64_t num_needed,
     for (std::int64_t copy = 0; copy < num_copies; ++copy)
         for (const GroupPlan& group : plan->groups) release(group.copies[static_cast<std::size_t>(copy)].source);
     stats_.copied_blocks += num_copies * num_groups();
-    stats_.most_units = std::max(stats_.most_units, pool_.num_held() + pool_.num_leased());
+    stats_.most_blocks = std::max(stats_.most_blocks, pool_.num_held() + pool_.num_in_flight());
     return plan;
 }
 
-// Gives one sequence its units: the copy's, then new ones by position, group after group. All that has to go goes first, so
+// Gives one sequence its blocks: the copy's, then new ones by position, group after group. All that has to go goes first, so
 // that what is freed together is handed out in runs.
 void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
     Sequence& sequence = *work.sequence;
-    make_room(sequence, units_of(work));
+    make_room(sequence, blocks_of(work));
     for (std::size_t group = 0; group < sequence.tables.size(); ++group) {
         BlockTable& entries = sequence.tables[group];
         const auto take = [&](std::int64_t block) {
-            if (!retentions_[group].is_full()) return allocate(sequence, kNone, kNone);
+            if (!spans_[group].is_full()) return allocate(sequence, kNone, kNone);
             return allocate(sequence, block == 0 ? kNone : entries[block - 1], block);
         };
         if (work.copies) {
             const std::int64_t block = sequence.num_computed / block_size_;
-            const UnitId source = entries[block];
+            const BlockId source = entries[block];
             entries.set(block, take(block));
             plan.groups[group].copies.push_back(
                 {source, entries[block], static_cast<std::int32_t>(sequence.num_computed % block_size_)});
         }
-        const std::int64_t first = first_block_with_unit(work, static_cast<std::int32_t>(group));
+        const std::int64_t first = first_block_with_block(work, static_cast<std::int32_t>(group));
         while (entries.size() < work.num_blocks)
             entries.push(entries.size() < first ? kNone : take(entries.size()));
     }
@@ -269,7 +269,7 @@ void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
 
 namespace {
 
-// The slots of `count` positions from `position` on; -1 where there is no unit.
+// The slots of `count` positions from `position` on; -1 where there is no block.
 void write_slots(const BlockTable& entries, std::int64_t block_size, std::int64_t position, std::int64_t count,
                  std::int64_t* out) noexcept {
     std::int64_t block = position / block_size;

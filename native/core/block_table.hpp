@@ -1,4 +1,4 @@
-// A sequence's block table in one group: unit ids by block, kNone where a window has let go of one. It only grows at its
+// A sequence's block table in one group: block ids by block, kNone where a window has let go of one. It only grows at its
 // end, so a plan refers to it instead of copying it.
 //
 // Table entries that a plan can see are never written again: growing writes beyond them, a reallocation leaves the plan the
@@ -24,7 +24,7 @@ class TableMemory {
 public:
     TableMemory() = default;
     explicit TableMemory(std::int32_t capacity)
-        : header_(new (::operator new(sizeof(Header) + static_cast<std::size_t>(capacity) * sizeof(UnitId)))
+        : header_(new (::operator new(sizeof(Header) + static_cast<std::size_t>(capacity) * sizeof(BlockId)))
                       Header{1, capacity}) {}
     TableMemory(const TableMemory& other) noexcept : header_(other.header_) {
         if (header_ != nullptr) header_->refs.fetch_add(1, std::memory_order_relaxed);
@@ -40,7 +40,7 @@ public:
         ::operator delete(header_);
     }
 
-    UnitId* entries() const noexcept { return reinterpret_cast<UnitId*>(header_ + 1); }
+    BlockId* entries() const noexcept { return reinterpret_cast<BlockId*>(header_ + 1); }
     std::int32_t capacity() const noexcept { return header_ == nullptr ? 0 : header_->capacity; }
     bool is_shared() const noexcept {
         return header_ != nullptr && header_->refs.load(std::memory_order_acquire) != 1;
@@ -60,18 +60,18 @@ struct TableView {
     TableMemory memory;
     std::int32_t size = 0;
 
-    std::span<const UnitId> entries() const noexcept {
-        return size == 0 ? std::span<const UnitId>{} : std::span{memory.entries(), static_cast<std::size_t>(size)};
+    std::span<const BlockId> entries() const noexcept {
+        return size == 0 ? std::span<const BlockId>{} : std::span{memory.entries(), static_cast<std::size_t>(size)};
     }
 };
 
 class BlockTable {
 public:
     std::int32_t size() const noexcept { return size_; }
-    UnitId operator[](std::int64_t block) const noexcept { return memory_.entries()[block]; }
-    std::span<const UnitId> entries() const noexcept {
-        return size_ == 0 ? std::span<const UnitId>{}
-                          : std::span<const UnitId>{memory_.entries(), static_cast<std::size_t>(size_)};
+    BlockId operator[](std::int64_t block) const noexcept { return memory_.entries()[block]; }
+    std::span<const BlockId> entries() const noexcept {
+        return size_ == 0 ? std::span<const BlockId>{}
+                          : std::span<const BlockId>{memory_.entries(), static_cast<std::size_t>(size_)};
     }
 
     // After this, entries from `first_written` on may be set, and the table may grow to `new_size`, without failing.
@@ -80,13 +80,13 @@ public:
         const std::int64_t wanted = new_size > memory_.capacity() ? new_size + new_size / 2 + 4 : memory_.capacity();
         TableMemory fresh(static_cast<std::int32_t>(wanted));
         if (size_ != 0)
-            std::memcpy(fresh.entries(), memory_.entries(), static_cast<std::size_t>(size_) * sizeof(UnitId));
+            std::memcpy(fresh.entries(), memory_.entries(), static_cast<std::size_t>(size_) * sizeof(BlockId));
         memory_ = std::move(fresh);
         num_published_ = 0;
     }
 
-    void set(std::int64_t block, UnitId unit) noexcept { memory_.entries()[block] = unit; }
-    void push(UnitId unit) noexcept { memory_.entries()[size_++] = unit; }
+    void set(std::int64_t block, BlockId block_id) noexcept { memory_.entries()[block] = block_id; }
+    void push(BlockId block_id) noexcept { memory_.entries()[size_++] = block_id; }
     void truncate(std::int64_t size) noexcept { size_ = static_cast<std::int32_t>(size); }
 
     // The first `size` entries, for a plan.

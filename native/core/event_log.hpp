@@ -1,7 +1,7 @@
 // What happened to the full nodes of the prefix tree, in order, until it is taken: quire.cache.events says what the kinds
 // mean.
 //
-// Off at first. While on, an event costs its units, and a stored one a copy of its block's tokens and keys. Room is made
+// Off at first. While on, an event costs its blocks, and a stored one a copy of its block's tokens and keys. Room is made
 // before anything changes (`ensure_room`, `name_index`, `reserve_keys`); then noting an event cannot fail.
 #pragma once
 
@@ -26,9 +26,9 @@ struct Event {
     Reason reason = Reason::none;
     std::int64_t node = -1;
     std::int64_t parent = -1;
-    std::int32_t account = 0;
+    std::int32_t owner_id = 0;
     std::int32_t name = -1;  // index of the namespace
-    std::int32_t retention = kNormal;  // the highest of the units: of stored those told of, of removed the node's
+    std::int32_t cache_priority = kNormal;  // the highest of the blocks: of stored those told of, of removed the node's
 };
 
 // The key of a position in the block of an event.
@@ -39,7 +39,7 @@ struct EventKey {
 
 struct EventBatch {
     std::vector<Event> events;
-    std::vector<UnitId> units;   // [events, groups]
+    std::vector<BlockId> block_ids;   // [events, groups]
     std::vector<Token> tokens;   // [stored events, block size]
     std::vector<EventKey> keys;
     std::vector<std::string> names;
@@ -59,7 +59,7 @@ public:
 
     void ensure_room(std::size_t num_events, std::size_t num_stored, std::size_t num_keys) {
         grow(batch_.events, num_events);
-        grow(batch_.units, num_events * num_groups_);
+        grow(batch_.block_ids, num_events * num_groups_);
         grow(batch_.tokens, num_stored * block_size_);
         grow(batch_.keys, num_keys);
     }
@@ -72,11 +72,11 @@ public:
         return static_cast<std::int32_t>(batch_.names.size()) - 1;
     }
 
-    // The event's units, all kNone, to be written by the caller.
-    UnitId* add(const Event& event) noexcept {
+    // The event's blocks, all kNone, to be written by the caller.
+    BlockId* add(const Event& event) noexcept {
         batch_.events.push_back(event);
-        batch_.units.resize(batch_.units.size() + num_groups_, kNone);
-        return batch_.units.data() + batch_.units.size() - num_groups_;
+        batch_.block_ids.resize(batch_.block_ids.size() + num_groups_, kNone);
+        return batch_.block_ids.data() + batch_.block_ids.size() - num_groups_;
     }
 
     // The block of the event just added; the keys' positions count from its start.

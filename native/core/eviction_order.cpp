@@ -8,21 +8,21 @@
 
 namespace quire {
 
-void EvictionOrder::start_marking(const Slab<UnitRecord>& units, std::int64_t num_ids, std::int64_t num_touched,
-                                  std::int64_t num_units, std::int64_t num_cached, std::int64_t num_leased) {
+void EvictionOrder::start_marking(const Slab<BlockRecord>& block_ids, std::int64_t num_ids, std::int64_t num_touched,
+                                  std::int64_t num_blocks, std::int64_t num_cached, std::int64_t num_in_flight) {
     if (is_marked_) return;
     marks_ = Slab<Mark>(static_cast<std::size_t>(num_ids));
     std::fill_n(marks_.data(), num_touched, Mark{0, 0, static_cast<std::uint64_t>(kNormal)});
-    Account& nobody = accounts_.front();
-    for (UnitId unit = nobody.cached[kNormal].front; unit != kNone; unit = units[index(unit)].next)
-        marks_[index(unit)].time = clock_++ & 0x3FFFFFFFFFFF;
-    nobody.num_owned = num_units;
+    Owner& nobody = owners_.front();
+    for (BlockId block_id = nobody.cached[kNormal].front; block_id != kNone; block_id = block_ids[index(block_id)].next)
+        marks_[index(block_id)].time = clock_++ & 0x3FFFFFFFFFFF;
+    nobody.num_owned = num_blocks;
     nobody.num_cached = num_cached;
-    nobody.num_leased = num_leased;
+    nobody.num_in_flight = num_in_flight;
     is_marked_ = true;
 }
 
-void EvictionOrder::ensure_units(std::int64_t num_ids, std::int64_t num_touched) {
+void EvictionOrder::ensure_blocks(std::int64_t num_ids, std::int64_t num_touched) {
     if (is_marked_) marks_.ensure(static_cast<std::size_t>(num_ids), static_cast<std::size_t>(num_touched));
 }
 
@@ -30,90 +30,90 @@ std::int32_t EvictionOrder::slot_of(std::int32_t number) {
     if (number == 0) return 0;
     const auto found = slots_.find(number);
     if (found != slots_.end()) return found->second;
-    Account account;
-    account.number = number;
-    accounts_.push_back(account);
-    const auto slot = static_cast<std::int32_t>(accounts_.size()) - 1;
+    Owner owner_id;
+    owner_id.number = number;
+    owners_.push_back(owner_id);
+    const auto slot = static_cast<std::int32_t>(owners_.size()) - 1;
     try {
         slots_.emplace(number, slot);
     } catch (...) {
-        accounts_.pop_back();
+        owners_.pop_back();
         throw;
     }
     return slot;
 }
 
-const Account* EvictionOrder::find(std::int32_t number) const noexcept {
-    if (number == 0) return &accounts_.front();
+const Owner* EvictionOrder::find(std::int32_t number) const noexcept {
+    if (number == 0) return &owners_.front();
     const auto found = slots_.find(number);
-    return found == slots_.end() ? nullptr : &accounts_[static_cast<std::size_t>(found->second)];
+    return found == slots_.end() ? nullptr : &owners_[static_cast<std::size_t>(found->second)];
 }
 
-void EvictionOrder::own(UnitId unit, std::int32_t slot, std::int32_t retention) noexcept {
-    marks_[index(unit)] = {0, static_cast<std::uint16_t>(slot), static_cast<std::uint64_t>(retention) & 3};
-    ++account(slot).num_owned;
+void EvictionOrder::own(BlockId block_id, std::int32_t slot, std::int32_t cache_priority) noexcept {
+    marks_[index(block_id)] = {0, static_cast<std::uint16_t>(slot), static_cast<std::uint64_t>(cache_priority) & 3};
+    ++owner_id(slot).num_owned;
 }
 
-void EvictionOrder::raise(UnitId unit, std::int32_t retention) noexcept {
-    Mark& mark = marks_[index(unit)];
-    const auto wanted = static_cast<std::uint64_t>(retention) & 3;
-    if (wanted > mark.retention) mark.retention = wanted & 3;
+void EvictionOrder::raise(BlockId block_id, std::int32_t cache_priority) noexcept {
+    Mark& mark = marks_[index(block_id)];
+    const auto wanted = static_cast<std::uint64_t>(cache_priority) & 3;
+    if (wanted > mark.cache_priority) mark.cache_priority = wanted & 3;
 }
 
-void EvictionOrder::append(Slab<UnitRecord>& units, UnitId unit) noexcept {
-    UnitList& list = list_of(unit);
-    UnitRecord& record = units[index(unit)];
+void EvictionOrder::append(Slab<BlockRecord>& block_ids, BlockId block_id) noexcept {
+    BlockList& list = list_of(block_id);
+    BlockRecord& record = block_ids[index(block_id)];
     record.previous = list.back;
     record.next = kNone;
-    (list.back == kNone ? list.front : units[index(list.back)].next) = unit;
-    list.back = unit;
+    (list.back == kNone ? list.front : block_ids[index(list.back)].next) = block_id;
+    list.back = block_id;
     if (!is_marked_) return;
-    marks_[index(unit)].time = clock_++ & 0x3FFFFFFFFFFF;
-    ++account_of(unit).num_cached;
+    marks_[index(block_id)].time = clock_++ & 0x3FFFFFFFFFFF;
+    ++owner_of(block_id).num_cached;
 }
 
-void EvictionOrder::remove(Slab<UnitRecord>& units, UnitId unit) noexcept {
-    UnitList& list = list_of(unit);
-    const UnitRecord& record = units[index(unit)];
-    (record.previous == kNone ? list.front : units[index(record.previous)].next) = record.next;
-    (record.next == kNone ? list.back : units[index(record.next)].previous) = record.previous;
-    if (is_marked_) --account_of(unit).num_cached;
+void EvictionOrder::remove(Slab<BlockRecord>& block_ids, BlockId block_id) noexcept {
+    BlockList& list = list_of(block_id);
+    const BlockRecord& record = block_ids[index(block_id)];
+    (record.previous == kNone ? list.front : block_ids[index(record.previous)].next) = record.next;
+    (record.next == kNone ? list.back : block_ids[index(record.next)].previous) = record.previous;
+    if (is_marked_) --owner_of(block_id).num_cached;
 }
 
 void EvictionOrder::clear() noexcept {
-    for (Account& account : accounts_) {
-        std::fill_n(account.cached, kNumRetentions, UnitList{});
-        account.num_cached = 0;
-        account.num_owned = account.num_leased;
+    for (Owner& owner_id : owners_) {
+        std::fill_n(owner_id.cached, kNumPriorities, BlockList{});
+        owner_id.num_cached = 0;
+        owner_id.num_owned = owner_id.num_in_flight;
     }
 }
 
 void EvictionOrder::clear_needs() noexcept {
-    for (Account& account : accounts_) account.need = 0;
+    for (Owner& owner_id : owners_) owner_id.need = 0;
 }
 
 std::int64_t EvictionOrder::begin_call() noexcept {
     std::int64_t num_evictable = 0;
-    for (Account& account : accounts_) {
-        account.budget = account.need + std::max<std::int64_t>(0, account.num_owned - account.floor);
-        num_evictable += std::min(account.num_cached, account.budget);
+    for (Owner& owner_id : owners_) {
+        owner_id.budget = owner_id.need + std::max<std::int64_t>(0, owner_id.num_owned - owner_id.floor);
+        num_evictable += std::min(owner_id.num_cached, owner_id.budget);
     }
     return num_evictable;
 }
 
-UnitId EvictionOrder::first_of(const Account& account) const noexcept {
-    for (const UnitList& list : account.cached)
+BlockId EvictionOrder::first_of(const Owner& owner_id) const noexcept {
+    for (const BlockList& list : owner_id.cached)
         if (list.front != kNone) return list.front;
     return kNone;
 }
 
-UnitId EvictionOrder::first(bool of_all) const noexcept {
-    if (!is_marked_) return accounts_.front().cached[kNormal].front;
-    for (std::int32_t retention = 0; retention < kNumRetentions; ++retention) {
-        UnitId best = kNone;
-        for (const Account& account : accounts_) {
-            const UnitId front = account.cached[retention].front;
-            if (front == kNone || (!of_all && account.budget <= 0)) continue;
+BlockId EvictionOrder::first(bool of_all) const noexcept {
+    if (!is_marked_) return owners_.front().cached[kNormal].front;
+    for (std::int32_t cache_priority = 0; cache_priority < kNumPriorities; ++cache_priority) {
+        BlockId best = kNone;
+        for (const Owner& owner_id : owners_) {
+            const BlockId front = owner_id.cached[cache_priority].front;
+            if (front == kNone || (!of_all && owner_id.budget <= 0)) continue;
             if (best == kNone || marks_[index(front)].time < marks_[index(best)].time) best = front;
         }
         if (best != kNone) return best;
@@ -121,36 +121,36 @@ UnitId EvictionOrder::first(bool of_all) const noexcept {
     return kNone;
 }
 
-std::vector<std::int64_t> EvictionOrder::times(const Slab<UnitRecord>& units, std::int64_t num_ids,
+std::vector<std::int64_t> EvictionOrder::times(const Slab<BlockRecord>& block_ids, std::int64_t num_ids,
                                                std::int64_t num_cached) const {
     const auto text = [](auto number) { return std::to_string(number); };
     std::vector<std::int64_t> times(static_cast<std::size_t>(num_ids), -1);
     std::int64_t num_listed = 0;
-    for (const Account& account : accounts_) {
+    for (const Owner& owner_id : owners_) {
         const std::int64_t before = num_listed;
-        for (std::int32_t retention = 0; retention < kNumRetentions; ++retention) {
-            const UnitList& list = account.cached[retention];
-            UnitId previous = kNone;
+        for (std::int32_t cache_priority = 0; cache_priority < kNumPriorities; ++cache_priority) {
+            const BlockList& list = owner_id.cached[cache_priority];
+            BlockId previous = kNone;
             std::int64_t last = -1;
-            for (UnitId unit = list.front; unit != kNone; previous = unit, unit = units[index(unit)].next) {
+            for (BlockId block_id = list.front; block_id != kNone; previous = block_id, block_id = block_ids[index(block_id)].next) {
                 const std::int64_t time =
-                    is_marked_ ? static_cast<std::int64_t>(marks_[index(unit)].time) : num_listed;
-                prove(num_listed < num_cached, "C5", "the lists are longer than " + text(num_cached) + " cached units");
-                prove(units[index(unit)].previous == previous, "C5", "unit " + text(unit) + " is linked back wrongly");
-                prove(time > last, "C5", "unit " + text(unit) + " was let go before the one before it in its list");
-                prove(!is_marked_ || (number_of(unit) == account.number && retention_of(unit) == retention), "C9",
-                      "unit " + text(unit) + " is in the list of account " + text(account.number) + ", retention " +
-                          text(retention));
-                times[index(unit)] = last = time;
+                    is_marked_ ? static_cast<std::int64_t>(marks_[index(block_id)].time) : num_listed;
+                prove(num_listed < num_cached, "C5", "the lists are longer than " + text(num_cached) + " cached blocks");
+                prove(block_ids[index(block_id)].previous == previous, "C5", "block " + text(block_id) + " is linked back wrongly");
+                prove(time > last, "C5", "block " + text(block_id) + " was let go before the one before it in its list");
+                prove(!is_marked_ || (number_of(block_id) == owner_id.number && cache_priority_of(block_id) == cache_priority), "C9",
+                      "block " + text(block_id) + " is in the list of owner " + text(owner_id.number) + ", cache priority " +
+                          text(cache_priority));
+                times[index(block_id)] = last = time;
                 ++num_listed;
             }
-            prove(list.back == previous, "C5", "a list ends in unit " + text(list.back) + ", not " + text(previous));
+            prove(list.back == previous, "C5", "a list ends in block " + text(list.back) + ", not " + text(previous));
         }
-        prove(!is_marked_ || num_listed - before == account.num_cached, "C9",
-              "account " + text(account.number) + " counts " + text(account.num_cached) + " cached units, its lists hold " +
+        prove(!is_marked_ || num_listed - before == owner_id.num_cached, "C9",
+              "owner " + text(owner_id.number) + " counts " + text(owner_id.num_cached) + " cached blocks, its lists hold " +
                   text(num_listed - before));
     }
-    prove(num_listed == num_cached, "C5", text(num_listed) + " units in the lists, " + text(num_cached) + " cached");
+    prove(num_listed == num_cached, "C5", text(num_listed) + " blocks in the lists, " + text(num_cached) + " cached");
     return times;
 }
 

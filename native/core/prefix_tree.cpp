@@ -51,14 +51,14 @@ PrefixTree::PrefixTree(std::int32_t block_size, std::int32_t num_groups, std::si
       num_groups_(num_groups),
       nodes_(num_nodes_expected),
       tokens_(num_nodes_expected * static_cast<std::size_t>(block_size)),
-      units_(num_nodes_expected * static_cast<std::size_t>(num_groups)) {}
+      blocks_(num_nodes_expected * static_cast<std::size_t>(num_groups)) {}
 
 void PrefixTree::ensure_room(std::size_t more, std::size_t more_with_keys) {
     // The stack of free records is not counted: it only makes the estimate generous by what it holds.
     const std::size_t used = index(num_used_records_);
     nodes_.ensure(used + more, used);
     tokens_.ensure((used + more) * static_cast<std::size_t>(block_size_), used * static_cast<std::size_t>(block_size_));
-    units_.ensure((used + more) * static_cast<std::size_t>(num_groups_), used * static_cast<std::size_t>(num_groups_));
+    blocks_.ensure((used + more) * static_cast<std::size_t>(num_groups_), used * static_cast<std::size_t>(num_groups_));
     if (next_id_ >= 0) ids_.ensure(used + more, used);
     if (more_with_keys != 0) keys_.reserve(keys_.size() + more_with_keys);
 }
@@ -99,7 +99,7 @@ NodeId PrefixTree::make_root(std::string_view name) {
     }
     take_record();
     nodes_[index(root)] = {kNone, kNone, kNone, kNone, 0, 1, 1, 0};
-    std::fill_n(&units_[slot(root, 0)], num_groups_, kNone);
+    std::fill_n(&blocks_[slot(root, 0)], num_groups_, kNone);
     return root;
 }
 
@@ -190,7 +190,7 @@ NodeId PrefixTree::insert(NodeId parent, const BlockView& block, StagedKeys&& ke
     const NodeId node = take_record();
     nodes_[index(node)] = {kNone, kNone, kNone, kNone, 0, 0, 0, 0};
     write_tokens(node, block);
-    std::fill_n(&units_[slot(node, 0)], num_groups_, kNone);
+    std::fill_n(&blocks_[slot(node, 0)], num_groups_, kNone);
     if (next_id_ >= 0) ids_[index(node)] = next_id_++;
     put_keys(node, std::move(keys));
     attach(parent, node, block);
@@ -275,7 +275,7 @@ void PrefixTree::drop_end(NodeId node) noexcept {
 
 bool PrefixTree::is_whole(NodeId node) const noexcept {
     for (std::int32_t group = 0; group < num_groups_; ++group)
-        if (unit(node, group) == kNone) return false;
+        if (block_id(node, group) == kNone) return false;
     return true;
 }
 
@@ -283,7 +283,7 @@ bool PrefixTree::is_bare(NodeId node) const noexcept {
     const Node& record = nodes_[index(node)];
     if (record.child != kNone || record.num_ends != 0) return false;
     for (std::int32_t group = 0; group < num_groups_; ++group)
-        if (unit(node, group) != kNone) return false;
+        if (block_id(node, group) != kNone) return false;
     return true;
 }
 
@@ -298,7 +298,7 @@ std::span<const ExtraKey> PrefixTree::keys(NodeId node) const noexcept {
 }
 
 std::size_t PrefixTree::capacity_bytes() const noexcept {
-    return nodes_.capacity_bytes() + tokens_.capacity_bytes() + units_.capacity_bytes() + ids_.capacity_bytes();
+    return nodes_.capacity_bytes() + tokens_.capacity_bytes() + blocks_.capacity_bytes() + ids_.capacity_bytes();
 }
 
 // A priority that is a fixed function of the record costs no memory; siblings come in any order of records.

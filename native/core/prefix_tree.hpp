@@ -1,12 +1,12 @@
-// The prefix tree: which unit holds the KV of which tokens.
+// The prefix tree: which block holds the KV of which tokens.
 //
-// A node stands for one block of tokens below its parent: 1..block_size token ids and one unit id per group, or a hole. Only
+// A node stands for one block of tokens below its parent: 1..block_size token ids and one block id per group, or a hole. Only
 // a full node has children. A root stands for a namespace and has no tokens. The tree compares tokens, never hashes; where
 // a position has an extra key (an image, say), the element compared is (token, key), no key before any key.
 //
-// What it is not: an owner of units. It stores their ids; the block manager counts and frees them.
+// What it is not: an owner of blocks. It stores their ids; the block manager counts and frees them.
 //
-// Shape in memory: 20 bytes a node, its tokens and units in slabs beside it. Nodes are handed out from a stack, so a path
+// Shape in memory: 20 bytes a node, its tokens and blocks in slabs beside it. Nodes are handed out from a stack, so a path
 // inserted at once lies in adjacent records and a walk streams. The children of a node are a treap in the order of their
 // (token, key) sequences, a prefix before what it begins, linked through the nodes themselves: no allocation, and the
 // sibling with the longest common prefix is a neighbour of the insertion point.
@@ -34,7 +34,7 @@ namespace quire {
 
 using Token = std::int32_t;
 using NodeId = std::int32_t;
-using UnitId = std::int32_t;
+using BlockId = std::int32_t;
 inline constexpr std::int32_t kNone = -1;
 
 // An extra key: what stands at a position besides its token. Sorted by position wherever there are several. In a sequence
@@ -80,7 +80,7 @@ public:
     Neighbours find(NodeId parent, const BlockView& block) const noexcept;
     // Of the neighbours the one that shares the longest prefix with the block (of two equals the later one), and how long.
     std::pair<NodeId, std::int32_t> longest(const Neighbours& near, const BlockView& block) const noexcept;
-    // As `longest` among the children that have all their units, of which it looks at no more than `left`, counted down:
+    // As `longest` among the children that have all their blocks, of which it looks at no more than `left`, counted down:
     // from where the block stands outwards, to the right first.
     std::pair<NodeId, std::int32_t> longest_whole(const Neighbours& near, const BlockView& block,
                                                   std::int64_t& left) const noexcept;
@@ -88,7 +88,7 @@ public:
     // Whether a child, given where the block stands among them, starts with the whole block.
     bool is_covered(const Neighbours& near, const BlockView& block) const noexcept;
 
-    // Puts a new node below `parent`; its units are all kNone. No equal sibling may exist.
+    // Puts a new node below `parent`; its blocks are all kNone. No equal sibling may exist.
     NodeId insert(NodeId parent, const BlockView& block, StagedKeys&& keys) noexcept;
     // Adds tokens to a partial leaf, which may change its place among its siblings.
     void extend(NodeId node, const BlockView& whole, StagedKeys&& keys) noexcept;
@@ -100,21 +100,20 @@ public:
     NodeId next_sibling(NodeId node) const noexcept;
     NodeId previous_sibling(NodeId node) const noexcept;
     bool is_root(NodeId node) const noexcept { return nodes_[index(node)].is_root; }
-    bool has_children(NodeId node) const noexcept { return nodes_[index(node)].child != kNone; }
     std::int32_t num_tokens(NodeId node) const noexcept { return nodes_[index(node)].num_tokens; }
     bool is_full(NodeId node) const noexcept { return num_tokens(node) == block_size_; }
     std::span<const Token> tokens(NodeId node) const noexcept;
     std::span<const ExtraKey> keys(NodeId node) const noexcept;
     BlockView view(NodeId node) const noexcept { return {tokens(node), keys(node), 0}; }
-    UnitId unit(NodeId node, std::int32_t group) const noexcept { return units_[slot(node, group)]; }
-    void set_unit(NodeId node, std::int32_t group, UnitId unit) noexcept { units_[slot(node, group)] = unit; }
+    BlockId block_id(NodeId node, std::int32_t group) const noexcept { return blocks_[slot(node, group)]; }
+    void set_block(NodeId node, std::int32_t group, BlockId block_id) noexcept { blocks_[slot(node, group)] = block_id; }
 
     // How many sequences' committed prefixes end in the node. Beyond kMaxEnds it stays there: such a node is never bare.
     void add_end(NodeId node) noexcept;
     void drop_end(NodeId node) noexcept;
     std::int64_t num_ends(NodeId node) const noexcept { return nodes_[index(node)].num_ends; }
-    bool is_whole(NodeId node) const noexcept;  // has a unit in each group
-    // No unit, no children, no sequence that ends in it.
+    bool is_whole(NodeId node) const noexcept;  // has a block in each group
+    // No block, no children, no sequence that ends in it.
     bool is_bare(NodeId node) const noexcept;
 
     std::int64_t num_nodes() const noexcept { return num_nodes_; }
@@ -168,7 +167,7 @@ private:
     std::int32_t num_groups_;
     Slab<Node> nodes_;
     Slab<Token> tokens_;
-    Slab<UnitId> units_;
+    Slab<BlockId> blocks_;
     Slab<std::int64_t> ids_;
     std::int64_t next_id_ = -1;    // below 0: nodes are not numbered
     NodeId free_ = kNone;          // stack through `left`

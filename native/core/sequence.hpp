@@ -18,15 +18,17 @@ using SequenceId = std::int64_t;
 
 struct Sequence {
     SequenceId id = 0;
-    std::int32_t account = 0;            // slot of the account its units count in
-    std::int32_t retention = kNormal;    // what units it uses are raised to
+    std::int32_t owner_id = 0;            // slot of the owner its blocks count in
+    std::int32_t cache_priority = kNormal;    // what blocks it uses are raised to
     std::int64_t num_computed = 0;
     std::int64_t num_cached = 0;  // taken from the tree
     std::int64_t reserved = 0;    // end of the positions that have slots, lookahead included
-    // Where a `readmit` ends that has not been committed, 0 without one: only then entries beyond num_computed may be kNone.
-    std::int64_t readmitted_to = 0;
+    // Where a `restore` ends that has not been committed, 0 without one: only then entries beyond num_computed may be kNone.
+    std::int64_t restored_to = 0;
     std::int64_t last_call = 0;   // the planning call that saw it last: finds an id given twice
-    NodeId node = kNone;          // its first num_computed / block_size blocks end here
+    // Its first num_computed / block_size blocks end here; kNone without prefix caching, and once it is withdrawn:
+    // nothing that it commits is found then.
+    NodeId node = kNone;
     bool is_admitted = false;     // it, or what it was forked from, has reserved
     bool is_writer = false;       // it may write the block of position num_computed in place
     // Entries below this are kNone, in each group: blocks behind a window.

@@ -8,9 +8,9 @@ target_sources(_native PRIVATE
   native/core/block_manager_hit.cpp
   native/core/block_manager_report.cpp
   native/core/block_manager_reserve.cpp
-  native/core/block_manager_units.cpp
+  native/core/block_manager_blocks.cpp
   native/core/eviction_order.cpp
-  native/core/free_units.cpp
+  native/core/free_blocks.cpp
   native/core/pool.cpp
   native/core/prefix_tree.cpp
   native/core/prefix_tree_check.cpp

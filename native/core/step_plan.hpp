@@ -18,8 +18,8 @@ namespace quire {
 
 // One row of `copies`: the first `num_tokens` tokens of a block, to be copied before the step writes.
 struct BlockCopy {
-    UnitId source;
-    UnitId destination;
+    BlockId source;
+    BlockId destination;
     std::int32_t num_tokens;
 };
 static_assert(sizeof(BlockCopy) == 3 * sizeof(std::int32_t));

@@ -2,7 +2,7 @@
 
 namespace quire {
 
-AskedRows::AskedRows(const AttentionBatch& batch, std::int64_t rows, const std::int64_t* logit_rows, std::int64_t num_logits)
+LogitRows::LogitRows(const AttentionBatch& batch, std::int64_t rows, const std::int64_t* logit_rows, std::int64_t num_logits)
     : index_(static_cast<std::size_t>(rows), -1), query_start_{0} {
     for (std::int64_t i = 0; i < num_logits; ++i) index_[static_cast<std::size_t>(logit_rows[i])] = 0;
     for (std::int64_t s = 0; s < batch.num_sequences; ++s) {

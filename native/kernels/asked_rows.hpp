@@ -15,10 +15,10 @@
 
 namespace quire {
 
-class AskedRows {
+class LogitRows {
   public:
     // `logit_rows` [num_logits] lie in [0, rows), `rows` being those of the batch.
-    AskedRows(const AttentionBatch& batch, std::int64_t rows, const std::int64_t* logit_rows, std::int64_t num_logits);
+    LogitRows(const AttentionBatch& batch, std::int64_t rows, const std::int64_t* logit_rows, std::int64_t num_logits);
 
     std::int64_t count() const { return static_cast<std::int64_t>(rows_.size()); }
     std::int64_t operator[](std::int64_t i) const { return rows_[static_cast<std::size_t>(i)]; }  // rising

@@ -2,13 +2,17 @@
 target_sources(_native PRIVATE native/kernels/attention.cpp native/kernels/attention_schedule.cpp
                native/kernels/attention_sharing.cpp native/bindings/attention.cpp)
 foreach(variant IN LISTS QUIRE_VARIANTS)
-  target_sources(_native PRIVATE native/kernels/attention_${variant}.cpp)
   # No contraction: a product and a sum are one operation only where the source says so.
-  set_source_files_properties(native/kernels/attention_${variant}.cpp PROPERTIES
-                              COMPILE_OPTIONS "${QUIRE_FLAGS_${variant}};-ffp-contract=off")
+  set(flags -ffp-contract=off)
+  if(variant STREQUAL "avx512_bf16")
+    # Its kernels are vectors already; what the compiler makes vectors of besides (two addresses stored at once, say) is read back one
+    # by one, which waits for the store: decode of few rows was a tenth slower.
+    list(APPEND flags -fno-tree-vectorize -fno-tree-slp-vectorize)
+  endif()
+  quire_add_kernel(attention attention_${variant}.cpp ${variant} ${flags})
+  if(variant MATCHES "avx512_bf16$")
+    foreach(rows RANGE 1 6)
+      quire_add_kernel(attention_${rows} attention_pairs_few.cpp ${variant} ${flags} -DQUIRE_ROWS=${rows})
+    endforeach()
+  endif()
 endforeach()
-# Its kernels are vectors already; what the compiler makes vectors of besides (two addresses stored at once, say) is read back one by
-# one, which waits for the store: decode of few rows was a tenth slower.
-if("avx512_bf16" IN_LIST QUIRE_VARIANTS)
-  set_property(SOURCE native/kernels/attention_avx512_bf16.cpp APPEND PROPERTY COMPILE_OPTIONS -fno-tree-vectorize -fno-tree-slp-vectorize)
-endif()

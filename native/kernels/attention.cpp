@@ -63,9 +63,11 @@ AttentionVariant variant_for(Isa isa, Element element) {
         case Isa::avx512: return attention_item_avx512;
         case Isa::avx2: return attention_item_avx2;
 #endif
+#if defined(QUIRE_TEST_KERNELS)
         case Isa::emulated_amx_bf16: return bf16 ? attention_item_emulated_amx_bf16 : attention_item_emulated_avx512;
         case Isa::emulated_avx512_bf16: return bf16 ? attention_item_emulated_avx512_bf16 : attention_item_emulated_avx512;
         case Isa::emulated_avx512: return attention_item_emulated_avx512;
+#endif
         default: return attention_item_portable;
     }
 }

@@ -110,11 +110,16 @@ void attention_item_portable(const AttentionJob& job, std::int64_t index);
 void attention_item_emulated_avx512(const AttentionJob& job, std::int64_t index);
 void attention_item_emulated_avx512_bf16(const AttentionJob& job, std::int64_t index);  // bf16 only
 void attention_item_emulated_amx_bf16(const AttentionJob& job, std::int64_t index);     // bf16 only
+// One of 1 to 6 rows of a head (attention_pairs_few.cpp), which attention_item_* leaves to it.
+template <int kRows>
+void attention_few_rows_emulated_avx512_bf16(const AttentionJob& job, const AttentionItem& item);
 #if defined(__x86_64__)
 void attention_item_avx2(const AttentionJob& job, std::int64_t index);
 void attention_item_avx512(const AttentionJob& job, std::int64_t index);
 void attention_item_avx512_bf16(const AttentionJob& job, std::int64_t index);  // bf16 only
 void attention_item_amx_bf16(const AttentionJob& job, std::int64_t index);     // bf16 only
+template <int kRows>
+void attention_few_rows_avx512_bf16(const AttentionJob& job, const AttentionItem& item);
 #endif
 
 }  // namespace quire

@@ -1,28 +1,28 @@
 // One item of attention of up to six rows by bf16 pairs (vdpbf16ps): a token's decode, whose time is its memory's.
 //
 // A row's arithmetic is that of attention_pairs.hpp. Tiles in order, heads within a span of tiles; keys and values are multiplied
-// as they lie. While a turn (a head's tile) is computed, the lines of the next one are asked for in the order of their addresses,
+// as they lie. While a head tile (a tile of one head) is computed, the lines of the next one are asked for in the order of their addresses,
 // a few at a time: the processor's own prefetching follows addresses too, and goes on where they do. (Zen 5, one thread, blocks of
 // 16: 32 GB/s so, 28 with four rows' lines in turn, 22 without any asking. A tile of 32 tokens, which goes to and fro between
 // two blocks, made 25.)
 //
-// A core can be under way with so many operations, and with the lines that are asked for among them: whatever a turn does without
+// A core can be under way with so many operations, and with the lines that are asked for among them: whatever a head tile does without
 // is time gained, though it would not wait for it. So rows lie at distances known to the compiler, keys and values are loaded by the
 // operations that take them (dot_from, interleave_from), queries stay in registers. (Zen 5, 8 x 8 192 tokens, two threads: 650
-// operations a turn at 64 GB/s, 850 at 55.)
+// operations a head tile at 64 GB/s, 850 at 55.)
 #pragma once
 
 #include <type_traits>
 
 #include "kernels/attention_pairs.hpp"
-#include "kernels/attention_pairs_many.hpp"
-#include "kernels/attention_turn_rows.hpp"
+#include "kernels/attention_head_tile_rows.hpp"
 #include "kernels/isa.hpp"
 
 namespace quire {
 namespace {
 
-template <class S>
+// kRows: of a head. Each is a translation unit of its own (attention_pairs_few.cpp): together they took half a minute to compile.
+template <class S, int kRows>
 class AttendFewRows : InterleavedValues<S> {
     using Vec = typename S::Vec;
     using Pairs = typename S::Pairs;
@@ -37,8 +37,6 @@ class AttendFewRows : InterleavedValues<S> {
     using Places = typename Tokens::Rows;
 
   public:
-    static constexpr int kMostRows = 6;
-
     AttendFewRows(const AttentionJob& job, const AttentionItem& item)
         : view_(*job.view),
           table_(job.batch->block_tables + item.sequence * job.batch->table_width),
@@ -61,13 +59,12 @@ class AttendFewRows : InterleavedValues<S> {
             for (int row = 0; row < rows_.count(); ++row) pack_query(head, row);
         }
         states_.begin();
-        switch (rows_.count()) {
-            case 1: run_rows<1>(); break;
-            case 2: run_rows<2>(); break;
-            case 3: run_rows<3>(); break;
-            case 4: run_rows<4>(); break;
-            case 5: run_rows<5>(); break;
-            default: run_rows<6>();
+        if (k_width_ != kUsualWidth || v_width_ != kUsualWidth) {
+            run_head_tiles<0, AskTwice<S>>();
+        } else if (first_cache_waits_for_many() && !tokens_.token_major() && view_.k.token_stride == kUsualWidth && view_.v.token_stride == kUsualWidth) {
+            run_head_tiles<kUsualWidth, AskOnce<S>>();
+        } else {
+            run_head_tiles<kUsualWidth, AskTwice<S>>();
         }
         if (states_.end()) write_out();
     }
@@ -80,65 +77,54 @@ class AttendFewRows : InterleavedValues<S> {
         rows_.write_out(states_, *this);
     }
 
-    template <int kRows>
-    void run_rows() {
-        if (k_width_ != kUsualWidth || v_width_ != kUsualWidth) {
-            run_turns<kRows, 0, AskTwice<S>>();
-        } else if (first_cache_waits_for_many() && !tokens_.token_major() && view_.k.token_stride == kUsualWidth && view_.v.token_stride == kUsualWidth) {
-            run_turns<kRows, kUsualWidth, AskOnce<S>>();
-        } else {
-            run_turns<kRows, kUsualWidth, AskTwice<S>>();
-        }
-    }
-
     // A head's tile. They are taken span by span, in a span head by head.
-    struct Turn {
+    struct HeadTile {
         std::int64_t tile;
         int head;
     };
-    Turn after(Turn turn) const {
-        const std::int64_t start = turn.tile & -span_, stop = smaller(start + span_, last_tile_ + 1);
-        if (turn.tile + 1 < stop) return {turn.tile + 1, turn.head};
-        return turn.head + 1 < heads_ ? Turn{larger(start, first_tile_), turn.head + 1} : Turn{stop, 0};
+    HeadTile after(HeadTile at) const {
+        const std::int64_t start = at.tile & -span_, stop = smaller(start + span_, last_tile_ + 1);
+        if (at.tile + 1 < stop) return {at.tile + 1, at.head};
+        return at.head + 1 < heads_ ? HeadTile{larger(start, first_tile_), at.head + 1} : HeadTile{stop, 0};
     }
 
     // kHeadWidth: of keys and of values, or 0 for any.
-    template <int kRows, int kHeadWidth, class Ask>
-    void run_turns() {
+    template <int kHeadWidth, class Ask>
+    void run_head_tiles() {
         if (view_.block_size % kTileTokens == 0) {
-            run_even<kRows, kHeadWidth, Ask>();
+            run_even<kHeadWidth, Ask>();
         } else {
             if constexpr (std::is_same_v<Ask, AskOnce<S>>) {
-                if (values_follow_keys()) return run_scattered<kRows, kHeadWidth, Ask, ScatteredRows<kHeadWidth>>();
+                if (values_follow_keys()) return run_scattered<kHeadWidth, Ask, ScatteredRows<kHeadWidth>>();
             }
-            run_scattered<kRows, kHeadWidth, Ask, ScatteredRows<0>>();
+            run_scattered<kHeadWidth, Ask, ScatteredRows<0>>();
         }
     }
 
-    template <int kRows, int kHeadWidth, class Ask>
+    template <int kHeadWidth, class Ask>
     void run_even() {
         using Rows = EvenRows<std::is_same_v<Ask, AskOnce<S>> ? kHeadWidth : 0>;
         // A head's tokens of a block lie together: tiles of one span are taken for a head before the next head's turn.
         while (!tokens_.token_major() && 2 * span_ * kTileTokens <= view_.block_size && span_ < kTiles) span_ *= 2;
-        Turn turn{first_tile_, 0};
+        HeadTile at{first_tile_, 0};
         if (all_heads_together_) {
-            for (int head = 0; head < heads_; ++head) ask_for<kHeadWidth, Ask>(rows_by_token<Rows>(turn.tile, head));
+            for (int head = 0; head < heads_; ++head) ask_for<kHeadWidth, Ask>(rows_by_token<Rows>(at.tile, head));
         } else {
-            ask_for<kHeadWidth, Ask>(even_rows<Rows>(turn));
+            ask_for<kHeadWidth, Ask>(even_rows<Rows>(at));
         }
-        for (Turn next; turn.tile <= last_tile_; turn = next) {
-            next = after(turn);
+        for (HeadTile next; at.tile <= last_tile_; at = next) {
+            next = after(at);
             // By reference, and looked for again when it is its turn: a copy would be made by vectors, and those wait for what has just been stored.
-            const Rows rows = even_rows<Rows>(turn), following = even_rows<Rows>(next.tile <= last_tile_ ? next : turn);
+            const Rows rows = even_rows<Rows>(at), following = even_rows<Rows>(next.tile <= last_tile_ ? next : at);
             if (all_heads_together_) {
-                attend_turn<kRows, kHeadWidth, Ask>(turn, rows, rows_by_token<Rows>(smaller(turn.tile + 1, last_tile_), turn.head), following);
+                attend_head_tile<kHeadWidth, Ask>(at, rows, rows_by_token<Rows>(smaller(at.tile + 1, last_tile_), at.head), following);
             } else {
-                attend_turn<kRows, kHeadWidth, Ask>(turn, rows, following, following);
+                attend_head_tile<kHeadWidth, Ask>(at, rows, following, following);
             }
         }
     }
 
-    template <int kRows, int kHeadWidth, class Ask, class Rows>
+    template <int kHeadWidth, class Ask, class Rows>
     void run_scattered() {
         Places places[2];
         find(first_tile_, places[0]);
@@ -149,23 +135,23 @@ class AttendFewRows : InterleavedValues<S> {
             for (int head = 0; head < heads_; ++head) {
                 const bool same_tile = head + 1 < heads_ || tile == last_tile_;
                 const Rows following = scattered_rows<Rows>(same_tile ? here : next, head + 1 < heads_ ? head + 1 : 0);
-                attend_turn<kRows, kHeadWidth, Ask>({tile, head}, scattered_rows<Rows>(here, head), following, following);
+                attend_head_tile<kHeadWidth, Ask>({tile, head}, scattered_rows<Rows>(here, head), following, following);
             }
         }
     }
 
-    template <int kRows, int kHeadWidth, class Ask, class Rows>
-    __attribute__((always_inline)) void attend_turn(Turn turn, const Rows& rows, const Rows& far, const Rows& near) {
-        const std::int64_t base = turn.tile * kTileTokens, begin = rows_.begin() - base, end = rows_.end() - base;
-        if (turn.head == 0 && (turn.tile == first_tile_ || turn.tile % kTiles == 0)) begin_partial(turn.tile / kTiles);
+    template <int kHeadWidth, class Ask, class Rows>
+    __attribute__((always_inline)) void attend_head_tile(HeadTile at, const Rows& rows, const Rows& far, const Rows& near) {
+        const std::int64_t base = at.tile * kTileTokens, begin = rows_.begin() - base, end = rows_.end() - base;
+        if (at.head == 0 && (at.tile == first_tile_ || at.tile % kTiles == 0)) begin_partial(at.tile / kTiles);
         if (begin > 0 || end < kTileTokens) {
             const int start = static_cast<int>(larger(begin, 0)), stop = static_cast<int>(smaller(end, kTileTokens));
-            attend<kRows, kHeadWidth, Ask>(turn, PartOfRows<Rows>{{rows.k, start, stop}, {rows.v, start, stop}}, far, near);
+            attend<kHeadWidth, Ask>(at, PartOfRows<Rows>{{rows.k, start, stop}, {rows.v, start, stop}}, far, near);
         } else {
-            attend<kRows, kHeadWidth, Ask>(turn, rows, far, near);
+            attend<kHeadWidth, Ask>(at, rows, far, near);
         }
-        const bool over = (turn.tile + 1) % kTiles == 0;
-        if (turn.head + 1 == heads_ && (over || turn.tile == last_tile_)) states_.end_partial(turn.tile / kTiles, over);
+        const bool over = (at.tile + 1) % kTiles == 0;
+        if (at.head + 1 == heads_ && (over || at.tile == last_tile_)) states_.end_partial(at.tile / kTiles, over);
     }
 
     void begin_partial(std::int64_t partial) {
@@ -179,22 +165,22 @@ class AttendFewRows : InterleavedValues<S> {
         for (int d = 0; d < k_width_; d += kColumns) S::store_pairs(to + d, Values::load_columns(query, d, k_width_));
     }
 
-    // Of a turn in blocks of whole tiles.
+    // Of a head tile in blocks of whole tiles.
     template <class Rows>
-    Rows even_rows(Turn turn) {
-        if (turn.tile != placed_) {
-            const std::int64_t token = turn.tile * kTileTokens, block = token / view_.block_size, offset = token - block * view_.block_size;
+    Rows even_rows(HeadTile at) {
+        if (at.tile != placed_) {
+            const std::int64_t token = at.tile * kTileTokens, block = token / view_.block_size, offset = token - block * view_.block_size;
             const auto place = [&](const PagedTensor& of) {
                 return reinterpret_cast<const bf16*>(of.data) + table_[block] * of.block_stride + offset * of.token_stride;
             };
-            placed_ = turn.tile;
+            placed_ = at.tile;
             k_place_ = place(view_.k);
             v_place_ = place(view_.v);
         }
-        const std::int64_t head = first_head_ + turn.head;
+        const std::int64_t head = first_head_ + at.head;
         return {{k_place_ + head * view_.k.head_stride, view_.k.token_stride}, {v_place_ + head * view_.v.head_stride, view_.v.token_stride}};
     }
-    // Where all heads of a token lie together: as many rows of a tile as a turn has, the turn's part of them in the order of their addresses.
+    // Where all heads of a token lie together: as many rows of a tile as a head tile has, its part of them in the order of their addresses.
     template <class Rows>
     Rows rows_by_token(std::int64_t tile, int part) {
         const Rows rows = even_rows<Rows>({tile, 0});
@@ -222,14 +208,14 @@ class AttendFewRows : InterleavedValues<S> {
         for (int t = 0; t < kTileTokens; ++t) ask_for_row<kHeadWidth, Ask::far>(rows.v[t], v_width_);
     }
 
-    // far: rows to be asked for, as many as the turn has. near: the next turn's, whose keys will then be needed first.
-    template <int kRows, int kHeadWidth, class Ask, class Rows, class Asked>
-    __attribute__((noinline)) void attend(Turn turn, const Rows& rows, const Asked& far, const Asked& near) {
-        const std::int64_t base = turn.tile * kTileTokens;
-        const RowStates& states = partials_[turn.head];
+    // far: rows to be asked for, as many as the head tile has. near: the next one's, whose keys will then be needed first.
+    template <int kHeadWidth, class Ask, class Rows, class Asked>
+    __attribute__((noinline)) void attend(HeadTile at, const Rows& rows, const Asked& far, const Asked& near) {
+        const std::int64_t base = at.tile * kTileTokens;
+        const RowStates& states = partials_[at.head];
         alignas(64) bf16 p[kRows * kTileTokens];
         Vec s[kRows];
-        scores<kRows, kHeadWidth, Ask>(rows, far, queries_ + std::int64_t{turn.head} * kRows * k_stride_, s);
+        scores<kHeadWidth, Ask>(rows, far, queries_ + std::int64_t{at.head} * kRows * k_stride_, s);
         const bool whole = rows_.see_all(0, kRows, base, base + kTileTokens);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
@@ -244,7 +230,7 @@ class AttendFewRows : InterleavedValues<S> {
             S::to_bf16(p + r * kTileTokens, weights[0]);
             S::store(sums, S::add(S::load(sums), weights[0]));
         }
-        values<kRows, kHeadWidth, Ask>(rows, far, near, p, states.o, states.stride);
+        values<kHeadWidth, Ask>(rows, far, near, p, states.o, states.stride);
     }
 
     __attribute__((noinline)) Vec soften(int row, std::int64_t base, float& m, float* o, std::int64_t stride, Vec s) {
@@ -256,7 +242,7 @@ class AttendFewRows : InterleavedValues<S> {
         return S::load(p);
     }
 
-    template <int kRows, int kHeadWidth, class Ask, class Rows, class Asked>
+    template <int kHeadWidth, class Ask, class Rows, class Asked>
     __attribute__((always_inline)) void scores(const Rows& rows, const Asked& far, const bf16* query, Vec (&s)[kRows]) const {
         constexpr int kTokens = 4;
         constexpr bool kRowAStep = kHeadWidth == kTokens * kColumns;  // as many steps of d as tokens at once
@@ -297,13 +283,13 @@ class AttendFewRows : InterleavedValues<S> {
                         one = S::dot_from(one, held[i / kTokens][d / kColumns], key[i % kTokens] + d);
                     }
                 } else {
-                    multiply<kRows, kTokens>(query + d, key, sum, [d](const bf16* from) { return S::load_pairs(from + d); });
+                    multiply<kTokens>(query + d, key, sum, [d](const bf16* from) { return S::load_pairs(from + d); });
                 }
             }
             if constexpr (kHeadWidth == 0) {
                 const int rest = width - d;
                 if (rest > 0) {
-                    multiply<kRows, kTokens>(query + d, key, sum, [d, rest](const bf16* from) { return S::load_pairs_part(from + d, rest); });
+                    multiply<kTokens>(query + d, key, sum, [d, rest](const bf16* from) { return S::load_pairs_part(from + d, rest); });
                 }
             }
 #pragma GCC unroll 8
@@ -313,7 +299,7 @@ class AttendFewRows : InterleavedValues<S> {
         for (int r = 0; r < kRows; ++r) s[r] = S::fold_parts(parts[r][0], parts[r][1], parts[r][2], parts[r][3]);
     }
 
-    template <int kRows, int kTokens, class Load>
+    template <int kTokens, class Load>
     __attribute__((always_inline)) void multiply(const bf16* query, const bf16* const (&key)[kTokens], Vec (&sum)[kRows][kTokens], Load load) const {
         Pairs loaded[kTokens];
 #pragma GCC unroll 4
@@ -326,25 +312,25 @@ class AttendFewRows : InterleavedValues<S> {
         }
     }
 
-    template <int kRows, int kHeadWidth, class Ask, class Rows, class Asked>
+    template <int kHeadWidth, class Ask, class Rows, class Asked>
     __attribute__((always_inline)) void values(const Rows& rows, const Asked& far, const Asked& near, const bf16* p, float* o, std::int64_t stride) const {
         constexpr int kChunks = kRows <= 3 ? 4 : 2;
         const int width = kHeadWidth > 0 ? kHeadWidth : v_width_;
         const auto whole = [](const bf16* even, const bf16* odd, Pairs& low, Pairs& high) { S::interleave_from(S::held(S::load_pairs(even)), odd, low, high); };
         int d = 0;
-        for (; d + kChunks * kColumns <= width; d += kChunks * kColumns) values_columns<kRows, kChunks, Ask>(rows, far, near, p, d, o, stride, whole);
+        for (; d + kChunks * kColumns <= width; d += kChunks * kColumns) values_columns<kChunks, Ask>(rows, far, near, p, d, o, stride, whole);
         if constexpr (kHeadWidth == 0) {
-            for (; d + kColumns <= width; d += kColumns) values_columns<kRows, 1, Ask>(rows, far, near, p, d, o, stride, whole);
+            for (; d + kColumns <= width; d += kColumns) values_columns<1, Ask>(rows, far, near, p, d, o, stride, whole);
             const int rest = width - d;
             if (rest > 0) {
-                values_columns<kRows, 1, Ask>(rows, far, near, p, d, o, stride, [rest](const bf16* even, const bf16* odd, Pairs& low, Pairs& high) {
+                values_columns<1, Ask>(rows, far, near, p, d, o, stride, [rest](const bf16* even, const bf16* odd, Pairs& low, Pairs& high) {
                     S::interleave(S::load_pairs_part(even, rest), S::load_pairs_part(odd, rest), low, high);
                 });
             }
         }
     }
 
-    template <int kRows, int kChunks, class Ask, class Rows, class Asked, class Load>
+    template <int kChunks, class Ask, class Rows, class Asked, class Load>
     __attribute__((always_inline)) void values_columns(const Rows& rows, const Asked& far, const Asked& near, const bf16* p, int column, float* o, std::int64_t stride,
                                                        Load load) const {
         o += column;
@@ -403,16 +389,6 @@ class AttendFewRows : InterleavedValues<S> {
     const bf16* v_place_ = nullptr;
     typename Tokens::Tile tile_;  // what was found last, where not
 };
-
-// An item by pairs, real or emulated.
-template <class S>
-void attend_by_pairs(const AttentionJob& job, const AttentionItem& item) {
-    if (item.row_stop - item.row_start <= AttendFewRows<S>::kMostRows) {
-        AttendFewRows<S>(job, item).run();
-    } else {
-        AttendManyPairs<S>(job, item).run();
-    }
-}
 
 }  // namespace
 }  // namespace quire

@@ -1,15 +1,7 @@
 # The fused decoder layer: its order of work once, its row operators once per instruction set.
 target_sources(_native PRIVATE native/kernels/decoder_layer.cpp native/kernels/asked_rows.cpp native/bindings/decoder_layer.cpp)
 foreach(variant IN LISTS QUIRE_VARIANTS)
-  if(variant MATCHES "amx")
-    continue()  # it has no row operators of its own
+  if(NOT variant MATCHES "amx")  # it has no row operators of its own
+    quire_add_kernel(row_ops row_ops_variant.cpp ${variant} -ffp-contract=off)
   endif()
-  add_library(quire_row_ops_${variant} OBJECT native/kernels/row_ops_variant.cpp)
-  target_include_directories(quire_row_ops_${variant} PRIVATE native)
-  target_compile_definitions(quire_row_ops_${variant} PRIVATE QUIRE_VARIANT_${variant})
-  target_compile_options(quire_row_ops_${variant} PRIVATE ${QUIRE_FLAGS_${variant}} -ffp-contract=off -Wno-maybe-uninitialized)
-  if(variant MATCHES "^emulated")
-    target_compile_options(quire_row_ops_${variant} PRIVATE -O1)
-  endif()
-  target_sources(_native PRIVATE $<TARGET_OBJECTS:quire_row_ops_${variant}>)
 endforeach()

@@ -317,7 +317,7 @@ void run_decoder(const DecoderEnds& ends, const StackedLayer* layers, std::int64
         std::copy_n(static_cast<const unsigned char*>(input.cos) + at, angles_bytes, cos + row * angles_bytes);
         std::copy_n(static_cast<const unsigned char*>(input.sin) + at, angles_bytes, sin + row * angles_bytes);
     }
-    std::optional<AskedRows> asked;  // of the last layer, where that is less than half of it
+    std::optional<LogitRows> asked;  // of the last layer, where that is less than half of it
     for (std::int64_t i = 0; i < num_layers; ++i) {
         const StackedLayer& layer = layers[i];
         DecoderStep step{rows, layer.view, layer.batch, layer.options, layer.slots, cos, sin, input.table_width};
@@ -362,9 +362,11 @@ const RowOps& row_ops(Isa isa, Element element) {
         case Isa::avx512: return row_ops_avx512(element);
         case Isa::avx2: return row_ops_avx2(element);
 #endif
+#if defined(QUIRE_TEST_KERNELS)
         case Isa::emulated_amx_bf16:
         case Isa::emulated_avx512_bf16: return row_ops_emulated_avx512_bf16(element);
         case Isa::emulated_avx512: return row_ops_emulated_avx512(element);
+#endif
         default: return row_ops_portable(element);
     }
 }

@@ -66,7 +66,7 @@ struct DecoderStep {
     const void* sin;
     std::int64_t table_width;
     // Rows whose `out` is wanted, of which `out` has no others and `batch` no other queries; null: all.
-    const AskedRows* asked = nullptr;
+    const LogitRows* asked = nullptr;
 };
 
 // Throws std::invalid_argument where the parts' shapes do not fit together.

@@ -106,6 +106,11 @@ Isa isa_from_name(std::string_view name) {
 
 bool isa_supported(Isa isa) {
     switch (isa) {
+#if !defined(QUIRE_TEST_KERNELS)
+        case Isa::emulated_avx512:
+        case Isa::emulated_avx512_bf16:
+        case Isa::emulated_amx_bf16: return false;
+#endif
 #if defined(__x86_64__)
         case Isa::avx2: return features().avx2;
         case Isa::avx512: return features().avx512;
@@ -119,6 +124,16 @@ bool isa_supported(Isa isa) {
 #endif
         default: return true;
     }
+}
+
+void require_isa(Isa isa) {
+    if (isa_supported(isa)) return;
+    const std::string name(isa_name(isa));
+    const bool emulated = name.starts_with("emulated");
+    throw std::invalid_argument("expected an instruction set (QUIRE_ISA, `isa`) that runs here, got '" + name + "', which needs " +
+                                (emulated ? "kernels for tests that this build is without (scripts/build-native makes one with them)"
+                                          : "instructions that this processor lacks") +
+                                "; the fastest here is " + std::string(isa_name(preferred_isa())));
 }
 
 std::vector<Isa> supported_isas() {
@@ -150,10 +165,7 @@ Isa current_isa() {
         const char* forced = std::getenv("QUIRE_ISA");
         if (forced == nullptr || *forced == '\0') return preferred_isa();
         const Isa isa = isa_from_name(forced);
-        if (!isa_supported(isa)) {
-            throw std::invalid_argument("QUIRE_ISA=" + std::string(forced) + " asks for instructions this processor lacks; the fastest here is " +
-                                        std::string(isa_name(preferred_isa())));
-        }
+        require_isa(isa);
         return isa;
     }();
     return chosen;

@@ -2,7 +2,8 @@
 //
 // A variant is one translation unit of the same source, compiled for one instruction set. "The same request gives the
 // same bits" is a promise per variant: a process uses one for all its products. The emulated variants run the
-// arithmetic of an instruction set in plain C++, so that its results can be tested where the processor lacks it.
+// arithmetic of an instruction set in plain C++, so that its results can be tested where the processor lacks it. They are
+// there with QUIRE_TEST_KERNELS (CMakeLists.txt), which scripts/build-native sets; what users install has none.
 #pragma once
 
 #include <string>
@@ -28,10 +29,14 @@ std::string_view isa_name(Isa isa);
 // Throws std::invalid_argument naming the known ones.
 Isa isa_from_name(std::string_view name);
 
-// True where this processor and operating system can run `isa`. For AMX it asks the kernel for permission once.
+// std::invalid_argument that names `isa`, what it lacks and the fastest that runs, where isa_supported() is false.
+void require_isa(Isa isa);
+
+// True where this processor and operating system can run `isa`; of an emulated one, where this build has it. For AMX it asks
+// the kernel for permission once.
 bool isa_supported(Isa isa);
 
-// Every variant that runs here, the emulated ones included, the richest instruction set first.
+// Every variant that runs here, those emulated last, the richest instruction set first.
 std::vector<Isa> supported_isas();
 
 // The supported variant that is fastest on this processor: the richest, except that avx512_bf16 gives way to avx512 where

@@ -22,21 +22,21 @@ constexpr std::int64_t kSerialGather = 1 << 14;   // elements; below, waking ano
 
 
 const LinearKernel& kernel_of(Isa isa, Element element) {
+    [[maybe_unused]] const bool bf16 = element == Element::bf16;
     switch (isa) {
-        case Isa::portable: return linear_kernel_portable(element);
-        case Isa::emulated_avx512: return linear_kernel_emulated_avx512(element);
-        case Isa::emulated_avx512_bf16: return linear_kernel_emulated_avx512_bf16(element);
-        case Isa::emulated_amx_bf16: return linear_kernel_emulated_amx_bf16(element);
 #if defined(__x86_64__)
-        case Isa::avx2: return linear_kernel_avx2(element);
-        case Isa::avx512: return linear_kernel_avx512(element);
+        case Isa::amx_bf16: return bf16 ? linear_kernel_amx_bf16(element) : linear_kernel_avx512(element);
         case Isa::avx512_bf16: return linear_kernel_avx512_bf16(element);
-        case Isa::amx_bf16: return linear_kernel_amx_bf16(element);
-#else
-        default: break;
+        case Isa::avx512: return linear_kernel_avx512(element);
+        case Isa::avx2: return linear_kernel_avx2(element);
 #endif
+#if defined(QUIRE_TEST_KERNELS)
+        case Isa::emulated_amx_bf16: return bf16 ? linear_kernel_emulated_amx_bf16(element) : linear_kernel_emulated_avx512(element);
+        case Isa::emulated_avx512_bf16: return bf16 ? linear_kernel_emulated_avx512_bf16(element) : linear_kernel_emulated_avx512(element);
+        case Isa::emulated_avx512: return linear_kernel_emulated_avx512(element);
+#endif
+        default: return linear_kernel_portable(element);
     }
-    return linear_kernel_portable(element);
 }
 
 // Calls visit(position in the panel, k, column) for k and column below the bounds, in blocks that stay in the first cache.
@@ -124,9 +124,7 @@ PackedWeight::PackedWeight(Element element, std::int64_t num_outputs, std::int64
         throw std::invalid_argument("expected a weight of at least 1 x 1, got " + std::to_string(num_outputs) + " x " +
                                     std::to_string(num_inputs));
     }
-    if (!isa_supported(isa)) {
-        throw std::invalid_argument("this processor cannot run the variant " + std::string(isa_name(isa)));
-    }
+    require_isa(isa);
     depth_ = round_up(num_inputs, kernel_->depth);
     panel_bytes_ = depth_ * kernel_->columns * element_bytes(element);
     num_panels_ = divide_up(num_outputs, kernel_->columns);

@@ -80,13 +80,13 @@ struct LinearKernel {
 #define QUIRE_DECLARE_LINEAR(variant) const LinearKernel& linear_kernel_##variant(Element element);
 QUIRE_DECLARE_LINEAR(portable)
 QUIRE_DECLARE_LINEAR(emulated_avx512)
-QUIRE_DECLARE_LINEAR(emulated_avx512_bf16)
-QUIRE_DECLARE_LINEAR(emulated_amx_bf16)
+QUIRE_DECLARE_LINEAR(emulated_avx512_bf16)  // bf16 only
+QUIRE_DECLARE_LINEAR(emulated_amx_bf16)     // bf16 only
 #if defined(__x86_64__)
 QUIRE_DECLARE_LINEAR(avx2)
 QUIRE_DECLARE_LINEAR(avx512)
 QUIRE_DECLARE_LINEAR(avx512_bf16)
-QUIRE_DECLARE_LINEAR(amx_bf16)
+QUIRE_DECLARE_LINEAR(amx_bf16)  // bf16 only
 #endif
 #undef QUIRE_DECLARE_LINEAR
 

@@ -18,16 +18,19 @@
 #include "kernels/linear_amx.hpp"
 #include "kernels/simd_avx512.hpp"
 #define QUIRE_LINEAR_KERNEL linear_kernel_amx_bf16
+#define QUIRE_BF16_ONLY
 #elif defined(QUIRE_VARIANT_emulated_avx512)
 #include "kernels/simd_emulated.hpp"
 #define QUIRE_LINEAR_KERNEL linear_kernel_emulated_avx512
 #elif defined(QUIRE_VARIANT_emulated_avx512_bf16)
 #include "kernels/simd_emulated.hpp"
 #define QUIRE_LINEAR_KERNEL linear_kernel_emulated_avx512_bf16
+#define QUIRE_BF16_ONLY
 #elif defined(QUIRE_VARIANT_emulated_amx_bf16)
 #include "kernels/linear_amx.hpp"
 #include "kernels/simd_emulated.hpp"
 #define QUIRE_LINEAR_KERNEL linear_kernel_emulated_amx_bf16
+#define QUIRE_BF16_ONLY
 #else
 #error "linear.cmake names the variant"
 #endif
@@ -45,14 +48,12 @@ using Simd = Avx512;
 using Simd = Emulated512;
 #endif
 
-#if defined(QUIRE_VARIANT_avx512) || defined(QUIRE_VARIANT_amx_bf16)
+#if defined(QUIRE_VARIANT_avx512)
 constexpr Tuning kTuning = kIntel;  // AMD's processors with AVX-512 run avx512_bf16 (isa.hpp, preferred_isa)
 #else
 constexpr Tuning kTuning = kCommon;
 #endif
 
-constexpr LinearKernel kFloat = vector_kernel<Simd, Widened<Simd, float>, kTuning>();
-constexpr LinearKernel kHalf = vector_kernel<Simd, Widened<Simd, f16>, kTuning>();
 #if defined(QUIRE_VARIANT_amx_bf16)
 constexpr LinearKernel kBrain = amx_kernel<Avx512Bf16, Tiles>();
 #elif defined(QUIRE_VARIANT_emulated_amx_bf16)
@@ -63,6 +64,11 @@ constexpr LinearKernel kBrain = vector_kernel<Avx512Bf16, Paired<Avx512Bf16>, kT
 constexpr LinearKernel kBrain = vector_kernel<Emulated512Bf16, Paired<Emulated512Bf16>, kTuning>();
 #else
 constexpr LinearKernel kBrain = vector_kernel<Simd, Widened<Simd, bf16>, kTuning>();
+#endif
+
+#if !defined(QUIRE_BF16_ONLY)
+constexpr LinearKernel kFloat = vector_kernel<Simd, Widened<Simd, float>, kTuning>();
+constexpr LinearKernel kHalf = vector_kernel<Simd, Widened<Simd, f16>, kTuning>();
 #endif
 
 #if defined(QUIRE_VARIANT_avx512_bf16)
@@ -76,6 +82,9 @@ constexpr LinearKernel kFloatOfZen5 = of_zen5(kFloat), kHalfOfZen5 = of_zen5(kHa
 
 }  // namespace
 
+#if defined(QUIRE_BF16_ONLY)
+const LinearKernel& QUIRE_LINEAR_KERNEL(Element) { return kBrain; }
+#else
 const LinearKernel& QUIRE_LINEAR_KERNEL(Element element) {
 #if defined(QUIRE_VARIANT_avx512_bf16)
     if (first_cache_waits_for_many()) return element == Element::f32 ? kFloatOfZen5 : element == Element::f16 ? kHalfOfZen5 : kBrainOfZen5;
@@ -87,5 +96,6 @@ const LinearKernel& QUIRE_LINEAR_KERNEL(Element element) {
     }
     return kFloat;
 }
+#endif
 
 }  // namespace quire

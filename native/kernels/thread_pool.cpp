@@ -2,11 +2,11 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <new>
 #include <pthread.h>
 #include <sched.h>
 #include <stdexcept>
 #include <string>
-#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -44,24 +44,29 @@ ThreadPool& ThreadPool::instance() {
     return pool;
 }
 
-ThreadPool::ThreadPool() { start(default_num_threads()); }
-
-ThreadPool::~ThreadPool() {
-    if (process_id_ == getpid()) {
-        stop();
-    } else {
-        // Forked child (T5): the threads do not exist here; their handles must not be joined or destroyed.
-        for (auto& worker : workers_) worker.detach();
-    }
+ThreadPool::ThreadPool() {
+    num_threads_ = default_num_threads();
+    start();
+    pthread_atfork(nullptr, nullptr, [] { instance().forget_parent(); });
 }
 
-void ThreadPool::start(int num_threads) {
-    num_threads_ = num_threads;
-    process_id_ = getpid();
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::start() {
     stopping_.store(false);
     callers_processor_ = -1;
     const std::uint32_t seen = generation_.load();
-    for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, seen] { work(seen); });
+    for (int i = 1; i < num_threads_; ++i) workers_.emplace_back([this, seen] { work(seen); });
+    started_ = true;
+}
+
+// T5. In the child, before anything else runs there. Threads that are not here can be neither joined nor detached: their
+// handles are left where they are, as is what waits at the mutex.
+void ThreadPool::forget_parent() {
+    new (&workers_) std::vector<std::thread>();
+    new (&owner_) std::mutex();
+    job_.store(0);
+    started_ = false;
 }
 
 void ThreadPool::stop() {
@@ -75,14 +80,10 @@ void ThreadPool::stop() {
 void ThreadPool::set_num_threads(int num_threads) {
     if (num_threads < 1) throw std::invalid_argument("expected at least 1 thread, got " + std::to_string(num_threads));
     const std::lock_guard lock(owner_);
-    if (num_threads == num_threads_ && process_id_ == getpid()) return;
-    if (process_id_ == getpid()) {
-        stop();
-    } else {
-        for (auto& worker : workers_) worker.detach();
-        workers_.clear();
-    }
-    start(num_threads);
+    if (num_threads == num_threads_) return;
+    stop();
+    num_threads_ = num_threads;
+    start();
 }
 
 void ThreadPool::place_workers(int processor) {
@@ -156,7 +157,8 @@ void ThreadPool::leave_job() {
 void ThreadPool::run_erased(std::int64_t num_tasks, Function function, void* context) {
     if (num_tasks <= 0) return;
     const std::lock_guard lock(owner_);
-    if (num_tasks == 1 || workers_.empty() || process_id_ != getpid()) {
+    if (!started_) start();
+    if (num_tasks == 1 || workers_.empty()) {
         for (std::int64_t index = 0; index < num_tasks; ++index) function(context, index);
         return;
     }

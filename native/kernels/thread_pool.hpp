@@ -12,7 +12,8 @@
 //   T3  A task must not throw.
 //   T4  A worker that is late (its processor is busy with something else) is not waited for: the caller takes the tasks
 //       itself, closes the job, and waits only for workers that have begun.
-//   T5  After fork() the child has no workers and runs everything on the calling thread.
+//   T5  After fork() the child has a pool of its own, as large: workers begin with its first job. Whatever other threads of
+//       the parent were doing (a job under way, the mutex held) is forgotten there.
 //   T6  Indices are taken in rising order, so that a task may wait for one with a smaller index: that has been begun.
 //   T7  A worker is kept off the processor that the caller runs on, and has one of its own where there is one for each:
 //       some kernels put a woken thread beside the one that wakes it, where it waits for the end of its time slice
@@ -58,8 +59,9 @@ class ThreadPool {
     ThreadPool();
     using Function = void (*)(void* context, std::int64_t index);
     void run_erased(std::int64_t num_tasks, Function function, void* context);
-    void start(int num_threads);
+    void start();
     void stop();
+    void forget_parent();
     void work(std::uint32_t seen);
     bool join_job();
     void leave_job();
@@ -68,7 +70,7 @@ class ThreadPool {
 
     std::mutex owner_;
     int num_threads_ = 1;
-    int process_id_ = 0;
+    bool started_ = false;  // not yet in a child
     std::vector<std::thread> workers_;
     int callers_processor_ = -1;  // that the workers are kept off
 

@@ -3,7 +3,7 @@
 //
 // The random workload drives two managers alike. In one of them each call is first made with the n-th allocation failing,
 // for n = 0, 1, 2, ... until the call gets through: a failed call must have changed nothing, so in the end both agree in
-// everything a caller can see, unit ids included.
+// everything a caller can see, block ids included.
 #include <algorithm>
 #include <functional>
 #include <string>
@@ -19,7 +19,7 @@ using quire::testing::Random;
 namespace {
 
 struct Setup {
-    std::vector<Retention> retentions;
+    std::vector<Span> spans;
     std::int64_t num_blocks;
     std::int64_t block_size;
     bool prefix_caching = true;
@@ -28,13 +28,13 @@ struct Setup {
     std::int64_t run_blocks = 1;
 
     BlockManager make() const {
-        return BlockManager(retentions, num_blocks, block_size, prefix_caching, watermark_blocks, overlapped_steps, run_blocks);
+        return BlockManager(spans, num_blocks, block_size, prefix_caching, watermark_blocks, overlapped_steps, run_blocks);
     }
 };
 
-const Retention kFull{};
-Retention window(std::int64_t size) { return {Retention::Kind::window, size}; }
-Retention chunked(std::int64_t size) { return {Retention::Kind::chunked, size}; }
+const Span kFull{};
+Span window(std::int64_t size) { return {Span::Kind::window, size}; }
+Span chunked(std::int64_t size) { return {Span::Kind::chunked, size}; }
 
 using Tokens = std::vector<Token>;
 
@@ -71,13 +71,14 @@ std::vector<std::int64_t> visible(const BlockManager& manager, const std::vector
     const Counts counts = manager.counts();
     const Stats& stats = manager.stats();
     std::vector<std::int64_t> all{counts.num_free,        counts.num_cached,     counts.num_held,
-                                  counts.num_leased,      manager.num_nodes(),   manager.num_sequences(),
+                                  counts.num_in_flight,      manager.num_nodes(),   manager.num_sequences(),
                                   stats.hit_tokens,       stats.query_tokens,    stats.evicted_blocks,
                                   stats.copied_blocks,    stats.deduplicated_blocks, manager.num_blocks()};
     for (const SequenceId id : open) {
         all.push_back(static_cast<std::int64_t>(manager.tokens(id).size()));
+        all.push_back(manager.is_findable(id) ? 1 : 0);
         for (std::size_t group = 0; group < num_groups; ++group)
-            for (const UnitId unit : manager.block_table(id, static_cast<std::int64_t>(group))) all.push_back(unit);
+            for (const BlockId block_id : manager.block_table(id, static_cast<std::int64_t>(group))) all.push_back(block_id);
     }
     return all;
 }
@@ -142,7 +143,7 @@ struct Workload {
                     add(group.slot_mapping[static_cast<std::size_t>(at)]);
                 std::vector<std::int32_t> tables(ids.size() * static_cast<std::size_t>(group.widest_table()));
                 group.padded_tables(tables.data());
-                for (const std::int32_t unit : tables) add(unit);
+                for (const std::int32_t block_id : tables) add(block_id);
                 for (const BlockCopy& copy : group.copies) {
                     add(copy.source);
                     add(copy.destination);
@@ -157,7 +158,7 @@ struct Workload {
     Step next() {
         if (open.empty()) return open_step();
         const SequenceId id = open[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(open.size())))];
-        const std::int64_t kind = random.below(22);
+        const std::int64_t kind = random.below(23);
         if (kind < 4) return open_step();
         if (kind < 9) return reserve_step();
         if (kind < 14) {
@@ -203,14 +204,27 @@ struct Workload {
             const std::int64_t num_blocks = std::max<std::int64_t>(1, setup.num_blocks / 2 + random.below(setup.num_blocks + 1));
             return {[=, watermark = setup.watermark_blocks](BlockManager& manager) -> std::int64_t {
                 try {
-                    const std::vector<UnitId> given_up = manager.resize(num_blocks, watermark);
+                    const std::vector<BlockId> given_up = manager.resize(num_blocks, watermark);
                     quire::testing::allocations_left = -1;
                     std::int64_t sum = 0;
-                    for (const UnitId unit : given_up) sum = (sum * 31 + unit) & 0x7FFFFFFF;
+                    for (const BlockId block_id : given_up) sum = (sum * 31 + block_id) & 0x7FFFFFFF;
                     return sum;
                 } catch (const BadArgument&) {  // more are held
                     return -1;
                 }
+            }};
+        }
+        if (kind == 21) {
+            // Of one that is open, so that it is held; of everything now and then.
+            const std::int64_t num_tokens = random.below(2 * setup.block_size);
+            const bool is_told = random.below(2) == 0;
+            return {[=](BlockManager& manager) {
+                if (is_told) manager.record_events(true);
+                const auto known = manager.tokens(id);
+                const Tokens head(known.begin(), known.begin() + std::min<std::ptrdiff_t>(num_tokens, std::ssize(known)));
+                const Dropped dropped = manager.drop(prompt(head));
+                (void)manager.take_events();
+                return dropped.num_freed * 1000 + dropped.num_in_use;
             }};
         }
         open.erase(std::find(open.begin(), open.end(), id));
@@ -230,7 +244,7 @@ void random_workload(const Setup& setup, std::uint64_t seed, int num_steps) {
         const std::vector<SequenceId> open = workload.open;
         const Step next = workload.next();
         for (const SequenceId id : next.look_at) EXPECT(plain.num_computed_tokens(id) == failing.num_computed_tokens(id));
-        const auto before = visible(failing, open, setup.retentions.size());
+        const auto before = visible(failing, open, setup.spans.size());
         std::int64_t answer = 0;
         for (std::int64_t count = 0;; ++count) {
             try {
@@ -239,7 +253,7 @@ void random_workload(const Setup& setup, std::uint64_t seed, int num_steps) {
                 break;
             } catch (const std::bad_alloc&) {
             }
-            EXPECT(visible(failing, open, setup.retentions.size()) == before);
+            EXPECT(visible(failing, open, setup.spans.size()) == before);
             failing.check();
         }
         EXPECT(next.call(plain) == answer);
@@ -247,8 +261,8 @@ void random_workload(const Setup& setup, std::uint64_t seed, int num_steps) {
         failing.check();
         if (plain.num_sequences() > num_open) workload.open.push_back(answer);
         if (next.reserves && answer != -1) ++workload.newest_step;
-        EXPECT(visible(plain, workload.open, setup.retentions.size()) ==
-               visible(failing, workload.open, setup.retentions.size()));
+        EXPECT(visible(plain, workload.open, setup.spans.size()) ==
+               visible(failing, workload.open, setup.spans.size()));
     }
     for (const SequenceId id : workload.open) plain.close(id);
     plain.check();
@@ -274,6 +288,30 @@ void one_block_is_enough_for_a_lone_sequence() {
     EXPECT(manager.match(prompt(range(0, 5))) == 2);
 }
 
+// What a sequence holds is found no more, whatever it commits, and free when it ends; forks go with it.
+void what_is_dropped_is_gone_when_its_sequence_ends() {
+    BlockManager manager = Setup{{kFull, window(4)}, 24, 4}.make();
+    const SequenceId id = compute(manager, range(0, 10));
+    const SequenceId child = manager.fork(id);
+    const std::int64_t num_held = manager.counts().num_held;
+    const Dropped dropped = manager.drop(prompt(range(0, 3)));
+    manager.check();
+    EXPECT(dropped.num_freed + dropped.num_in_use > 0 && manager.counts().num_held == num_held);
+    EXPECT(!manager.is_findable(id) && !manager.is_findable(child) && manager.num_nodes() == 0);
+    for (const SequenceId one : {id, child, id}) {
+        manager.append(one, range(50, 5));
+        EXPECT(reserve(manager, one, 5) != nullptr);
+        manager.commit(one, static_cast<std::int64_t>(manager.tokens(one).size()));
+        manager.check();
+        EXPECT(manager.match(prompt(range(0, 10))) == 0 && manager.num_nodes() == 0);
+    }
+    manager.rewind(child, 2);
+    manager.close(id);
+    manager.close(child);
+    manager.check();
+    EXPECT(manager.counts().num_free == 24);
+}
+
 void every_block_size_works() {
     for (const std::int64_t block_size : {1, 2, 3, 16, 17, 511, 512}) {
         BlockManager manager = Setup{{kFull, window(8)}, 4096, block_size}.make();
@@ -283,7 +321,7 @@ void every_block_size_works() {
         EXPECT(manager.match(prompt(tokens)) == 1099);
         Tokens half = range(0, 1100);
         half[700] = 5000;
-        // The window's units of the middle are still cached: nothing has needed their room.
+        // The window's blocks of the middle are still cached: nothing has needed their room.
         EXPECT(manager.match(prompt(half)) == 700);
     }
 }
@@ -373,10 +411,10 @@ void resizing_gives_up_what_nobody_holds_and_grows_again() {
         EXPECT(manager.resize(8, 0).size() == 2);  // free ones first
         EXPECT(manager.counts().num_cached == 4 && manager.counts().num_free == 1);
         EXPECT(manager.match(prompt(range(0, 16))) == 15);
-        std::vector<UnitId> given_up = manager.resize(3, 0);
+        std::vector<BlockId> given_up = manager.resize(3, 0);
         EXPECT(given_up.size() == 5 && manager.counts().num_cached == 0 && manager.stats().evicted_blocks == 4);
-        for (const UnitId unit : manager.block_table(id, 0)) {
-            EXPECT(std::find(given_up.begin(), given_up.end(), unit) == given_up.end());
+        for (const BlockId block_id : manager.block_table(id, 0)) {
+            EXPECT(std::find(given_up.begin(), given_up.end(), block_id) == given_up.end());
         }
         EXPECT(manager.match(prompt(range(0, 16))) == 0 && manager.match(prompt(range(100, 12))) == 11);
         manager.check();
@@ -393,20 +431,20 @@ void resizing_gives_up_what_nobody_holds_and_grows_again() {
     }
 }
 
-void a_million_units_take_no_memory_before_they_are_used() {
+void a_million_blocks_take_no_memory_before_they_are_used() {
     BlockManager manager = Setup{{kFull}, 1 << 20, 16}.make();
-    // 16 bytes a unit, 24 a node, and its tokens.
+    // 16 bytes a block, 24 a node, and its tokens.
     EXPECT(manager.capacity_bytes() <= ((1 << 20) + 1) * (40 + 16 * sizeof(Token)));
     compute_and_close(manager, range(0, 100));
     manager.check();
 }
 
-// A call of several accounts is decided as a whole: the one below its floor takes what is free, and what it has cached
+// A call of several owners is decided as a whole: the one below its floor takes what is free, and what it has cached
 // serves the other.
 void floors_and_quotas_are_kept() {
     BlockManager manager = Setup{{kFull}, 10, 4}.make();
     manager.set_limits(1, 10, -1);
-    const auto open = [&](Token first, std::int32_t account) { return manager.open(prompt(range(first, 20)), account); };
+    const auto open = [&](Token first, std::int32_t owner_id) { return manager.open(prompt(range(first, 20)), owner_id); };
     SequenceId id = open(0, 1);
     EXPECT(reserve(manager, id, 20) != nullptr);
     manager.commit(id, 20);
@@ -416,7 +454,7 @@ void floors_and_quotas_are_kept() {
     EXPECT(manager.num_available(2) == 5);
     EXPECT(manager.reserve(ids, counts, 0) != nullptr);
     manager.check();
-    EXPECT(manager.account_counts(1).num_held == 5 && manager.account_counts(2).num_held == 5);
+    EXPECT(manager.owner_counts(1).num_held == 5 && manager.owner_counts(2).num_held == 5);
     for (const SequenceId open_id : ids) manager.close(open_id);
     manager.set_limits(1, 0, 2);
     id = open(300, 1);
@@ -465,12 +503,13 @@ void events_are_noted_once_whatever_allocation_fails() {
 
 int main() {
     one_block_is_enough_for_a_lone_sequence();
+    what_is_dropped_is_gone_when_its_sequence_ends();
     every_block_size_works();
     a_plan_is_never_written_again();
     bad_arguments_change_nothing();
     evicting_visits_nothing();
     resizing_gives_up_what_nobody_holds_and_grows_again();
-    a_million_units_take_no_memory_before_they_are_used();
+    a_million_blocks_take_no_memory_before_they_are_used();
     floors_and_quotas_are_kept();
     events_are_noted_once_whatever_allocation_fails();
     const std::vector<Setup> setups{

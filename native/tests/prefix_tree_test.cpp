@@ -118,7 +118,7 @@ void roots_and_paths() {
         tree.ensure_room(1, 0);
         at = tree.insert(at, {tokens, {}, 2 * depth}, {});
         path.push_back(at);
-        EXPECT(tree.unit(at, 2) == kNone);
+        EXPECT(tree.block_id(at, 2) == kNone);
     }
     tree.check();
     EXPECT(tree.all_nodes() == path);

@@ -10,26 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.cache import Cache
 from quire.spec import KVSpec
-from quire.startup import short_start
 
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncEngine
     from quire.engine.llm import LLM
-    from quire.engine.sampling_params import SamplingParams
+    from quire.sampling.params import SamplingParams
 
 __all__ = ["AsyncEngine", "Cache", "KVSpec", "LLM", "SamplingParams"]  # noqa: RUF022 - plainly sorted
 
 _HOMES = {
     "AsyncEngine": "quire.engine.async_engine",
     "LLM": "quire.engine.llm",
-    "SamplingParams": "quire.engine.sampling_params",
+    "SamplingParams": "quire.sampling.params",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    with short_start():
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

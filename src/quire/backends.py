@@ -1,4 +1,7 @@
-"""Which back end a part runs on: the one place where "native or python" is decided.
+"""Which back end a part of this machine runs on: the one place where "native or python" is decided.
+
+Other devices are in `quire.attention.backends`, the registry of all that a model may run on; what stays on this machine
+beside them (the block manager) is decided here.
 
 `native` is the extension `quire._native`, `python` what runs without it. Asked for by argument, else by the
 environment variable QUIRE_BACKEND, else native where it is built.
@@ -13,7 +16,7 @@ from typing import Literal
 
 from quire.errors import ArgumentError, BackendError
 
-__all__ = ["BackendName", "choose_backend", "native_module"]
+__all__ = ["BackendName", "choose_backend", "is_host_backend", "native_module"]
 
 BackendName = Literal["native", "python"]
 
@@ -24,6 +27,11 @@ def native_module() -> ModuleType | None:
         return importlib.import_module("quire._native")
     except ImportError:
         return None
+
+
+def is_host_backend(name: str | None) -> bool:
+    """Whether `LLM(backend=name)` computes on this machine; other names are those of registered devices."""
+    return name in (None, "native", "python")
 
 
 def choose_backend(name: str | None, *, needs: str) -> BackendName:

@@ -10,6 +10,7 @@
     ├── LoadError                         a model folder, a weights file or a tokenizer cannot be read
     ├── BackendError                      the native extension is asked for and is not there, or the like
     ├── CancelledError                    the request was aborted by its owner
+    ├── OtherProcessError                 a child of os.fork used what belongs to the process that made it
     └── InvariantError                    `check()` found a broken invariant: a bug in Quire
 
 Messages have one grammar: what was expected, what was given, where, and what to do, with numbers.
@@ -25,6 +26,7 @@ __all__ = [
     "ConfigError",
     "InvariantError",
     "LoadError",
+    "OtherProcessError",
     "PromptError",
     "QuireError",
     "SequenceClosedError",
@@ -70,6 +72,10 @@ class BackendError(QuireError):
 
 class CancelledError(QuireError):
     """The request was aborted by its owner."""
+
+
+class OtherProcessError(QuireError):
+    """Something was used in a process that was forked from the one that made it, and cannot be used there."""
 
 
 class InvariantError(QuireError):

@@ -10,21 +10,21 @@ from quire.errors import ArgumentError, BackendError
 
 
 def test_python_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend("python") is reference
+    assert backend("python") is reference.BACKEND
     monkeypatch.setenv("QUIRE_BACKEND", "python")
-    assert backend() is reference
+    assert backend() is reference.BACKEND
 
 
 def test_without_the_extension_python_is_taken_and_native_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_BACKEND", raising=False)
     monkeypatch.setattr(backends, "native_module", lambda: None)
-    assert backend() is reference
+    assert backend() is reference.BACKEND
     with pytest.raises(BackendError, match=r"not built here; install with a C.*compiler"):
         backend("native")
     monkeypatch.setenv("QUIRE_BACKEND", "native")
     with pytest.raises(BackendError, match='backend="python"'):
         backend()
-    assert backend("python") is reference
+    assert backend("python") is reference.BACKEND
 
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

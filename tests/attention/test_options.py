@@ -12,7 +12,7 @@ from support.paged_case import Shape, sees
 
 from quire.attention import AttentionOptions
 from quire.errors import ArgumentError
-from quire.spec import Retention
+from quire.spec import Span
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,6 @@ from quire.spec import Retention
         ({"scale": math.inf}, "finite attention scale"),
         ({"window": -1}, "window=-1"),
         ({"chunk": -8}, "chunk=-8"),
-        ({"window": 4, "chunk": 4}, "window=4 and chunk=4"),
         ({"softcap": -1.0}, "soft cap of at least 0, got -1.0"),
         ({"softcap": math.nan}, "soft cap"),
         ({"sinks": torch.zeros(2, 2)}, "float32"),
@@ -40,8 +39,8 @@ def test_first_visible_is_the_first_key_a_query_sees(position: int, size: int, k
     shape = Shape(lengths=(), **{kind: size})
     first = options.first_visible(position)
     assert [j for j in range(position + 1) if sees(shape, position, j)] == list(range(first, position + 1))
-    retention = Retention("window" if kind == "window" else "chunked", size)
-    assert retention.first_needed(position) == first
+    span = Span("window" if kind == "window" else "chunked", size)
+    assert span.first_needed(position) == first
 
 
 def test_without_limits_everything_is_visible() -> None:

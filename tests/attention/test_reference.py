@@ -74,7 +74,7 @@ def test_write_rounds_and_touches_only_its_slots() -> None:
 
 
 def test_written_tokens_are_read_back_through_tables() -> None:
-    shape = Shape(lengths=((30, 30), (7, 7)), block_size=4, layout="split", v_dim=24)
+    shape = Shape(lengths=((30, 30), (7, 7)), block_size=4, v_dim=24)
     case = make_case(shape)
     want = oracle(case)
     case.view.k.fill_(float("nan"))

@@ -137,7 +137,7 @@ def test_something_else_than_a_spec_is_refused() -> None:
         Cache({"num_layers": 3}, num_blocks=1)
 
 
-def test_memory_is_divided_by_the_bytes_of_a_unit(backend: str) -> None:
+def test_memory_is_divided_by_the_bytes_of_a_block(backend: str) -> None:
     """Two full layers of bf16, 4 heads of 64: 2 * 4 * 128 * 2 bytes per token and 16 tokens per block."""
     spec = KVSpec.uniform(num_layers=2, num_kv_heads=4, head_dim=64)
     assert Cache(spec, memory="1MiB", backend=backend).num_blocks == 2**20 // (2 * 4 * 128 * 2 * 16)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cache.content import ExtraKeys, encode, num_common_elements
+from quire.cache.manager.content import ExtraKeys, encode, num_common_elements
 
 KEYS = st.one_of(st.none(), st.binary(max_size=3), st.sampled_from([b"\0", b"\0\0", b"\0\xff", b"\xff"]))
 ELEMENTS = st.lists(st.tuples(st.sampled_from([0, 1, 2, 255, 256, 2**31 - 1]), KEYS), max_size=6)

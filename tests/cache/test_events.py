@@ -1,4 +1,4 @@
-"""Events, explain, drop and the tree as arrays."""
+"""Events, explain and the tree as arrays."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 from support.cache_case import FULL, compute, make, prompt, store
 
 from quire.cache.tree_view import STATES
-from quire.spec import Retention
+from quire.spec import Span
 
 
 def told(cache) -> list[tuple]:
-    return [(event.kind, event.node_id, event.parent_id, event.units) for event in cache.take_events()]
+    return [(event.kind, event.node_id, event.parent_id, event.block_ids) for event in cache.take_events()]
 
 
 def test_nothing_is_noted_while_off(backend: str) -> None:
@@ -24,19 +24,19 @@ def test_full_blocks_are_stored_and_removed_with_all_that_is_known_of_them(backe
     cache = make(backend, num_blocks=3)
     cache.record_events(True)
     tokens = prompt(10)
-    store(cache, tokens, namespace=b"a", extra_keys={5: b"cat\0"}, account=7)
+    store(cache, tokens, namespace=b"a", extra_keys={5: b"cat\0"}, owner_id=7)
     cleared, first, second = cache.take_events()
     assert (cleared.kind, cleared.node_id) == ("cleared", -1)
-    assert (first.kind, first.parent_id, first.units, first.account) == ("stored", -1, (0,), 7)
-    assert (second.parent_id, second.units, second.namespace) == (first.node_id, (1,), b"a")
+    assert (first.kind, first.parent_id, first.block_ids, first.owner_id) == ("stored", -1, (0,), 7)
+    assert (second.parent_id, second.block_ids, second.namespace) == (first.node_id, (1,), b"a")
     assert first.tokens.tolist() == tokens[:4].tolist()
     assert second.tokens.tolist() == tokens[4:8].tolist()
     assert (first.extra_keys, second.extra_keys) == ({}, {1: b"cat\0"})
-    # The partial block goes first, untold; then the deepest full one, for account 8's need.
-    sequence = cache.open(prompt(8, seed=1), account=8)
+    # The partial block goes first, untold; then the deepest full one, for owner 8's need.
+    sequence = cache.open(prompt(8, seed=1), owner_id=8)
     assert cache.reserve([sequence], [8]) is not None
     (gone,) = cache.take_events()
-    assert (gone.kind, gone.node_id, gone.units, gone.reason, gone.account) == (
+    assert (gone.kind, gone.node_id, gone.block_ids, gone.reason, gone.owner_id) == (
         "removed",
         second.node_id,
         (1,),
@@ -51,21 +51,21 @@ def test_events_say_how_content_is_kept(backend: str) -> None:
     """As it was stored, and as it was when it went: a use in between may have raised it."""
     cache = make(backend, num_blocks=3)
     cache.record_events(True)
-    store(cache, prompt(8), retention=0)
-    assert [event.retention for event in cache.take_events() if event.kind == "stored"] == [0, 0]
-    store(cache, [*prompt(4), 9], retention=2)
+    store(cache, prompt(8), cache_priority=0)
+    assert [event.cache_priority for event in cache.take_events() if event.kind == "stored"] == [0, 0]
+    store(cache, [*prompt(4), 9], cache_priority=2)
     assert len(cache.take_events()) == 0
     sequence = cache.open(prompt(8, seed=1))
     assert cache.reserve([sequence], [8]) is not None
-    assert [(event.kind, event.retention) for event in cache.take_events()] == [("removed", 0)]
+    assert [(event.kind, event.cache_priority) for event in cache.take_events()] == [("removed", 0)]
     cache.commit(sequence, 8)
-    assert [(event.kind, event.retention) for event in cache.take_events()] == [("stored", 1)] * 2
+    assert [(event.kind, event.cache_priority) for event in cache.take_events()] == [("stored", 1)] * 2
     cache.close(sequence)
     cache.drop(prompt(4)[:1])
-    assert [(event.kind, event.retention) for event in cache.take_events()] == [("removed", 2)]
+    assert [(event.kind, event.cache_priority) for event in cache.take_events()] == [("removed", 2)]
     cache.record_events(False)
     cache.record_events(True)
-    assert [event.retention for event in cache.take_events()][1:] == [1, 1]
+    assert [event.cache_priority for event in cache.take_events()][1:] == [1, 1]
 
 
 def test_a_block_that_fills_up_in_decoding_is_stored_once(backend: str) -> None:
@@ -102,28 +102,28 @@ def test_content_computed_twice_is_stored_once(backend: str) -> None:
     assert [kind for kind, *_ in told(cache)] == ["cleared", "stored", "stored"]
 
 
-def test_units_of_one_group_come_and_go(backend: str) -> None:
-    cache = make(backend, FULL, Retention("window", 4), num_blocks=10)
+def test_blocks_of_one_group_come_and_go(backend: str) -> None:
+    cache = make(backend, FULL, Span("window", 4), num_blocks=10)
     cache.record_events(True)
     store(cache, prompt(16))
     node_ids = [event.node_id for event in cache.take_events() if event.kind == "stored"]
     tree = cache.tree()
-    units = dict(zip(tree.node_ids.tolist(), tree.units.tolist(), strict=True))
-    # The window's units were let go of first; then the last block goes, with both of its own.
+    block_ids = dict(zip(tree.node_ids.tolist(), tree.block_ids.tolist(), strict=True))
+    # The window's blocks were let go of first; then the last block goes, with both of its own.
     store(cache, prompt(12, seed=1))
     removed = [event for event in cache.take_events() if event.kind == "removed"]
-    assert [(event.node_id, event.units) for event in removed] == [
-        (node_ids[2], (-1, units[node_ids[2]][1])),
-        (node_ids[1], (-1, units[node_ids[1]][1])),
-        (node_ids[0], (-1, units[node_ids[0]][1])),
-        (node_ids[3], tuple(units[node_ids[3]])),
+    assert [(event.node_id, event.block_ids) for event in removed] == [
+        (node_ids[2], (-1, block_ids[node_ids[2]][1])),
+        (node_ids[1], (-1, block_ids[node_ids[1]][1])),
+        (node_ids[0], (-1, block_ids[node_ids[0]][1])),
+        (node_ids[3], tuple(block_ids[node_ids[3]])),
     ]
     # Who computes the first block again fills the hole of its node.
     store(cache, prompt(4))
     (stored,) = [event for event in cache.take_events() if event.kind == "stored"]
     assert stored.node_id == node_ids[0]
-    assert stored.units[0] == -1
-    assert stored.units[1] >= 0
+    assert stored.block_ids[0] == -1
+    assert stored.block_ids[1] >= 0
     cache.check()
 
 
@@ -194,13 +194,13 @@ def test_explain_goes_as_far_as_the_content(backend: str, length: int) -> None:
 
 
 def test_explain_sees_the_last_token_and_what_was_evicted(backend: str) -> None:
-    cache = make(backend, FULL, Retention("window", 4), num_blocks=10)
+    cache = make(backend, FULL, Span("window", 4), num_blocks=10)
     store(cache, prompt(16))
     found = cache.explain(prompt(16))
     assert (found.num_hit_tokens, found.num_common_tokens) == (15, 16)
     assert len(found.nearest_block) == 0
     store(cache, prompt(12, seed=1))
-    # Units of the window are gone at the start; nodes are there.
+    # Blocks of the window are gone at the start; nodes are there.
     found = cache.explain([*prompt(4), 9, 9])
     assert (found.num_hit_tokens, found.num_common_tokens) == (0, 4)
 
@@ -215,66 +215,13 @@ def test_explain_knows_namespaces_and_keys(backend: str) -> None:
     assert found.nearest_block.tolist() == prompt(8)[:4].tolist()
 
 
-# Drop
-
-
-def test_drop_forgets_what_begins_with_the_tokens(backend: str) -> None:
-    cache = make(backend)
-    head = prompt(6)
-    for seed in (1, 2):
-        store(cache, [*head, *prompt(6, seed=seed)])
-    store(cache, [*head[:5], 1, 2, 3])
-    assert cache.stats()["cached"] == 1 + 2 * 2 + 1
-    assert cache.drop(head) == 4
-    cache.check()
-    assert cache.match([*head, 1]).num_tokens == 5, "of the block that begins otherwise"
-    assert cache.drop([]) == 2
-    assert (cache.stats()["num_nodes"], cache.stats()["cached"]) == (0, 0)
-    assert cache.namespaces() == []
-    assert cache.drop(head) == 0
-
-
-def test_drop_of_whole_blocks_takes_the_last_one_too(backend: str) -> None:
-    cache = make(backend)
-    store(cache, prompt(12))
-    assert cache.drop(prompt(8)) == 2
-    assert cache.match(prompt(12)).num_tokens == 4
-
-
-def test_drop_keeps_what_is_held_and_other_namespaces(backend: str) -> None:
-    cache = make(backend)
-    store(cache, prompt(12))
-    store(cache, prompt(12), namespace=b"a")
-    held = cache.open(prompt(12)[:9])
-    assert cache.drop([]) == 1
-    cache.check()
-    assert held.num_computed_tokens == 8
-    assert cache.match(prompt(12)).num_tokens == 8
-    assert cache.match(prompt(12), namespace=b"a").num_tokens == 11
-    assert cache.namespaces() == [b"", b"a"]
-
-
-def test_drop_forgets_leased_content_which_is_free_when_its_step_ends(backend: str) -> None:
-    cache = make(backend, overlapped_steps=True)
-    sequence = cache.open(prompt(8))
-    cache.reserve([sequence], [8])
-    cache.commit(sequence, 8)
-    cache.close(sequence)
-    assert cache.drop([]) == 0
-    cache.check()
-    assert cache.match(prompt(8)).num_tokens == 0
-    assert cache.stats()["leased"] == 2
-    cache.complete(1)
-    assert cache.stats()["free"] == 16
-
-
 # The tree
 
 
 def test_the_tree_as_arrays(backend: str) -> None:
     cache = make(backend)
-    held = compute(cache, prompt(8, seed=1), account=2)
-    store(cache, [*prompt(8, seed=1), 5, 6], namespace=b"z", retention=2)
+    held = compute(cache, prompt(8, seed=1), owner_id=2)
+    store(cache, [*prompt(8, seed=1), 5, 6], namespace=b"z", cache_priority=2)
     cache.fork(held)
     tree = cache.tree()
     assert tree.namespaces == [b"", b"z"]
@@ -284,20 +231,20 @@ def test_the_tree_as_arrays(backend: str) -> None:
     assert tree.parent_ids.tolist() == [-1, -1, 0, 1, 3]
     assert tree.node_ids.tolist() == [0, 1, 2, 3, 4]
     assert tree.num_references.ravel().tolist() == [2, 0, 2, 0, 0]
-    assert tree.accounts.ravel().tolist() == [2, 0, 2, 0, 0]
-    assert tree.retentions.ravel().tolist() == [1, 2, 1, 2, 2]
+    assert tree.owner_ids.ravel().tolist() == [2, 0, 2, 0, 0]
+    assert tree.cache_priorities.ravel().tolist() == [1, 2, 1, 2, 2]
     held_state, cached = STATES.index("held"), STATES.index("cached")
     assert tree.states.ravel().tolist() == [held_state, cached, held_state, cached, cached]
-    assert tree.units.ravel().tolist() == [0, 2, 1, 3, 4]
+    assert tree.block_ids.ravel().tolist() == [0, 2, 1, 3, 4]
 
 
 def test_without_prefix_caching_there_is_nothing_to_tell(backend: str) -> None:
     cache = make(backend, prefix_caching=False)
     cache.record_events(True)
-    store(cache, prompt(12), account=1)
+    store(cache, prompt(12), owner_id=1)
     assert [event.kind for event in cache.take_events()] == ["cleared"]
     assert len(cache.tree()) == 0
     assert cache.namespaces() == []
-    assert cache.drop([]) == 0
+    assert cache.drop([]) == (0, 0)
     assert cache.explain(prompt(12)).num_common_tokens == 0
-    assert np.array_equal(cache.tree().units, np.empty((0, 1)))
+    assert np.array_equal(cache.tree().block_ids, np.empty((0, 1)))

@@ -7,7 +7,7 @@ import pytest
 from support.cache_case import FULL, advance, compute, make, prompt, store
 
 from quire.errors import ArgumentError
-from quire.spec import Retention
+from quire.spec import Span
 
 
 def found(cache, *seeds: int, length: int = 8) -> list[int]:
@@ -94,7 +94,7 @@ def test_held_blocks_are_never_evicted(backend: str) -> None:
 
 
 def test_evicting_a_full_attention_block_frees_the_windows_blocks_of_that_node(backend: str) -> None:
-    cache = make(backend, FULL, Retention("window", 100), num_blocks=8)
+    cache = make(backend, FULL, Span("window", 100), num_blocks=8)
     store(cache, prompt(16, seed=1))
     store(cache, prompt(4, seed=2))
     assert found(cache, 1, 2, length=16)[0] == 12

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire import Cache, KVSpec
-from quire.cache.block_manager import PythonBlockManager
+from quire.cache.manager.block_manager import PythonBlockManager
 
 NO_KEYS = (np.empty(0, np.int64), [])
 

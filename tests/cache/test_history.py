@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from support.cache_case import BACKENDS, FULL, advance, make, prompt, store
 
+from quire.cache.block_hash import block_hashes, namespace_digest
 from quire.cache.feed import EventFeed
-from quire.cache.history import History, Loss, LossLog, Spans
-from quire.cache.mirror import Change, TreeMirror, block_hashes, namespace_digest
 from quire.cache.report import aligned, report
-from quire.spec import Retention
+from quire.observe.history import History, Loss, LossLog, Spans
+from quire.observe.mirror import Change, TreeMirror
+from quire.observe.prefixes import prefix_table
+from quire.spec import Span
 
 
 class Clock:
@@ -33,12 +35,15 @@ def watched(cache, max_blocks: int = 100):
     return clock, feed, mirror, History(mirror, max_blocks)
 
 
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, Retention("window", 5)), (Retention("window", 5),)])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, Span("window", 5)), (Span("window", 5),)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_mirror_is_the_tree_at_any_time(backend: str, groups: tuple[Retention, ...]) -> None:
-    """Random work: after every call the mirror has exactly the full nodes there are, in their places."""
+def test_the_mirror_is_the_tree_at_any_time(backend: str, groups: tuple[Span, ...]) -> None:
+    """Random work: after every call the mirror has exactly the full nodes there are, in their places.
+
+    A floor keeps tails whose head goes, and comes again."""
     rng = random.Random(5)
     cache = make(backend, *groups, num_blocks=14)
+    cache.set_limits(1, floor_blocks=4)
     _, feed, mirror, history = watched(cache)
     told: dict[bytes, bool] = {}
     mirror.listeners.append(
@@ -47,7 +52,7 @@ def test_the_mirror_is_the_tree_at_any_time(backend: str, groups: tuple[Retentio
     held = []
     for step in range(400):
         tokens = [*prompt(8, rng.randrange(3)), *prompt(rng.randrange(1, 12), rng.randrange(4))]
-        where = {"namespace": rng.choice([b"", b"a"]), "account": rng.choice([0, 1])}
+        where = {"namespace": rng.choice([b"", b"a"]), "owner_id": rng.choice([0, 1])}
         if rng.random() < 0.1:
             where["extra_keys"] = {rng.randrange(8): b"key"}
         action = rng.random()
@@ -67,15 +72,21 @@ def test_the_mirror_is_the_tree_at_any_time(backend: str, groups: tuple[Retentio
         feed.collect()
         tree = cache.tree()
         full = {
-            int(tree.node_ids[i]): tuple(tree.units[i].tolist())
+            int(tree.node_ids[i]): tuple(tree.block_ids[i].tolist())
             for i in np.flatnonzero(tree.num_tokens == cache.block_size)
-            if (tree.units[i] >= 0).any()
+            if (tree.block_ids[i] >= 0).any()
         }
-        assert {node: tuple(block.units) for node, block in mirror.by_id.items()} == full
+        assert {node: tuple(block.block_ids) for node, block in mirror.by_id.items()} == full
+        above = dict(zip(tree.node_ids.tolist(), tree.parent_ids.tolist(), strict=True))
+        for node, block in mirror.by_id.items():
+            if (parent := mirror.by_id.get(above[node])) is not None:
+                assert block.parent is parent
+            below = {at for at, parent in above.items() if parent == node and at in mirror.by_id}
+            assert set(block.children) == below
         assert {block.hash for block in mirror.by_id.values() if block.is_there} == {
             h for h, there in told.items() if there
         }
-        found = cache.match([*tokens, 1], **{k: v for k, v in where.items() if k != "account"}).num_tokens
+        found = cache.match([*tokens, 1], **{k: v for k, v in where.items() if k != "owner_id"}).num_tokens
         if groups[0] == FULL and len(groups) == 1:
             path = mirror.path(block_hashes(where["namespace"], np.array(tokens), where.get("extra_keys"), 4))
             assert len(path) == min(found, len(tokens)) // 4
@@ -95,13 +106,13 @@ def test_what_was_lost_is_remembered_with_when_why_and_for_whom(backend: str) ->
     clock.now = 10
     history.used(b"", prompt(12), None, 0, 10)
     clock.now = 14
-    sequence = cache.open(prompt(16, 1), account=7)
+    sequence = cache.open(prompt(16, 1), owner_id=7)
     advance(cache, sequence)
     feed.collect()
     hashes = block_hashes(b"", prompt(12), None, 4)
     loss, expired_at = history.loss_of(hashes, 2, prompt(12)[8:], {})
     assert loss is not None
-    assert (loss.at, loss.reason, loss.account, loss.idle_s, loss.age_s) == (14, "evicted", 7, 4, 14)
+    assert (loss.at, loss.reason, loss.owner_id, loss.idle_s, loss.age_s) == (14, "evicted", 7, 4, 14)
     assert expired_at is None
     assert history.loss_of(hashes, 0, prompt(12)[:4], {}) == (None, None)
     # A prompt that ends within the block that was lost: it is found by its beginning.
@@ -176,7 +187,7 @@ def test_the_log_of_losses_is_its_plain_twin(seed: int) -> None:
 
         def same(loss: Loss, block, change, now) -> bool:
             return (
-                (loss.at, loss.reason, loss.account) == (now, change.reason, change.account)
+                (loss.at, loss.reason, loss.owner_id) == (now, change.reason, change.owner_id)
                 and (loss.idle_s, loss.age_s) == (now - block.used_at, now - block.made_at)
                 and (loss.name, loss.parent, loss.extra_keys)
                 == (block.hash, block.parent_name, block.extra_keys)
@@ -256,7 +267,8 @@ def test_a_report_is_a_table_of_what_there_is() -> None:
     cache.pins.add(prompt(4, 1))
     feed.collect()
     clock.now = 90
-    text = report(cache, mirror=mirror, owner_of=lambda name: "alice" if name else "")
+    owner_of = lambda name: "alice" if name else ""  # noqa: E731
+    text = report(cache, owner_of=owner_of) + "\n\n" + prefix_table(mirror, owner_of)
     lines = [line.split() for line in text.splitlines()]
     assert ["pinned", "1", "128B", "5%"] in lines
     assert ["cached", "4", "512B", "20%"] in lines

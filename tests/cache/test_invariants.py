@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from support.cache_case import FULL, compute, make, prompt, store
 
-from quire.cache.block_manager import PythonBlockManager
+from quire.cache.manager.block_manager import PythonBlockManager
 from quire.errors import InvariantError
-from quire.spec import Retention
+from quire.spec import Span
 
 
 def damaged(damage: Callable[[PythonBlockManager], object]) -> None:
-    cache = make("python", FULL, Retention("window", 6), num_blocks=40)
+    cache = make("python", FULL, Span("window", 6), num_blocks=40)
     store(cache, prompt(12, seed=1))
     store(cache, prompt(12, seed=2))
     sequence = compute(cache, prompt(18, seed=3))
@@ -27,8 +27,8 @@ def damaged(damage: Callable[[PythonBlockManager], object]) -> None:
 
 def swap_lru(m: PythonBlockManager) -> None:
     leaf = m.blocks.tree.roots[b""].children[0].children[0].children[0]
-    m.blocks.pool.cached.remove(leaf.units[0])
-    m.blocks.pool.cached.append(leaf.units[0])
+    m.blocks.pool.cached.remove(leaf.block_ids[0])
+    m.blocks.pool.cached.append(leaf.block_ids[0])
 
 
 def swap_siblings(m: PythonBlockManager) -> None:
@@ -36,16 +36,16 @@ def swap_siblings(m: PythonBlockManager) -> None:
 
 
 def raise_cached(m: PythonBlockManager) -> None:
-    m.blocks.pool.cached.retention[next(iter(m.blocks.pool.cached))] = 2
+    m.blocks.pool.cached.cache_priority[next(iter(m.blocks.pool.cached))] = 2
 
 
 def add_leftover(m: PythonBlockManager) -> None:
     node = m.blocks.tree.roots[b""].children[0]
     assert node.parent is not None
-    unit = m.blocks.pool.free.take_lowest()
-    m.blocks.pool.cached.append(unit)
-    m.blocks.tree.insert(node.parent, node.content[:4], 1, [unit, -1])
-    m.blocks.node_of[unit] = node.parent.children[0]
+    block_id = m.blocks.pool.free.take_lowest()
+    m.blocks.pool.cached.append(block_id)
+    m.blocks.tree.insert(node.parent, node.content[:4], 1, [block_id, -1])
+    m.blocks.node_of[block_id] = node.parent.children[0]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def add_leftover(m: PythonBlockManager) -> None:
         ("C3", lambda m: m.sequences[2].tables[0].truncate(5)),
         ("C8", lambda m: setattr(m.sequences[2].node, "num_sequences", 2)),
         ("C8", lambda m: m.sequences[2].tokens.__setitem__(0, 5)),
-        ("C9", lambda m: setattr(m.blocks.pool.accounts[0], "num_owned", 3)),
-        ("C9", lambda m: m.blocks.pool.cached.account.__setitem__(m.sequences[2].tables[0][0], 7)),
+        ("C9", lambda m: setattr(m.blocks.pool.owner_ids[0], "num_owned", 3)),
+        ("C9", lambda m: m.blocks.pool.cached.owner_id.__setitem__(m.sequences[2].tables[0][0], 7)),
         ("C9", raise_cached),
     ],
 )

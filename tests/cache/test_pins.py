@@ -8,7 +8,7 @@ from support.cache_case import BACKENDS, FULL, advance, make, prompt, store
 from quire.cache.pins import Pins
 from quire.cache.steady_clock import SteadyClock
 from quire.errors import ArgumentError, CapacityError
-from quire.spec import Retention
+from quire.spec import Span
 
 
 class Clock:
@@ -19,11 +19,11 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, Retention("window", 6))])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, Span("window", 6))])
 @pytest.mark.parametrize("num_tokens", [1, 4, 11, 12])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pinned_content_is_found_whatever_else_is_computed(
-    backend: str, num_tokens: int, groups: tuple[Retention, ...]
+    backend: str, num_tokens: int, groups: tuple[Span, ...]
 ) -> None:
     cache = make(backend, *groups, num_blocks=16)
     tokens = prompt(num_tokens)
@@ -35,8 +35,8 @@ def test_pinned_content_is_found_whatever_else_is_computed(
     assert cache.stats()["evicted_blocks"] > 0
     assert cache.match([*tokens, 1]).num_tokens == num_tokens
     stats = cache.stats()
-    assert stats["pinned"] == len(pin.units) > 0
-    assert sum(stats[state] for state in ("free", "cached", "held", "leased", "pinned")) == 16
+    assert stats["pinned"] == len(pin.block_ids) > 0
+    assert sum(stats[state] for state in ("free", "cached", "held", "in_flight", "pinned")) == 16
     cache.pins.remove(pin)
     cache.pins.remove(pin)
     assert cache.stats()["pinned"] == 0
@@ -46,7 +46,7 @@ def test_pinned_content_is_found_whatever_else_is_computed(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_pinned_wins_over_held_and_units_are_counted_once(backend: str) -> None:
+def test_pinned_wins_over_held_and_blocks_are_counted_once(backend: str) -> None:
     cache = make(backend)
     store(cache, prompt(12))
     pins = [cache.pins.add(prompt(12)), cache.pins.add(prompt(8))]
@@ -64,7 +64,7 @@ def test_pinned_wins_over_held_and_units_are_counted_once(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_over_the_budget_nothing_is_pinned(backend: str) -> None:
     cache = make(backend)
-    cache.pins.max_units = 3
+    cache.pins.max_blocks = 3
     store(cache, prompt(8))
     store(cache, prompt(8, 1))
     cache.pins.add(prompt(8))

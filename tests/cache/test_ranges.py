@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.cache.ranges import Ranges
+from quire.baselines.ranges import Ranges
 from quire.errors import InvariantError
 
 SIZE = 40

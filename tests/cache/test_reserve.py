@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.cache_case import FULL, advance, compute, make, prompt, store
 
-from quire.spec import Retention
+from quire.spec import Span
 
 
 def test_a_plan_has_the_documented_arrays(backend: str) -> None:
@@ -34,8 +34,8 @@ def test_a_plan_has_the_documented_arrays(backend: str) -> None:
         plan.group(-1)
 
 
-def test_each_group_has_its_own_units_of_one_pool(backend: str) -> None:
-    cache = make(backend, FULL, Retention("window", 6))
+def test_each_group_has_its_own_blocks_of_one_pool(backend: str) -> None:
+    cache = make(backend, FULL, Span("window", 6))
     sequence = cache.open(prompt(6))
     assert cache.num_blocks_needed([sequence], [6]) == 4
     plan = cache.reserve([sequence], [6])
@@ -215,9 +215,9 @@ def test_the_peak_is_of_the_fullest_reservation(backend: str) -> None:
     peaks = []
     for length, keep in ((6, True), (13, False), (3, True)):
         sequence = compute(cache, prompt(length, seed=length))
-        peaks.append(cache.memory_use().peak // cache.unit_bytes)
+        peaks.append(cache.memory_use().peak // cache.block_bytes)
         if not keep:
             cache.close(sequence)
     assert cache.open(prompt(40)) is not None
     assert peaks == [2, 6, 6]
-    assert cache.memory_use().peak == 6 * cache.unit_bytes
+    assert cache.memory_use().peak == 6 * cache.block_bytes

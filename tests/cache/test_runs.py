@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.cache_case import FULL, advance, compute, make, prompt, store
 
-from quire.cache.free_units import FreeUnits
+from quire.cache.manager.free_blocks import FreeBlocks
 from quire.errors import ArgumentError
-from quire.spec import Retention
+from quire.spec import Span
 
 
 def test_each_sequence_grows_in_a_run_of_its_own(backend: str) -> None:
@@ -60,14 +60,14 @@ def test_what_is_evicted_together_is_handed_out_in_order(backend: str) -> None:
 
 
 def test_windows_use_again_what_they_gave_back(backend: str) -> None:
-    cache = make(backend, FULL, Retention("window", 6), num_blocks=64, block_size=4, run_blocks=8)
+    cache = make(backend, FULL, Span("window", 6), num_blocks=64, block_size=4, run_blocks=8)
     a = cache.open(prompt(16, 1))
     advance(cache, a)
     assert a.block_table(0).tolist() == [0, 1, 2, 3]
     assert a.block_table(1).tolist() == [-1, -1, 6, 7]  # of 4 to 7, the lowest free ones
     assert cache.resize(60).tolist() == [8, 9, 10, 11]  # 4 and 5 are cached
     cache.check()
-    windowed = make(backend, Retention("window", 6), num_blocks=64, block_size=4, prefix_caching=False)
+    windowed = make(backend, Span("window", 6), num_blocks=64, block_size=4, prefix_caching=False)
     b = compute(windowed, prompt(8, 1))
     seen = set(b.block_table(0).tolist())
     for _ in range(40):
@@ -88,28 +88,28 @@ def test_a_run_is_a_power_of_two(backend: str) -> None:
     run=st.sampled_from([1, 2, 8, 16]),
     moves=st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 90)), max_size=60),
 )
-def test_units_are_taken_by_the_rule(num_ids: int, run: int, moves: list[tuple[int, int]]) -> None:
-    units, free = FreeUnits(num_ids, run), set(range(num_ids))
+def test_blocks_are_taken_by_the_rule(num_ids: int, run: int, moves: list[tuple[int, int]]) -> None:
+    block_ids, free = FreeBlocks(num_ids, run), set(range(num_ids))
     for move, number in moves:
         if move == 3 and number < 0:
-            units.grow(5)
+            block_ids.grow(5)
             free |= set(range(num_ids, num_ids + 5))
             num_ids += 5
         elif move == 3 and number < num_ids:
-            units.add(number)
+            block_ids.add(number)
             free.add(number)
         elif free:
             position = number % 40 if move else -1
-            unit = units.take(number, position)
+            block_id = block_ids.take(number, position)
             runs = [r for r in range(0, num_ids, run) if free >= set(range(r, r + run))]
             if position < 0:
-                assert unit == min(free)
+                assert block_id == min(free)
             elif number >= 0 and number + 1 in free:
-                assert unit == number + 1
+                assert block_id == number + 1
             elif runs:
-                assert unit == runs[0] + number % 40 % run
+                assert block_id == runs[0] + number % 40 % run
             else:
-                assert unit == min(free)
-            free.remove(unit)
-        assert list(units) == sorted(free)
-        assert len(units) == len(free)
+                assert block_id == min(free)
+            free.remove(block_id)
+        assert list(block_ids) == sorted(free)
+        assert len(block_ids) == len(free)

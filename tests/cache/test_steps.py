@@ -7,7 +7,7 @@ import pytest
 from support.cache_case import FULL, advance, compute, make, prompt
 
 from quire.errors import ArgumentError
-from quire.spec import Retention
+from quire.spec import Span
 
 
 def test_frees_wait_for_the_steps_under_way(backend: str) -> None:
@@ -15,7 +15,7 @@ def test_frees_wait_for_the_steps_under_way(backend: str) -> None:
     sequence = compute(cache, prompt(8, seed=1))
     cache.close(sequence)
     cache.check()
-    assert cache.stats()["leased"] == 2
+    assert cache.stats()["in_flight"] == 2
     assert (cache.num_free_blocks, cache.num_cached_blocks) == (2, 0)
     assert cache.usage == 0.5
     big = cache.open(prompt(12, seed=2))
@@ -30,23 +30,23 @@ def test_completing_a_step_completes_all_before_it(backend: str) -> None:
     cache = make(backend, overlapped_steps=True)
     for seed in range(3):
         cache.close(compute(cache, prompt(4, seed=seed)))
-    assert cache.stats()["leased"] == 3
+    assert cache.stats()["in_flight"] == 3
     cache.complete(2)
-    assert cache.stats()["leased"] == 1
+    assert cache.stats()["in_flight"] == 1
     cache.complete(1)
-    assert cache.stats()["leased"] == 1
+    assert cache.stats()["in_flight"] == 1
     cache.complete(3)
     cache.check()
-    assert (cache.stats()["leased"], cache.num_cached_blocks) == (0, 3)
+    assert (cache.stats()["in_flight"], cache.num_cached_blocks) == (0, 3)
 
 
-def test_leased_content_is_found(backend: str) -> None:
+def test_in_flight_content_is_found(backend: str) -> None:
     cache = make(backend, overlapped_steps=True)
     cache.close(compute(cache, prompt(9)))
     sequence = cache.open(prompt(9))
     assert sequence.num_cached_tokens == 8
     cache.check()
-    assert cache.stats()["leased"] == 1
+    assert cache.stats()["in_flight"] == 1
     cache.complete(1)
     cache.check()
 
@@ -68,7 +68,7 @@ def test_a_block_a_step_may_still_write_is_copied_not_continued(backend: str) ->
 
 
 def test_duplicates_dropped_by_commit_wait_too(backend: str) -> None:
-    cache = make(backend, FULL, Retention("window", 3), overlapped_steps=True)
+    cache = make(backend, FULL, Span("window", 3), overlapped_steps=True)
     a, b = cache.open(prompt(8)), cache.open(prompt(8))
     assert cache.reserve([a, b], [8, 8]) is not None
     cache.commit(a, 8)
@@ -76,10 +76,10 @@ def test_duplicates_dropped_by_commit_wait_too(backend: str) -> None:
     cache.check()
     stats = cache.stats()
     assert stats["deduplicated_blocks"] == 4
-    assert stats["leased"] == 5, "4 duplicates and the window's block behind"
+    assert stats["in_flight"] == 5, "4 duplicates and the window's block behind"
     cache.complete(1)
     cache.check()
-    assert cache.stats()["leased"] == 0
+    assert cache.stats()["in_flight"] == 0
 
 
 def test_complete_does_nothing_without_overlapped_steps_but_checks_the_step(backend: str) -> None:
@@ -93,15 +93,15 @@ def test_complete_does_nothing_without_overlapped_steps_but_checks_the_step(back
         cache.complete(1)
         assert cache.stats() == before
         cache.close(sequence)
-        assert cache.stats()["leased"] == 0
+        assert cache.stats()["in_flight"] == 0
 
 
-def test_reset_leaves_leased_blocks_alone(backend: str) -> None:
+def test_reset_leaves_in_flight_blocks_alone(backend: str) -> None:
     cache = make(backend, num_blocks=4, overlapped_steps=True)
     cache.close(compute(cache, prompt(8)))
     cache.reset()
     cache.check()
-    assert cache.stats()["leased"] == 2
+    assert cache.stats()["in_flight"] == 2
     assert cache.num_free_blocks == 2
     assert cache.match(prompt(8)).num_tokens == 0
     cache.complete(1)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from support.cache_case import FULL, advance, compute, make, prompt, store
 
-from quire.spec import Retention
+from quire.spec import Span
 
-WINDOW = Retention("window", 6)
-CHUNKED = Retention("chunked", 8)
+WINDOW = Span("window", 6)
+CHUNKED = Span("chunked", 8)
 
 
 def test_blocks_behind_the_window_are_given_up(backend: str) -> None:
@@ -46,7 +46,7 @@ def test_a_chunk_is_given_up_when_the_next_begins(backend: str) -> None:
 
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (WINDOW,), (FULL, WINDOW, CHUNKED), (CHUNKED, WINDOW)])
-def test_windows_still_find_prefixes(backend: str, groups: tuple[Retention, ...]) -> None:
+def test_windows_still_find_prefixes(backend: str, groups: tuple[Span, ...]) -> None:
     """With room enough nothing is evicted, so every prefix is found to the token."""
     cache = make(backend, *groups, num_blocks=2000)
     store(cache, prompt(40))
@@ -113,14 +113,14 @@ def test_rewind_goes_back_to_where_the_window_is_complete(backend: str) -> None:
 
 
 def test_all_window_models_drop_what_nobody_can_find(backend: str) -> None:
-    cache = make(backend, Retention("window", 4), num_blocks=6)
+    cache = make(backend, Span("window", 4), num_blocks=6)
     for seed in range(30):
         store(cache, prompt(24, seed=seed))
     assert cache.stats()["num_nodes"] <= 12
 
 
 def test_a_window_of_one_needs_nothing_of_the_past(backend: str) -> None:
-    cache = make(backend, Retention("window", 1), num_blocks=4)
+    cache = make(backend, Span("window", 1), num_blocks=4)
     sequence = cache.open(prompt(50))
     for length in range(1, 51):
         assert cache.reserve([sequence], [1]) is not None
@@ -134,8 +134,8 @@ def test_a_window_of_one_needs_nothing_of_the_past(backend: str) -> None:
 def test_a_hole_is_filled_from_a_block_that_another_sequence_reads(
     backend: str, reader_runs_alone: bool
 ) -> None:
-    """The reader then holds a unit of the full node in one group and one that is in no node in the other."""
-    cache = make(backend, FULL, Retention("window", 2), num_blocks=15)
+    """The reader then holds a block of the full node in one group and one that is in no node in the other."""
+    cache = make(backend, FULL, Span("window", 2), num_blocks=15)
     first = compute(cache, prompt(2))
     second = compute(cache, prompt(8))
     assert cache.stats()["cached"] == 1, "the window's first block of the second sequence"

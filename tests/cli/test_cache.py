@@ -15,10 +15,10 @@ import pytest
 import typer
 from support.tier_values import ROOT, chain, value
 
+from quire.cache.block_hash import root_key
 from quire.cli.app import main
-from quire.engine.snapshot_files import SnapshotFiles, SnapshotRecord
+from quire.sessions.snapshot_files import SnapshotFiles, SnapshotRecord
 from quire.tiers.disk import DiskTier
-from quire.tiers.keys import root_key
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -12,10 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import gguf_case
 
 from quire.cli.app import main
 
 Run = Callable[..., tuple[int, str, str]]
+# Of a user who has said nothing to transformers.
+_SILENT = {
+    k: v for k, v in os.environ.items() if not k.startswith("HF_HUB_") and k != "TRANSFORMERS_VERBOSITY"
+}
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
             "expected a kv_memory of at least",
         ),
         (["generate", "x", "--storage", "shared"], 2, "'shared' - in `storage`"),
-        (["generate", "x", "--reservation", "half"], 2, "expected max or pow2 or exact, got 'half'"),
+        (["generate", "x", "--reservation", "half"], 2, "expected max, pow2 or exact, got 'half'"),
         (["generate", "x", "--growth", "together:0"], 2, "got 'together:0' - in `growth`"),
         (["generate", "x", "--block-size", "0"], 2, "expected an integer of 1 to 512, got 0"),
         (["generate", "x", "--block-size", "513"], 2, "expected an integer of 1 to 512, got 513"),
@@ -65,6 +70,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["explain", "x", "--config", "no-such-file"], 2, "expected a readable TOML file, got no-such-file"),
         (["generate", "x", "--dtype", "int3"], 2, "'int3'"),
         (["generate", "x", "--model", "./no/such/folder"], 2, "no such folder"),
+        (["generate", "x", "--model", "./no/such.gguf"], 2, "no such file"),
+        (["serve", "no-such.gguf", "--port", "0"], 2, "no such file"),
         (["generate", "x", "--prompts", "no-such-file"], 2, "no-such-file"),
         (
             ["generate", "x", "--profile-trace", "no/such/trace.json"],
@@ -185,3 +192,38 @@ def test_ctrl_c_in_the_middle_is_one_line(tmp_path: Path) -> None:
 
 
 EMBEDDED = Path(__file__).parents[2] / "src/quire/model/embedded"
+
+
+def test_a_gguf_file_is_a_model(run: Run, tmp_path: Path) -> None:
+    file = str(gguf_case.write(tmp_path / "tiny.gguf", gguf_case.tiny()))
+    status, out, err = run("generate", "abc", "--model", file, "--max-tokens", "4", "--json")
+    assert status == 0, err
+    assert json.loads(out)["outputs"][0]["text"]
+    status, out, err = run("compare", "--simulate", "--model", file, "--lengths", "uniform:8-32", "--json")
+    assert status == 0, err
+    assert "storages" in json.loads(out)
+
+
+def test_transformers_is_quiet_unless_it_is_told_to_speak() -> None:
+    """Its bars, and its Hub client's warnings of every try, would stand between our lines."""
+    program = """
+import sys
+from quire.cli.app import main
+sys.argv = ["quire", "--help"]
+try:
+    main()
+except SystemExit:
+    pass
+from huggingface_hub.utils import logging as hub
+from transformers.utils import logging
+print(logging.get_verbosity(), hub.get_verbosity(), logging.is_progress_bar_enabled())
+"""
+    for told, seen in ({}, "40 40 False"), ({"TRANSFORMERS_VERBOSITY": "info"}, "20 40 False"):
+        ran = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**_SILENT, **told},
+        )
+        assert ran.stdout.splitlines()[-1] == seen

@@ -46,7 +46,8 @@ def test_one_frame(url: str, tmp_path: Path) -> None:
     done = top(url, "--once", "--api-key", str(file))
     assert (done.returncode, done.stderr) == (0, "")
     assert "341 blocks" in done.stdout
-    assert "held 0" in done.stdout
+    assert "H held 0" in done.stdout
+    assert "\x1b" not in done.stdout
     assert "block table" in done.stdout
     assert "boss-key" not in done.stdout
 
@@ -104,9 +105,9 @@ def test_names_from_clients_move_no_cursor_and_are_no_markup() -> None:
 
     state: dict[str, Any] = {
         "model": "m",
-        "unit": "block",
+        "block": "block",
         "counts": dict.fromkeys(
-            ("free", "cached", "held", "leased", "pinned", "num_running", "num_waiting", "num_preemptions",
+            ("free", "cached", "held", "in_flight", "pinned", "num_running", "num_waiting", "num_preemptions",
              "evicted_blocks"), 1
         )
         | {"num_blocks": 4},
@@ -123,3 +124,26 @@ def test_names_from_clients_move_no_cursor_and_are_no_markup() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b" not in text
     assert "[red]x" in text
+
+
+def test_states_are_told_without_colours() -> None:
+    import base64
+
+    cells = [(0, 255, 0, 0), (100, 0, 0, 0), (0, 0, 255, 0), (0, 0, 0, 255), (0, 0, 0, 0)]
+    counts = {"num_blocks": 5, "held": 1, "in_flight": 1, "pinned": 1, "cached": 1, "free": 1}
+    state: dict[str, Any] = {
+        "model": "m",
+        "block": "block",
+        "counts": counts
+        | dict.fromkeys(("num_running", "num_waiting", "num_preemptions", "evicted_blocks"), 0),
+        "rates": {"generated_per_s": 1.0, "first_token_s": None, "hit_rate": 0.5},
+        "memory": {"used": 1, "cached": 1, "total": 4, "tiers": []},
+        "map": {"cells": base64.b64encode(bytes(sum(cells, ()))).decode()},
+    }
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, no_color=True)
+    console.print(frame(state, 100, 10))
+    lines = console.file.getvalue().split("\n")  # type: ignore[attr-defined]
+    assert lines[1] == "H" * 20 + "F" * 20 + "P" * 20 + "C" * 20 + "·" * 20
+    assert all(f"{letter} {name} 1" in lines[2] for letter, name in
+               (("H", "held"), ("F", "in_flight"), ("P", "pinned"), ("C", "cached"), ("·", "free")))  # fmt: skip
+    assert "HcFP·" in lines[3] + lines[4]

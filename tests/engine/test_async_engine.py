@@ -12,8 +12,8 @@ import torch
 from support import tiny_llm
 
 from quire import LLM, AsyncEngine, SamplingParams
-from quire.engine.request import RequestOutput
 from quire.errors import ArgumentError, CancelledError, PromptError
+from quire.scheduler.request import RequestOutput
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
@@ -31,7 +31,6 @@ def engine(llm: LLM) -> Iterator[AsyncEngine]:
     made = AsyncEngine(llm)
     yield made
     made.close()
-    assert not made._thread.is_alive()
     assert llm.stats()["held"] == 0
     assert llm.stats()["num_unfinished_requests"] == 0
 
@@ -39,13 +38,13 @@ def engine(llm: LLM) -> Iterator[AsyncEngine]:
 @pytest.fixture
 def slow_steps(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step takes at least 0.2 s: LONG is then under way for 40 s."""
-    step = engine._engine.step
+    step = engine.llm.engine.step
 
     def slow() -> Any:
         time.sleep(0.2)
         return step()
 
-    monkeypatch.setattr(engine._engine, "step", slow)
+    monkeypatch.setattr(engine.llm.engine, "step", slow)
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -149,13 +148,13 @@ def test_an_error_of_the_engine_reaches_every_waiter_and_it_goes_on(
 
     async def main() -> list[Any]:
         with monkeypatch.context() as patch:
-            patch.setattr(engine._engine._runner, "run", broken)
+            patch.setattr(engine.llm.engine._runner, "run", broken)
             failed = await asyncio.gather(
                 *(collect(engine, f"p{i}") for i in range(6)), return_exceptions=True
             )
         with monkeypatch.context() as patch:
             patch.setattr(
-                engine._engine.scheduler, "schedule", lambda: broken(None)
+                engine.llm.engine.scheduler, "schedule", lambda: broken(None)
             )  # a bug in the bookkeeping
             failed += await asyncio.gather(
                 *(collect(engine, f"q{i}") for i in range(2)), return_exceptions=True

@@ -1,4 +1,4 @@
-"""Units, sizes, and the memory that is free to this process with control groups counted."""
+"""Blocks, sizes, and the memory that is free to this process with control groups counted."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from typing import Any
 
 import pytest
 
-from quire.cache.units import num_units_for
+from quire.cache.block_counts import num_blocks_for
 from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
 from quire.errors import ArgumentError, CapacityError
-from quire.spec import KVSpec, LayerSpec, Retention
+from quire.spec import KVSpec, LayerSpec, Span
 
 
-def spec_of(*retentions: Retention) -> KVSpec:
-    return KVSpec(tuple(LayerSpec(retention, 1, 8, 8) for retention in retentions))
+def spec_of(*spans: Span) -> KVSpec:
+    return KVSpec(tuple(LayerSpec(span, 1, 8, 8) for span in spans))
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-@pytest.mark.parametrize(
-    "retention", [Retention(), Retention("window", 1), Retention("window", 20), Retention("chunked", 20)]
-)
-def test_units_are_what_a_walk_over_all_positions_needs(retention: Retention, block_size: int) -> None:
+@pytest.mark.parametrize("span", [Span(), Span("window", 1), Span("window", 20), Span("chunked", 20)])
+def test_blocks_are_what_a_walk_over_all_positions_needs(span: Span, block_size: int) -> None:
     for num_tokens in (1, 2, 16, 17, 90):
         # At position q the table holds the blocks from first_needed(q) to q.
-        most = max(q // block_size - retention.first_needed(q) // block_size + 1 for q in range(num_tokens))
-        needed = num_units_for(spec_of(retention), num_tokens, block_size)
+        most = max(q // block_size - span.first_needed(q) // block_size + 1 for q in range(num_tokens))
+        needed = num_blocks_for(spec_of(span), num_tokens, block_size)
         assert needed >= most
-        assert num_units_for(spec_of(retention), 10_000, block_size) >= needed
-        if retention.kind == "full":
+        assert num_blocks_for(spec_of(span), 10_000, block_size) >= needed
+        if span.kind == "full":
             assert needed == most
         else:
             assert needed <= most + 1

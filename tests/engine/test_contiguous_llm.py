@@ -1,4 +1,4 @@
-"""`LLM(storage="contiguous")`: who waits while no gap is large enough, and samples that share nothing."""
+"""`LLM(storage="contiguous")`: who waits while no gap is large enough, and sequences that share nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 def test_a_request_waits_for_a_gap_and_nobody_overtakes_it() -> None:
     """Of 100 tokens three ranges of 30 are taken, and the second given back: gaps of 30 and 10, none of 35."""
     with tiny_llm.llm(storage="contiguous") as llm:
-        token_bytes = llm._storage.unit_bytes
+        token_bytes = llm.core.storage.block_bytes
     with tiny_llm.llm(storage="contiguous", reservation="exact", kv_memory=100 * token_bytes) as llm:
         engine, scheduler = llm.engine, llm.engine.scheduler
 
@@ -23,7 +23,7 @@ def test_a_request_waits_for_a_gap_and_nobody_overtakes_it() -> None:
             return engine.submit(prompt, SamplingParams(max_tokens=max_tokens, **GREEDY))
 
         def running() -> list[str]:
-            return [sample.request.request_id for sample in scheduler.running]
+            return [sequence.request.request_id for sequence in scheduler.running]
 
         first, second, third = submit(10, 20), submit(25, 5), submit(5, 25)
         engine.step()
@@ -56,4 +56,4 @@ def test_samples_of_a_request_are_those_of_the_paged_storage(storage: str, backe
         got = [[one.token_ids for one in output.outputs] for output in llm.generate(prompts, params)]
         assert llm.stats()["held"] == 0
     assert got == want
-    assert len({tuple(tokens) for tokens in want[0]}) == 3, "three different samples"
+    assert len({tuple(tokens) for tokens in want[0]}) == 3, "three different sequences"

@@ -18,8 +18,10 @@ from support.fake_model import expected_tokens, full_spec, window_spec
 
 from quire import LLM, AsyncEngine, SamplingParams
 from quire.engine.conversation import Conversation
+from quire.engine.driver import Mailbox
 from quire.errors import ArgumentError, CapacityError, PromptError
 from quire.memory.placement import why_not
+from quire.scheduler.request import RequestOutput
 
 DRAWN = SamplingParams(max_tokens=14, temperature=1.0, seed=5, ignore_eos=True, logprobs=2)
 STORAGES: list[dict[str, str]] = [{"storage": "paged"}, {"storage": "contiguous"}]
@@ -165,11 +167,11 @@ def test_every_state_of_a_request_can_be_branched(spec: Any, num_blocks: int) ->
             request = engine.scheduler.requests.get(request_id)
             if request is None:
                 continue
-            sample = request.samples[0]
-            state = (sample.state.value, bool(sample.output_ids))
+            sequence = request.sequences[0]
+            state = (sequence.state.value, bool(sequence.output_ids))
             if (request_id, state) not in seen:
                 seen.add((request_id, state))
-                tokens, left = sample.token_ids().tolist(), 12 - len(sample.output_ids)
+                tokens, left = sequence.token_ids().tolist(), 12 - len(sequence.output_ids)
                 prompts[engine.engine.fork(request_id)] = (tokens, left)
         engine.step()
     engine.run()
@@ -185,18 +187,21 @@ def test_forks_with_several_samples_and_seeds_of_their_own() -> None:
         stream = llm.stream(START, hot)
         next(stream)
         forks = [llm.fork(stream) for _ in range(3)]
-        request_id = llm.engine.fork(
-            stream.request_id, SamplingParams(n=3, max_tokens=4, temperature=1.0, seed=1)
-        )
-        tokens = llm.engine.scheduler.requests[request_id].prompt_token_ids.tolist()
-        outputs = {}
-        while not (request_id in outputs and outputs[request_id].finished):
-            for output in llm.engine.step():
-                outputs[output.request_id] = llm._turns.outputs[output.request_id] = output
+        mailbox, several = Mailbox(), SamplingParams(n=3, max_tokens=4, temperature=1.0, seed=1)
+
+        def fork() -> tuple[str, list[int]]:
+            request_id = llm.engine.fork(stream.request_id, several)
+            llm.driver.expect(request_id, mailbox.put)
+            return request_id, llm.engine.scheduler.requests[request_id].prompt_token_ids.tolist()
+
+        request_id, tokens = llm.driver.call(fork)
+        found = None
+        while found is None or not found.finished:  # a fork streams as its parent does
+            found = mailbox.take().get(request_id, found)
+            assert isinstance(found, RequestOutput)
         texts = ["".join(each) for each in forks]
         assert len(set(texts)) == 3
         want = llm.generate([tokens], SamplingParams(n=3, max_tokens=4, temperature=1.0, seed=1))[0]
-        found = outputs[request_id]
         assert [o.token_ids for o in found.outputs] == [o.token_ids for o in want.outputs]
         with pytest.raises(
             ArgumentError, match="expected a request that has not ended, got 'nobody' - to fork"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from quire.engine.detokenizer import Detokenizer, _decoder, decode
+from quire.sampling.detokenizer import Detokenizer, _decoder, decode
 
 
 def _byte_level() -> Any:

@@ -8,9 +8,10 @@ import pytest
 from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens, full_spec, window_spec
 
-from quire.engine.request import RequestOutput
-from quire.engine.sampling_params import SamplingParams
-from quire.errors import ArgumentError, CapacityError, PromptError
+from quire.errors import ArgumentError, CapacityError, PromptError, QuireError
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import RequestOutput
+from quire.scheduler.request_options import RequestOptions
 
 PROMPT = [5, 9, 2, 7, 1, 1, 8, 3, 6, 4]
 
@@ -195,8 +196,8 @@ def test_a_preempted_request_finds_what_it_had() -> None:
     request_id = engine.submit(PROMPT, params(8))
     for _ in range(4):
         engine.step()
-    sample = engine.scheduler.running[0]
-    engine.scheduler._unadmit(sample)
+    sequence = engine.scheduler.running[0]
+    engine.scheduler._unadmit(sequence)
     before = engine.runner.num_computed_tokens
     output = engine.run()[request_id]
     assert engine.runner.num_computed_tokens - before == 4  # tokens 5 to 8, and nothing again
@@ -270,6 +271,22 @@ def test_bad_parameters_are_refused() -> None:
     engine.submit(PROMPT, params(), request_id="a")
     with pytest.raises(ArgumentError, match="'a'"):
         engine.submit(PROMPT, params(), request_id="a")
+    with pytest.raises(TypeError, match="'tennant'"):
+        engine.submit(PROMPT, params(), tennant="a")
+    engine.run()
+
+
+def test_several_requests_are_queued_all_or_none() -> None:
+    engine = FakeEngine()
+    for bad, match in (
+        ((PROMPT, RequestOptions(params(), request_id="b")), "'b'"),
+        (([], None), "prompt 2 of 3"),
+    ):
+        wanted = [(PROMPT, RequestOptions(params(), request_id=name)) for name in "ab"]
+        with pytest.raises(QuireError, match=match):
+            engine.engine.submit_all([*wanted, bad])
+        assert not engine.scheduler.requests
+    assert engine.engine.submit_all(wanted) == ["a", "b"]
     engine.run()
 
 

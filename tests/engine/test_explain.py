@@ -31,8 +31,8 @@ def tokens_of(seed: int, n: int) -> list[int]:
 @pytest.fixture(params=BACKENDS)
 def llm(request: pytest.FixtureRequest) -> Any:
     with tiny_llm.llm(backend=request.param, kv_memory="192KiB", max_num_seqs=4) as made:
-        made.add_tenant("alice")
-        made.add_tenant("bob")
+        made.tenants.add("alice")
+        made.tenants.add("bob")
         yield made
 
 
@@ -42,21 +42,21 @@ def serve(llm: LLM, prompt: list[int], **options: Any) -> None:
 
 def test_never_seen_differs_and_complete(llm: LLM) -> None:
     prompt = tokens_of(0, 60)
-    answer = llm.explain(prompt)
+    answer = llm.monitor.explain(prompt)
     assert (answer.num_hit_tokens, answer.stop, answer.reason) == (0, 0, "never seen")
     serve(llm, prompt)
-    answer = llm.explain(prompt)
+    answer = llm.monitor.explain(prompt)
     assert (answer.num_hit_tokens, answer.stop, answer.reason) == (59, None, "complete")
     assert "nothing is missing" in str(answer)
     other = [*prompt[:37], 1, 2, 3, *prompt[40:]]
-    answer = llm.explain(other)
+    answer = llm.monitor.explain(other)
     assert (answer.num_hit_tokens, answer.stop, answer.reason, answer.differs_at) == (37, 37, "differs", 37)
     assert answer.nearest.tolist() == prompt[32:48]
     assert f"differs at token 37: stored {prompt[37:45]}, asked {other[37:45]}" in str(answer)
-    answer = llm.explain([*prompt, 9, 9, 9])
+    answer = llm.monitor.explain([*prompt, 9, 9, 9])
     assert (answer.num_hit_tokens, answer.stop, answer.reason) == (60, 60, "never seen")
     before = llm.cache.stats()
-    llm.explain(other)
+    llm.monitor.explain(other)
     assert llm.cache.stats() == before
 
 
@@ -65,29 +65,29 @@ def test_evicted_when_and_for_whom(llm: LLM) -> None:
     serve(llm, prompt, tenant="alice")
     for seed in range(1, 6):
         serve(llm, tokens_of(seed, 150), tenant="bob")
-    told = llm.explain(prompt, tenant="alice")
+    told = llm.monitor.explain(prompt, tenant="alice")
     assert (told.reason, told.lost_for) == ("evicted", None)
     assert told.lost_s_ago is not None
     assert "was evicted" in str(told)
     assert "bob" not in str(told)
-    all_told = llm.explain(prompt, tenant="alice", as_administrator=True)
+    all_told = llm.monitor.explain(prompt, tenant="alice", as_administrator=True)
     assert all_told.lost_for == "tenant 'bob'"
     assert "for the need of tenant 'bob'" in str(all_told)
     llm.cache.reset()
-    assert llm.explain(tokens_of(5, 150), tenant="bob").reason == "forgotten"
+    assert llm.monitor.explain(tokens_of(5, 150), tenant="bob").reason == "forgotten"
 
 
 def test_a_pin_that_expired(llm: LLM) -> None:
     now = [0.0]
     llm.engine.pins.use_clock(lambda: now[0])
     prompt = tokens_of(0, 40)
-    llm.pin(prompt, ttl=5)
+    llm.pins.add(prompt, ttl=5)
     now[0] = 6
-    assert llm.pins == []
-    assert llm.explain(prompt).reason == "complete"
+    assert list(llm.pins) == []
+    assert llm.monitor.explain(prompt).reason == "complete"
     for seed in range(1, 6):
         serve(llm, tokens_of(seed, 150))
-    answer = llm.explain(prompt)
+    answer = llm.monitor.explain(prompt)
     assert answer.reason == "expired"
     assert "its pin expired, and it was evicted" in str(answer)
 
@@ -95,39 +95,41 @@ def test_a_pin_that_expired(llm: LLM) -> None:
 def test_other_namespaces_are_told_to_their_owner_alone(llm: LLM) -> None:
     prompt = tokens_of(0, 40)
     serve(llm, prompt, tenant="alice", cache_salt="chat 1")
-    owner = llm.explain(prompt, tenant="alice")
+    owner = llm.monitor.explain(prompt, tenant="alice")
     assert (owner.num_hit_tokens, owner.reason) == (0, "other namespace")
     assert "'alice'" in str(owner)
-    assert llm.explain(prompt, tenant="bob").reason == "never seen"
-    assert llm.explain(prompt, tenant="bob", as_administrator=True).reason == "other namespace"
-    assert llm.explain(prompt).reason == "other namespace"
-    assert str(llm.explain(prompt, tenant="bob")) == str(llm.explain(tokens_of(9, 40), tenant="bob"))
+    assert llm.monitor.explain(prompt, tenant="bob").reason == "never seen"
+    assert llm.monitor.explain(prompt, tenant="bob", as_administrator=True).reason == "other namespace"
+    assert llm.monitor.explain(prompt).reason == "other namespace"
+    assert str(llm.monitor.explain(prompt, tenant="bob")) == str(
+        llm.monitor.explain(tokens_of(9, 40), tenant="bob")
+    )
 
 
 def test_behind_what_is_published_nothing_of_others_shows(llm: LLM) -> None:
     system = tokens_of(50, 37)
-    llm.publish(system)
+    llm.pins.publish(system)
     mine, theirs = [*system, *tokens_of(1, 30)], [*system, *tokens_of(2, 30)]
     serve(llm, theirs, tenant="bob")
     for asked in (mine, theirs):
-        answer = llm.explain(asked, tenant="alice")
+        answer = llm.monitor.explain(asked, tenant="alice")
         assert (answer.num_hit_tokens, answer.num_published_tokens, answer.stop) == (37, 37, 37)
         assert not set(answer.nearest.tolist()) & set(theirs[37:])
         assert answer.reason == "never seen" or answer.nearest.tolist() == system[32:]
-    assert llm.explain(theirs, tenant="bob").reason == "complete"
+    assert llm.monitor.explain(theirs, tenant="bob").reason == "complete"
 
 
 def test_tiers_and_other_models(tmp_path: Path) -> None:
     prompt = tokens_of(0, 60)
     options: dict[str, Any] = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "tenant_secret": SECRET}
     with tiny_llm.llm(**options) as llm:
-        llm.add_tenant("alice")
+        llm.tenants.add("alice")
         serve(llm, prompt)
         serve(llm, tokens_of(1, 60), tenant="alice")
     with tiny_llm.llm(**options) as llm:
-        llm.add_tenant("alice")
-        llm.add_tenant("bob")
-        answer = llm.explain(prompt)
+        llm.tenants.add("alice")
+        llm.tenants.add("bob")
+        answer = llm.monitor.explain(prompt)
         assert (answer.num_hit_tokens, answer.num_tier_tokens) == (0, {"disk": 48})
         assert (answer.stop, answer.reason) == (48, "never seen")
         assert "48 more in the tier disk" in str(answer)
@@ -135,17 +137,17 @@ def test_tiers_and_other_models(tmp_path: Path) -> None:
             "never seen, or no longer: the last 12 fill no block, and are found only while in memory"
             in str(answer)
         )
-        assert llm.explain(tokens_of(1, 60), tenant="alice").num_tier_tokens == {"disk": 48}
-        assert llm.explain(tokens_of(1, 60), tenant="bob").reason == "never seen"
-        assert llm.explain(tokens_of(1, 60)).reason == "other namespace"
+        assert llm.monitor.explain(tokens_of(1, 60), tenant="alice").num_tier_tokens == {"disk": 48}
+        assert llm.monitor.explain(tokens_of(1, 60), tenant="bob").reason == "never seen"
+        assert llm.monitor.explain(tokens_of(1, 60)).reason == "other namespace"
         assert llm.generate([tokens_of(1, 60)], ONE, tenant="alice")[0].num_tier_tokens == {"disk": 48}
     with LLM((tiny_llm.model(1), tiny_llm.tokenizer()), kv_memory="2MiB", **options) as llm:
-        llm.add_tenant("alice")
-        llm.add_tenant("bob")
-        answer = llm.explain(prompt)
+        llm.tenants.add("alice")
+        llm.tenants.add("bob")
+        answer = llm.monitor.explain(prompt)
         assert (answer.num_tier_tokens, answer.reason) == ({}, "other fingerprint")
-        assert llm.explain(tokens_of(1, 60), tenant="alice").reason == "other fingerprint"
-        assert llm.explain(tokens_of(1, 60), tenant="bob").reason == "never seen"
+        assert llm.monitor.explain(tokens_of(1, 60), tenant="alice").reason == "other fingerprint"
+        assert llm.monitor.explain(tokens_of(1, 60), tenant="bob").reason == "never seen"
 
 
 def test_where_a_prompt_leaves_what_is_on_disk(tmp_path: Path) -> None:
@@ -153,14 +155,14 @@ def test_where_a_prompt_leaves_what_is_on_disk(tmp_path: Path) -> None:
     prompt = tokens_of(0, 70)
     options: dict[str, Any] = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "tenant_secret": SECRET}
     with tiny_llm.llm(**options) as llm:
-        llm.add_tenant("alice")
+        llm.tenants.add("alice")
         serve(llm, prompt, tenant="alice")
     with tiny_llm.llm(**options) as llm:
-        llm.add_tenant("alice")
-        llm.add_tenant("bob")
+        llm.tenants.add("alice")
+        llm.tenants.add("bob")
         for at in (37, 48, 3):
             other = [*prompt[:at], 1, 2, 3, *prompt[at + 3 :]]
-            answer = llm.explain(other, tenant="alice")
+            answer = llm.monitor.explain(other, tenant="alice")
             stop = at // 16 * 16
             assert (sum(answer.num_tier_tokens.values()), answer.stop, answer.reason) == (
                 stop,
@@ -175,14 +177,14 @@ def test_where_a_prompt_leaves_what_is_on_disk(tmp_path: Path) -> None:
                 f"stored prefix on disk differs at token {at}: stored {shown}, asked {other[at : at + 8]}"
                 in str(answer)
             )
-            told = llm.explain(other, tenant="bob")
+            told = llm.monitor.explain(other, tenant="bob")
             assert (told.reason, told.nearest.tolist()) == ("never seen", [])
-        salted = llm.explain([*prompt[:37], 1, 2, 3], tenant="alice", cache_salt="other")
+        salted = llm.monitor.explain([*prompt[:37], 1, 2, 3], tenant="alice", cache_salt="other")
         assert salted.nearest.tolist() == []
         # What memory has is nearer once it has it.
         longer = [*prompt[:60], *[4] * 10]
         serve(llm, longer, tenant="alice")
-        answer = llm.explain([*longer[:50], 1, *longer[51:]], tenant="alice")
+        answer = llm.monitor.explain([*longer[:50], 1, *longer[51:]], tenant="alice")
         assert (answer.reason, answer.differs_at, answer.differs_on_disk) == ("differs", 50, False)
 
 
@@ -276,7 +278,7 @@ def test_the_command_asks_in_a_tenants_namespace(tmp_path: Path, explained: Any)
     text = "def add(a, b):\n    return a + b\n\n" * 12
     options: dict[str, Any] = {"kv_memory": "32MiB", "disk_cache": tmp_path / "disk", "tenant_secret": SECRET}
     with LLM(**options) as llm:
-        llm.add_tenant("alice")
+        llm.tenants.add("alice")
         llm.generate([text], ONE, tenant="alice", cache_salt="chat")
     file = config_of(tmp_path, SECRET.decode())
 
@@ -301,7 +303,7 @@ import os, signal, sys
 from support import tiny_llm
 from quire import SamplingParams
 llm = tiny_llm.llm(disk_cache=sys.argv[1], disk_cache_size="64MiB", tenant_secret=b"a secret of the server's")
-llm.add_tenant("alice")
+llm.tenants.add("alice")
 llm.generate([eval(sys.argv[2])], SamplingParams(max_tokens=1, temperature=0), tenant="alice")
 llm.flush()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -322,11 +324,11 @@ def test_what_a_killed_process_stored_is_named_rightly(tmp_path: Path) -> None:
     assert done.returncode == -9, done.stderr
     options: dict[str, Any] = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "tenant_secret": SECRET}
     with tiny_llm.llm(**options) as llm:
-        llm.add_tenant("alice")
-        assert llm.explain(prompt).reason == "other namespace"
-        assert llm.explain(prompt, tenant="alice").num_tier_tokens == {"disk": 48}
+        llm.tenants.add("alice")
+        assert llm.monitor.explain(prompt).reason == "other namespace"
+        assert llm.monitor.explain(prompt, tenant="alice").num_tier_tokens == {"disk": 48}
     with LLM((tiny_llm.model(1), tiny_llm.tokenizer()), kv_memory="2MiB", **options) as llm:
-        assert llm.explain(prompt).reason == "other fingerprint"
+        assert llm.monitor.explain(prompt).reason == "other fingerprint"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -337,11 +339,11 @@ def test_what_a_tier_has_given_up_is_said(backend: str, tmp_path: Path) -> None:
         for seed in range(1, 12):
             serve(llm, tokens_of(seed, 60))
         llm.flush()
-        answer = llm.explain(prompt)
+        answer = llm.monitor.explain(prompt)
         assert (answer.num_hit_tokens, answer.num_tier_tokens, answer.reason) == (0, {}, "evicted")
         assert list(answer.tier_losses) == ["host"]
         assert ", from the tier host " in str(answer)
-        assert llm.explain(tokens_of(20, 60)).tier_losses == {}
+        assert llm.monitor.explain(tokens_of(20, 60)).tier_losses == {}
 
 
 class Hanging:
@@ -388,7 +390,7 @@ def test_other_threads_step_while_one_asks_a_tier_that_hangs(monkeypatch: pytest
         stream = iter(llm.stream([prompt], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)))
         next(stream)
         tier = Hanging(llm, monkeypatch)
-        asking = other.submit(llm.explain, tokens_of(1, 60))
+        asking = other.submit(llm.monitor.explain, tokens_of(1, 60))
         assert tier.asked.wait(60)
         assert [*stream]
         assert not asking.done()
@@ -402,7 +404,7 @@ def test_a_tier_that_does_not_answer_in_time_is_said(monkeypatch: pytest.MonkeyP
     with tiny_llm.llm(host_cache="1MiB", block_size=8) as llm:
         serve(llm, prompt)
         tier = Hanging(llm, monkeypatch)
-        answer = llm.explain([*prompt, 1])
+        answer = llm.monitor.explain([*prompt, 1])
         assert (answer.num_hit_tokens, answer.stop, answer.silent_tiers) == (60, None, ("host",))
         assert "the tier host does not answer" in str(answer)
         tier.free.set()

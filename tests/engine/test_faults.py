@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from typing import Any
 
 import numpy as np
@@ -13,8 +10,7 @@ import torch
 from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens, full_spec
 
-from quire.engine.interrupt import deferred_interrupt
-from quire.engine.sampling_params import SamplingParams
+from quire.sampling.params import SamplingParams
 
 PROMPT = [5, 9, 2, 7, 1]
 
@@ -100,36 +96,6 @@ def test_a_bug_in_the_bookkeeping_is_raised_after_everything_was_returned(
     with pytest.raises(AssertionError, match="bug"):
         engine.engine.step()
     engine.check_empty()
-
-
-def test_ctrl_c_waits_for_the_end_of_a_step() -> None:
-    done = []
-
-    def step() -> None:
-        with deferred_interrupt():
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.02)
-            done.append("the step")
-
-    with pytest.raises(KeyboardInterrupt):
-        step()
-    assert done == ["the step"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_second_ctrl_c_does_not_wait() -> None:
-    done = []
-
-    def step() -> None:
-        with deferred_interrupt():
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.01)
-            done.append("the step")
-
-    with pytest.raises(KeyboardInterrupt):
-        step()
-    assert done == []
 
 
 def test_a_prompt_array_is_not_kept() -> None:

@@ -10,9 +10,9 @@ from support import tiny_llm
 from support.cache_case import BACKENDS
 
 from quire import LLM, SamplingParams
-from quire.cache.mirror import block_hashes, namespace_digest
-from quire.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, to_wire
+from quire.cache.block_hash import block_hashes, namespace_digest
 from quire.errors import ArgumentError
+from quire.observe.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, to_wire
 
 zmq = pytest.importorskip("zmq")
 msgpack = pytest.importorskip("msgpack")
@@ -66,23 +66,23 @@ class Follower:
 
 
 def there(llm: LLM) -> dict[int, tuple[int, ...]]:
-    assert llm.watch is not None
-    blocks = llm.watch.mirror.by_id.values()
+    assert llm.engine.monitor is not None
+    blocks = llm.engine.monitor.mirror.by_id.values()
     return {int.from_bytes(b.hash[-8:], "big"): tuple(b.tokens.tolist()) for b in blocks if b.is_there}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_who_follows_knows_what_there_is(backend: str) -> None:
     with tiny_llm.llm(backend=backend, kv_memory="192KiB", max_num_seqs=2) as llm:
-        llm.add_tenant("a")
+        llm.tenants.add("a")
         early, late = Follower(), Follower()
-        llm.subscribe(early)
+        llm.monitor.subscribe(early)
         for i, prompt in enumerate(PROMPTS):
             llm.generate([prompt], ONE, tenant="a" if i % 2 else None)
             if i == 5:
-                end = llm.subscribe(late)
+                end = llm.monitor.subscribe(late)
         assert llm.stats()["num_evictions"] > 0
-        llm.watch.feed.collect()  # type: ignore[union-attr]
+        llm.engine.monitor.feed.collect()  # type: ignore[union-attr]
         assert {name: tokens for name, (_, tokens) in early.blocks.items()} == there(llm)
         assert late.blocks == early.blocks
         end()
@@ -104,8 +104,8 @@ def test_a_subscriber_that_fails_is_told_no_more(caplog: pytest.LogCaptureFixtur
 
     with tiny_llm.llm() as llm:
         good = Follower()
-        llm.subscribe(fail)
-        llm.subscribe(good)
+        llm.monitor.subscribe(fail)
+        llm.monitor.subscribe(good)
         for prompt in PROMPTS[:4]:
             assert llm.generate([prompt], ONE)[0].error is None
         assert len(told) == 2
@@ -115,12 +115,12 @@ def test_a_subscriber_that_fails_is_told_no_more(caplog: pytest.LogCaptureFixtur
 
 def test_the_shape_on_the_wire() -> None:
     with tiny_llm.llm(block_size=4) as llm:
-        llm.add_tenant("a")
+        llm.tenants.add("a")
         batches: list[EventBatch] = []
-        llm.subscribe(batches.append)
+        llm.monitor.subscribe(batches.append)
         llm.generate([[7, 8, 9, 10, 11, 12, 13, 14, 15]], ONE, tenant="a")
         llm.cache.drop([], namespace=llm.engine.tenants.namespace("a"))
-        llm.watch.feed.collect()  # type: ignore[union-attr]
+        llm.engine.monitor.feed.collect()  # type: ignore[union-attr]
         namespace = llm.engine.tenants.namespace("a")
     import numpy as np
 
@@ -149,7 +149,7 @@ def test_over_zeromq_with_numbers_and_replay() -> None:
     try:
         with tiny_llm.llm(kv_memory="192KiB", max_num_seqs=2) as llm:
             llm.generate([PROMPTS[0]], ONE)
-            publisher = llm.publish_events("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv@tests")
+            publisher = llm.monitor.publish_events("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv@tests")
             sub = context.socket(zmq.SUB)
             sub.connect(publisher.endpoint)
             sub.subscribe("kv@")
@@ -178,7 +178,7 @@ def test_over_zeromq_with_numbers_and_replay() -> None:
             assert {name: tokens for name, (_, tokens) in follower.blocks.items()} == there(llm)
             assert publisher.num_dropped == 0
             with pytest.raises(ArgumentError, match="expected an endpoint that can be bound"):
-                llm.publish_events(publisher.endpoint)
+                llm.monitor.publish_events(publisher.endpoint)
             publisher.close()
         sub.close(0)
     finally:
@@ -204,7 +204,7 @@ def ask(context: Any, endpoint: str | None, first: int | None) -> dict[int, byte
 
 
 def test_the_replay_buffer_and_the_queue_are_bounded() -> None:
-    from quire.engine.kv_publisher import KVEventPublisher
+    from quire.observe.publisher import KVEventPublisher
 
     context = zmq.Context()
     publisher = KVEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", max_batches=4, max_waiting=50)
@@ -226,7 +226,7 @@ def test_the_replay_buffer_and_the_queue_are_bounded() -> None:
 
 def test_an_engine_publishes_from_its_start_where_it_is_told_to() -> None:
     with tiny_llm.llm(kv_events="tcp://127.0.0.1:0", kv_events_replay="tcp://127.0.0.1:0") as llm:
-        [(publisher, _)] = llm._publishers
+        [(publisher, _)] = llm.monitor._publishers
         llm.generate([list(range(40))], SamplingParams(max_tokens=1, temperature=0))
         with zmq.Context() as context, context.socket(zmq.REQ) as asks:
             asks.setsockopt(zmq.RCVTIMEO, 30_000)

@@ -15,8 +15,8 @@ ALONE: list[tuple[dict[str, Any], str]] = [
     ({"disk_cache_size": "8GiB"}, "disk_cache_size also disk_cache, the folder"),
     ({"disk_cache_size": "1GiB", "host_cache": "1MiB"}, "disk_cache_size also disk_cache, the folder"),
     ({"cache_write": "through"}, "cache_write also host_cache, disk_cache or remote_cache"),
-    ({"park_memory": "1GiB", "preemption": "recompute"}, "park_memory also preemption park or auto"),
-    ({"park_memory": "1GiB", "storage": "contiguous"}, "park_memory also storage paged or virtual or auto"),
+    ({"swap_memory": "1GiB", "preemption": "recompute"}, "swap_memory also preemption swap or auto"),
+    ({"swap_memory": "1GiB", "storage": "contiguous"}, "swap_memory also storage paged or virtual or auto"),
     ({"pin_memory": "1MiB", "storage": "growing"}, "pin_memory also storage paged or virtual or auto"),
     ({"reservation": "pow2"}, "reservation also storage contiguous; paged does not use it"),
     ({"growth": "together", "storage": "contiguous"}, "growth also storage growing; contiguous does not"),
@@ -33,7 +33,7 @@ def test_alone_it_is_refused(options: dict[str, Any], says: str) -> None:
 def test_with_its_partner_it_is_taken(tmp_path: Path) -> None:
     for options in (
         {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "cache_write": "through"},
-        {"host_cache": "1MiB", "cache_write": "through", "park_memory": "1MiB"},
+        {"host_cache": "1MiB", "cache_write": "through", "swap_memory": "1MiB"},
         {"storage": "contiguous", "reservation": "pow2"},
         {"storage": "growing", "growth": "together:64"},
         {"preemption": "recompute", "storage": "contiguous"},

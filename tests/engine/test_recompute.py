@@ -17,8 +17,9 @@ from quire import LLM, SamplingParams
 from quire.cli.app import main
 from quire.engine.recompute import block_size_for, compare_sample, first_difference
 from quire.spec import KVSpec
+from quire.spec.payload import PayloadLayout
 from quire.tiers.disk import DiskTier
-from quire.tiers.segment import Segment, SegmentShape, encode
+from quire.tiers.segment import Segment, encode
 
 pytest.importorskip("quire._native")
 
@@ -43,7 +44,7 @@ def change(folder: Path, index: int, byte: int) -> Any:
     try:
         entry = sorted(tier.entries(), key=lambda entry: (-entry.info.start, entry.key))[index]
         with tiny_llm.llm() as llm:
-            shape = SegmentShape.of(llm.spec)
+            shape = PayloadLayout.of(llm.spec)
         value = tier.peek(entry.key)
         assert value is not None
         tokens = np.frombuffer(entry.info.tokens, "<i4")
@@ -113,7 +114,7 @@ def test_block_sizes_divide_where_segments_begin(tmp_path: Path) -> None:
 
 
 def test_the_place_of_a_difference() -> None:
-    shape = SegmentShape.of(KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32"))
+    shape = PayloadLayout.of(KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32"))
     one = np.random.default_rng(0).integers(0, 256, 10 * shape.bytes_per_token, np.uint8)
     assert first_difference(one, one.copy(), shape) is None
     layer_bytes = 10 * shape.bytes_per_token // 3

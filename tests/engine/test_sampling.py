@@ -9,26 +9,26 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from quire.engine.request import Request, Sample
-from quire.engine.sampling import new_generator, sample_tokens
-from quire.engine.sampling_params import SamplingParams
+from quire.sampling.params import SamplingParams
+from quire.sampling.sampler import new_generator, sample_tokens
+from quire.scheduler.request import Request, RequestSequence
 
 VOCAB = 50
 
 
-def make_sample(seed: int = 0, output: tuple[int, ...] = (), **params: Any) -> Sample:
+def make_sample(seed: int = 0, output: tuple[int, ...] = (), **params: Any) -> RequestSequence:
     prompt = np.array([1, 2, 3, 3], np.int32)
     request = Request("r", prompt, SamplingParams(**params).resolved(), max_tokens=9, seed=seed)
-    request.samples[0].output_ids = list(output)
-    return request.samples[0]
+    request.sequences[0].output_ids = list(output)
+    return request.sequences[0]
 
 
 def logits(num_rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def draw(rows: torch.Tensor, *samples: Sample) -> list[int]:
-    return sample_tokens(rows, samples, np.arange(len(samples))).tolist()
+def draw(rows: torch.Tensor, *sequences: RequestSequence) -> list[int]:
+    return sample_tokens(rows, sequences, np.arange(len(sequences))).tolist()
 
 
 def test_greedy_rows_are_the_argmax() -> None:
@@ -70,8 +70,8 @@ def test_draws_follow_the_distribution_of_transformers_pipeline(params: dict[str
             scores = warper(params[name])(None, scores)
     expected = scores.softmax(-1)[0].double().numpy()
     num_draws = 2500
-    samples = [make_sample(seed=seed, **params) for seed in range(num_draws)]
-    tokens = sample_tokens(row, samples, np.zeros(num_draws, np.int64))
+    sequences = [make_sample(seed=seed, **params) for seed in range(num_draws)]
+    tokens = sample_tokens(row, sequences, np.zeros(num_draws, np.int64))
     counts = np.bincount(tokens, minlength=VOCAB)
     assert (counts[expected == 0] == 0).all()
     likely = expected * num_draws >= 5
@@ -123,11 +123,11 @@ def test_generators_differ_by_seed_and_index_and_repeat() -> None:
 
 def test_logprobs_are_of_the_raw_logits_chosen_first() -> None:
     row = logits(1)
-    sample = make_sample(logprobs=3, temperature=0.3, logit_bias={9: 100.0})
-    assert draw(row, sample) == [9]
+    sequence = make_sample(logprobs=3, temperature=0.3, logit_bias={9: 100.0})
+    assert draw(row, sequence) == [9]
     expected = row.log_softmax(-1)[0]
-    assert sample.logprobs is not None
-    entry = sample.logprobs[0]
+    assert sequence.logprobs is not None
+    entry = sequence.logprobs[0]
     assert next(iter(entry)) == 9
     assert set(entry) == {9, *expected.topk(3).indices.tolist()}
     assert all(value == pytest.approx(float(expected[token])) for token, value in entry.items())
@@ -136,26 +136,26 @@ def test_logprobs_are_of_the_raw_logits_chosen_first() -> None:
 def test_a_row_of_nan_fails_its_own_sample_and_no_other() -> None:
     rows = logits(3)
     rows[1, 4] = float("nan")
-    samples = [make_sample(), make_sample(), make_sample(temperature=1.0)]
-    tokens = draw(rows, *samples)
-    assert samples[0].error is None
-    assert samples[2].error is None
-    assert "NaN" in str(samples[1].error)
+    sequences = [make_sample(), make_sample(), make_sample(temperature=1.0)]
+    tokens = draw(rows, *sequences)
+    assert sequences[0].error is None
+    assert sequences[2].error is None
+    assert "NaN" in str(sequences[1].error)
     assert tokens[0] == int(rows[0].argmax())
 
 
 def test_forbidding_every_token_fails_the_sample() -> None:
-    sample = make_sample(temperature=1.0, logit_bias=dict.fromkeys(range(VOCAB), float("-inf")))
-    draw(logits(1), sample)
-    assert "no token possible" in str(sample.error)
+    sequence = make_sample(temperature=1.0, logit_bias=dict.fromkeys(range(VOCAB), float("-inf")))
+    draw(logits(1), sequence)
+    assert "no token possible" in str(sequence.error)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-6])
 def test_a_temperature_next_to_nothing_is_greedy(temperature: float) -> None:
     rows = logits(3)
-    samples = [make_sample(temperature=temperature, top_p=1e-300) for _ in range(3)]
-    assert draw(rows, *samples) == rows.argmax(-1).tolist()
-    assert all(sample.error is None for sample in samples)
+    sequences = [make_sample(temperature=temperature, top_p=1e-300) for _ in range(3)]
+    assert draw(rows, *sequences) == rows.argmax(-1).tolist()
+    assert all(sequence.error is None for sequence in sequences)
 
 
 def test_the_logits_are_not_changed() -> None:

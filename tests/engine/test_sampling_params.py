@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError
+from quire.sampling.params import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_the_user_gave_wins_over_the_model_and_the_model_over_neutral() -> 
     assert (resolved.temperature, resolved.top_p, resolved.top_k, resolved.max_tokens) == (0.0, 0.5, 20, 77)
     assert (resolved.min_p, resolved.repetition_penalty) == (0.0, 1.0)
     assert SamplingParams().resolved(defaults).temperature == 0.6
-    assert SamplingParams().resolved({}).temperature == 1.0  # a model that samples and names no temperature
+    assert SamplingParams().resolved({}).temperature == 1.0  # a model that sequences and names no temperature
     assert SamplingParams().resolved(None).temperature == 0.0
 
 

@@ -11,10 +11,10 @@ from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens, full_spec, window_spec
 from support.faulty_tier import FaultyTier
 
-from quire.cache.units import num_units_for
-from quire.engine.preemption import MODES, Mode
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.tier_stores import POLICIES, Policy
+from quire.cache.block_counts import num_blocks_for
+from quire.offload.store import POLICIES, Policy
+from quire.offload.swap import MODES, Mode
+from quire.sampling.params import SamplingParams
 from quire.tiers.host import HostTier
 
 SHARED = [(11 * i + i * i) % 90 for i in range(24)]
@@ -59,7 +59,7 @@ def run(
 ) -> tuple[FakeEngine, dict[int, list[list[int]]], list[tuple[int, ...]]]:
     spec = window_spec(window) if window else full_spec()
     longest = max(len(r.prompt) + r.max_tokens - 1 for r in requests)
-    least = num_units_for(spec, longest, block_size)
+    least = num_blocks_for(spec, longest, block_size)
     engine = FakeEngine(
         num_blocks=least + num_blocks,
         block_size=block_size,
@@ -86,7 +86,7 @@ def run(
             if when == step and (output := engine.engine.abort(request_id)) is not None:
                 engine.outputs[request_id] = output
         engine.step()
-        history.append(tuple(sample.key[1] for sample in engine.scheduler.running))
+        history.append(tuple(sequence.key[1] for sequence in engine.scheduler.running))
         if step > 12 and not engine.engine.has_work:
             break
     engine.check_empty()  # no livelock: everything ended
@@ -143,7 +143,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(**case: object) -> None:
     check_case(**case)  # type: ignore[arg-type]
 
 
-def test_who_joins_an_attempt_that_finds_no_room_has_its_parked_bytes_dropped() -> None:
+def test_who_joins_an_attempt_that_finds_no_room_has_its_swapped_bytes_dropped() -> None:
     """It comes back alone, does not fit, and runs in a smaller chunk: an attempt later, in which nobody joins."""
     prompt = (0, 12, 26, 42)
     check_case(

@@ -16,8 +16,8 @@ from support.cache_case import BACKENDS
 from support.conversations_case import GREEDY, START, TURNS, Answer, alone, answer, windowed
 
 from quire import LLM, AsyncEngine
-from quire.engine.snapshots import Snapshot
 from quire.errors import ArgumentError, LoadError
+from quire.sessions.snapshots import Snapshot
 from quire.tiers.tier import TierError
 
 SIZE = {"disk_cache_size": "64MiB"}
@@ -27,10 +27,10 @@ def opened(folder: Path, **options: Any) -> LLM:
     return tiny_llm.llm(disk_cache=folder, **{**SIZE, **options})
 
 
-def retentions(llm: LLM) -> list[int]:
+def spans(llm: LLM) -> list[int]:
     assert llm.tiers is not None
     assert llm.tiers.disk is not None
-    return sorted(entry.info.retention for entry in llm.tiers.disk.entries())
+    return sorted(entry.info.cache_priority for entry in llm.tiers.disk.entries())
 
 
 _SECOND = """
@@ -59,7 +59,7 @@ def test_another_process_goes_on_with_it(backend: str, tmp_path: Path) -> None:
         stored = (len(said) - 1) // llm.block_size * llm.block_size
         assert (made.num_tokens, made.num_stored_tokens, made.is_usable) == (len(said), stored, True)
         assert llm.snapshots() == [made]
-        assert retentions(llm) == [2] * (stored // llm.block_size)
+        assert spans(llm) == [2] * (stored // llm.block_size)
         # A second process, while this one has the folder open and before it ends.
         tests = Path(__file__).parents[1]
         path = os.pathsep.join([str(tests), *sys.path])
@@ -144,21 +144,21 @@ def test_names_are_listed_replaced_and_removed_and_segments_kept_while_needed(tm
         short.snapshot("a")
         long.snapshot("b")
         assert [one.name for one in llm.snapshots()] == ["a", "b"]
-        assert retentions(llm) == [2] * 6
+        assert spans(llm) == [2] * 6
         with pytest.raises(
             ArgumentError, match="expected a new name for a snapshot, got 'a', which is taken"
         ):
             long.snapshot("a")
         assert len(llm.resume("a")) == len(short)
         llm.remove_snapshot("b")
-        assert retentions(llm) == [1, 1, 2, 2, 2, 2]
+        assert spans(llm) == [1, 1, 2, 2, 2, 2]
         long.snapshot("a", overwrite=True)
         assert llm.resume("a").token_ids == long.token_ids
-        assert retentions(llm) == [2] * 6
+        assert spans(llm) == [2] * 6
         short.snapshot("a", overwrite=True)
-        assert retentions(llm) == [1, 1, 2, 2, 2, 2]
+        assert spans(llm) == [1, 1, 2, 2, 2, 2]
         llm.remove_snapshot("a")
-        assert retentions(llm) == [1] * 6
+        assert spans(llm) == [1] * 6
         assert llm.snapshots() == []
         for call in (llm.resume, llm.remove_snapshot):
             with pytest.raises(ArgumentError, match="expected the name of a snapshot, got 'a'"):
@@ -173,6 +173,9 @@ def test_namespaces_do_not_see_each_other(tmp_path: Path) -> None:
         other.snapshot("a")
         assert llm.resume("a", namespace=b"mine").token_ids == START
         assert llm.resume("a", namespace=b"mine")._transcript.extra_keys == {3: b"image"}
+        for call in (lambda **key: llm.resume("a", **key), llm.snapshots):
+            with pytest.raises(TypeError, match="'extra_keys'"):
+                call(namespace=b"mine", extra_keys={3: b"image"})
         assert llm.resume("a", namespace=b"other").token_ids == TURNS[0]
         assert llm.snapshots() == []
         with pytest.raises(ArgumentError, match="expected the name of a snapshot, got 'a'"):
@@ -311,7 +314,7 @@ def test_segments_that_the_disk_refuses_cost_time_alone(
         assert "the snapshot a has not all of its keys and values: the disk is full" in caplog.text
         assert llm.resume("a").token_ids == conversation.token_ids
         with monkeypatch.context() as patch:
-            patch.setattr(llm.tiers.disk, "set_retention", refuse)
+            patch.setattr(llm.tiers.disk, "set_cache_priority", refuse)
             llm.remove_snapshot("a")
             assert llm.snapshots() == []
         assert "what removed snapshots have kept goes last still: the disk is full" in caplog.text
@@ -341,24 +344,24 @@ def test_what_a_full_disk_keeps_is_let_go_when_it_can_be(
         shared = llm.conversation(START[:40])
         shared.generate(GREEDY)
         num_kept = shared.snapshot("b").num_stored_tokens // llm.block_size
-        kept = retentions(llm)
+        kept = spans(llm)
         assert set(kept) == {2}
         assert llm.tiers is not None
         disk = llm.tiers.disk
-        set_retention = disk.set_retention  # type: ignore[union-attr]
+        set_cache_priority = disk.set_cache_priority  # type: ignore[union-attr]
 
-        def refuse_to_let_go(keys: Any, retention: int) -> None:
-            if retention < 2:
+        def refuse_to_let_go(keys: Any, cache_priority: int) -> None:
+            if cache_priority < 2:
                 refuse()
-            set_retention(keys, retention)
+            set_cache_priority(keys, cache_priority)
 
         with monkeypatch.context() as patch:
-            patch.setattr(disk, "set_retention", refuse_to_let_go)
+            patch.setattr(disk, "set_cache_priority", refuse_to_let_go)
             if how == "remove":
                 llm.remove_snapshot("a")
             else:
                 llm.conversation([7] * 20).snapshot("a", overwrite=True)
-            assert retentions(llm)[: len(kept)] == kept
+            assert spans(llm)[: len(kept)] == kept
             assert aside(tmp_path) == 1
             with pytest.raises(ArgumentError, match="expected the name of a snapshot"):
                 llm.remove_snapshot("none")
@@ -372,11 +375,11 @@ def test_what_a_full_disk_keeps_is_let_go_when_it_can_be(
             llm.generate([START + [3] * 16], GREEDY)
             llm.flush()
         assert aside(tmp_path) == 0
-        assert retentions(llm).count(2) == num_kept  # what b needs
+        assert spans(llm).count(2) == num_kept  # what b needs
         names = [one.name for one in llm.snapshots()]
         assert names == (["b"] if how == "remove" else ["a", "b"])
         llm.remove_snapshot("b")
-        assert set(retentions(llm)) == {1}
+        assert set(spans(llm)) == {1}
         assert made.num_stored_tokens // llm.block_size > num_kept
 
 
@@ -389,10 +392,10 @@ def test_what_another_model_has_kept_waits_for_it(tmp_path: Path, monkeypatch: p
     with LLM((tiny_llm.model(1), tiny_llm.tokenizer()), **other) as llm:
         llm.remove_snapshot("a")
         assert llm.snapshots() == []
-        assert (aside(tmp_path), set(retentions(llm))) == (1, {2})
+        assert (aside(tmp_path), set(spans(llm))) == (1, {2})
     with opened(tmp_path) as llm:
         assert llm.snapshots() == []
-        assert (aside(tmp_path), set(retentions(llm))) == (0, {1})
+        assert (aside(tmp_path), set(spans(llm))) == (0, {1})
 
 
 def test_an_async_engine_keeps_and_resumes_them_while_it_serves(tmp_path: Path) -> None:

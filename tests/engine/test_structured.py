@@ -11,8 +11,10 @@ import time
 import pytest
 
 from quire import LLM, AsyncEngine, SamplingParams
-from quire.engine import grammar_trial, structured
 from quire.errors import ArgumentError
+from quire.sampling import grammar as structured
+from quire.sampling import grammar_trial
+from quire.scheduler.request_options import RequestOptions
 
 SCHEMA = {
     "type": "object",
@@ -136,7 +138,7 @@ def test_deltas_add_up(llm: LLM) -> None:
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=3, n=2, logprobs=0)
     whole = llm.generate("def f(", params)[0]
     engine = llm.engine
-    engine.submit(llm.tokenizer("def f(")["input_ids"], params, stream=True, deltas=True)
+    engine.submit(llm.tokenizer("def f(")["input_ids"], RequestOptions(params, stream=True, deltas=True))
     texts, tokens, logprobs = ["", ""], [[], []], [[], []]
     while engine.has_work:
         for result in engine.step():

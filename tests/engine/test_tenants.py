@@ -15,8 +15,10 @@ from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens
 
 from quire import SamplingParams
-from quire.engine.tenants import Tenants
+from quire.cache.prefix_key import PrefixKey
 from quire.errors import ArgumentError, CapacityError
+from quire.scheduler.request_options import RequestOptions
+from quire.scheduler.tenants import Tenants
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 SECRET = b"a secret of the server's"
@@ -28,17 +30,17 @@ def tokens_of(seed: int, n: int) -> list[int]:
 
 def fake(num_blocks: int = 32, **options: Any) -> FakeEngine:
     engine = FakeEngine(num_blocks=num_blocks, **options)
-    engine.size = engine.cache.unit_bytes  # type: ignore[attr-defined]
+    engine.size = engine.cache.block_bytes  # type: ignore[attr-defined]
     return engine
 
 
 def add(engine: FakeEngine, name: str, quota: int | None = None, floor: int = 0, priority: int = 0) -> int:
-    """Limits in units; its account."""
-    size = engine.cache.unit_bytes
+    """Limits in blocks; its owner."""
+    size = engine.cache.block_bytes
     tenant = engine.engine.tenants.add(
         name, quota=None if quota is None else quota * size, floor=floor * size, priority=priority
     )
-    return tenant.account
+    return tenant.owner_id
 
 
 # -- who finds what --------------------------------------------------------------------------------------
@@ -50,8 +52,8 @@ def test_what_another_tenant_has_costs_as_much_as_what_nobody_has(backend: str) 
     seen: dict[str, list[tuple[int, ...]]] = {"another's": [], "nobody's": [], "one's own": []}
     with tiny_llm.llm(backend=backend, tenant_secret=SECRET, kv_memory="16MiB") as llm:
         for name in ("alice", "bob"):
-            llm.add_tenant(name)
-        published = llm.publish(tokens_of(1000, 21))
+            llm.tenants.add(name)
+        published = llm.pins.publish(tokens_of(1000, 21))
         for seed in range(30):
             prompt = [100 + 2 * seed, *tokens_of(seed, 40 + seed)]
             if seed % 2:
@@ -89,8 +91,8 @@ def test_time_tells_nothing_of_what_another_tenant_has() -> None:
     """A rank test of measured times: at most one in a thousand fair runs would fail."""
     times: dict[bool, list[float]] = {True: [], False: []}
     with tiny_llm.llm(kv_memory="16MiB") as llm:
-        llm.add_tenant("alice")
-        llm.add_tenant("bob")
+        llm.tenants.add("alice")
+        llm.tenants.add("bob")
         prompts = [tokens_of(seed, 160) for seed in range(400)]
         for prompt in prompts[::2]:
             llm.generate([prompt], ONE, tenant="alice")
@@ -117,13 +119,13 @@ def test_salts_without_end_are_forgotten_with_their_content() -> None:
     engine = fake()
     add(engine, "alice")
     tenants, prompt = engine.engine.tenants, tokens_of(1, 20)
-    place = tenants.place(np.array(prompt), tenant="alice", cache_salt="kept")
-    sequence = engine.cache.open(prompt, namespace=place.namespace)
+    key = tenants.resolve(PrefixKey("alice", "kept"), np.array(prompt))
+    cache_sequence = engine.cache.open(prompt, namespace=key.namespace)
     for i in range(20_000):
-        tenants.place(np.array(prompt), tenant="alice", cache_salt=f"salt {i}")
+        tenants.resolve(PrefixKey("alice", f"salt {i}"), np.array(prompt))
     assert len(tenants.namespaces_of(None)) <= 4097
-    assert tenants.owner_of(place.namespace) == tenants.owner_of(tenants.namespace("alice")) == "alice"
-    engine.cache.close(sequence)
+    assert tenants.owner_of(key.namespace) == tenants.owner_of(tenants.namespace("alice")) == "alice"
+    engine.cache.close(cache_sequence)
 
 
 def test_a_namespace_comes_from_the_secret_and_not_from_the_request() -> None:
@@ -135,33 +137,33 @@ def test_a_namespace_comes_from_the_secret_and_not_from_the_request() -> None:
     assert len(set(names)) == len(names)
     assert [same.namespace("a"), same.public] == [names[0], mine.public]
     assert without.namespace("a") != names[0]
-    place = mine.place(np.arange(9), cache_salt="s")
-    assert place.namespace == mine.namespace("", "s")
+    key = mine.resolve(PrefixKey(cache_salt="s"), np.arange(9))
+    assert key.namespace == mine.namespace("", "s")
 
 
 def test_published_tokens_are_everybodys_and_what_follows_is_not() -> None:
     with tiny_llm.llm() as llm:
-        llm.add_tenant("alice")
-        llm.add_tenant("bob", quota="64KiB")
+        llm.tenants.add("alice")
+        llm.tenants.add("bob", quota="64KiB")
         system, question = tokens_of(1, 37), tokens_of(2, 30)
 
         def found(prompt: list[int], **options: Any) -> int:
             return llm.generate([prompt], ONE, **options)[0].num_cached_tokens
 
         assert found(system + question, tenant="alice") == 0
-        pin = llm.publish(system)
+        pin = llm.pins.publish(system)
         assert found(system + question, tenant="alice") == 37
         assert found(system + question, tenant="alice") == 66
         assert found(system + question, tenant="bob") == 37
         assert found(system + question) == 37
         assert found(system, tenant="bob") == 0, "nothing behind it: the tenant's own"
-        longer = llm.publish(system + question[:3])
+        longer = llm.pins.publish(system + question[:3])
         assert found(system + question, tenant="alice") == 40
         for one in (pin, longer):
-            llm.unpin(one)
+            llm.pins.remove(one)
         assert found(system + question, tenant="alice") == 66, "what it had before"
-        account = llm.engine.tenants["bob"].account
-        assert sum(llm.cache.account_counts(account)) * llm.cache.unit_bytes <= 64 << 10
+        owner_id = llm.engine.tenants["bob"].owner_id
+        assert sum(llm.cache.owner_counts(owner_id)) * llm.cache.block_bytes <= 64 << 10
         llm.cache.check()
 
 
@@ -183,7 +185,7 @@ def test_what_can_never_fit_in_its_quota_fails_at_once_with_the_numbers() -> Non
     assert len(engine.run()[request].outputs[0].token_ids) == 13, "as much as the quota leaves"
 
 
-@pytest.mark.parametrize("preemption", ["park", "recompute"])
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_every_request_gets_its_tokens_whatever_the_quotas(preemption: Any) -> None:
     rng = random.Random(3)
     for case in range(12):
@@ -194,22 +196,24 @@ def test_every_request_gets_its_tokens_whatever_the_quotas(preemption: Any) -> N
         for i in range(16):
             prompt = tokens_of(100 * case + i, rng.randint(2, 16))
             tenant = rng.choice(["a", "b", None])
-            retention = rng.choice(["keep", "normal", "discard"])
+            cache_priority = rng.choice(["keep", "normal", "discard"])
             prompts[
-                engine.submit(prompt, SamplingParams(max_tokens=10), tenant=tenant, retention=retention)
+                engine.submit(
+                    prompt, SamplingParams(max_tokens=10), tenant=tenant, cache_priority=cache_priority
+                )
             ] = prompt
         while engine.engine.has_work:
             engine.step()
             for tenant in engine.engine.tenants:
-                counts = engine.cache.account_counts(tenant.account)
+                counts = engine.cache.owner_counts(tenant.owner_id)
                 if tenant.quota_bytes is not None:
-                    assert sum(counts) * engine.cache.unit_bytes <= tenant.quota_bytes
+                    assert sum(counts) * engine.cache.block_bytes <= tenant.quota_bytes
         for request_id, prompt in prompts.items():
             assert engine.outputs[request_id].outputs[0].token_ids == expected_tokens(engine.spec, prompt, 10)
         engine.check_empty()
 
 
-def test_who_waits_for_its_own_units_delays_nobody_else() -> None:
+def test_who_waits_for_its_own_blocks_delays_nobody_else() -> None:
     engine = fake(num_blocks=40, max_num_seqs=16)
     add(engine, "small", quota=6)
     add(engine, "other")
@@ -220,7 +224,7 @@ def test_who_waits_for_its_own_units_delays_nobody_else() -> None:
         engine.submit(tokens_of(3 + i, 8), SamplingParams(max_tokens=4), tenant="other") for i in range(3)
     ]
     engine.step()
-    running = {sample.request.request_id for sample in engine.scheduler.running}
+    running = {sequence.request.request_id for sequence in engine.scheduler.running}
     assert running == {first, *others}
     ended = []
     while engine.engine.has_work:
@@ -252,7 +256,7 @@ def test_a_quota_preempts_the_tenants_own_youngest() -> None:
 
 def test_a_floor_is_not_taken_by_others_running_or_cached() -> None:
     engine = fake(num_blocks=20, max_num_seqs=16)
-    account = add(engine, "kept", floor=6)
+    owner_id = add(engine, "kept", floor=6)
     add(engine, "greedy")
     prompt = tokens_of(0, 23)
     engine.submit(prompt, SamplingParams(max_tokens=1), tenant="kept")
@@ -260,7 +264,7 @@ def test_a_floor_is_not_taken_by_others_running_or_cached() -> None:
     for i in range(20):
         engine.submit(tokens_of(1 + i, 20), SamplingParams(max_tokens=10), tenant="greedy")
     engine.run()
-    assert sum(engine.cache.account_counts(account)) == 6
+    assert sum(engine.cache.owner_counts(owner_id)) == 6
     again = engine.submit(prompt, SamplingParams(max_tokens=1), tenant="kept")
     assert engine.run()[again].num_cached_tokens == 22
     # One that runs within its floor is not preempted for others either, young as it may be.
@@ -287,12 +291,12 @@ def test_priority_is_the_tenants_and_the_requests() -> None:
     assert ended == [order[2], order[3], order[0], order[1]]
 
 
-def test_retention_decides_what_goes_first() -> None:
+def test_cache_priority_decides_what_goes_first() -> None:
     engine = fake(num_blocks=12)
     kept, dropped = tokens_of(1, 16), tokens_of(2, 16)
-    engine.submit(kept, SamplingParams(max_tokens=1), retention="keep")
+    engine.submit(kept, SamplingParams(max_tokens=1), cache_priority="keep")
     engine.run()
-    engine.submit(dropped, SamplingParams(max_tokens=1), retention="discard")
+    engine.submit(dropped, SamplingParams(max_tokens=1), cache_priority="discard")
     engine.run()
     engine.submit(tokens_of(3, 24), SamplingParams(max_tokens=1))
     engine.run()
@@ -320,28 +324,28 @@ def test_limits_that_cannot_be_are_refused() -> None:
             ({"priority": 1.5}, "expected an integer priority, got 1.5"),
         ):
             with pytest.raises(ArgumentError, match=message):
-                llm.add_tenant("a", **options)
+                llm.tenants.add("a", **options)
         with pytest.raises(ArgumentError, match="expected a tenant's name, got ''"):
-            llm.add_tenant("")
-        llm.add_tenant("a/../b", floor="1.5MiB")
+            llm.tenants.add("")
+        llm.tenants.add("a/../b", floor="1.5MiB")
         with pytest.raises(ArgumentError, match=r"expected a new tenant, got 'a/\.\./b'"):
-            llm.add_tenant("a/../b")
+            llm.tenants.add("a/../b")
         with pytest.raises(ArgumentError, match=r"where 1\.5MiB are other tenants' floors"):
-            llm.add_tenant("c", floor="1MiB")
+            llm.tenants.add("c", floor="1MiB")
         with pytest.raises(
             ArgumentError, match=r"expected a tenant that was added, got 'd' \(known: a/../b\)"
         ):
             llm.generate([[1, 2]], ONE, tenant="d")
         with pytest.raises(ArgumentError, match="expected keep, normal or discard, got 'always'"):
-            llm.generate([[1, 2]], ONE, retention="always")  # type: ignore[arg-type]
+            llm.generate([[1, 2]], ONE, cache_priority="always")  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="expected text as cache_salt"):
             llm.generate([[1, 2]], ONE, cache_salt="")
         with pytest.raises(CapacityError, match=r"expected a kv_memory of at least 1.5MiB"):
             llm.resize("1MiB")
         assert llm.stats()["num_blocks"] == 256
         llm.resize("4MiB")
-        llm.add_tenant("c", floor="2MiB")
-        llm.remove_tenant("a/../b")
+        llm.tenants.add("c", floor="2MiB")
+        llm.tenants.remove("a/../b")
         llm.resize("2MiB")
         with pytest.raises(
             ArgumentError, match="expected at least 16 bytes, got 5 bytes - in `tenant_secret`"
@@ -351,18 +355,18 @@ def test_limits_that_cannot_be_are_refused() -> None:
 
 def test_a_tenant_that_is_removed_leaves_nothing() -> None:
     with tiny_llm.llm() as llm:
-        llm.add_tenant("a", quota="512KiB")
+        llm.tenants.add("a", quota="512KiB")
         llm.generate([tokens_of(0, 50)], ONE, tenant="a")
         llm.generate([tokens_of(0, 50)], ONE, tenant="a", cache_salt="s")
-        llm.pin(tokens_of(1, 20), tenant="a")
-        request = llm.engine.submit(tokens_of(2, 20), ONE, tenant="a")
+        llm.pins.add(tokens_of(1, 20), tenant="a")
+        request = llm.engine.submit(tokens_of(2, 20), RequestOptions.of(ONE, tenant="a"))
         with pytest.raises(ArgumentError, match="expected a tenant without requests, got 'a' with 1"):
-            llm.remove_tenant("a")
+            llm.tenants.remove("a")
         llm.engine.abort(request)
-        llm.remove_tenant("a")
+        llm.tenants.remove("a")
         stats = llm.stats()
         assert (stats["cached"], stats["pinned"], stats["num_tenants"]) == (0, 0, 0)
-        llm.add_tenant("a")
+        llm.tenants.add("a")
         assert llm.generate([tokens_of(0, 50)], ONE, tenant="a")[0].num_cached_tokens == 0
 
 
@@ -371,8 +375,8 @@ def test_a_tenant_that_is_removed_leaves_nothing() -> None:
 
 def test_pins_of_an_engine_hold_under_pressure_and_within_their_budget() -> None:
     with tiny_llm.llm(kv_memory="256KiB", pin_memory="64KiB", max_num_seqs=4) as llm:
-        llm.add_tenant("a")
-        pin = llm.pin(tokens_of(0, 100), tenant="a", owner="the chat")
+        llm.tenants.add("a")
+        pin = llm.pins.add(tokens_of(0, 100), tenant="a", owner="the chat")
         assert (pin.owner, len(pin.tokens)) == ("the chat", 100)
         assert (
             repr(pin) == "Pin(owner='the chat', num_tokens=100, ttl_s=None, num_hits=0)"
@@ -380,8 +384,8 @@ def test_pins_of_an_engine_hold_under_pressure_and_within_their_budget() -> None
         with pytest.raises(
             CapacityError, match=r"expected a pin within the budget of 64KiB \(8 blocks\), got one that"
         ):
-            llm.pin(tokens_of(1, 40))
-        llm.pin(tokens_of(0, 90), tenant="a")  # shares all but the last block
+            llm.pins.add(tokens_of(1, 40))
+        llm.pins.add(tokens_of(0, 90), tenant="a")  # shares all but the last block
         for seed in range(2, 12):
             llm.generate([tokens_of(seed, 120)], ONE)
         assert llm.generate([[*tokens_of(0, 100), 7]], ONE, tenant="a")[0].num_cached_tokens == 100
@@ -389,11 +393,11 @@ def test_pins_of_an_engine_hold_under_pressure_and_within_their_budget() -> None
         stats = llm.stats()
         assert (stats["pinned"], stats["num_pins"]) == (7, 2)
         with pytest.raises(CapacityError, match=r"expected a kv_memory of at least .* are pinned"):
-            llm.resize(6 * llm.cache.unit_bytes)
+            llm.resize(6 * llm.cache.block_bytes)
         llm.trim()
         assert llm.stats()["pinned"] == 7
         for one in llm.pins:
-            llm.unpin(one)
+            llm.pins.remove(one)
         assert llm.stats()["pinned"] == 0
         llm.cache.check()
 
@@ -401,28 +405,28 @@ def test_pins_of_an_engine_hold_under_pressure_and_within_their_budget() -> None
 def test_no_pin_and_no_floor_may_strand_a_request_that_waits() -> None:
     later = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
     with tiny_llm.llm(kv_memory="192KiB", pin_memory="100%") as llm:
-        waiting = llm.engine.submit(tokens_of(0, 200), later, priority=10)
+        waiting = llm.engine.submit(tokens_of(0, 200), RequestOptions(later, priority=10))
         with pytest.raises(CapacityError, match=f"in request '{waiting}'"):
-            llm.pin(tokens_of(1, 240))
+            llm.pins.add(tokens_of(1, 240))
         assert llm.stats()["num_pins"] == 0
         with pytest.raises(CapacityError, match=f"in request '{waiting}'"):
-            llm.add_tenant("a", floor="100KiB")
+            llm.tenants.add("a", floor="100KiB")
         assert llm.stats()["num_tenants"] == 0
         while llm.engine.has_work:
             llm.engine.step()
-        pin = llm.pin(tokens_of(1, 240))
+        pin = llm.pins.add(tokens_of(1, 240))
         with pytest.raises(CapacityError, match="15 of which pins and other tenants' floors keep"):
             llm.generate([tokens_of(2, 240)], SamplingParams(max_tokens=16))
         shared = llm.generate([tokens_of(1, 240)], SamplingParams(max_tokens=16, ignore_eos=True))[0]
         assert len(shared.outputs[0].token_ids) == 16
-        llm.unpin(pin)
+        llm.pins.remove(pin)
 
 
 def test_rows_share_nothing_to_pin() -> None:
     with tiny_llm.llm(storage="contiguous") as llm:
-        llm.add_tenant("a")
+        llm.tenants.add("a")
         llm.generate([[1, 2, 3]], ONE, tenant="a")
-        for call in (llm.pin, llm.publish, llm.explain, llm.subscribe):
+        for call in (llm.pins.add, llm.pins.publish, llm.monitor.explain, llm.monitor.subscribe):
             with pytest.raises(ArgumentError, match="expected a cache that shares prefixes"):
                 call([1, 2, 3])
-        assert "token" in llm.report()
+        assert "token" in llm.monitor.report()

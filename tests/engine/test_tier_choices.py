@@ -1,4 +1,4 @@
-"""What goes into tiers and comes out of them: by retention, by cost, within quotas and floors."""
+"""What goes into tiers and comes out of them: by cache priority, by cost, within quotas and floors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens
 
 from quire import SamplingParams
-from quire.engine.tier_stores import POLICIES, Policy
+from quire.cache.block_hash import root_key
+from quire.offload.store import POLICIES, Policy
 from quire.tiers.host import HostTier
-from quire.tiers.keys import root_key
 from quire.tiers.names import chain_names
 
 BLOCK = 4
@@ -30,12 +30,12 @@ def serve(engine: FakeEngine, tokens: list[int], num_tokens: int = 1, **options:
     return output
 
 
-def retentions(engine: FakeEngine, tier: HostTier, tokens: list[int], segment_blocks: int = 2) -> list[int]:
+def spans(engine: FakeEngine, tier: HostTier, tokens: list[int], segment_blocks: int = 2) -> list[int]:
     """How the tier keeps what it has of these tokens."""
     root = root_key(b"a model", b"")
 
     names = chain_names(root, np.array(tokens), segment_blocks * BLOCK, BLOCK)
-    return [tier._entries[name.key].retention for name in names if name.key in tier._entries]
+    return [tier._entries[name.key].cache_priority for name in names if name.key in tier._entries]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -44,13 +44,13 @@ def test_what_is_to_be_discarded_is_stored_in_no_tier_and_what_is_to_be_kept_goe
 ) -> None:
     tier = HostTier(1 << 20)
     engine = FakeEngine(num_blocks=12, tiers=[tier], policy=policy)
-    for first, retention in enumerate(("discard", "normal", "keep")):
-        serve(engine, prompt(first), retention=retention)
+    for first, cache_priority in enumerate(("discard", "normal", "keep")):
+        serve(engine, prompt(first), cache_priority=cache_priority)
     assert engine.stores is not None
     engine.stores.hand_over()
-    assert retentions(engine, tier, prompt(0)) == []
-    assert retentions(engine, tier, prompt(1)) == [1] * 4
-    assert retentions(engine, tier, prompt(2)) == [2] * 4
+    assert spans(engine, tier, prompt(0)) == []
+    assert spans(engine, tier, prompt(1)) == [1] * 4
+    assert spans(engine, tier, prompt(2)) == [2] * 4
     assert serve(engine, prompt(2)).num_cached_tokens == 31
     # In the tier too: of these, normal ones go for normal ones, and what is kept stays.
     value = next(iter(tier._entries.values())).value.nbytes
@@ -58,8 +58,8 @@ def test_what_is_to_be_discarded_is_stored_in_no_tier_and_what_is_to_be_kept_goe
     for first in range(10, 16):
         serve(engine, prompt(first))
     engine.stores.hand_over()
-    assert retentions(engine, tier, prompt(2)) == [2] * 4
-    assert retentions(engine, tier, prompt(1)) == []
+    assert spans(engine, tier, prompt(2)) == [2] * 4
+    assert spans(engine, tier, prompt(1)) == []
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -67,20 +67,20 @@ def test_a_later_use_decides_too(policy: Policy) -> None:
     """What one request would have thrown away another one uses, and a third one keeps."""
     tier = HostTier(1 << 20)
     engine = FakeEngine(num_blocks=24, tiers=[tier], policy=policy)
-    serve(engine, prompt(0), retention="discard")
+    serve(engine, prompt(0), cache_priority="discard")
     serve(engine, prompt(1))
     serve(engine, prompt(0, 16))
-    serve(engine, prompt(1, 16), retention="keep")
+    serve(engine, prompt(1, 16), cache_priority="keep")
     assert engine.stores is not None
     engine.stores.hand_over()
     # The last token of a prompt is computed again, in a block of its own: the fourth is used by nobody else.
-    assert retentions(engine, tier, prompt(0), 2)[:1] == [1]
-    assert 2 in retentions(engine, tier, prompt(1), 2)
-    serve(engine, prompt(0), retention="keep")
+    assert spans(engine, tier, prompt(0), 2)[:1] == [1]
+    assert 2 in spans(engine, tier, prompt(1), 2)
+    serve(engine, prompt(0), cache_priority="keep")
     for first in range(10, 16):
         serve(engine, prompt(first))
     engine.stores.hand_over()
-    assert retentions(engine, tier, prompt(0)) == [2] * 4
+    assert spans(engine, tier, prompt(0)) == [2] * 4
 
 
 @pytest.mark.parametrize(("estimate_s", "is_loaded"), [(10.0, True), (1000.0, False)])
@@ -121,8 +121,8 @@ def test_only_what_memory_lacks_counts(known: int, is_loaded: bool, monkeypatch:
 
 def test_a_load_that_its_own_quota_forbids_delays_nobody_else() -> None:
     engine = FakeEngine(num_blocks=40, tiers=[HostTier(1 << 20)], policy="through", max_num_seqs=8)
-    tenants, unit = engine.engine.tenants, engine.cache.unit_bytes
-    tenants.add("small", quota=9 * unit)
+    tenants, block_id = engine.engine.tenants, engine.cache.block_bytes
+    tenants.add("small", quota=9 * block_id)
     tenants.add("large")
     own, other = prompt(1, 24), prompt(2, 120)
     serve(engine, own, tenant="small")
@@ -135,8 +135,8 @@ def test_a_load_that_its_own_quota_forbids_delays_nobody_else() -> None:
     passes = engine.submit(other, one, tenant="large")
     while passes not in engine.outputs:
         engine.step()
-        account = engine.cache.account_counts(tenants["small"].account)
-        assert account.held + account.cached <= 9
+        owner_id = engine.cache.owner_counts(tenants["small"].owner_id)
+        assert owner_id.held + owner_id.cached <= 9
     assert waits not in engine.outputs
     assert engine.outputs[passes].num_tier_tokens == {"host": 119}
     assert engine.run()[waits].num_tier_tokens == {"host": 23}
@@ -144,12 +144,12 @@ def test_a_load_that_its_own_quota_forbids_delays_nobody_else() -> None:
 
 def test_a_load_leaves_the_floors_of_others_alone() -> None:
     engine = FakeEngine(num_blocks=40, tiers=[HostTier(1 << 20)], policy="through", max_num_seqs=8)
-    tenants, unit = engine.engine.tenants, engine.cache.unit_bytes
+    tenants, block_id = engine.engine.tenants, engine.cache.block_bytes
     tenants.add("large")
     other = prompt(2, 120)
     serve(engine, other, tenant="large")
     engine.cache.reset()
-    tenants.add("small", floor=8 * unit)
+    tenants.add("small", floor=8 * block_id)
     kept = prompt(5)
     serve(engine, kept, tenant="small")
     first = engine.submit(prompt(3, 17), SamplingParams(max_tokens=12))

@@ -15,10 +15,11 @@ from support import tiny_llm
 from support.fake_engine import FakeEngine
 
 from quire import LLM, AsyncEngine, SamplingParams
-from quire.cache.mirror import namespace_digest
-from quire.engine.kv_events import BlockStored, EventBatch
-from quire.engine.tier_events import TierEvents
-from quire.engine.watch import Watch
+from quire.cache.block_hash import namespace_digest
+from quire.engine.driver import Mailbox
+from quire.engine.monitor import CacheMonitor
+from quire.observe.kv_events import BlockStored, EventBatch
+from quire.offload.tier_events import TierEvents
 from quire.tiers.host import HostTier
 
 zmq = pytest.importorskip("zmq")
@@ -49,8 +50,8 @@ class Followed:
         assert loads is not None
         self.tiers = tiers
         self.events = TierEvents(stack, stores, loads, b"a model", 4, max_segments=max_segments)
-        self.watch = Watch(self.engine.cache, stores.feed, tier_events=self.events)
-        self.engine.engine.watch = self.watch
+        self.monitor = CacheMonitor(self.engine.cache, stores.feed, tier_events=self.events)
+        self.engine.engine.monitor = self.monitor
         self.stores = stores
         self.follower = Follower()
         self.served: list[tuple[bytes, Sequence[int]]] = []
@@ -62,17 +63,17 @@ class Followed:
         self.served.append((namespace, [*prompt, *output.outputs[0].token_ids]))
 
     def subscribe(self, follower: Follower) -> Any:
-        self.watch.collect()
-        return self.watch.subscribers.add(follower)
+        self.monitor.collect()
+        return self.monitor.subscribers.add(follower)
 
     def expected(self, tier: HostTier) -> Blocks:
         return union(tier._entries, blocks_by_key(self.served, b"a model", 8, 4))
 
     def check(self) -> None:
-        self.watch.collect()
+        self.monitor.collect()
         for tier, medium in zip(self.tiers, ("CPU_TIER1", "DISK"), strict=False):
             assert self.follower.of(medium) == self.expected(tier)
-        mirror = self.watch.mirror.by_id.values()
+        mirror = self.monitor.mirror.by_id.values()
         there = {int.from_bytes(block.hash[-8:], "big") for block in mirror if block.is_there}
         assert set(self.follower.of("CPU")) == there
 
@@ -161,7 +162,7 @@ def test_what_is_gone_is_told_with_the_reason() -> None:
     run.check()
     assert ("CPU_TIER1", "dropped") in run.follower.reasons
     run.engine.stack.close()
-    run.watch.collect()
+    run.monitor.collect()
     assert run.follower.of("CPU_TIER1") == {}
     assert ("CPU_TIER1", "cleared") in run.follower.reasons
     assert run.follower.cleared[2:] == ["CPU_TIER1", "DISK"]
@@ -173,7 +174,7 @@ def test_what_is_followed_is_bounded_and_stays_in_balance() -> None:
     for seed in range(5):
         run.serve(prompt_of(seed, 40))
     run.stores.hand_over()
-    run.watch.collect()
+    run.monitor.collect()
     assert len(run.events._segments) == 3
     assert ("CPU_TIER1", "forgotten") in run.follower.reasons
     told = dict(run.follower.of("CPU_TIER1"))
@@ -184,7 +185,7 @@ def test_what_is_followed_is_bounded_and_stays_in_balance() -> None:
     assert late.of("CPU_TIER1") == told
     run.engine.cache.reset()
     run.serve(prompt_of(0, 40))
-    run.watch.collect()
+    run.monitor.collect()
     after = run.follower.of("CPU_TIER1")
     assert after != told, "what a load finds is told again"
     assert 0 < len(after) <= 6
@@ -198,7 +199,6 @@ def test_nobody_listens_and_nothing_is_kept() -> None:
     run.serve(prompt_of(1, 40))
     run.stores.hand_over()
     assert notices.mark() == 0
-    assert all(block.hash is None for block in run.stores._blocks.values())
     end = run.subscribe(run.follower)
     run.serve(prompt_of(2, 40))
     run.check()
@@ -230,7 +230,7 @@ def test_what_was_seen_before_undoes_nothing() -> None:
     notices.held("host", name, seen)
     run.check()
     notices.held("host", name, notices.mark())
-    run.watch.collect()
+    run.monitor.collect()
     assert run.follower.of("CPU_TIER1") != run.expected(run.tiers[0])
 
 
@@ -280,7 +280,7 @@ def test_host_and_disk_below_a_model(
     with tiny_llm.llm(**options) as llm:
         assert llm.tiers is not None
         assert llm.tiers.segment_tokens == (32 if small_segments else 4096)
-        llm.subscribe(follower)
+        llm.monitor.subscribe(follower)
         generate(llm, served, PROMPTS)
         generate(llm, served, PROMPTS[:4])
         llm.flush()
@@ -294,7 +294,7 @@ def test_host_and_disk_below_a_model(
     assert follower.of("DISK") == on_disk, "the disk keeps what it has"
     with tiny_llm.llm(**options) as llm:
         again = Follower()
-        llm.subscribe(again)
+        llm.monitor.subscribe(again)
         assert again.of("DISK") == on_disk, "the first batch says what the folder has"
         generate(llm, served, PROMPTS[:2])
         llm.flush()
@@ -305,8 +305,8 @@ def test_host_and_disk_below_a_model(
 def test_tenants_and_snapshots(tmp_path: Path) -> None:
     follower = Follower()
     with tiny_llm.llm(disk_cache=tmp_path, disk_cache_size="64MiB", tenant_secret=b"0123456789abcdef") as llm:
-        llm.add_tenant("a")
-        llm.subscribe(follower)
+        llm.tenants.add("a")
+        llm.monitor.subscribe(follower)
         llm.generate([PROMPTS[0]], ONE, tenant="a")
         talk = llm.conversation(PROMPTS[1])
         talk.snapshot("here")
@@ -318,9 +318,9 @@ def test_tenants_and_snapshots(tmp_path: Path) -> None:
         assert set(follower.digests.values()) == {"", digest}
         there = dict(follower.of("DISK"))
     with tiny_llm.llm(disk_cache=tmp_path, disk_cache_size="64MiB", tenant_secret=b"0123456789abcdef") as llm:
-        llm.add_tenant("a")
+        llm.tenants.add("a")
         again = Follower()
-        llm.subscribe(again)
+        llm.monitor.subscribe(again)
         assert again.of("DISK") == there
 
 
@@ -331,7 +331,7 @@ def test_a_server_that_gives_a_value_up_is_found_out(tmp_path: Path) -> None:
     served: list[list[int]] = []
     follower = Follower()
     with redis_server(tmp_path) as url, tiny_llm.llm(**SMALL_POOL, remote_cache=url) as llm:
-        llm.subscribe(follower)
+        llm.monitor.subscribe(follower)
         generate(llm, served, PROMPTS[:3])
         llm.flush()
         assert follower.of("REMOTE") == held(llm, served, "remote")
@@ -356,9 +356,9 @@ def test_over_zeromq(tmp_path: Path) -> None:
         zmq.Context() as context,
         tiny_llm.llm(**options, kv_events="tcp://127.0.0.1:0", kv_events_replay="tcp://127.0.0.1:0") as llm,
     ):
-        [(publisher, _)] = llm._publishers
+        [(publisher, _)] = llm.monitor._publishers
         in_process = Follower()
-        llm.subscribe(in_process)
+        llm.monitor.subscribe(in_process)
         generate(llm, served, PROMPTS)
         llm.flush()
         llm.cache.reset()
@@ -398,7 +398,7 @@ def test_an_idle_engine_tells_of_what_is_stored_after_its_last_step(monkeypatch:
             assert go.wait(60)
             return super().store(key, value, info)
 
-    monkeypatch.setattr("quire.engine.tiering.TierOptions._host", lambda _: Late(1 << 24))
+    monkeypatch.setattr("quire.offload.tiering._host_tier", lambda _: Late(1 << 24))
     told = threading.Event()
     threads: set[str] = set()
 
@@ -411,10 +411,10 @@ def test_an_idle_engine_tells_of_what_is_stored_after_its_last_step(monkeypatch:
     with tiny_llm.llm(host_cache="16MiB", cache_write="through") as llm:
         engine = AsyncEngine(llm)
         try:
-            engine.submit_between_steps(lambda: llm.subscribe(tell)).result(60)
+            engine.submit_between_steps(lambda: llm.monitor.subscribe(tell)).result(60)
 
             def submit() -> None:
-                llm.engine.submit(PROMPTS[0], ONE)
+                llm.driver.expect(llm.engine.submit(PROMPTS[0], ONE), Mailbox().put)
 
             engine.submit_between_steps(submit).result(60)
             while engine.submit_between_steps(lambda: llm.engine.has_work).result(60):

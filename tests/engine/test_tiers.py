@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import tiny_llm
 from support.cache_case import BACKENDS
@@ -27,12 +28,14 @@ from support.fake_model import expected_tokens, window_spec
 from support.faulty_tier import FaultyTier
 
 from quire import LLM, SamplingParams
-from quire.engine.request import RequestOutput
-from quire.engine.tier_stores import Policy
+from quire.cache.block_hash import root_key
 from quire.errors import ArgumentError
 from quire.memory.placement import why_not
+from quire.offload.store import Policy
+from quire.scheduler.request import RequestOutput
 from quire.tiers.files import Files
 from quire.tiers.host import HostTier
+from quire.tiers.names import segment_names
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
 SHARED = [(5 * i) % 200 + 5 for i in range(70)]
@@ -108,7 +111,7 @@ class LateTier(HostTier):
 
 def test_steps_go_on_while_a_flush_waits_for_a_slow_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = LateTier()
-    monkeypatch.setattr("quire.engine.tiering.TierOptions._host", lambda _: tier)
+    monkeypatch.setattr("quire.offload.tiering._host_tier", lambda _: tier)
     with tiny_llm.llm(host_cache="16MiB") as llm, ThreadPoolExecutor(1) as other:
         stream = iter(
             llm.stream([PROMPTS[3]], SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
@@ -129,7 +132,7 @@ def test_what_waits_to_be_stored_is_loaded_bit_for_bit(
 ) -> None:
     """However slow a disk is."""
     tier = LateTier()
-    monkeypatch.setattr("quire.engine.tiering.TierOptions._host", lambda _: tier)
+    monkeypatch.setattr("quire.offload.tiering._host_tier", lambda _: tier)
     with tiny_llm.llm(backend=backend, host_cache="16MiB", **SMALL_POOL) as llm:
         assert answers(llm) == alone[backend]
         assert answers(llm) == alone[backend]
@@ -163,6 +166,41 @@ def test_a_tail_is_loaded_whose_head_is_in_memory_and_in_no_tier(segment_blocks:
     assert output.outputs[0].token_ids == expected_tokens(engine.spec, prompt, 3)
     assert output.num_cached_tokens == 39
     assert output.num_tier_tokens == {"host": 39 - in_memory}
+
+
+@pytest.mark.parametrize("segment_blocks", [1, 2, 3])
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_tail_is_stored_whose_head_has_gone(segment_blocks: int, comes_back: bool) -> None:
+    """A floor keeps one owner's tail behind another's head, which is evicted first, and may be computed again."""
+    tier = HostTier(1 << 20)
+    engine = FakeEngine(num_blocks=12, tiers=[tier], segment_blocks=segment_blocks)
+    cache, stores = engine.cache, engine.stores
+    assert stores is not None
+    engine.runner.slots[0][:] = 1  # keys alone are looked at
+    tokens = list(range(5, 5 + 6 * 4))
+
+    def compute(prompt: list[int], owner_id: int) -> None:
+        sequence = cache.open(prompt, owner_id=owner_id)
+        assert cache.reserve([sequence], [len(prompt) - sequence.num_computed_tokens]) is not None
+        stores.collect()
+        cache.commit(sequence, len(prompt))
+        cache.close(sequence)
+        stores.collect()
+
+    compute(tokens[:16], 2)
+    cache.set_limits(1, floor_blocks=2)
+    compute(tokens, 1)
+    compute([90] * 40, 2)  # takes all that is not under the floor
+    assert len([block for block in stores.mirror.by_id.values() if block.tokens[0] != 90]) == 2
+    if comes_back:
+        compute(tokens[:16], 2)
+    cache.set_limits(1, floor_blocks=0)
+    compute([91] * 48, 2)
+    assert [block.tokens[0] for block in stores.mirror.by_id.values()] == [91] * 12
+    names = segment_names(root_key(b"a model", b""), np.array(tokens), 4 * segment_blocks)
+    stored = tier.contains([name.key for name in names])
+    # A segment whose beginning had gone is of no use, and is not stored.
+    assert stored == [True] * len(names) if segment_blocks < 3 or comes_back else [True, False]
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda s: s["storage"])
@@ -312,7 +350,7 @@ class SlowTier(HostTier):
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LLM, SlowTier]]:
     """An engine whose host tier holds the prompts and nothing else does, and loads when it is told to."""
     tier = SlowTier()
-    monkeypatch.setattr("quire.engine.tiering.TierOptions._host", lambda _: tier)
+    monkeypatch.setattr("quire.offload.tiering._host_tier", lambda _: tier)
     with tiny_llm.llm(host_cache="16MiB", cache_write="through") as llm:
         answers(llm)
         llm.flush()
@@ -340,7 +378,7 @@ def test_others_run_while_a_prefix_is_loaded_and_nobody_spins(
     outputs = {}
     while other not in outputs:
         outputs |= {output.request_id: output for output in engine.step()}
-    assert [sample.request.request_id for sample in engine.scheduler.loading] == [first]
+    assert [sequence.request.request_id for sequence in engine.scheduler.loading] == [first]
     tier.go.set()
     while first not in outputs:
         outputs |= {output.request_id: output for output in engine.step()}
@@ -367,7 +405,7 @@ def test_loads_make_room_for_those_who_came_before(slow: tuple[LLM, SlowTier]) -
     llm, _ = slow
     old = llm.engine.submit([1, 2, 3], SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
     llm.engine.step()
-    llm.resize(9 * llm._storage.unit_bytes)
+    llm.resize(9 * llm.core.storage.block_bytes)
     young = llm.engine.submit(PROMPTS[0], GREEDY)
     outputs = {}
     while old not in outputs:
@@ -384,7 +422,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
         tiny_llm.llm(host_cache="1MiB", storage="contiguous")
     with pytest.raises(ArgumentError, match="expected a cache that shares prefixes for host_cache"):
         tiny_llm.llm(host_cache="1MiB", prefix_caching=False)
-    with pytest.raises(ArgumentError, match="expected auto, park or recompute, got 'kill' - in `preemption`"):
+    with pytest.raises(ArgumentError, match="expected auto, swap or recompute, got 'kill' - in `preemption`"):
         tiny_llm.llm(preemption="kill")
     folders: list[Any] = ["", " ", b"kv", 7]
     for folder in folders:
@@ -435,7 +473,7 @@ def test_a_server_that_is_not_there_is_said_at_the_start_and_once(
             assert answers(llm, PROMPTS[:2]) == alone[BACKENDS[-1]][:2]
             llm.flush()
             assert llm.stats()["num_loaded_tokens"] == 0
-            told = llm.explain([9] * 40)
+            told = llm.monitor.explain([9] * 40)
             assert (told.reason, told.silent_tiers) == ("never seen", ("remote",))
             assert "\nthe tier remote does not answer\n" in str(told)
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [line]

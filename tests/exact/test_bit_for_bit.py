@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.architectures import randomize
+from support.architectures import attention_of, randomize
 from support.engine_run import Answer, EngineRun
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -86,7 +86,7 @@ def _model(name: str, dtype: torch.dtype, copy: int = 0) -> PreTrainedModel:
               "bos_token_id": 1, "eos_token_id": None, "tie_word_embeddings": False}  # fmt: skip
     torch.manual_seed(7)
     config = AutoConfig.for_model(name, **{**fields, **MODELS[name]})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention_of(config))
     randomize(model)
     return model.to(dtype).eval()
 

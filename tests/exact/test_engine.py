@@ -23,7 +23,7 @@ def _check(name: str, backend: str, block_size: int = 4) -> None:
         pytest.importorskip("quire._native")
     model, tokens, logits = expected(name)
     spec = KVSpec.from_config(model.config)
-    tight = 1.0 if any(group.retention.kind == "full" for group in spec.groups) else 2.0  # windows never grow
+    tight = 1.0 if any(group.span.kind == "full" for group in spec.groups) else 2.0  # windows never grow
     for room in (tight, 8.0):
         run = EngineRun(model, PROMPTS, MAX_TOKENS, backend=backend, room=room, block_size=block_size)
         with run.llm:

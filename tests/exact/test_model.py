@@ -32,7 +32,7 @@ def _check(name: str, backend: str | None) -> None:
     loop = Loop(prepared, PROMPTS, preempt_at=8)
     got_tokens, got_logits = loop.run(MAX_TOKENS)
     prepared.restore()
-    if all(layer.retention.kind == "full" for layer in prepared.spec.layers):
+    if all(layer.span.kind == "full" for layer in prepared.spec.layers):
         assert loop.num_shared > 0
     assert got_tokens == tokens
     for got, want in zip(got_logits, logits, strict=True):

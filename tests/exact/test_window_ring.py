@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from quire import KVSpec
 from quire.memory.placement import why_not
-from quire.memory.window_ring import WindowRing
+from quire.memory.virtual.window_ring import WindowRing
 
 if (_reason := why_not()) is not None:
     pytest.skip(f"no virtual storage here: {_reason}", allow_module_level=True)
 
 MAX_TOKENS = 60
-# Windows are 8 tokens, units of 4 KiB 32: rings are 64 tokens, and the longest sequence goes round four times.
+# Windows are 8 tokens, blocks of 4 KiB 32: rings are 64 tokens, and the longest sequence goes round four times.
 _RANDOM = random.Random(3)
 PROMPTS = [[_RANDOM.randrange(2, VOCAB_SIZE) for _ in range(length)] for length in (190, 3, 70, 130)]
 
@@ -45,7 +45,7 @@ def ring_run(model: PreTrainedModel, num_blocks: int, backend: str) -> VirtualRu
         step_tokens=11,
     )
     rings = [isinstance(places, WindowRing) for places in run.storage._places]
-    kinds = [group.retention.kind for group in KVSpec.from_config(model.config).groups]
+    kinds = [group.span.kind for group in KVSpec.from_config(model.config).groups]
     assert rings == [kind == "window" for kind in kinds]
     assert any(rings)
     return run

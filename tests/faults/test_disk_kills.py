@@ -47,5 +47,5 @@ def test_a_commit_that_a_killed_process_has_not_told_does_not_come_back_over_wha
     assert [entry.key for entry in tier.entries()] == [one.key]
     loaded = tier.load(one.key)
     assert loaded is not None
-    decode(loaded, key=one.key, tokens=one.tokens, start=one.start, shape=SHAPE)
+    decode(loaded, key=one.key, tokens=one.tokens, start=one.start, layout=SHAPE)
     tier.close()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from support.faulty_files import FaultyFiles
 
-from quire.engine.snapshot_files import SnapshotFiles, SnapshotRecord
 from quire.errors import ArgumentError
+from quire.sessions.snapshot_files import SnapshotFiles, SnapshotRecord
 from quire.tiers.tier import TierError
 
 
@@ -75,7 +75,7 @@ import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from quire.tiers.files import Files
-from quire.engine.snapshot_files import SnapshotFiles
+from quire.sessions.snapshot_files import SnapshotFiles
 from test_snapshot_files import record
 
 class Ends(Files):

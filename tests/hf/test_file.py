@@ -140,6 +140,21 @@ def test_saving_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
         assert os.listdir(tmp_path) == ["cache"]
 
 
+def test_a_path_in_no_folder_is_refused_by_its_name_and_leaves_nothing(tmp_path: Path) -> None:
+    model = model_of("llama")
+    cache = quire_cache(model)
+    cache.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16), 0)
+    (tmp_path / "file").write_text("kept")
+    for path in (tmp_path / "missing" / "a.kv", tmp_path / "file" / "a.kv"):
+        with pytest.raises(ArgumentError, match=f"folder that is there .*{path.parent}; make it"):
+            cache.save(path, model)
+    with pytest.raises(ArgumentError, match=f"name of a file .*{tmp_path}"):
+        cache.save(tmp_path, model)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert list(tmp_path.parent.glob(".*.tmp")) == []
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="filled"):
         quire_cache(model_of("llama")).save(tmp_path / "cache")

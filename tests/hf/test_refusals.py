@@ -144,3 +144,33 @@ def test_it_is_a_dynamic_cache() -> None:
     assert cache.is_croppable
     assert len(cache) == 2
     assert cache.get_max_length() == -1
+
+
+def test_a_crop_that_one_layer_cannot_do_changes_none() -> None:
+    model = model_of("gemma3_text")  # windows and full layers
+    cache = quire_cache(model)
+    with torch.no_grad():
+        for num_tokens in (40, 1, 1, 1, 1):
+            model(torch.randint(3, 120, (1, num_tokens)), past_key_values=cache, use_cache=True)
+    before = [tensor.clone() for k, v, _ in cache for tensor in (k, v)]
+    for count, words in ((1, "0 or below"), (-45, "at most the 44 tokens"), (-30, "activate_past_recording")):
+        for _ in range(2):
+            cache.layers.reverse()  # whichever comes first
+            with pytest.raises(ArgumentError, match=words):
+                cache.crop(count)
+            assert [layer.get_seq_length() for layer in cache.layers] == [44] * len(cache.layers)
+    after = [tensor for k, v, _ in cache for tensor in (k, v)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_crop_of_states_that_recorded_nothing_changes_no_layer() -> None:
+    model = model_of("bamba")
+    cache = quire_cache(model)
+    with torch.no_grad():
+        model(torch.randint(3, 120, (1, 9)), past_key_values=cache, use_cache=True)
+    rows = [layer for layer in cache.layers if hasattr(layer, "get_seq_length")]
+    cache.layers.reverse()
+    with pytest.raises(ArgumentError, match="activate_past_recording"):
+        cache.crop(-2)
+    assert rows
+    assert all(layer.get_seq_length() == 9 for layer in rows)

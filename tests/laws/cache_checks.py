@@ -8,7 +8,7 @@ import numpy as np
 from laws.cache_model import Open, same
 from support.fake_storage import Step
 
-from quire.cache.prefix import Node
+from quire.cache.manager.prefix import Node
 
 
 def check_plans(plans: list[Any], step: int, chosen: list[tuple[Open, int]], num_groups: int) -> None:
@@ -60,9 +60,9 @@ def check_node(node: Node, chain: int, slots: np.ndarray, block_size: int) -> No
             key = node.content[position:end].replace(b"\0\xff", b"\0")
             position = end + 2
         chain = hash((chain, (token >> 1, key)))
-        for group, unit in enumerate(node.units):
-            if unit >= 0:
-                found = slots[unit * block_size + offset]
-                assert found == hash((group, chain)), f"unit {unit} of a node holds something else"
+        for group, block_id in enumerate(node.block_ids):
+            if block_id >= 0:
+                found = slots[block_id * block_size + offset]
+                assert found == hash((group, chain)), f"block {block_id} of a node holds something else"
     for child in node.children:
         check_node(child, chain, slots, block_size)

@@ -7,26 +7,39 @@ step is carried out only when it is completed, so that blocks reused too early a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from laws.cache_checks import check_node, check_plans, check_tables, tables_of
-from laws.cache_model import GROUPS, KEYS, NAMESPACES, THEN, TOKENS, WHICH, Open, call_all, misuses, same
+from laws.cache_model import (
+    GROUPS,
+    KEYS,
+    NAMESPACES,
+    THEN,
+    TOKENS,
+    WHICH,
+    Open,
+    begins_with,
+    call_all,
+    misuses,
+    same,
+)
 from support.cache_case import spec_of
 from support.fake_storage import Content, FakeStorage, Step, num_common
 
 from quire import Cache
 from quire.cache.cache import Sequence
-from quire.spec import Retention
+from quire.spec import Span
 
 
 class CacheMachine(RuleBasedStateMachine):
     """Subclasses name the back ends."""
 
     backends: tuple[str, ...] = ("python",)
+    cache_options: ClassVar[Mapping[str, Any]] = {}  # of every cache
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +62,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def start(
         self,
-        groups: list[Retention],
+        groups: list[Span],
         block_size: int,
         num_blocks: int,
         prefix_caching: bool,
@@ -68,14 +81,15 @@ class CacheMachine(RuleBasedStateMachine):
                 overlapped_steps=overlapped,
                 run_blocks=run_blocks,
                 backend=backend,
+                **self.cache_options,
             )
             for backend in self.backends
         ]
         self.cache = self.caches[0]
-        self.retentions = [group.retention for group in self.cache.spec.groups]
-        self.num_groups = len(self.retentions)
+        self.spans = [group.span for group in self.cache.spec.groups]
+        self.num_groups = len(self.spans)
         self.size, self.num_blocks, self.overlapped = block_size, num_blocks, overlapped
-        self.storage = FakeStorage(self.retentions, num_blocks, block_size)
+        self.storage = FakeStorage(self.spans, num_blocks, block_size)
         for tokens in stored:
             self.serve(Content(b"", tokens), "store")
 
@@ -105,7 +119,7 @@ class CacheMachine(RuleBasedStateMachine):
     def ready(self, sequence: Open) -> int:
         """New tokens that it could reserve now."""
         self.look(sequence)
-        return 0 if sequence.readmitted_to else sequence.num_known - sequence.computed
+        return 0 if sequence.restored_to else sequence.num_known - sequence.computed
 
     # Rules. Each does something whole: hypothesis switches rules off at random, example by example.
 
@@ -143,7 +157,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.open_content(content)
         sequence = self.open_sequences[-1]
-        if then == "readmit":
+        if then == "restore":
             self.copy_in(sequence, sequence.num_known)
         elif then != "wait" and sequence.computed < sequence.num_known:
             if self.reserve_all([(sequence, sequence.num_known - sequence.computed)], 0, 0):
@@ -162,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
         same([handle.id for handle in handles])
         computed = same([handle.num_cached_tokens for handle in handles])
         assert computed == expected
-        self.open_sequences.append(Open(handles, content, computed, account=options.get("account", 0)))
+        self.open_sequences.append(Open(handles, content, computed, owner_id=options.get("owner_id", 0)))
         self.history.append(content)
 
     def open_options(self) -> dict[str, int]:
@@ -237,9 +251,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.commit_part(sequence, part)
 
     def reserve_all(
-        self, chosen: list[tuple[Open, int]], num_lookahead: int, draft: int, *, readmits: bool = False
+        self, chosen: list[tuple[Open, int]], num_lookahead: int, draft: int, *, restores: bool = False
     ) -> bool:
-        """readmits: the one sequence is readmitted instead, up to so many tokens more."""
+        """restores: the one sequence is restored instead, up to so many tokens more."""
         counts = [num_new for _, num_new in chosen]
         options = {"num_lookahead_tokens": num_lookahead}
 
@@ -248,10 +262,10 @@ class CacheMachine(RuleBasedStateMachine):
 
         available = self.cache.num_free_blocks
         before = self.cache.stats()
-        if readmits:
+        if restores:
             end = chosen[0][0].computed + counts[0]
-            needed = same(self.call(lambda i, c: c.num_blocks_to_readmit(handles(i)[0], end)))
-            plans = self.call(lambda i, c: c.readmit(handles(i)[0], end))
+            needed = same(self.call(lambda i, c: c.num_blocks_to_restore(handles(i)[0], end)))
+            plans = self.call(lambda i, c: c.restore(handles(i)[0], end))
         else:
             needed = same(self.call(lambda i, c: c.num_blocks_needed(handles(i), counts, **options)))
             plans = self.call(lambda i, c: c.reserve(handles(i), counts, **options))
@@ -267,8 +281,8 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.stats() == before
             sequence, num_new = chosen[0]
             num_blocks = -(-(sequence.computed + num_new + num_lookahead) // self.size)
-            if len(self.open_sequences) == 1 and not (self.pending or readmits) and self.has_nothing_kept():
-                most = self.cache.max_units(sequence.account)
+            if len(self.open_sequences) == 1 and not (self.pending or restores) and self.has_nothing_kept():
+                most = self.cache.max_blocks(sequence.owner_id)
                 assert num_blocks * self.num_groups > most, "what fits runs alone"
             return False
         assert fits is not False or alone
@@ -279,7 +293,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.num_free_blocks >= available - needed
         tables = tables_of(chosen, num_lookahead, self.size, self.num_groups)
         ids = [sequence.handles[0].id for sequence, _ in chosen]
-        step = Step(plans[0], plans[1:], tables, ids, [], [], is_copied_in=readmits)
+        step = Step(plans[0], plans[1:], tables, ids, [], [], is_copied_in=restores)
         for sequence, num_new in chosen:
             stop = sequence.computed + num_new
             known = sequence.content.tokens[stop : stop + num_lookahead]
@@ -321,7 +335,7 @@ class CacheMachine(RuleBasedStateMachine):
     def commit_part(self, sequence: Open, part: float) -> None:
         if sequence.written:
             end = sequence.computed + round(part * (sequence.num_committable - sequence.computed))
-            if sequence.readmitted_to not in (0, end) and end > sequence.computed:
+            if sequence.restored_to not in (0, end) and end > sequence.computed:
                 self.refused(lambda i, cache: cache.commit(sequence.handles[i], end))
             else:
                 self.commit_to(sequence, end)
@@ -329,10 +343,10 @@ class CacheMachine(RuleBasedStateMachine):
     def commit_to(self, sequence: Open, end: int) -> None:
         self.call(lambda i, cache: cache.commit(sequence.handles[i], end))
         sequence.written = sequence.written[end - sequence.computed :]
-        if end > sequence.computed and sequence.readmitted_to:
+        if end > sequence.computed and sequence.restored_to:
             # A shorter beginning of it that ends where windows were not written is not found.
-            self.has_dropped, sequence.readmitted_to = True, 0
-        if end > sequence.computed and self.cache.prefix_caching:
+            self.has_dropped, sequence.restored_to = True, 0
+        if end > sequence.computed and self.cache.prefix_caching and sequence.is_findable:
             self.committed.append(sequence.content.cut(end))
         sequence.computed = end
 
@@ -353,8 +367,9 @@ class CacheMachine(RuleBasedStateMachine):
         part=st.sampled_from([0.3, 0.7, 1.0, 1.0]),
         then=st.sampled_from(["commit", "commit", "wait", "rewind"]),
     )
-    def readmit(self, which: int, part: float, then: str) -> None:
-        """Any sequence, whatever it holds by then, also in part: an engine does so with those that it has parked."""
+    def restore(self, which: int, part: float, then: str) -> None:
+        """Any sequence, whatever it holds by then, also in part: an engine does so with those that it has swapped
+        out."""
         sequence = self.pick(which)
         num_new = round(part * self.ready(sequence))
         if not self.copy_in(sequence, sequence.computed + num_new, is_committed=then == "commit"):
@@ -372,24 +387,21 @@ class CacheMachine(RuleBasedStateMachine):
         lacked = self.given_up_blocks(before)
         self.close(which)
         if num_kept is not None:
-            kept = before.content.cut(num_kept)
-            same(
-                self.call(
-                    lambda _, cache: cache.drop(kept.tokens, namespace=kept.namespace, extra_keys=kept.keys)
-                )
-            )
-            self.has_dropped = True
+            self.drop(before.content.cut(num_kept))
         self.open_content(before.content)
         sequence = self.open_sequences[-1]
+        if not before.is_findable:
+            sequence.is_findable = False
+            self.call(lambda i, cache: cache.withdraw(sequence.handles[i]))
         if sequence.computed < before.computed and self.copy_in(sequence, before.computed):
             assert self.given_up_blocks(sequence) == lacked, "it has come back with what it had"
 
     def copy_in(self, sequence: Open, end: int, *, is_committed: bool = True) -> bool:
-        """Whether there was something to readmit, and room for it."""
+        """Whether there was something to restore, and room for it."""
         num_new = end - sequence.computed
-        if num_new <= 0 or not self.reserve_all([(sequence, num_new)], 0, 0, readmits=True):
+        if num_new <= 0 or not self.reserve_all([(sequence, num_new)], 0, 0, restores=True):
             return False
-        sequence.readmitted_to = end
+        sequence.restored_to = end
         if is_committed:
             self.commit_part(sequence, 1.0)
         return True
@@ -424,7 +436,8 @@ class CacheMachine(RuleBasedStateMachine):
         handles = self.call(lambda i, cache: cache.fork(parent.handles[i]))
         same([handle.id for handle in handles])
         content = parent.content.cut(parent.num_known)
-        child = Open(handles, content, parent.computed, admitted=parent.admitted, account=parent.account)
+        child = Open(handles, content, parent.computed, admitted=parent.admitted, owner_id=parent.owner_id)
+        child.is_findable = parent.is_findable
         self.open_sequences.append(child)
 
     def rewind(self, sequence: Open, back: int) -> None:
@@ -433,10 +446,40 @@ class CacheMachine(RuleBasedStateMachine):
         kept = same(self.call(lambda i, cache: cache.rewind(sequence.handles[i], position)))
         wanted = min(position, sequence.computed)
         assert kept <= wanted
-        if wanted == sequence.computed or all(retention.kind == "full" for retention in self.retentions):
+        if wanted == sequence.computed or all(span.kind == "full" for span in self.spans):
             assert kept == wanted
         sequence.content = sequence.content.cut(position)
-        sequence.computed, sequence.written, sequence.readmitted_to = kept, [], 0
+        sequence.computed, sequence.written, sequence.restored_to = kept, [], 0
+
+    def drop(self, head: Content) -> bool:
+        """Forget all that begins with it, whoever holds it, and expect none of it from now on; False where refused."""
+
+        def call(_: int, cache: Cache) -> Any:
+            return cache.drop(head.tokens, namespace=head.namespace, extra_keys=head.keys)
+
+        before = self.cache.stats()
+        if self.is_pinned(head):
+            self.refused(call)
+            return False
+        dropped = same(self.call(call))
+        after = self.cache.stats()
+        assert after["free"] - before["free"] == dropped.num_freed == before["cached"] - after["cached"]
+        used = [after[state] for state in ("held", "in_flight", "pinned")]
+        assert used == [before[state] for state in ("held", "in_flight", "pinned")]
+        assert 0 <= dropped.num_held <= sum(used)
+        self.has_dropped = True
+        for sequence in self.open_sequences:
+            if begins_with(sequence.content.cut(sequence.computed), head):
+                sequence.is_findable = False
+        last = max(0, len(head.tokens) - 1)
+        self.committed = [
+            content.cut(last) if begins_with(content, head) else content for content in self.committed
+        ]
+        return True
+
+    def is_pinned(self, head: Content) -> bool:
+        """Whether some of what begins with it is pinned."""
+        return False
 
     def close(self, which: int) -> None:
         sequence = self.pick(which)
@@ -477,6 +520,9 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for cache in self.caches:
             cache.check()
+        for sequence in self.open_sequences:
+            is_findable = same([handle.is_findable for handle in sequence.handles])
+            assert is_findable == (sequence.is_findable and self.cache.prefix_caching)
         same([cache.stats() for cache in self.caches])
         for sequence in self.open_sequences:
             for group in range(self.num_groups):

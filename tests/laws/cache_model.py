@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from support.fake_storage import Content
+from support.fake_storage import Content, num_common
 
 from quire import Cache
 from quire.cache.cache import Sequence
-from quire.spec import Retention
+from quire.spec import Span
 
-FULL = Retention()
+FULL = Span()
 GROUPS = [
     [FULL],
     [FULL],
     [FULL, FULL],
-    [FULL, Retention("window", 3)],
-    [FULL, Retention("window", 5), Retention("chunked", 4)],
-    [Retention("window", 4)],
-    [Retention("chunked", 6), Retention("window", 1)],
+    [FULL, Span("window", 3)],
+    [FULL, Span("window", 5), Span("chunked", 4)],
+    [Span("window", 4)],
+    [Span("chunked", 6), Span("window", 1)],
 ]
 # Prompts are pieces of a few texts, so that most of them share a beginning, and differ somewhere.
 TEXTS = [[(3 + 7 * seed + position * position) % 3 for position in range(40)] for seed in range(3)]
@@ -34,7 +34,7 @@ KEYS = st.one_of(
     st.dictionaries(st.integers(0, 9), st.sampled_from([b"", b"cat", b"\0"]), max_size=2),
 )
 WHICH = st.integers(0, 30)
-THEN = st.sampled_from(["wait", "compute", "compute", "store", "readmit"])
+THEN = st.sampled_from(["wait", "compute", "compute", "store", "restore"])
 
 
 @dataclass
@@ -47,9 +47,11 @@ class Open:
     # Tokens written to slots from `computed` on since the last reserve, lookahead included.
     written: list[int] = field(default_factory=list)
     admitted: bool = False
-    account: int = 0
-    # Where a readmit ends that has not been committed; 0 without one.
-    readmitted_to: int = 0
+    owner_id: int = 0
+    # Where a restore ends that has not been committed; 0 without one.
+    restored_to: int = 0
+    # Whether others may find what it commits: not once content that it had computed was dropped.
+    is_findable: bool = True
 
     @property
     def num_known(self) -> int:
@@ -65,6 +67,13 @@ class Open:
                 break
             end += 1
         return end
+
+
+def begins_with(content: Content, head: Content) -> bool:
+    """Whether it has all of the head's tokens and something at all."""
+    least = len(head.tokens)
+    is_one = content.namespace == head.namespace and len(content.tokens) >= max(1, least)
+    return is_one and num_common(content, head) == least
 
 
 def same(values: list[Any]) -> Any:

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from laws.account_rules import AccountMachine
-from laws.cache_model import WHICH, same
-from support.fake_storage import Content
+from laws.cache_model import WHICH, begins_with, same
+from laws.owner_rules import OwnerMachine
+from support.fake_storage import Content, num_common
 
 from quire.cache.pins import Pin
 from quire.errors import CapacityError
 
 
-class PinMachine(AccountMachine):
+class PinMachine(OwnerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
@@ -39,17 +39,17 @@ class PinMachine(AccountMachine):
             errors = (ValueError, CapacityError)
             self.refused(lambda _, cache: cache.pins.add(content.tokens, **where), errors)
             return
-        account = self.options.get("account", 0)
+        owner_id = self.options.get("owner_id", 0)
         try:
             pins = self.call(
-                lambda _, cache: cache.pins.add(content.tokens, account=account, ttl_s=ttl, **where)
+                lambda _, cache: cache.pins.add(content.tokens, owner_id=owner_id, ttl_s=ttl, **where)
             )
         except CapacityError:  # windows are counted as if nothing in them were shared: both refuse alike
             for cache in self.caches:
                 with pytest.raises(CapacityError):
-                    cache.pins.add(content.tokens, account=account, **where)
+                    cache.pins.add(content.tokens, owner_id=owner_id, **where)
             return
-        same([pin.units for pin in pins])
+        same([pin.block_ids for pin in pins])
         self.pinned.append((pins, content))
 
     @precondition(lambda self: self.pinned)
@@ -77,8 +77,13 @@ class PinMachine(AccountMachine):
     def has_nothing_kept(self) -> bool:
         return super().has_nothing_kept() and not self.pinned
 
-    def forget_is_whole(self) -> bool:
-        return super().forget_is_whole() and not self.pinned
+    def is_pinned(self, head: Content) -> bool:
+        num_before = max(0, len(head.tokens) - 1) // self.size * self.size
+        for _, content in self.pinned:
+            ends_within = num_common(content, head) == len(content.tokens) > num_before
+            if begins_with(content, head) or ends_within:
+                return True
+        return super().is_pinned(head)
 
     @invariant()
     def what_is_pinned_is_found(self) -> None:
@@ -90,7 +95,7 @@ class PinMachine(AccountMachine):
     def the_states_add_up(self) -> None:
         if hasattr(self, "caches"):
             stats = self.cache.stats()
-            states = ("free", "cached", "held", "leased", "pinned")
+            states = ("free", "cached", "held", "in_flight", "pinned")
             assert sum(stats[state] for state in states) == self.num_blocks
-            units = set().union(*(pins[0].units for pins, _ in self.pinned))
-            assert stats["pinned"] == len(units)
+            block_ids = set().union(*(pins[0].block_ids for pins, _ in self.pinned))
+            assert stats["pinned"] == len(block_ids)

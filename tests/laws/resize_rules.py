@@ -23,21 +23,40 @@ class ResizingMachine(CacheMachine):
             self.refused(lambda _, cache: cache.resize(wanted))
             return
         lists = self.call(lambda _, cache: cache.resize(wanted).tolist())
-        units = same(lists)
+        block_ids = same(lists)
         after = self.cache.stats()
-        assert len(units) == max(0, self.num_blocks - wanted)
-        assert not self.given_up & set(units)
-        assert (after["num_blocks"], after["held"], after["leased"]) == (
+        assert len(block_ids) == max(0, self.num_blocks - wanted)
+        assert not self.given_up & set(block_ids)
+        assert (after["num_blocks"], after["held"], after["in_flight"]) == (
             wanted,
             before["held"],
-            before["leased"],
+            before["in_flight"],
         )
-        if len(units) <= before["free"]:
-            assert after["evicted_blocks"] == before["evicted_blocks"], "free units go first"
-        slots = self.storage.slots.reshape(-1, self.size)
-        slots[units] = POISON
+        if len(block_ids) <= before["free"]:
+            assert after["evicted_blocks"] == before["evicted_blocks"], "free blocks go first"
+        self.lose(block_ids)
         pool = self.caches[self.backends.index("python")]._manager.blocks.pool
         self.given_up = frozenset(pool.given_up)
-        grown = np.full((pool.num_ids - len(slots), self.size), POISON, np.int64)
-        self.storage.slots = np.concatenate([slots, grown]).reshape(-1)
+        slots = self.storage.slots
+        grown = np.full(pool.num_ids * self.size - len(slots), POISON, np.int64)
+        self.storage.slots = np.concatenate([slots, grown])
         self.num_blocks = wanted
+
+    def lose(self, block_ids: list[int]) -> None:
+        """Their memory is given back."""
+        self.storage.slots.reshape(-1, self.size)[block_ids] = POISON
+
+    @precondition(lambda self: hasattr(self, "caches"))
+    @rule()
+    def trim(self) -> None:
+        """Nothing is left that nobody holds, and all the rest is free."""
+        before = self.cache.stats()
+        block_ids = same(self.call(lambda _, cache: cache.trim().tolist()))
+        after = self.cache.stats()
+        assert after["cached"] == 0
+        assert after["free"] == len(set(block_ids) - self.given_up) == before["free"] + before["cached"]
+        assert self.given_up <= set(block_ids)
+        for state in ("num_blocks", "held", "in_flight", "pinned"):
+            assert after[state] == before[state]
+        self.has_dropped = True
+        self.lose(block_ids)

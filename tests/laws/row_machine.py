@@ -15,11 +15,11 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from quire import KVSpec
-from quire.cache.arena import Arena
-from quire.cache.buffers import Buffers, Lane
-from quire.cache.ranges import Ranges
-from quire.cache.row_cache import RowCache
-from quire.spec import LayerSpec, Retention
+from quire.baselines.arena import Arena
+from quire.baselines.buffers import Buffers, LayerBuffer
+from quire.baselines.ranges import Ranges
+from quire.baselines.row_cache import RowCache
+from quire.spec import LayerSpec, Span
 
 ROW = 400  # longest sequence
 NOTHING = -1
@@ -49,9 +49,11 @@ def make_space(name: str, size: int, tables: int) -> Arena | Buffers:
         return Arena(size, ROW, name)
     growth, _, step = name.partition(":")
     # Lanes of different granules; the last one's so short that its address space runs out before the pages do.
-    lanes = [Lane(24 * size, 4 << table, 1 + table) for table in range(tables)]
-    lanes[-1] = Lane(-(-2 * size // (4 << tables - 1)) * (4 << tables - 1), 4 << tables - 1, tables)
-    return Buffers(lanes, size, ROW, growth, int(step or 64))
+    layer_buffers = [LayerBuffer(24 * size, 4 << table, 1 + table) for table in range(tables)]
+    layer_buffers[-1] = LayerBuffer(
+        -(-2 * size // (4 << tables - 1)) * (4 << tables - 1), 4 << tables - 1, tables
+    )
+    return Buffers(layer_buffers, size, ROW, growth, int(step or 64))
 
 
 class RowMachine(RuleBasedStateMachine):
@@ -63,18 +65,22 @@ class RowMachine(RuleBasedStateMachine):
     )
     def begin(self, name: str, size: int, tables: int, overlapped: bool) -> None:
         self.space = make_space(name, size, tables)
-        layer = LayerSpec(Retention(), 1, 8, 8)
+        layer = LayerSpec(Span(), 1, 8, 8)
         self.cache = RowCache(
             KVSpec((layer,) * tables, "float32"),
             self.space,
             row_tokens=ROW,
             # Of a page at least what the granules' pages have to hold.
-            unit_bytes=64 * tables if isinstance(self.space, Arena) else 64 * (4 << tables),
+            block_bytes=64 * tables if isinstance(self.space, Arena) else 64 * (4 << tables),
             overlapped_steps=overlapped,
         )
         self.overlapped = overlapped
-        lanes = [size] if isinstance(self.space, Arena) else [lane.num_tokens for lane in self.space.lanes]
-        self.bytes = [np.full(tokens, NOTHING, np.int64) for tokens in lanes]
+        layer_buffers = (
+            [size]
+            if isinstance(self.space, Arena)
+            else [layer_buffer.num_tokens for layer_buffer in self.space.layer_buffers]
+        )
+        self.bytes = [np.full(tokens, NOTHING, np.int64) for tokens in layer_buffers]
         self.open: dict[int, Known] = {}
         self.under_way: list[Planned] = []
         self.next_token = 0
@@ -154,7 +160,7 @@ class RowMachine(RuleBasedStateMachine):
         """Whether no free range is long enough, though all together would be."""
         if isinstance(self.space, Arena):
             return needed > self.space.largest_free
-        granule = self.space.lanes[-1].granule_tokens
+        granule = self.space.layer_buffers[-1].granule_tokens
         wanted = int(self.space.capacities(max(end, len(known.tokens)))[-1])
         return -(-wanted // granule) > self.space._ranges[-1].largest_free
 
@@ -253,14 +259,13 @@ class RowMachine(RuleBasedStateMachine):
             assert not any(one == table and start < last and first < stop for one, first, last in in_use)
 
     def _state(self) -> Any:
-        manager = self.cache._manager
         places = [
             (row.id, row.reserved, row.num_computed, row.place and row.place.starts.tolist())
-            for row in manager.rows.values()
+            for row in self.cache.rows.values()
         ]
         ranges = [self.space.ranges] if isinstance(self.space, Arena) else self.space._ranges
         # Old places that were waiting for their step may have been freed meanwhile.
-        manager._settle()
+        self.cache._settle()
         return places, [one.free() for one in ranges], self.cache.stats()
 
     @invariant()

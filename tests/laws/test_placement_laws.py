@@ -20,13 +20,14 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.simulated_heap import SimulatedBackend
 
 from quire.errors import ArgumentError, CapacityError
-from quire.memory.placement import AddressRange, PlacementHeap, SimulatedBackend
+from quire.memory.placement import AddressRange, PlacementHeap
 
 PAGE = 4096
-UNITS, POSITIONS = 24, 10
-some_units = st.lists(st.integers(0, UNITS - 1), min_size=1, max_size=5)
+BLOCKS, POSITIONS = 24, 10
+some_blocks = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=5)
 some_positions = st.lists(st.integers(0, POSITIONS - 1), min_size=1, max_size=5, unique=True)
 
 
@@ -35,11 +36,11 @@ class HeapMachine(RuleBasedStateMachine):
         merges=st.booleans(),
         max_pages=st.integers(20, 60),
         max_mappings=st.integers(20, 60),
-        units_per_heap=st.sampled_from([7, 8]),
+        blocks_per_heap=st.sampled_from([7, 8]),
         huge_pages=st.sampled_from([0, 4, 4]),
     )
     def start(
-        self, merges: bool, max_pages: int, max_mappings: int, units_per_heap: int, huge_pages: int
+        self, merges: bool, max_pages: int, max_mappings: int, blocks_per_heap: int, huge_pages: int
     ) -> None:
         self.machine = SimulatedBackend(
             PAGE,
@@ -49,7 +50,7 @@ class HeapMachine(RuleBasedStateMachine):
             max_mappings=max_mappings,
         )
         self.heap = PlacementHeap(
-            [PAGE, 2 * PAGE], max_units=UNITS, units_per_heap=units_per_heap, backend=self.machine
+            [PAGE, 2 * PAGE], max_blocks=BLOCKS, blocks_per_heap=blocks_per_heap, backend=self.machine
         )
         self.holds: Counter[int] = Counter()
         self.ranges: list[AddressRange] = []
@@ -63,60 +64,65 @@ class HeapMachine(RuleBasedStateMachine):
         counts = Counter(self.holds)
         for places in self.mapped:
             counts.update(places.values())
-        return [counts[unit] for unit in range(UNITS)]
+        return [counts[block_id] for block_id in range(BLOCKS)]
 
     def leaving(self) -> set[tuple[int, int]]:
         return {what for _, what in self.waiting if isinstance(what, tuple)}
 
     # Rules
 
-    @rule(count=st.integers(0, 6), after=st.integers(-1, UNITS - 1))
+    @rule(count=st.integers(0, 6), after=st.integers(-1, BLOCKS - 1))
     def allocate(self, count: int, after: int) -> None:
-        free = [unit for unit, count in enumerate(self.references()) if not count]
+        free = [block_id for block_id, count in enumerate(self.references()) if not count]
         try:
-            units = self.heap.allocate(count, after).tolist()
+            block_ids = self.heap.allocate(count, after).tolist()
         except CapacityError:
             assert len(free) < count or self.machine.budget.used >= self.machine.budget.limit
             return
-        assert len(set(units)) == count
-        assert set(units) <= set(free)
-        self.holds.update(units)
+        assert len(set(block_ids)) == count
+        assert set(block_ids) <= set(free)
+        self.holds.update(block_ids)
 
-    @rule(units=st.lists(st.integers(0, UNITS - 1), min_size=1, max_size=3, unique=True))
-    def claim(self, units: list[int]) -> None:
+    @rule(block_ids=st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=3, unique=True))
+    def claim(self, block_ids: list[int]) -> None:
         try:
-            self.heap.claim(units)
+            self.heap.claim(block_ids)
         except ArgumentError:
-            assert any(self.references()[unit] for unit in units)
+            assert any(self.references()[block_id] for block_id in block_ids)
         except CapacityError:
             pass
         else:
-            self.holds.update(units)
+            self.holds.update(block_ids)
 
-    @rule(units=some_units)
-    def hold(self, units: list[int]) -> None:
+    @rule(block_ids=some_blocks)
+    def hold(self, block_ids: list[int]) -> None:
         used = self.references()
         try:
-            self.heap.hold(units)
+            self.heap.hold(block_ids)
         except ArgumentError:
-            assert not all(used[unit] for unit in units)
+            assert not all(used[block_id] for block_id in block_ids)
         else:
-            self.holds.update(units)
+            self.holds.update(block_ids)
 
-    @rule(units=some_units, later=st.booleans())
-    def free(self, units: list[int], later: bool) -> None:
-        promised = Counter(unit for _, what in self.waiting if isinstance(what, list) for unit in what)
-        if any(count > self.holds[unit] - promised[unit] for unit, count in Counter(units).items()):
-            with pytest.raises(ArgumentError, match="units that are held"):
-                self.heap.free(units)
+    @rule(block_ids=some_blocks, later=st.booleans())
+    def free(self, block_ids: list[int], later: bool) -> None:
+        promised = Counter(
+            block_id for _, what in self.waiting if isinstance(what, list) for block_id in what
+        )
+        if any(
+            count > self.holds[block_id] - promised[block_id]
+            for block_id, count in Counter(block_ids).items()
+        ):
+            with pytest.raises(ArgumentError, match="blocks that are held"):
+                self.heap.free(block_ids)
             return
         if later:
             self.step += 1
-            self.heap.free(units, step=self.step)
-            self.waiting.append((self.step, units))
+            self.heap.free(block_ids, step=self.step)
+            self.waiting.append((self.step, block_ids))
         else:
-            self.heap.free(units)
-            self.holds.subtract(units)
+            self.heap.free(block_ids)
+            self.holds.subtract(block_ids)
 
     @precondition(lambda self: len(self.ranges) < 4)
     @rule()
@@ -131,12 +137,12 @@ class HeapMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 3), positions=some_positions, data=st.data())
     def map(self, which: int, positions: list[int], data: st.DataObject) -> None:
         which %= len(self.ranges)
-        used = [unit for unit, count in enumerate(self.references()) if count]
-        units = [data.draw(st.sampled_from([-1, *used])) for _ in positions]
+        used = [block_id for block_id, count in enumerate(self.references()) if count]
+        block_ids = [data.draw(st.sampled_from([-1, *used])) for _ in positions]
         second = data.draw(st.booleans())
-        changes = [(self.ranges[which], positions, units)]
+        changes = [(self.ranges[which], positions, block_ids)]
         if second:  # two ranges in one call
-            changes.append((self.ranges[0], [POSITIONS - 1], units[:1]))
+            changes.append((self.ranges[0], [POSITIONS - 1], block_ids[:1]))
         try:
             self.heap.map(changes)
         except ArgumentError:
@@ -147,20 +153,20 @@ class HeapMachine(RuleBasedStateMachine):
         except CapacityError:
             pass
         else:
-            for index, places, leads in [(which, positions, units), (0, [POSITIONS - 1], units[:1])][
+            for index, places, leads in [(which, positions, block_ids), (0, [POSITIONS - 1], block_ids[:1])][
                 : 1 + second
             ]:
-                for position, unit in zip(places, leads, strict=True):
+                for position, block_id in zip(places, leads, strict=True):
                     self.mapped[index].pop(position, None)
-                    if unit >= 0:
-                        self.mapped[index][position] = unit
+                    if block_id >= 0:
+                        self.mapped[index][position] = block_id
 
     @precondition(lambda self: self.ranges)
     @rule(which=st.integers(0, 3), position=st.integers(0, POSITIONS - 1), count=st.integers(2, POSITIONS))
     def map_run(self, which: int, position: int, count: int) -> None:
-        """Units to positions that are the same modulo any huge page: what makes and completes them."""
+        """Blocks to positions that are the same modulo any huge page: what makes and completes them."""
         which %= len(self.ranges)
-        free = [unit for unit, references in enumerate(self.references()) if not references]
+        free = [block_id for block_id, references in enumerate(self.references()) if not references]
         positions = range(position, min(position + count, POSITIONS))
         if {(which, one) for one in positions} & self.leaving():
             return
@@ -219,32 +225,40 @@ class HeapMachine(RuleBasedStateMachine):
         if not hasattr(self, "heap"):
             return
         self.heap.check()
-        assert self.heap.references(np.arange(UNITS)).tolist() == self.references()
+        assert self.heap.references(np.arange(BLOCKS)).tolist() == self.references()
         assert self.heap.num_mappings == self.machine.budget.used
         pages = 0
         for address_range, places in zip(self.ranges, self.mapped, strict=True):
             want = [places.get(position, -1) for position in range(POSITIONS)]
-            assert address_range.units().tolist() == want
+            assert address_range.block_ids().tolist() == want
             pages += 3 * len(places)
-            for position, unit in places.items():  # the machine leads where the model says
-                for lane in (0, 1):
+            for position, block_id in places.items():  # the machine leads where the model says
+                for layer_buffer in (0, 1):
                     address = (
-                        address_range.address + address_range.offsets[lane] + position * (lane + 1) * PAGE
+                        address_range.address
+                        + address_range.offsets[layer_buffer]
+                        + position * (layer_buffer + 1) * PAGE
                     )
-                    assert self.machine.mapped_at(address) == self.heap._files.place(unit, lane)
+                    assert self.machine.mapped_at(address) == self.heap._files.place(block_id, layer_buffer)
         assert self.machine.num_mapped_pages == pages
         self.huge_pages_are_translated_as_one()
 
     def huge_pages_are_translated_as_one(self) -> None:
-        for lane, each in enumerate(self.heap._files.frame_units):
+        for layer_buffer, each in enumerate(self.heap._files.frame_blocks):
             for address_range in self.ranges if each else []:
                 for position in range(0, POSITIONS - each + 1, each):
-                    units = address_range.units(position, position + each).tolist()
-                    if units[0] < 0 or units[0] % each or units != list(range(units[0], units[0] + each)):
+                    block_ids = address_range.block_ids(position, position + each).tolist()
+                    if (
+                        block_ids[0] < 0
+                        or block_ids[0] % each
+                        or block_ids != list(range(block_ids[0], block_ids[0] + each))
+                    ):
                         continue
-                    if self.machine.is_huge(*self.heap._files.place(units[0], lane)):
-                        address = address_range.address + address_range.offsets[lane]
-                        assert self.machine.is_translated_as_one(address + position * (lane + 1) * PAGE)
+                    if self.machine.is_huge(*self.heap._files.place(block_ids[0], layer_buffer)):
+                        address = address_range.address + address_range.offsets[layer_buffer]
+                        assert self.machine.is_translated_as_one(
+                            address + position * (layer_buffer + 1) * PAGE
+                        )
 
 
 def run(num_examples: int, num_steps: int) -> None:

@@ -51,7 +51,7 @@ class TierMachine(RuleBasedStateMachine):
             clock=self.clock,
             wall_clock=self.clock,
         )
-        self.stack._turn_bytes = min(self.stack._turn_bytes, SMALL_TURN)
+        self.stack._batch_bytes = min(self.stack._batch_bytes, SMALL_TURN)
         self.names = names
         self.stored: set[bytes] = set()  # at any time
         self.sure: set[bytes] = set()  # in the dict tier, whole
@@ -95,7 +95,7 @@ class TierMachine(RuleBasedStateMachine):
         # Kept while the disk lied: what is there is only refreshed, until a load finds it damaged and removes it.
         damaged = set(self.disk.values) - self.sure
         self._begin()
-        assert self.stack.store(with_payloads(names), retention=which % 3) == len(names)
+        assert self.stack.store(with_payloads(names), cache_priority=which % 3) == len(names)
         self._end()
         keys = {name.key for name in names}
         self.stored |= keys

@@ -9,7 +9,8 @@ import torch
 import quire.attention as attention
 from quire import KVSpec
 from quire.attention import AttentionOptions, AttentionPlan
-from quire.engine.storages import StorageOptions
+from quire.config import EngineConfig
+from quire.engine.storages import open_storage
 from quire.errors import ArgumentError
 from quire.memory.beam import BeamTable
 from quire.memory.view import KVView
@@ -25,7 +26,7 @@ def test_a_table_is_as_good_as_gathering(backend: str) -> None:
         pytest.importorskip("quire._native")
     kernels = attention.backend(backend)
     random = torch.Generator().manual_seed(3)
-    opened = StorageOptions("growing", kv_memory="16MiB").open(SPEC, max_model_len=4096, max_num_seqs=4)
+    opened = open_storage(EngineConfig(storage="growing", kv_memory="16MiB", max_num_seqs=4), SPEC, 4096)
     storage, cache = opened.storage, opened.cache
     sequence = cache.open(np.arange(PROMPT, dtype=np.int32))
     table = BeamTable(BEAMS, PROMPT)

@@ -1,4 +1,4 @@
-"""Units of the paged storage: where they lie, that they keep their bytes, and that shrinking gives memory back."""
+"""Blocks of the paged storage: where they lie, that they keep their bytes, and that shrinking gives memory back."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from quire.errors import ArgumentError, CapacityError
 from quire.memory import Heap, KVView, PagedStorage
-from quire.memory import paged as paged_module
-from quire.spec import KVSpec, LayerSpec, Retention
+from quire.memory import device as device_module
+from quire.spec import KVSpec, LayerSpec, Span
 
-FULL, WINDOW = Retention(), Retention("window", 8)
+FULL, WINDOW = Span(), Span("window", 8)
 UNIFORM = KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32")
 # Two groups of unequal shape, K and V of unequal width, one layer that reads another's KV.
 MIXED = KVSpec(
@@ -27,18 +27,17 @@ MIXED = KVSpec(
     ),
     dtype="bfloat16",
 )
-LAYOUTS = ("packed", "split")
 
 
-def unit_parts(storage: PagedStorage, group: int, unit: int) -> list[torch.Tensor]:
-    """Every tensor that holds bytes of the unit: K and V of each layer of its group."""
+def block_parts(storage: PagedStorage, group: int, block_id: int) -> list[torch.Tensor]:
+    """Every tensor that holds bytes of the block: K and V of each layer of its group."""
     views = [storage.view(layer) for layer in storage.spec.groups[group].layers]
-    return [part for view in views for part in (view.k[unit], view.v[unit])]
+    return [part for view in views for part in (view.k[block_id], view.v[block_id])]
 
 
-@pytest.mark.parametrize(("spec", "layout", "size"), list(product([UNIFORM, MIXED], LAYOUTS, [1, 3, 16])))
-def test_views_have_the_layers_shape(spec: KVSpec, layout: str, size: int) -> None:
-    storage = PagedStorage(spec, 5, size, layout=layout)
+@pytest.mark.parametrize(("spec", "size"), list(product([UNIFORM, MIXED], [1, 3, 16])))
+def test_views_have_the_layers_shape(spec: KVSpec, size: int) -> None:
+    storage = PagedStorage(spec, 5, size)
     for index, layer in enumerate(spec.layers):
         view = storage.view(index)
         assert view.k.shape == (5, layer.num_kv_heads, size, layer.k_head_dim)
@@ -48,36 +47,29 @@ def test_views_have_the_layers_shape(spec: KVSpec, layout: str, size: int) -> No
         assert view.dtype == getattr(torch, spec.dtype)
 
 
-@pytest.mark.parametrize(("spec", "layout", "size"), list(product([UNIFORM, MIXED], LAYOUTS, [1, 3, 16])))
-def test_no_two_units_overlap(spec: KVSpec, layout: str, size: int) -> None:
-    """Units are given to groups in turn; each is filled with a number of its own, and all keep it."""
-    storage = PagedStorage(spec, 12, size, layout=layout)
-    owner = {unit: unit % len(spec.groups) for unit in range(12)}
-    for unit, group in owner.items():
-        for index, part in enumerate(unit_parts(storage, group, unit)):
+@pytest.mark.parametrize(("spec", "size"), list(product([UNIFORM, MIXED], [1, 3, 16])))
+def test_no_two_blocks_overlap(spec: KVSpec, size: int) -> None:
+    """Blocks are given to groups in turn; each is filled with a number of its own, and all keep it."""
+    storage = PagedStorage(spec, 12, size)
+    owner = {block_id: block_id % len(spec.groups) for block_id in range(12)}
+    for block_id, group in owner.items():
+        for index, part in enumerate(block_parts(storage, group, block_id)):
             assert bool((part == 0).all())
-            part.fill_(unit * 8 + index + 1)
-    for unit, group in owner.items():
-        for index, part in enumerate(unit_parts(storage, group, unit)):
-            assert bool((part == unit * 8 + index + 1).all())
+            part.fill_(block_id * 8 + index + 1)
+    for block_id, group in owner.items():
+        for index, part in enumerate(block_parts(storage, group, block_id)):
+            assert bool((part == block_id * 8 + index + 1).all())
 
 
 def test_packed_keeps_a_heads_k_and_v_in_one_stream() -> None:
-    view = PagedStorage(MIXED, 4, 8, layout="packed").view(0)
+    view = PagedStorage(MIXED, 4, 8).view(0)
     assert view.k[1, 1].is_contiguous()
     assert view.v[1, 1].data_ptr() == view.k[1, 1].data_ptr() + view.k[1, 1].numel() * 2
     assert view.k[1, 1].data_ptr() == view.v[1, 0].data_ptr() + view.v[1, 0].numel() * 2
 
 
-def test_split_keeps_k_of_neighbouring_blocks_together() -> None:
-    view = PagedStorage(UNIFORM, 4, 8, layout="split").view(0)
-    assert view.k.is_contiguous()
-    assert view.v.is_contiguous()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layer_that_shares_kv_has_its_owners_view(layout: str) -> None:
-    storage = PagedStorage(MIXED, 4, 8, layout=layout)
+def test_a_layer_that_shares_kv_has_its_owners_view() -> None:
+    storage = PagedStorage(MIXED, 4, 8)
     owner, reader = storage.view(3), storage.view(5)
     owner.k.fill_(2)
     owner.v.fill_(3)
@@ -86,23 +78,23 @@ def test_a_layer_that_shares_kv_has_its_owners_view(layout: str) -> None:
     assert bool((reader.v == 3).all())
 
 
-def test_unit_bytes_are_the_specs() -> None:
+def test_block_bytes_are_the_specs() -> None:
     for spec, size in product([UNIFORM, MIXED], [1, 16]):
-        assert PagedStorage(spec, 2, size).unit_bytes == spec.unit_bytes(size)
+        assert PagedStorage(spec, 2, size).block_bytes == spec.block_bytes(size)
 
 
-@pytest.mark.parametrize(("layout", "group"), list(product(LAYOUTS, [0, 1])))
-def test_copy_moves_the_first_tokens_of_one_group(layout: str, group: int) -> None:
-    storage = PagedStorage(MIXED, 6, 8, layout=layout)
+@pytest.mark.parametrize("group", [0, 1])
+def test_copy_moves_the_first_tokens_of_one_group(group: int) -> None:
+    storage = PagedStorage(MIXED, 6, 8)
     rng = torch.Generator().manual_seed(1)
-    for unit in range(6):
-        for part in unit_parts(storage, group, unit):
+    for block_id in range(6):
+        for part in block_parts(storage, group, block_id):
             part.copy_(torch.randn(part.shape, generator=rng))
-    before = [[part.clone() for part in unit_parts(storage, group, unit)] for unit in range(6)]
+    before = [[part.clone() for part in block_parts(storage, group, block_id)] for block_id in range(6)]
     storage.copy(np.array([[0, 4, 5], [3, 1, 8], [2, 5, 0]], np.int32), group)
-    for unit, source, num_tokens in ((4, 0, 5), (1, 3, 8), (5, 2, 0), (0, 0, 0), (2, 2, 0), (3, 3, 0)):
+    for block_id, source, num_tokens in ((4, 0, 5), (1, 3, 8), (5, 2, 0), (0, 0, 0), (2, 2, 0), (3, 3, 0)):
         for part, old, given in zip(
-            unit_parts(storage, group, unit), before[unit], before[source], strict=True
+            block_parts(storage, group, block_id), before[block_id], before[source], strict=True
         ):
             torch.testing.assert_close(part[:, :num_tokens], given[:, :num_tokens], rtol=0, atol=0)
             torch.testing.assert_close(part[:, num_tokens:], old[:, num_tokens:], rtol=0, atol=0)
@@ -134,17 +126,16 @@ def test_copy_refuses_rows_outside_and_changes_nothing(rows: list, message: str)
     assert bool((storage.view(0).k[1:] == 0).all())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_resize_keeps_bytes_and_addresses_and_gives_memory_back(layout: str) -> None:
-    storage = PagedStorage(UNIFORM, 400, 16, layout=layout)
+def test_resize_keeps_bytes_and_addresses_and_gives_memory_back() -> None:
+    storage = PagedStorage(UNIFORM, 400, 16)
     assert storage.bytes_committed == 0
     storage.fill(1.0)
     full = storage.bytes_committed
-    assert full == 400 * storage.unit_bytes
+    assert full == 400 * storage.block_bytes
     address = storage.view(2).v.data_ptr()
     storage.resize(100)
     assert storage.num_blocks == 100
-    assert storage.bytes_committed == 100 * storage.unit_bytes
+    assert storage.bytes_committed == 100 * storage.block_bytes
     assert bool((storage.view(2).v == 1).all())
     storage.resize(1000)
     view = storage.view(2)
@@ -162,14 +153,14 @@ def test_a_boundary_inside_a_page_spares_the_blocks_below_it() -> None:
     assert storage.bytes_committed == 3 * 2 * 4096
 
 
-def test_never_commits_more_than_its_units_with_huge_pages() -> None:
+def test_never_commits_more_than_its_blocks_with_huge_pages() -> None:
     spec = KVSpec.uniform(num_layers=2, num_kv_heads=4, head_dim=64)
     storage = PagedStorage(spec, 4001, 16)  # 62.5 MiB a slot
     for layer in range(2):
         storage.view(layer).k[:, 0, 0, 0] = 1
-    assert storage.bytes_committed <= 4001 * storage.unit_bytes + 2 * 4096
+    assert storage.bytes_committed <= 4001 * storage.block_bytes + 2 * 4096
     storage.resize(1)
-    assert storage.bytes_committed <= storage.unit_bytes + 2 * 4096
+    assert storage.bytes_committed <= storage.block_bytes + 2 * 4096
 
 
 def test_growing_past_the_reservation_is_refused_and_changes_nothing() -> None:
@@ -184,7 +175,7 @@ def test_growing_past_the_reservation_is_refused_and_changes_nothing() -> None:
     assert bool((storage.view(0).k[:3] == 1).all())
 
 
-def test_a_failing_release_leaves_the_number_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_release_leaves_the_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = PagedStorage(UNIFORM, 64, 16)
     storage.fill(1.0)
 
@@ -207,7 +198,7 @@ def test_falls_back_to_what_was_asked_where_room_to_grow_is_refused(monkeypatch:
             raise CapacityError("no room")
         return real(max_bytes)
 
-    monkeypatch.setattr(paged_module, "Heap", limited)
+    monkeypatch.setattr(device_module, "Heap", limited)
     storage = PagedStorage(UNIFORM, 7, 4)
     assert storage.max_blocks == 7
     assert sizes[1] < sizes[0]
@@ -222,7 +213,6 @@ def test_falls_back_to_what_was_asked_where_room_to_grow_is_refused(monkeypatch:
         ({"block_size": 0}, "block size of 1 to 512, got 0"),
         ({"block_size": 513}, "block size of 1 to 512, got 513"),
         ({"num_blocks": 0}, "at least 1 block, got 0"),
-        ({"layout": "token-major"}, "packed or split, got 'token-major'"),
         ({"max_blocks": 3}, "at least num_blocks=4, got 3"),
     ],
 )
@@ -260,31 +250,30 @@ def test_a_view_refuses_tensors_that_do_not_agree() -> None:
         KVView(good, good, 4)
 
 
-def test_units_given_back_wherever_they_lie_return_their_pages_and_spare_their_neighbours() -> None:
+def test_blocks_given_back_wherever_they_lie_return_their_pages_and_spare_their_neighbours() -> None:
     storage = PagedStorage(UNIFORM, 400, 16)
     storage.fill(1.0)
-    units = np.random.default_rng(0).permutation(400)[:150]
-    storage.give_back(units)
-    assert storage.bytes_committed == 250 * storage.unit_bytes
-    kept = np.setdiff1d(np.arange(400), units)
+    block_ids = np.random.default_rng(0).permutation(400)[:150]
+    storage.give_back(block_ids)
+    assert storage.bytes_committed == 250 * storage.block_bytes
+    kept = np.setdiff1d(np.arange(400), block_ids)
     for layer in range(len(UNIFORM.layers)):
         assert bool((storage.view(layer).k[kept] == 1).all())
-        assert bool((storage.view(layer).v[torch.from_numpy(units)] == 0).all())
+        assert bool((storage.view(layer).v[torch.from_numpy(block_ids)] == 0).all())
     storage.give_back([])
-    with pytest.raises(ArgumentError, match="units of 0 to 399, got 3 to 400"):
+    with pytest.raises(ArgumentError, match="blocks of 0 to 399, got 3 to 400"):
         storage.give_back([3, 400])
 
 
-@pytest.mark.parametrize("layout", ["packed", "split"])
-def test_memory_committed_ahead_is_that_of_the_units_and_their_bytes_stay(layout: str) -> None:
-    storage = PagedStorage(UNIFORM, 64, 16, layout=layout)
+def test_memory_committed_ahead_is_that_of_the_blocks_and_their_bytes_stay() -> None:
+    storage = PagedStorage(UNIFORM, 64, 16)
     storage.view(0).k[3] = 7
     assert storage.commit_ahead(0, 32)
     committed = storage.bytes_committed
-    assert 32 * storage.unit_bytes <= committed <= 64 * storage.unit_bytes
+    assert 32 * storage.block_bytes <= committed <= 64 * storage.block_bytes
     assert bool((storage.view(0).k[3] == 7).all())
     assert storage.commit_ahead(32, 64)
-    assert storage.bytes_committed == 64 * storage.unit_bytes
+    assert storage.bytes_committed == 64 * storage.block_bytes
     for first, stop in ((0, 65), (-1, 3), (5, 5)):
         assert not storage.commit_ahead(first, stop)
 
@@ -303,4 +292,4 @@ def test_nothing_is_committed_ahead_once_memory_was_given_back(how: str) -> None
         storage.close()
     assert not storage.commit_ahead(0, 32)
     if how != "close":
-        assert storage.bytes_committed <= 96 * storage.unit_bytes
+        assert storage.bytes_committed <= 96 * storage.block_bytes

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from quire import KVSpec
-from quire.engine.storages import OpenStorage, StorageOptions
+from quire.baselines.contiguous import ContiguousStorage
+from quire.baselines.growing import GrowingStorage
+from quire.config import OPTION_OF_STORAGE, EngineConfig
+from quire.engine.storages import OpenStorage, open_storage
 from quire.errors import ArgumentError
-from quire.memory.contiguous import ContiguousStorage
-from quire.memory.growing import GrowingStorage
-from quire.spec import LayerSpec, Retention
+from quire.spec import LayerSpec, Span
 
-FULL = Retention()
+FULL = Span()
 # Odd head counts, widths that are no power of two, K and V of different widths, a layer that shares another's KV.
 MIXED = KVSpec(
     (
@@ -31,9 +32,9 @@ UNIFORM = KVSpec.uniform(num_layers=64, num_kv_heads=2, head_dim=64)
 
 
 def opened(name: str, spec: KVSpec, kv_memory: str, max_model_len: int = 1000, **options: Any) -> OpenStorage:
-    return StorageOptions(name, kv_memory=kv_memory, **options).open(
-        spec, max_model_len=max_model_len, max_num_seqs=64
-    )
+    own = {option: value for option, value in options.items() if option == OPTION_OF_STORAGE[name]}
+    config = EngineConfig(storage=name, kv_memory=kv_memory, max_num_seqs=64, **own)
+    return open_storage(config, spec, max_model_len)
 
 
 def step(one: OpenStorage, sequences: list[Any], counts: list[int]) -> list[Any]:
@@ -160,8 +161,8 @@ def test_address_space_costs_no_memory() -> None:
     growing = GrowingStorage(UNIFORM, 100_000, 40_960)
     assert contiguous.bytes_committed == 0
     assert growing._heap.committed_bytes() == 0
-    assert contiguous.unit_bytes == UNIFORM.bytes_per_token
-    assert growing.unit_bytes == mmap.PAGESIZE
+    assert contiguous.block_bytes == UNIFORM.bytes_per_token
+    assert growing.block_bytes == mmap.PAGESIZE
     contiguous.close()
     growing.close()
 

@@ -1,4 +1,4 @@
-"""The virtual storage: rows lead to their sequences' units, whatever the cache does with them."""
+"""The virtual storage: rows lead to their sequences' blocks, whatever the cache does with them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import pytest
 import torch
 from support.faulty_calls import FaultyCalls
 from support.sequences_case import NAN, Sequences
+from support.simulated_heap import SimulatedBackend
 
 from quire import Cache
 from quire.attention import AttentionOptions, AttentionPlan, reference
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.memory import VirtualStorage
-from quire.memory import virtual as virtual_module
-from quire.memory.placement import MappingBudget, MemfdBackend, SimulatedBackend, why_not
-from quire.memory.virtual import virtual_block_size
-from quire.spec import KVSpec, LayerSpec, Retention
+from quire.memory.placement import MappingBudget, MemfdBackend, why_not
+from quire.memory.virtual import storage as virtual_module
+from quire.memory.virtual.storage import virtual_block_size
+from quire.spec import KVSpec, LayerSpec, Span
 
 if (_reason := why_not()) is not None:
     pytest.skip(f"no virtual storage here: {_reason}", allow_module_level=True)
 
-FULL, WINDOW = Retention(), Retention("window", 10)
-# A token is 1 KiB of keys and of values: units of 4 tokens are one page each.
+FULL, WINDOW = Span(), Span("window", 10)
+# A token is 1 KiB of keys and of values: blocks of 4 tokens are one page each.
 UNIFORM = KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=128, dtype="float32")
 # Three groups of unequal shape and number of layers, keys and values of unequal width, a layer without its own.
 MIXED = KVSpec(
@@ -100,7 +101,7 @@ def test_rows_hold_what_a_recompute_would_write(spec: KVSpec, prefix_caching: bo
     storage.close()
 
 
-def test_sequences_that_grow_in_turn_cost_two_mappings_a_lane() -> None:
+def test_sequences_that_grow_in_turn_cost_two_mappings_a_layer_buffer() -> None:
     seen = {}
     for run_blocks in (1, 8):
         cache, storage = make(UNIFORM, 48, run_blocks=run_blocks)
@@ -111,8 +112,8 @@ def test_sequences_that_grow_in_turn_cost_two_mappings_a_lane() -> None:
             for sequence in some:
                 sequence.append([5])
         work.check_rows(some, rows(storage, some))
-        lanes = sum(size > 0 for size in storage._ranges[0].piece_bytes)
-        seen[run_blocks] = (storage.num_mappings - 2) / lanes  # less the heap's and the range's own
+        layer_buffers = sum(size > 0 for size in storage._ranges[0].piece_bytes)
+        seen[run_blocks] = (storage.num_mappings - 2) / layer_buffers  # less the heap's and the range's own
         storage.close()
     assert seen[8] <= 2 * 4
     assert seen[1] >= 8 * 4  # eight blocks each, all apart
@@ -129,10 +130,10 @@ def test_the_cache_s_runs_make_huge_pages_of_the_storage_s_pieces() -> None:
     assert table[:32].tolist() == list(range(32, 64))
     row = storage.row_of(long.id)
     assert row is not None
-    led = storage._ranges[0].units(row * 64, row * 64 + 33)
+    led = storage._ranges[0].block_ids(row * 64, row * 64 + 33)
     assert led.tolist() == table.tolist()
     assert ((np.arange(33) - table) % 32 == 0).all()
-    assert storage.bytes_committed == 34 * storage.unit_bytes
+    assert storage.bytes_committed == 34 * storage.block_bytes
     assert storage._heap._files.is_huge[0][1] == storage._heap._files.is_huge[1][1]
     storage.close()
 
@@ -147,7 +148,7 @@ def test_a_prefix_is_shared_by_mapping_it_twice() -> None:
     assert b.num_cached_tokens == 16
     assert work.step([b], [2])
     work.check_rows([a, b], rows(storage, [a, b]))
-    assert storage.bytes_committed == committed + storage.unit_bytes
+    assert storage.bytes_committed == committed + storage.block_bytes
     # One byte, two addresses.
     row_a, row_b = rows(storage, [a, b])
     view = storage.view(1)
@@ -170,7 +171,9 @@ def test_a_row_that_was_left_is_adopted_still_mapped() -> None:
     calls.arm(10**9)  # counts calls
     assert work.step([b], [b.num_tokens - b.num_cached_tokens])
     assert storage.row_of(b.id) == row
-    assert calls.count == 6 * 3  # the sixth unit alone: memory, a mapping and advice in each of six lanes
+    assert (
+        calls.count == 6 * 3
+    )  # the sixth block alone: memory, a mapping and advice in each of six layer buffers
     work.check_rows([b], [row])  # type: ignore[list-item]
     storage.close()
 
@@ -203,18 +206,18 @@ def test_the_plain_tensor_of_a_row_serves_an_unmodified_kernel() -> None:
 
 def test_opening_a_long_sequence_commits_only_its_tokens() -> None:
     spec = KVSpec.uniform(num_layers=4, num_kv_heads=8, head_dim=128)
-    storage = VirtualStorage.build(spec, kv_memory=1 << 30, max_model_len=40960, max_num_seqs=256)
-    assert (storage.block_size, storage.unit_bytes) == (32, 8 * 65536)
+    storage = VirtualStorage(spec, 2048, virtual_block_size(spec), max_model_len=40960, max_num_seqs=256)
+    assert (storage.block_size, storage.block_bytes) == (32, 8 * 65536)
     cache = Cache(spec, num_blocks=storage.num_blocks, block_size=32)
     assert storage.bytes_committed == 0
     sequence = cache.open(list(range(100)))
     storage.prepare(cache.reserve([sequence], [100]), np.array([sequence.id]))
-    assert storage.bytes_committed == 4 * storage.unit_bytes
+    assert storage.bytes_committed == 4 * storage.block_bytes
     assert storage.view(0).k.shape == (256, 8, 40960, 128)
     storage.close()
 
 
-def test_memory_goes_back_when_units_are_given_up() -> None:
+def test_memory_goes_back_when_blocks_are_given_up() -> None:
     cache, storage = make(MIXED, 99, prefix_caching=False)
     work = Sequences(cache, storage)
     sequences = [cache.open([7 * i + j for j in range(30)]) for i in range(4)]
@@ -225,7 +228,7 @@ def test_memory_goes_back_when_units_are_given_up() -> None:
         work.close(sequence)
     storage.forget(np.array(work.closed))
     kept = {int(u) for group in range(len(MIXED.groups)) for u in sequences[0].block_table(group) if u >= 0}
-    storage.give_back([unit for unit in range(99) if unit not in kept])
+    storage.give_back([block_id for block_id in range(99) if block_id not in kept])
     assert storage.bytes_committed < full * 0.3
     work.check_rows(sequences[:1], rows(storage, sequences[:1]))
     storage.check()
@@ -239,7 +242,7 @@ def test_memory_goes_back_when_units_are_given_up() -> None:
     storage.forget(np.array([again.id, sequences[0].id]))
     storage.give_back(np.arange(99))
     assert storage.bytes_committed == 0
-    with pytest.raises(ArgumentError, match="units of 0 to 98"):
+    with pytest.raises(ArgumentError, match="blocks of 0 to 98"):
         storage.give_back([99])
     storage.close()
 
@@ -255,7 +258,7 @@ def test_what_is_given_back_leaves_the_process() -> None:
     before = pss_bytes()
     storage.prepare(cache.reserve(sequences, [3400, 3400]), ids)
     full, busy = storage.bytes_committed, pss_bytes()
-    assert full == 108 * storage.unit_bytes
+    assert full == 108 * storage.block_bytes
     assert busy - before >= 0.95 * full
     for sequence in sequences:
         cache.close(sequence)
@@ -282,7 +285,7 @@ def test_resize() -> None:
     storage.close()
 
 
-def test_units_behind_a_window_are_unmapped() -> None:
+def test_blocks_behind_a_window_are_unmapped() -> None:
     spec = KVSpec(layers=(LayerSpec(WINDOW, 2, 128, 128),), dtype="float32")
     cache, storage = make(spec, 16)
     work = Sequences(cache, storage)
@@ -290,12 +293,14 @@ def test_units_behind_a_window_are_unmapped() -> None:
     for token in range(40):
         assert work.step([sequence], [1])
         sequence.append([token])
-    units = (
-        storage._ranges[0].units()[: storage.row_tokens // 4] if storage.row_of(sequence.id) == 0 else None
+    block_ids = (
+        storage._ranges[0].block_ids()[: storage.row_tokens // 4]
+        if storage.row_of(sequence.id) == 0
+        else None
     )
-    assert units is not None
-    assert (units[:6] == -1).all()
-    assert (units[8:10] >= 0).all()
+    assert block_ids is not None
+    assert (block_ids[:6] == -1).all()
+    assert (block_ids[8:10] >= 0).all()
     storage.close()
 
 
@@ -392,8 +397,6 @@ def test_shapes_and_sizes_that_cannot_be_are_refused() -> None:
         VirtualStorage(UNIFORM, 4, 4, max_model_len=10, max_num_seqs=1, max_blocks=3)
     with pytest.raises(CapacityError, match="lower max_model_len or max_num_seqs"):
         VirtualStorage(UNIFORM, 4, 4, max_model_len=2**31, max_num_seqs=2**16)
-    with pytest.raises(ArgumentError, match="a kv_memory of at least one unit of 64 tokens, 393216 bytes"):
-        VirtualStorage.build(UNIFORM, kv_memory=10_000, max_model_len=10, max_num_seqs=1)
 
 
 def test_a_machine_that_cannot_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,8 +422,8 @@ def test_the_policy_on_a_device_of_two_mebibyte_pages() -> None:
     b = cache.open(np.append(np.arange(2900), 1))
     storage.prepare(cache.reserve([b], [1]), np.array([b.id]))
     assert storage.bytes_committed == 4 * 8 * (2 << 20)
-    assert machine.calls["copy"] == 8  # the third unit is shared in part
-    # Three mappings in each lane, one of which leads to new memory.
+    assert machine.calls["copy"] == 8  # the third block is shared in part
+    # Three mappings in each layer buffer, one of which leads to new memory.
     assert machine.time_us - before == 8 * (3 * 37.5 + 193.0)
     storage.close()
     assert machine.num_mapped_pages == 0

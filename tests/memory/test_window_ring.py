@@ -16,14 +16,14 @@ from quire.attention import AttentionOptions, AttentionPlan, reference
 from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.memory import VirtualStorage
 from quire.memory.placement import MemfdBackend, why_not
-from quire.memory.window_ring import WindowRing
-from quire.spec import KVSpec, LayerSpec, Retention
+from quire.memory.virtual.window_ring import WindowRing
+from quire.spec import KVSpec, LayerSpec, Span
 
 if (_reason := why_not()) is not None:
     pytest.skip(f"no virtual storage here: {_reason}", allow_module_level=True)
 
-FULL, WINDOW, CHUNKED = Retention(), Retention("window", 10), Retention("chunked", 12)
-# A token is 1 KiB of keys and of values: units of 4 tokens are one page each.
+FULL, WINDOW, CHUNKED = Span(), Span("window", 10), Span("chunked", 12)
+# A token is 1 KiB of keys and of values: blocks of 4 tokens are one page each.
 SLIDING = KVSpec(layers=(LayerSpec(WINDOW, 2, 128, 128),), dtype="float32")
 # Two windows, chunks and rows that keep all, keys and values of unequal width, a layer without its own.
 MIXED = KVSpec(
@@ -34,7 +34,7 @@ MIXED = KVSpec(
         LayerSpec(CHUNKED, 2, 256, 512),
         LayerSpec(WINDOW, 2, 256, 512),
         LayerSpec(WINDOW, 2, 256, 512, shares_kv_with=0),
-        LayerSpec(Retention("window", 3), 2, 512, 256),
+        LayerSpec(Span("window", 3), 2, 512, 256),
     ),
     dtype="bfloat16",
 )
@@ -61,10 +61,10 @@ def rings(storage: VirtualStorage) -> list[WindowRing]:
 @pytest.mark.parametrize("spec", [SLIDING, MIXED])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.ci)])
 def test_rings_hold_what_a_recompute_would_write(spec: KVSpec, prefix_caching: bool, seed: int) -> None:
-    """Many laps, chunks, lookahead, forks, rewinds, units given back, rows adopted; with a prefix cache hits too."""
+    """Many laps, chunks, lookahead, forks, rewinds, blocks given back, rows adopted; with a prefix cache hits too."""
     rng = random.Random(seed)
     cache, storage = make(spec, 45 * len(spec.groups), prefix_caching=prefix_caching)
-    assert len(rings(storage)) == sum(group.retention.kind != "full" for group in spec.groups)
+    assert len(rings(storage)) == sum(group.span.kind != "full" for group in spec.groups)
     storage.fill(NAN)
     work = Sequences(cache, storage)
     prompt = [rng.randrange(3) for _ in range(60)]
@@ -86,13 +86,15 @@ def test_rings_hold_what_a_recompute_would_write(spec: KVSpec, prefix_caching: b
             sequence.append([rng.randrange(4)])
         elif choice < 0.22:
             held = {
-                unit
+                block_id
                 for sequence in work.open
                 for group in range(len(spec.groups))
-                for unit in sequence.block_table(group).tolist()
+                for block_id in sequence.block_table(group).tolist()
             }
             if not prefix_caching:
-                storage.give_back([unit for unit in range(storage.num_blocks) if unit not in held])
+                storage.give_back(
+                    [block_id for block_id in range(storage.num_blocks) if block_id not in held]
+                )
         elif work.open:
             some = rng.sample(work.open, rng.randrange(1, len(work.open) + 1))
             some = [sequence for sequence in some if sequence.num_tokens < 180]
@@ -171,9 +173,9 @@ def test_memory_and_addresses_are_those_of_the_window() -> None:
         seen.append((ring.range.num_mapped, storage.num_mappings))
         taken.append(storage.bytes_committed)
     # The first step fills its part, from the second on it is a ring.
-    assert {mapped for mapped, _ in seen[3:]} == {2 * ring.ring_units}
-    assert max(mappings for _, mappings in seen) <= 2 + 2 * (2 * ring.ring_units + 1)
-    assert max(taken) <= (ring.ring_units + 1) * storage.unit_bytes
+    assert {mapped for mapped, _ in seen[3:]} == {2 * ring.ring_blocks}
+    assert max(mappings for _, mappings in seen) <= 2 + 2 * (2 * ring.ring_blocks + 1)
+    assert max(taken) <= (ring.ring_blocks + 1) * storage.block_bytes
     twice = 2 * ring.ring_tokens * 64 * 2 * 1024  # of 64 rings, keys and values
     margins = 2 * ring.num_laps * ring.ring_tokens * 1024
     assert 0 <= storage.bytes_reserved - twice - margins < 2 * (2 << 20)  # both rounded up to huge pages
@@ -246,7 +248,7 @@ def test_a_mirror_that_differs_is_found() -> None:
     (ring,) = rings(storage)
     sequence = cache.open([1, 2, 3])
     storage.prepare(cache.reserve([sequence], [3]), np.array([sequence.id]))
-    storage._heap.map([(ring.range, [ring.ring_units], [-1])])
+    storage._heap.map([(ring.range, [ring.ring_blocks], [-1])])
     with pytest.raises(InvariantError, match="W2: the ring of row 0"):
         storage.check()
     storage.close()

@@ -11,7 +11,7 @@ import torch
 from support import tiny_llm
 
 from quire.model import fingerprint as fingerprint_module
-from quire.model.fingerprint import world
+from quire.model.fingerprint import engine_fingerprint
 from quire.model.load import load
 
 
@@ -24,21 +24,22 @@ def folder(tmp_path: Path) -> Path:
 def test_a_world_is_the_same_at_every_start_and_another_for_what_changes_bits(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    first = world(load(folder))
+    first = engine_fingerprint(load(folder))
     assert len(first) == 32
-    assert world(load(folder)) == first
-    assert world(load(folder, dtype="bfloat16")) != first
+    assert engine_fingerprint(load(folder)) == first
+    assert engine_fingerprint(load(folder, dtype="bfloat16")) != first
     assert (
-        world(load(folder), "python") != world(load(folder), None) or not fingerprint_module.native_module()
+        engine_fingerprint(load(folder), "python") != engine_fingerprint(load(folder), None)
+        or not fingerprint_module.native_module()
     )
     other = tmp_path_factory.mktemp("other")
     tiny_llm.model(1).save_pretrained(other)
-    assert world(load(other)) != first
+    assert engine_fingerprint(load(other)) != first
     model = tiny_llm.model()
-    before = world(load((model, None)))
+    before = engine_fingerprint(load((model, None)))
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
-    assert world(load((model, None))) != before
+    assert engine_fingerprint(load((model, None))) != before
 
 
 def test_digests_of_large_files_are_kept_while_the_files_stay(

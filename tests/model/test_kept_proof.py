@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from support.architectures import tiny
 
 from quire.errors import UnsupportedModelError
 from quire.model import PreparedModel, kept_proof, load
-from quire.model.probe import rehearse
+from quire.model.prove.probe import rehearse
 
 pytest.importorskip("quire._native")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="packed weights are kept on Linux")
@@ -27,13 +28,13 @@ class Starts:
         self.model, self.kept, self.num_probes = folder / "model", folder / "kept", 0
         self.kept.mkdir()
         module = sys.modules["quire.model.prepare"]
-        probe = module.probe
+        probe = module.Probe
 
-        def count(prepared: PreparedModel) -> None:
+        def count(prepared: PreparedModel) -> Any:
             self.num_probes += 1
-            probe(prepared)
+            return probe(prepared)
 
-        monkeypatch.setattr(module, "probe", count)
+        monkeypatch.setattr(module, "Probe", count)
 
     def save(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Starts:
         tiny(name).to(dtype).save_pretrained(self.model)
@@ -71,7 +72,6 @@ def test_a_start_with_a_kept_proof_runs_the_same_and_proves_nothing(
         prepared, proved = starts.start()
         assert proved == proved_now
         assert prepared.fused is not None
-        assert not prepared.fused.proving
         assert prepared.fused.counts == fused.counts
         assert (prepared.decoder is None) == (plain.decoder is None)
         assert torch.equal(rehearse(prepared), expected)
@@ -135,7 +135,7 @@ def test_a_damaged_file_is_proved_and_written_again(starts: Starts, damage: str)
 
 def test_a_model_that_is_refused_is_refused_again(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.save("qwen3")
-    monkeypatch.setattr("quire.model.probe._TOLERANCE", dict.fromkeys((torch.bfloat16,), -1.0))
+    monkeypatch.setattr("quire.model.prove.probe.rows_agree", lambda *_: (False, 1.0, 0.0))
     for _ in range(2):
         with pytest.raises(UnsupportedModelError):
             starts.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from quire.errors import ArgumentError, QuireError
+from quire.errors import QuireError
 from quire.model import linear
 from quire.model.linear import NativeWeight, PackedEmbedding, PackedLinear, choose_packing, pack_linears
 
@@ -106,20 +107,26 @@ def test_a_tied_weight_is_held_once(name: str) -> None:
     assert embedding.weight is head.weight
 
 
-def test_an_untied_embedding_stays() -> None:
+def test_an_untied_embedding_keeps_its_memory_and_is_watched() -> None:
     model = tiny_model("untied")
-    pack_linears(model)
-    assert type(model.get_input_embeddings()) is nn.Embedding
+    embedding = model.get_input_embeddings()
+    rows, address = embedding(IDS).clone(), embedding.weight.data_ptr()
+    restore = pack_linears(model)
+    assert torch.equal(embedding(IDS), rows)
+    assert embedding.weight.held.dense.data_ptr() == address
+    restore()
+    assert type(embedding) is nn.Embedding
+    assert embedding.weight.data_ptr() == address
 
 
 def test_the_dense_weights_are_freed() -> None:
     model = tiny_model("tied")
+    storages = [weakref.ref(p.untyped_storage()) for p in model.parameters() if p.dim() == 2]
     parameters = list(model.parameters())
     pack_linears(model)
-    held = [parameter for parameter in parameters if parameter.dim() == 2]
-    assert all(parameter.numel() == 0 for parameter in held)
     gc.collect()
-    assert all(parameter.dim() == 1 for parameter in model.parameters())
+    assert all(storage() is None for storage in storages)
+    assert [parameter.shape for parameter in model.parameters()] == [p.shape for p in parameters]
 
 
 def test_experts_stay_and_are_answered() -> None:
@@ -129,17 +136,20 @@ def test_experts_stay_and_are_answered() -> None:
     assert 3 in shapes
 
 
-def test_the_weight_still_reads_and_refuses_assignment() -> None:
+def test_the_weight_still_reads_and_may_be_another() -> None:
     layer = nn.Linear(5, 7)
-    weight = layer.weight.detach().clone()
-    pack_linears(layer)
+    weight, other = layer.weight.detach().clone(), torch.randn(7, 5)
+    restore = pack_linears(layer)
     assert isinstance(layer, nn.Linear)
     for _ in range(5):  # read often, it is kept
         assert torch.equal(layer.weight, weight)
     assert layer.weight is layer.weight
-    with pytest.raises(ArgumentError, match="restore the model first"):
-        layer.weight = nn.Parameter(weight)
     assert (layer.in_features, layer.out_features) == (5, 7)
+    layer.weight = nn.Parameter(other)
+    assert type(layer) is nn.Linear
+    assert torch.equal(layer.weight, other)
+    restore()
+    assert torch.equal(layer.weight, other)
 
 
 def test_any_shape_of_input() -> None:
@@ -263,7 +273,7 @@ def test_onednn_packs_and_gives_back_all_but_tied_weights() -> None:
     restore = pack_linears(model, "onednn")
     kinds = {type(module).__name__ for module in model.modules()}
     assert "PackedLinear" in kinds
-    assert "PackedEmbedding" not in kinds
+    assert model.get_output_embeddings().weight.held.packed is None  # a tied weight stays dense
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
     restore()
     assert_same_state(model, state)
@@ -278,3 +288,15 @@ def test_hooks_and_identity_survive() -> None:
     restore()
     layer(torch.ones(1, 4))
     assert seen == [layer, layer]
+
+
+def test_a_parametrization_and_a_deleted_weight_are_torch_s_own() -> None:
+    layer, plain = nn.Linear(4, 4), nn.Linear(4, 4)
+    plain.load_state_dict(layer.state_dict())
+    restore = pack_linears(layer)
+    for each in (layer, plain):
+        nn.utils.parametrizations.weight_norm(each)
+        each.parametrizations.weight.original1.data.mul_(3.0)
+    assert torch.equal(layer(torch.ones(1, 4)), plain(torch.ones(1, 4)))
+    restore()
+    assert torch.equal(layer(torch.ones(1, 4)), plain(torch.ones(1, 4)))

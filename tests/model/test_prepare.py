@@ -33,7 +33,7 @@ def _model(model_type: str = "qwen3", **fields: Any) -> PreTrainedModel:
 
 def _one_prompt(prepared: PreparedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of every token of one prompt computed in one step."""
-    storage = PagedStorage(prepared.spec, 64, 4, torch.float32, max_blocks=64)
+    storage = PagedStorage(prepared.spec, 64, 4, max_blocks=64)
     prepared.attach(storage)
     length = tokens.numel()
     tables = torch.arange(-(-length // 4), dtype=torch.int32)[None]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
+from support.generate_oracle import MAX_TOKENS, generate
+from support.hand_loop import Loop
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from quire.errors import UnsupportedModelError
@@ -33,8 +36,6 @@ def _model(model_type: str, **fields: Any) -> PreTrainedModel:
     [
         ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}, "takes no position_ids"),
         ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 97}, "takes no position_ids"),
-        ("gptj", {**_GPT, "rotary_dim": 8}, "do not call transformers' attention interface"),
-        ("codegen", {**_GPT, "rotary_dim": 8}, "do not call transformers' attention interface"),
         ("gpt_neo", {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 97,
                      "attention_types": [[["global", "local"], 1]]}, "do not call"),
         ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}, "falcon"),
@@ -44,7 +45,8 @@ def _model(model_type: str, **fields: Any) -> PreTrainedModel:
          "K and V are altered"),
         ("deepseek_v3", {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 97,
                          "num_attention_heads": 4, "first_k_dense_replace": 1}, r"latent \(MLA"),
-        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "2 linear_attention of 2 layers"),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97},
+         r"2 linear_attention \(Mamba\) of 2 layers"),
     ],
 )  # fmt: skip
 def test_refused_with_type_and_reason(model_type: str, fields: dict[str, Any], reason: str) -> None:
@@ -57,12 +59,29 @@ def test_refused_with_type_and_reason(model_type: str, fields: dict[str, Any], r
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.parametrize("model_type", ["gptj", "codegen"])
+def test_exact_where_its_attention_calls_the_interface_and_refused_where_not(model_type: str) -> None:
+    """transformers gave these two the interface in 5.24."""
+    model = _model(model_type, **_GPT, rotary_dim=8, bos_token_id=1, eos_token_id=None)
+    prompts = [[3, 5, 8], [13, 21, 34, 55, 89]]
+    want = [generate(model, prompt)[0] for prompt in prompts]
+    attention = type(model.get_submodule("transformer.h.0.attn"))
+    if "get_interface" in inspect.unwrap(attention.forward).__code__.co_names:
+        prepared = PreparedModel(load((model, None)), backend="python")
+        assert Loop(prepared, prompts).run(MAX_TOKENS)[0] == want
+        return
+    with pytest.raises(UnsupportedModelError, match="do not call transformers' attention interface"):
+        PreparedModel(load((model, None)), backend="python")
+
+
 def test_attention_that_differs_is_found_by_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots mixed up: every layer is called, every shape is right, and the logits tell."""
     write = PagedCache.update
 
-    def mixed_up(self: PagedCache, key: torch.Tensor, value: torch.Tensor, layer: int, *rest: Any) -> Any:
-        tagged = write(self, key, value, layer, *rest)
+    def mixed_up(
+        self: PagedCache, key: torch.Tensor, value: torch.Tensor, layer: int, *rest: Any, **more: Any
+    ) -> Any:
+        tagged = write(self, key, value, layer, *rest, **more)
         view = self.view(layer)
         view.v[5], view.v[1] = view.v[1].clone(), view.v[5].clone()
         return tagged

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.forked import in_child
 
 _native = pytest.importorskip("quire._native")
 
@@ -63,3 +64,29 @@ def test_a_caller_that_is_kept_to_one_processor_keeps_the_workers_where_they_may
     finally:
         os.sched_setaffinity(0, ALLOWED)
     assert all(os.sched_getaffinity(worker) for worker in workers)
+
+
+def test_a_child_of_fork_has_workers_of_its_own_whatever_the_parent_was_doing(workers: list[int]) -> None:
+    x, weight = torch.randn(64, 512), NativeWeight(torch.randn(4096, 512))
+    expected = weight.multiply(x, None)
+    stop = threading.Event()
+
+    def go_on() -> None:
+        while not stop.is_set():
+            weight.multiply(x, None)
+
+    def answer() -> tuple[bool, int, int]:
+        same = torch.equal(weight.multiply(x, None), expected)
+        num_tasks = len(os.listdir("/proc/self/task"))
+        _native.set_num_threads(1)
+        return same and torch.equal(weight.multiply(x, None), expected), num_tasks, _native.num_threads()
+
+    busy = threading.Thread(target=go_on)
+    busy.start()
+    try:
+        for _ in range(10):  # most of them while the parent's job is under way, its owner's lock held
+            assert in_child(answer) == (True, 1 + len(workers), 1)
+    finally:
+        stop.set()
+        busy.join()
+    assert torch.equal(weight.multiply(x, None), expected)

@@ -138,12 +138,9 @@ def test_agrees_on_extreme_scores(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["packed", "split"])
-def test_writes_the_references_bits(dtype: torch.dtype, layout: str) -> None:
+def test_writes_the_references_bits(dtype: torch.dtype) -> None:
     for size, dim in ((1, 8), (16, 64), (7, 24), (512, 128)):
-        shape = Shape(
-            lengths=((60, 1),), dtype=dtype, block_size=size, layout=layout, k_dim=dim, v_dim=dim + 8
-        )
+        shape = Shape(lengths=((60, 1),), dtype=dtype, block_size=size, k_dim=dim, v_dim=dim + 8)
         ours, theirs = make_case(shape).view, make_case(shape).view
         slots = torch.randperm(ours.num_blocks * size)[:45]
         for tokens in (45, 1):
@@ -205,7 +202,6 @@ def test_a_row_has_the_same_bits_however_it_is_computed(shape: Shape, data: st.D
     spans = list(itertools.pairwise(cuts))
     changes = {
         "block_size": data.draw(st.sampled_from([1, 5, 16, 32, 100, 512]), label="block size"),
-        "layout": data.draw(st.sampled_from(["packed", "split"]), label="layout"),
         "num_threads": data.draw(st.sampled_from([1, 2]), label="threads"),
     }
     together = chunks(case, spans, **changes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.variants import needs_emulated
 from torch.nn import functional as F
 
 from quire.attention import AttentionOptions, AttentionPlan, reference
@@ -191,6 +192,7 @@ def test_attention(isa: str, dtype: torch.dtype, rotation: str) -> None:
 @pytest.mark.skipif(
     "avx512" not in ISAS, reason="this processor has no AVX-512 to compare the emulation with"
 )
+@needs_emulated
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_emulated_row_operators_give_the_real_ones_bits(activation: str) -> None:
     for dtype in DTYPES:

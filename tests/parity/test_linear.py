@@ -247,7 +247,7 @@ def test_no_rows_is_no_work() -> None:
     assert packed.multiply(torch.empty(3, 0, 4), None).shape == (3, 0, 10)
 
 
-@pytest.mark.parametrize("isa", ["portable", "emulated_amx_bf16"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_environment_forces_a_variant(isa: str) -> None:
     code = """
 import ctypes, importlib.util, sys

@@ -16,15 +16,10 @@ from hypothesis import strategies as st
 from support.paged_case import tolerance
 from support.prefix_tree_case import Tree, TreeCase, make_tree_case, trees
 
-from quire.attention import AttentionOptions, backend, reference
-from quire.errors import BackendError
+from quire.attention import AttentionOptions, reference
 
-try:
-    native = backend("native")
-except BackendError as error:
-    pytest.skip(f"the native extension is not built: {error}", allow_module_level=True)
-
-from quire import _native
+_native = pytest.importorskip("quire._native", reason="the native extension is not built")
+from quire.attention import native  # noqa: E402 - it needs the extension
 
 EXAMPLES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "60"))
 EMULATED = _native.isa().startswith("emulated")

@@ -43,7 +43,7 @@ def small_server(small_llm: LLM) -> Iterator[tuple[str, object]]:
     with running(small_llm, ServerSettings()) as (url, app):
         yield url, app
         for pin in small_llm.pins:
-            small_llm.unpin(pin)
+            small_llm.pins.remove(pin)
         end = time.monotonic() + 10
         while app.state.service.num_open or not is_idle(small_llm):
             assert time.monotonic() < end, "requests or blocks are left"
@@ -54,7 +54,7 @@ def small_server(small_llm: LLM) -> Iterator[tuple[str, object]]:
 def is_idle(llm: LLM) -> bool:
     """Whether no sequence is open and no block in use."""
     counts = llm.cache.stats()
-    return counts["held"] == counts["leased"] == counts["num_sequences"] == 0
+    return counts["held"] == counts["in_flight"] == counts["num_sequences"] == 0
 
 
 @pytest.fixture

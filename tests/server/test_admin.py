@@ -46,11 +46,11 @@ def cached(url: str, prompt: Any = None, **headers: str) -> int:
 @pytest.fixture
 def fresh(url: str, llm: LLM) -> Iterator[str]:
     for pin in llm.pins:
-        llm.unpin(pin)
+        llm.pins.remove(pin)
     llm.cache.reset()
     yield url
     for pin in llm.pins:
-        llm.unpin(pin)
+        llm.pins.remove(pin)
 
 
 class Running:
@@ -94,7 +94,7 @@ def test_pins(fresh: str, llm: LLM) -> None:
     with Running(url) as running_one:
         made = call(url, "POST", "pins", {"prompt": PROMPT, "ttl": 3600}, 201)
         assert (made["owner"], made["num_tokens"], made["is_published"]) == ("default", 64, False)
-        assert made["bytes"] == 4 * llm.cache.unit_bytes
+        assert made["bytes"] == 4 * llm.cache.block_bytes
         assert 3500 < made["expires_in"] <= 3600
         assert cached(url) == 63
         call(url, "POST", "flush", {"memory": True})
@@ -130,16 +130,16 @@ def test_pins(fresh: str, llm: LLM) -> None:
 )
 def test_what_cannot_be_pinned(fresh: str, llm: LLM, body: Any) -> None:
     assert call(fresh, "POST", "pins", body, 400)["error"]["message"]
-    assert llm.pins == []
+    assert list(llm.pins) == []
 
 
 def test_a_pin_over_the_budget_says_the_numbers(fresh: str, llm: LLM) -> None:
-    most = llm.cache.pins.max_units
-    llm.cache.pins.max_units = 3
+    most = llm.cache.pins.max_blocks
+    llm.cache.pins.max_blocks = 3
     try:
         message = call(fresh, "POST", "pins", {"prompt": PROMPT}, 400)["error"]["message"]
     finally:
-        llm.cache.pins.max_units = most
+        llm.cache.pins.max_blocks = most
     assert "budget" in message
     assert "4 blocks" in message
 
@@ -155,6 +155,28 @@ def test_drop(fresh: str) -> None:
     assert made["id"] in refused["error"]["message"]
     assert call(url, "POST", "drop", {"prompt": PROMPT[:20], "cache_salt": "s"})["num_freed"] == 0
     call(url, "POST", "drop", {}, 400)
+
+
+def test_drop_of_what_a_running_request_holds(fresh: str, llm: LLM) -> None:
+    """Told apart: what is free at once, and what is free when the request ends; nobody finds either."""
+    url = fresh
+    alone = httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"]
+    call(url, "POST", "flush", {"memory": True})
+    prompt = BODY["prompt"]
+    with Running(url) as one:
+        cached(url, [*PROMPT, 1])
+        dropped = call(url, "POST", "drop", {"prompt": prompt})
+        assert dropped["num_held"] > 0
+        assert dropped["num_freed"] == 0
+        assert call(url, "POST", "drop", {"prompt": prompt}) == {"num_freed": 0, "num_held": 0}
+        assert call(url, "POST", "explain", {"prompt": prompt})["num_hit_tokens"] == 0
+        assert call(url, "POST", "drop", {"prompt": PROMPT})["num_freed"] == 2
+        assert call(url, "POST", "flush", {"memory": True})["num_freed"] == 3
+        assert llm.stats()["cached"] == 0
+        assert one.text() == alone
+    assert call(url, "POST", "flush", {"memory": True})["num_freed"] == 0
+    assert llm.stats()["free"] == llm.num_blocks
+    llm.cache.check()
 
 
 def test_resize_while_a_request_runs(fresh: str, llm: LLM) -> None:

@@ -57,3 +57,11 @@ def test_a_refusal_says_why_and_takes_nothing(
         assert admission.num_open == 1
         with admission.admit(tenant, 1):
             pass
+
+
+def test_what_is_withdrawn_counts_in_no_minute(admission: Admission) -> None:
+    for _ in range(5):
+        admission.admit(BOB, 2).withdraw()
+    assert admission.num_open == 0
+    with admission.admit(BOB, 3):
+        assert admission.num_open == 3

@@ -52,7 +52,7 @@ def client(url: str) -> Iterator[Client]:
 
 def idle(llm: LLM) -> bool:
     counts = llm.cache.stats()
-    return counts["held"] == counts["leased"] == counts["num_sequences"] == 0
+    return counts["held"] == counts["in_flight"] == counts["num_sequences"] == 0
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -233,7 +233,7 @@ def test_deleting_ends_a_turn(client: Client, url: str, llm: LLM) -> None:
 
 
 def test_each_is_its_tenants_alone(serve: Any, llm: LLM) -> None:
-    a, b = Tenant("a", quota_bytes=8 * llm.cache.unit_bytes), Tenant("b")
+    a, b = Tenant("a", quota_bytes=8 * llm.cache.block_bytes), Tenant("b")
     keys = KeyRing([(digest_of_key(f"key-{tenant.name}"), tenant) for tenant in (a, b)])
     options = ServerSettings(keys=keys, tenants=(ANYBODY, a, b), limits=Limits(max_conversations=2))
     with serve(options) as (url, app):
@@ -254,7 +254,7 @@ def test_each_is_its_tenants_alone(serve: Any, llm: LLM) -> None:
         same = two.make(tokens=list(range(300, 364)))
         assert two.turn(same)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert "quota" in one.turn(name, 400, max_tokens=100)["error"]["message"]
-        assert sum(llm.cache.account_counts(llm.engine.tenants["a"].account)) <= 8
+        assert sum(llm.cache.owner_counts(llm.engine.tenants["a"].owner_id)) <= 8
         one.make()
         assert one("POST", "conversations", {}, 429)["error"]["code"] == "too_many_conversations"
         one("POST", f"conversations/{name}/fork", status=429)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -35,7 +37,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 def is_idle(llm: LLM) -> bool:
     counts = llm.cache.stats()
-    return counts["held"] == counts["leased"] == counts["num_sequences"] == 0
+    return counts["held"] == counts["in_flight"] == counts["num_sequences"] == 0
 
 
 def test_keys(serve) -> None:
@@ -97,6 +99,27 @@ def test_queue_is_bounded(serve, llm: LLM) -> None:
         assert refused.json()["error"]["code"] == "queue_full"
         assert app.state.service.num_open == 0
     assert is_idle(llm)
+
+
+def test_what_is_too_much_is_refused_while_a_step_takes_long(serve, llm: LLM) -> None:
+    """The engine's thread is held: what is beyond the bound is refused all the same, and what is wrong counts once."""
+    held, one = threading.Event(), Tenant("one", max_requests=1, requests_per_minute=2)
+    with serve(ServerSettings(keys=keys(one))) as (url, app), ThreadPoolExecutor(1) as pool:
+
+        def ask(**more: object) -> httpx.Response:
+            return httpx.post(
+                f"{url}/v1/completions", json={**SHORT, **more}, headers=key_of("one"), timeout=30
+            )
+
+        app.state.service.engine.submit_between_steps(held.wait)
+        try:
+            first = pool.submit(ask, prompt=[10**6])
+            wait_for(lambda: app.state.service.num_open == 1)
+            assert ask().status_code == 429
+        finally:
+            held.set()
+        assert first.result().status_code == 400
+        assert [ask().status_code for _ in range(3)] == [200, 200, 429]
 
 
 def test_tenant_limits(serve) -> None:

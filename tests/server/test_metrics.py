@@ -28,7 +28,7 @@ def figures(page: bytes) -> dict[str, dict[str, float]]:
 
 
 def test_every_tier_is_told_of_as_the_stats_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.speeds.Speeds.compute_s", lambda self, num_tokens: 1e9)  # loading pays
+    monkeypatch.setattr("quire.offload.speeds.Speeds.compute_s", lambda self, num_tokens: 1e9)  # loading pays
     prompts = [np.random.default_rng(seed).integers(5, 90, 100).tolist() for seed in range(8)]
     options: dict[str, Any] = {"disk_cache": tmp_path, "disk_cache_size": "64MiB", "host_cache": "256KiB"}
     with tiny_llm.llm(kv_memory="192KiB", cache_write="through", **options) as llm:
@@ -43,7 +43,7 @@ def test_every_tier_is_told_of_as_the_stats_do(tmp_path: Path, monkeypatch: pyte
             hits["memory"] += output.num_cached_tokens - sum(output.num_tier_tokens.values())
             llm.tiers.stack.flush()  # type: ignore[union-attr]
         stats = llm.stats()
-        report = llm.report()
+        report = llm.monitor.report()
     assert stats["hit_tokens_by_tier"] == hits
     assert all(hits.values())
     tiers = stats["tiers"]
@@ -76,7 +76,7 @@ def test_a_tier_that_cannot_say_what_it_holds_is_left_out() -> None:
         ("hits", "misses", "loaded_bytes", "stored", "stored_bytes", "promoted", "evicted", "refused", "dropped",
          "damaged", "failures", "skipped", "waiting_bytes"), 3
     ) | {"segments": -1, "bytes": -1}  # fmt: skip
-    stats = {"tiers": {"remote": counts}, "held": 0, "leased": 0, "pinned": 0, "num_blocks": 1}
+    stats = {"tiers": {"remote": counts}, "held": 0, "in_flight": 0, "pinned": 0, "num_blocks": 1}
     page = figures(Metrics("tiny").render(stats))
     assert page["quire:tier_failures_total"] == {"remote": 3}
     assert "quire:tier_bytes" not in page

@@ -124,12 +124,12 @@ def test_legal_and_odd_completions(url: str, more: dict[str, Any]) -> None:
 def test_a_chat_goes_on_to_its_end_where_nothing_says_how_long_it_may_be(
     url: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    intake = llm.engine._intake
-    defaults = dict(intake._sampling_defaults)
+    request_validator = llm.engine._validator
+    defaults = dict(request_validator._sampling_defaults)
     assert post(url, "chat/completions", {"messages": MESSAGES, "ignore_eos": True})["usage"][
         "completion_tokens"
     ] == defaults.pop("max_new_tokens")
-    monkeypatch.setattr(intake, "_sampling_defaults", defaults)
+    monkeypatch.setattr(request_validator, "_sampling_defaults", defaults)
     prompt = llm.tokenizer(" x" * 1500)["input_ids"]  # so that the end is near
     answer = post(url, "completions", {"prompt": prompt, "max_tokens": None, "ignore_eos": True})
     assert answer["usage"]["total_tokens"] == llm.max_model_len

@@ -73,16 +73,16 @@ def test_nothing_stays_of_what_was_answered_or_refused() -> None:
             served = NUM_RUNNING + NUM_WAITING
             assert statuses == {200: served, 429: AT_ONCE - served}
             counts = llm.cache.stats()
-            assert counts["held"] == counts["leased"] == 0
+            assert counts["held"] == counts["in_flight"] == 0
             engine = app.state.service.engine
             engine.submit_between_steps(llm.cache.reset).result()  # what is cached is no growth
             gc.collect()
             return sys.getallocatedblocks()
 
         fewest_objects(12)
-        before, lost_before = fewest_objects(8), llm.watch.history.losses.num_added
+        before, lost_before = fewest_objects(8), llm.engine.monitor.history.losses.num_added
         fewest_objects(16)
-        lost = llm.watch.history.losses.num_added - lost_before
+        lost = llm.engine.monitor.history.losses.num_added - lost_before
         assert lost > 600, "too little is lost for this to say anything"
         assert fewest_objects(8) - before < lost / 2
         assert httpx.get(f"{url}/health").status_code == 200

@@ -1,4 +1,4 @@
-"""Tenants through the API: quota, floor, retention and keep_for are the engine's, and it enforces them."""
+"""Tenants through the API: quota, floor, cache priority and keep_for are the engine's, and it enforces them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from quire.server.app import make_app
 from quire.server.settings import Limits, ServerSettings
 from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 
-UNITS = 64
+BLOCKS = 64
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(kv_memory=UNITS * 49152, block_size=16, pin_memory="50%", max_model_len=800) as one:
-        assert (one.num_blocks, one.cache.unit_bytes) == (UNITS, 49152)
+    with LLM(kv_memory=BLOCKS * 49152, block_size=16, pin_memory="50%", max_model_len=800) as one:
+        assert (one.num_blocks, one.cache.block_bytes) == (BLOCKS, 49152)
         yield one
 
 
 @pytest.fixture(autouse=True)
 def nothing_cached(llm: LLM) -> None:
     for pin in llm.pins:
-        llm.unpin(pin)
+        llm.pins.remove(pin)
     llm.cache.reset()
 
 
@@ -53,8 +53,8 @@ def prompt_of(seed: int, num_tokens: int = 64) -> list[int]:
     return [3 + seed, *range(300, 299 + num_tokens)]
 
 
-def units_of(llm: LLM, name: str) -> int:
-    return sum(llm.cache.account_counts(llm.engine.tenants[name].account))
+def blocks_of(llm: LLM, name: str) -> int:
+    return sum(llm.cache.owner_counts(llm.engine.tenants[name].owner_id))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
@@ -65,7 +65,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def test_a_quota_is_enforced(llm: LLM) -> None:
-    small = Tenant("small", quota_bytes=8 * llm.cache.unit_bytes)
+    small = Tenant("small", quota_bytes=8 * llm.cache.block_bytes)
     with running(llm, settings(small, Tenant("large"))) as (url, _):
         refused = ask(url, "small", prompt_of(0, 150))
         assert refused.status_code == 400
@@ -75,24 +75,24 @@ def test_a_quota_is_enforced(llm: LLM) -> None:
         assert ask(url, "small", prompt_of(0, 40), max_tokens=150).status_code == 400
         for seed in range(8):
             assert cached(ask(url, "small", prompt_of(seed))) == 0
-            assert units_of(llm, "small") <= 8
+            assert blocks_of(llm, "small") <= 8
         assert cached(ask(url, "small", prompt_of(7))) == 63
         assert cached(ask(url, "small", prompt_of(0))) == 0
         for seed in range(8):
             ask(url, "large", prompt_of(seed))
-        assert units_of(llm, "large") == 32
+        assert blocks_of(llm, "large") == 32
 
 
 def test_a_floor_is_kept(llm: LLM) -> None:
-    kept = Tenant("kept", floor_bytes=10 * llm.cache.unit_bytes)
+    kept = Tenant("kept", floor_bytes=10 * llm.cache.block_bytes)
     with running(llm, settings(kept, Tenant("other"), Tenant("greedy"))) as (url, _):
         for name in ("kept", "other"):
             for seed in range(2):
                 ask(url, name, prompt_of(seed))
         for seed in range(10, 40):
             assert ask(url, "greedy", prompt_of(seed)).status_code == 200
-        assert units_of(llm, "kept") == 8
-        assert units_of(llm, "other") == 0
+        assert blocks_of(llm, "kept") == 8
+        assert blocks_of(llm, "other") == 0
         # The copy of a partial block may cost the tenant one of its own.
         assert [cached(ask(url, "kept", prompt_of(seed))) // 16 for seed in range(2)] == [3, 3]
         assert [cached(ask(url, "other", prompt_of(seed))) for seed in range(2)] == [0, 0]
@@ -100,16 +100,16 @@ def test_a_floor_is_kept(llm: LLM) -> None:
 
 def test_what_is_discarded_goes_first_and_what_is_to_keep_last(llm: LLM) -> None:
     with running(llm, settings(Tenant("a"))) as (url, _):
-        ask(url, "a", prompt_of(1), retention="keep")
-        ask(url, "a", prompt_of(2), retention="normal")
+        ask(url, "a", prompt_of(1), cache_priority="keep")
+        ask(url, "a", prompt_of(2), cache_priority="normal")
         for seed in range(3, 40):  # over and over the same room, after the first 14
-            ask(url, "a", prompt_of(seed), retention="discard")
+            ask(url, "a", prompt_of(seed), cache_priority="discard")
         assert cached(ask(url, "a", prompt_of(2))) == 63
         for seed in range(40, 80):
             ask(url, "a", prompt_of(seed))
         assert cached(ask(url, "a", prompt_of(1))) == 63
         assert cached(ask(url, "a", prompt_of(2))) == 0
-        assert ask(url, "a", prompt_of(1), retention="forever").status_code == 400
+        assert ask(url, "a", prompt_of(1), cache_priority="forever").status_code == 400
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -133,7 +133,7 @@ def test_keep_for_pins_until_its_time_is_over(
         assert [pin.owner for pin in llm.pins] == ["a"]
         assert cached(ask(url, "a", prompt_of(1))) == 63
         now = 189.0 + 61
-        assert llm.pins == []
+        assert list(llm.pins) == []
         for seed in range(40, 70):
             ask(url, "b", prompt_of(seed))
         assert cached(ask(url, "a", prompt_of(1))) == 0
@@ -142,7 +142,7 @@ def test_keep_for_pins_until_its_time_is_over(
 def test_keep_for_is_bounded(llm: LLM) -> None:
     with running(llm, settings(Tenant("a"), Tenant("b"), limits=Limits(max_kept=2))) as (url, app):
         assert ask(url, "a", prompt_of(1, 600), keep_for=60).status_code == 400  # over half of the cache
-        assert llm.pins == []
+        assert list(llm.pins) == []
         for seed in range(2):
             ask(url, "a", prompt_of(seed), keep_for=60)
         answer = ask(url, "a", prompt_of(3), keep_for=60)
@@ -153,10 +153,10 @@ def test_keep_for_is_bounded(llm: LLM) -> None:
 
 
 def test_room_that_is_gone_by_then_costs_nobody_an_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "check_pin", lambda *args, **options: None)
+    monkeypatch.setattr(llm.pins, "check", lambda *args, **options: None)
     with running(llm, settings(Tenant("a"))) as (url, _):
         assert ask(url, "a", prompt_of(1, 600), keep_for=60).status_code == 200
-        assert llm.pins == []
+        assert list(llm.pins) == []
         text = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer key-a"}).text
         assert "quire:not_kept_total 1.0" in text
 
@@ -185,7 +185,7 @@ def test_limits_that_cannot_be_are_said_at_the_start(llm: LLM) -> None:
 
     engine = AsyncEngine(llm)
     try:
-        floors = [Tenant(name, floor_bytes=40 * llm.cache.unit_bytes) for name in "ab"]
+        floors = [Tenant(name, floor_bytes=40 * llm.cache.block_bytes) for name in "ab"]
         with pytest.raises(ArgumentError, match="floor"):
             make_app(engine, settings(*floors))
         make_app(engine, settings(Tenant("c")))

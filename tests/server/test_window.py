@@ -30,6 +30,12 @@ def keyed(serve: Any, llm: Any) -> Iterator[tuple[str, Any]]:
         yield one
 
 
+def without_words(state: dict[str, Any]) -> str:
+    """All that a watcher was told but the words that name branches."""
+    rows = [{**row, "words": None} for row in state["tree"]["rows"]]
+    return json.dumps({**state, "tree": {**state["tree"], "rows": rows}})
+
+
 def test_the_page_allows_nothing_from_elsewhere(url: str) -> None:
     for path in ("/", "/compare", "/window/main.js", "/window/page.css", "/favicon.ico"):
         status, headers, body = ask(url, path)
@@ -63,10 +69,12 @@ def test_without_keys_this_machine_sees_all(url: str) -> None:
         assert sequence["tenant"] == "default"
         watcher.until(lambda state: state["sequences"] and state["sequences"][0]["tokens"] > 40)
         (sequence,) = watcher.state["sequences"]
-        units = [unit for first, length in sequence["runs"] for unit in range(first, first + length)]
-        assert len(units) == sequence["blocks"] >= 3
+        block_ids = [
+            block_id for first, length in sequence["runs"] for block_id in range(first, first + length)
+        ]
+        assert len(block_ids) == sequence["blocks"] >= 3
 
-        status, _, body = ask(url, f"/window/units/{units[0]}")
+        status, _, body = ask(url, f"/window/blocks/{block_ids[0]}")
         details = json.loads(body)
         assert status == 200
         assert details["state"] == "held"
@@ -78,14 +86,14 @@ def test_without_keys_this_machine_sees_all(url: str) -> None:
         status, _, body = ask(url, f"/window/sequences/{running.id}/0")
         whole = json.loads(body)
         assert status == 200
-        assert [whole["runs"][0][0]] == units[:1]
+        assert [whole["runs"][0][0]] == block_ids[:1]
         assert "".join(whole["texts"]).startswith(SECRET[:6])
         watcher.until(lambda state: state.get("tree", {}).get("nodes"))
-        assert SECRET.encode() not in watcher.raw
+        assert SECRET not in without_words(watcher.state)
 
 
 def test_another_sites_name_for_this_machine_sees_little(url: str) -> None:
-    status, _, _ = ask(url, "/window/units/0", Host="evil.example:8000")
+    status, _, _ = ask(url, "/window/blocks/0", Host="evil.example:8000")
     assert status == 403
     with Watcher(url) as watcher:
         assert watcher.response.headers["X-Quire-Admin"] == "1"
@@ -98,8 +106,8 @@ def test_a_tenant_sees_counts_and_no_more(keyed: tuple[str, Any]) -> None:
     url, _ = keyed
     assert ask(url, "/window/events")[0] == 401
     assert ask(url, "/window/events", "a-wrong-key")[0] == 401
-    assert ask(url, "/window/units/0", ALICE)[0] == 403
-    assert ask(url, "/window/units/0")[0] == 403
+    assert ask(url, "/window/blocks/0", ALICE)[0] == 403
+    assert ask(url, "/window/blocks/0")[0] == 403
     assert ask(url, "/window/sequences/x/0", ALICE)[0] == 403
     assert ask(url, "/")[0] == 200
     with (
@@ -113,21 +121,26 @@ def test_a_tenant_sees_counts_and_no_more(keyed: tuple[str, Any]) -> None:
         alice.until(lambda state: state["counts"]["held"] > 0)
         for _ in range(3):
             alice.next()
-        assert not {"sequences", "tree", "owners", "tenants", "num_sequences"} & set(alice.state)
+        assert not {"sequences", "tree", "owners", "tenants", "num_sequences", "idle"} & set(alice.state)
         for secret in (SECRET, "xyzzy", "alice-the-tenant", running.id, ALICE, BOSS):
             assert secret.encode() not in alice.raw
-        for secret in (SECRET, "xyzzy", ALICE, BOSS, digest_of_key(ALICE).hex()):
+        for secret in (ALICE, BOSS, digest_of_key(ALICE).hex()):
             assert secret.encode() not in boss.raw
-        unit = boss.state["sequences"][0]["runs"][0][0]
-        details = json.loads(ask(url, f"/window/units/{unit}", BOSS)[2])
+        # The administrator's tree names its branches by their first words, and nothing else tells content.
+        boss.until(
+            lambda state: any((row["words"] or "").startswith("xyzzy") for row in state["tree"]["rows"])
+        )
+        assert "xyzzy" not in without_words(boss.state)
+        block_id = boss.state["sequences"][0]["runs"][0][0]
+        details = json.loads(ask(url, f"/window/blocks/{block_id}", BOSS)[2])
         assert details["tenant"] == "alice-the-tenant"
 
 
-def test_no_such_unit_or_sequence(url: str, llm: Any) -> None:
-    status, _, body = ask(url, f"/window/units/{llm.cache.num_block_ids}")
-    assert (status, json.loads(body)["error"]["code"]) == (404, "no_such_unit")
-    assert ask(url, "/window/units/-1")[0] == 400
-    assert ask(url, "/window/units/x")[0] == 400
+def test_no_such_block_or_sequence(url: str, llm: Any) -> None:
+    status, _, body = ask(url, f"/window/blocks/{llm.cache.num_block_ids}")
+    assert (status, json.loads(body)["error"]["code"]) == (404, "no_such_block")
+    assert ask(url, "/window/blocks/-1")[0] == 400
+    assert ask(url, "/window/blocks/x")[0] == 400
     assert ask(url, "/window/sequences/nobody/0")[0] == 404
 
 
@@ -137,7 +150,7 @@ def test_what_is_cached_is_told_and_by_nobody_held(url: str) -> None:
     with Watcher(url) as watcher:
         rows = watcher.until(lambda state: state.get("tree", {}).get("rows"))["tree"]["rows"]
         for row in rows:
-            details = json.loads(ask(url, f"/window/units/{row['unit']}")[2])
+            details = json.loads(ask(url, f"/window/blocks/{row['block']}")[2])
             if (details["before"] + "".join(details["texts"])).startswith(prompt[:20]):
                 break
         else:
@@ -150,7 +163,7 @@ def test_ages_are_those_of_the_cache_also_of_what_came_before_anybody_looked(
     serve: Any, llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm.cache.reset()
-    mirror = llm.watch.mirror
+    mirror = llm.engine.monitor.mirror
     now = [mirror.clock()]
     monkeypatch.setattr(mirror, "clock", lambda: now[0])
     body = {"prompt": list(range(3, 40)), "max_tokens": 2, "temperature": 0}
@@ -256,6 +269,17 @@ def test_what_cannot_be_asked_of_a_comparison(url: str, body: dict[str, int]) ->
     session = json.loads(ask(url, "/window/storages", body={})[2])["id"]
     assert ask(url, f"/window/storages/{session}/requests", body=body)[0] == 400
     ask(url, f"/window/storages/{session}", method="DELETE")
+
+
+def test_a_comparison_with_other_settings(url: str) -> None:
+    state = json.loads(ask(url, "/window/storages", body={"block_size": 64, "reservation": "exact"})[2])
+    assert (state["block_size"], state["reservation"]) == (64, "exact")
+    ask(url, f"/window/storages/{state['id']}", method="DELETE")
+    state = json.loads(ask(url, "/window/storages", method="POST")[2])  # no body: the engine's defaults
+    assert (state["block_size"], state["reservation"]) == (16, "max")
+    ask(url, f"/window/storages/{state['id']}", method="DELETE")
+    for body in ({"block_size": 0}, {"block_size": 48}, {"reservation": "most"}):
+        assert ask(url, "/window/storages", body=body)[0] == 400
 
 
 def test_comparisons_are_bounded(url: str) -> None:

@@ -108,7 +108,7 @@ def test_blocks_are_allocated_while_a_prompt_is_answered(
         return step()
 
     monkeypatch.setattr(llm.engine, "step", slow_step)
-    monkeypatch.setattr(llm.engine._intake, "eos_token_ids", frozenset())
+    monkeypatch.setattr(llm.engine._validator, "eos_token_ids", frozenset())
     llm.cache.reset()
     until(lambda: by_id(page, "legend").text.startswith("free") and "held 0" in by_id(page, "legend").text)
     free = pixel(page, 8, 8)
@@ -117,7 +117,7 @@ def test_blocks_are_allocated_while_a_prompt_is_answered(
     by_id(page, "send").click()
     until(lambda: "in " in by_id(page, "try-status").text and "blocks:" in by_id(page, "try-status").text)
     assert by_id(page, "answer").text
-    table = until(lambda: [row[5] for row in cells_of(page, "#sequences") if len(row) == 6])[0]
+    table = until(lambda: [row[6] for row in cells_of(page, "#sequences") if len(row) == 7])[0]
     assert int(table.split(",")[0].split("\u2013")[0]) == 0
     until(lambda: pixel(page, 8, 8) != free)
     blocks = [int(by_id(page, "try-status").text.split(" blocks")[0].split()[-1])]
@@ -136,7 +136,7 @@ def test_a_prompt_with_markup_is_shown_as_text(page: Any, url: str, llm: Any) ->
     by_id(page, "max-tokens").send_keys("3")
     by_id(page, "send").click()
     until(lambda: "ended" in by_id(page, "try-status").text)
-    by_id(page, "find-unit").send_keys("1")
+    by_id(page, "find-block").send_keys("1")
     page.find_element(By.CSS_SELECTOR, "#find button").click()
     until(lambda: by_id(page, "details").is_displayed())
     shown = page.find_element(By.CSS_SELECTOR, "#details .tokens").get_attribute("textContent")
@@ -167,9 +167,9 @@ def test_the_map_as_a_table_says_what_the_cache_counts(page: Any, url: str, llm:
     llm.cache.reset()
     complete(url, "Counted in a table for those who do not see the map.")
     page.find_element(By.TAG_NAME, "summary").click()
-    pin = llm.pin("Counted in a table for those who do not see the map.", compute=False)
+    pin = llm.pins.add("Counted in a table for those who do not see the map.", compute=False)
     stats = llm.cache.stats()
-    wanted = {name: str(stats[name]) for name in ("cached", "held", "leased", "pinned")}
+    wanted = {name: str(stats[name]) for name in ("cached", "held", "in_flight", "pinned")}
 
     def told() -> dict[str, str]:
         return {row[0]: row[1] for row in cells_of(page, "#map-table")}
@@ -177,7 +177,7 @@ def test_the_map_as_a_table_says_what_the_cache_counts(page: Any, url: str, llm:
     until(lambda: wanted.items() <= told().items())
     assert told()["tenant default"] == str(stats["cached"] + stats["pinned"])
     assert wanted["pinned"] != "0"
-    llm.unpin(pin)
+    llm.pins.remove(pin)
 
 
 def test_the_prefix_tree_leads_to_tokens(page: Any, url: str, llm: Any) -> None:
@@ -187,10 +187,28 @@ def test_the_prefix_tree_leads_to_tokens(page: Any, url: str, llm: Any) -> None:
     rows = until(
         lambda: len(found := page.find_elements(By.CSS_SELECTOR, "#tree tr button")) >= 3 and found, 30
     )
+    names = [button.text for button in rows]
+    assert names[0].startswith("A common")
+    assert not any("node" in name for name in names)  # partial blocks have words too
     rows[0].click()
     until(lambda: by_id(page, "details").is_displayed())
     shown = page.find_element(By.CSS_SELECTOR, "#details .tokens").get_attribute("textContent")
     assert shown.startswith("A common beginning")
+
+
+def test_the_map_by_time_unused(page: Any, url: str, llm: Any) -> None:
+    llm.cache.reset()
+    complete(url, "Some content that nobody asks for again, long enough for a block of it.")
+    page.find_element(By.CSS_SELECTOR, "input[value=idle]").click()
+    assert "unused for less than 10 s" in by_id(page, "legend").text
+    by_id(page, "map").send_keys(Keys.HOME)
+
+    def told() -> str:
+        by_id(page, "map").send_keys(Keys.HOME)
+        return by_id(page, "announce").get_attribute("textContent")
+
+    until(lambda: "unused for less than" in told())
+    assert "16 consecutive tokens" in by_id(page, "block-is").text
 
 
 def test_landmarks_names_and_languages(page: Any) -> None:
@@ -341,7 +359,7 @@ def test_a_storage_of_rows_can_be_clicked_too(browser: Any, storage: str) -> Non
         browser.get(url)
         try:
             until(lambda: by_id(browser, "status").text == "live")
-            kind = llm.cache.unit
+            kind = llm.cache.block_name
             until(lambda: by_id(browser, "map-title").text == f"{kind.capitalize()}s")
             by_id(browser, "max-tokens").clear()
             by_id(browser, "max-tokens").send_keys("1500")
@@ -367,21 +385,47 @@ def test_a_storage_of_rows_can_be_clicked_too(browser: Any, storage: str) -> Non
 def test_storages_side_by_side(page: Any, url: str) -> None:
     page.get(url + "/compare")
     until(lambda: len(page.find_elements(By.CSS_SELECTOR, ".storage")) == 4)
-    for _ in range(3):
-        page.find_elements(By.CSS_SELECTOR, "button[data-shared]")[0].click()
 
     def row(name: str) -> list[str]:
         return {cells[0]: cells[1:] for cells in cells_of(page, "#figures-table tbody")}.get(name, [])
+
+    until(lambda: row("Running now")[:1] and int(row("Running now")[0]) > 8)  # the demo load
+    by_id(page, "finish").click()
+    until(lambda: row("Running now") == ["0", "0", "0", "0"])
+    for _ in range(3):
+        page.find_elements(By.CSS_SELECTOR, "button[data-shared]")[0].click()
 
     until(lambda: row("Running now")[1:2] == ["8"])
     until(lambda: int(row("Running now")[0]) > 8)
     by_id(page, "run").click()
     assert by_id(page, "run").get_attribute("aria-pressed") == "false"
-    waste = [float(text.split()[0]) for text in row("Reserved and empty")]
+    waste = [float(text.split()[0]) for text in row("Reserved and empty (internal)")]
     assert waste[1] > waste[0]
     page.find_elements(By.CSS_SELECTOR, "button[data-prompt='600']")[0].click()
     until(lambda: row("Refused: can never fit") == ["1", "1", "1", "1"])
     by_id(page, "finish").click()
     until(lambda: row("Running now") == ["0", "0", "0", "0"])
+    page.get(url)
+    until(lambda: by_id(page, "status").text == "live")
+
+
+def test_own_requests_and_gaps_side_by_side(page: Any, url: str) -> None:
+    page.get(url + "/compare")
+    until(lambda: len(page.find_elements(By.CSS_SELECTOR, ".storage")) == 4)
+    assert "A block is" in by_id(page, "main").text
+
+    def row(name: str) -> list[str]:
+        return {cells[0]: cells[1:] for cells in cells_of(page, "#figures-table tbody")}.get(name, [])
+
+    page.find_element(By.CSS_SELECTOR, "#reservation option[value=exact]").click()
+    page.find_element(By.CSS_SELECTOR, "#block-size option:first-child").click()
+    until(lambda: "blocks of 1 token," in by_id(page, "storages").text)
+    assert "gaps" in by_id(page, "storages").text
+    until(lambda: row("Free, but in gaps too small (external)")[1:2] not in ([], ["0 B"]))  # contiguous
+    by_id(page, "own-output").clear()
+    by_id(page, "own-output").send_keys("1")
+    done = int(row("Done")[0])
+    page.find_element(By.CSS_SELECTOR, "#own button").click()
+    until(lambda: int(row("Done")[0]) >= done + 4)
     page.get(url)
     until(lambda: by_id(page, "status").text == "live")

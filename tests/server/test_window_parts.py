@@ -9,31 +9,32 @@ import numpy as np
 import pytest
 
 from quire import Cache, KVSpec
-from quire.cache.unit_map import CACHED, FREE, HELD, LEASED, PINNED
+from quire.cache.block_map import CACHED, FREE, HELD, IN_FLIGHT, PINNED
+from quire.server.window.details import first_words
 from quire.server.window.prefix_summary import Births, summarize
-from quire.server.window.snapshot import MAX_CELLS, runs_of, state_cells
-from quire.spec import LayerSpec, Retention
+from quire.server.window.snapshot import MAX_CELLS, idle_cells, runs_of, state_cells
+from quire.spec import LayerSpec, Span
 
-SPEC = KVSpec(layers=(LayerSpec(Retention(), 1, 8, 8),))
+SPEC = KVSpec(layers=(LayerSpec(Span(), 1, 8, 8),))
 
 
-@pytest.mark.parametrize("num_units", [1, 341, MAX_CELLS, MAX_CELLS + 1, 100_003])
-def test_cells_tell_shares_of_their_units(num_units: int) -> None:
-    states = np.random.default_rng(num_units).integers(0, 6, num_units).astype(np.uint8)
+@pytest.mark.parametrize("num_blocks", [1, 341, MAX_CELLS, MAX_CELLS + 1, 100_003])
+def test_cells_tell_shares_of_their_blocks(num_blocks: int) -> None:
+    states = np.random.default_rng(num_blocks).integers(0, 6, num_blocks).astype(np.uint8)
     told = state_cells(states)
     cells = np.frombuffer(base64.b64decode(told["cells"]), np.uint8).reshape(-1, 4)
     assert len(cells) <= MAX_CELLS
-    assert told["units"] == num_units
+    assert told["blocks"] == num_blocks
     size = told["per_cell"]
-    assert len(cells) == -(-num_units // size)
+    assert len(cells) == -(-num_blocks // size)
     for cell in {0, len(cells) // 2, len(cells) - 1}:
         inside = states[cell * size : (cell + 1) * size].tolist()
-        for column, state in enumerate((CACHED, HELD, LEASED, PINNED)):
+        for column, state in enumerate((CACHED, HELD, IN_FLIGHT, PINNED)):
             share = 255 * inside.count(state) / len(inside)
             assert share <= cells[cell, column] < share + 1
 
 
-def test_one_held_unit_of_many_shows() -> None:
+def test_one_held_block_of_many_shows() -> None:
     states = np.full(1_000_000, FREE, np.uint8)
     states[77] = HELD
     told = state_cells(states)
@@ -46,7 +47,7 @@ def test_runs() -> None:
     assert runs_of(np.array([4], np.int32)) == [[4, 1]]
     assert runs_of(np.array([4, 5, 6, 2, 3, 9], np.int32)) == [[4, 3], [2, 2], [9, 1]]
     table = np.random.default_rng(0).integers(0, 9, 200).astype(np.int32)
-    back = [unit for first, length in runs_of(table) for unit in range(first, first + length)]
+    back = [block_id for first, length in runs_of(table) for block_id in range(first, first + length)]
     assert back == table.tolist()
 
 
@@ -135,3 +136,38 @@ def test_ages_from_looking_now_and_then() -> None:
         births.look(21 + step, 111.0 + step)
     age, _ = births.age(21 + 1500, 111.0 + 2000)
     assert 480 <= age <= 499  # made between two looks, of which some were forgotten
+
+
+def test_the_longest_idle_time_of_a_cell() -> None:
+    cache = Cache(SPEC, num_blocks=MAX_CELLS * 2, block_size=4)
+    store(cache, [1] * 12)  # three blocks
+    tree = cache.tree()
+    idle_s = np.array([5.0, 700.0, np.nan])
+    steps = np.frombuffer(base64.b64decode(idle_cells(tree, idle_s, MAX_CELLS * 2)), np.uint8)
+    assert len(steps) == MAX_CELLS
+    wanted = np.full(MAX_CELLS, 255)
+    for block_id, seconds, step in zip(
+        tree.block_ids[:, 0].tolist(), idle_s.tolist(), (0, 3, None), strict=True
+    ):
+        if step is not None:
+            wanted[block_id // 2] = step if wanted[block_id // 2] == 255 else max(step, wanted[block_id // 2])
+        assert step is not None or np.isnan(seconds)
+    assert steps.tolist() == wanted.tolist()
+    held = cache.open([1] * 13)  # what somebody holds is not idle
+    steps = np.frombuffer(base64.b64decode(idle_cells(cache.tree(), idle_s, MAX_CELLS * 2)), np.uint8)
+    assert set(steps.tolist()) == {255}
+    cache.close(held)
+
+
+def test_first_words_are_one_harmless_line() -> None:
+    class Characters:
+        def decode(self, tokens: list[int]) -> str:
+            return "".join(map(chr, tokens))
+
+    text = "a\n\tb\x1b[2J\u202ec" + "x" * 100
+    words = first_words([ord(c) for c in text], Characters())
+    assert words is not None
+    assert words.startswith("a b\ufffd[2J\ufffdcx")
+    assert len(words) == 48
+    assert first_words([32], Characters()) is None
+    assert first_words([65], None) is None

@@ -29,8 +29,8 @@ def rows(request: pytest.FixtureRequest) -> Any:
         yield llm
 
 
-def units_of(sequence: dict[str, Any]) -> list[int]:
-    return [unit for first, length in sequence["runs"] for unit in range(first, first + length)]
+def blocks_of(sequence: dict[str, Any]) -> list[int]:
+    return [block_id for first, length in sequence["runs"] for block_id in range(first, first + length)]
 
 
 @contextmanager
@@ -65,45 +65,51 @@ def test_a_click_tells_whose_a_place_is_and_its_tokens(rows: LLM) -> None:
             lambda state: state.get("sequences") and state["sequences"][0]["tokens"] >= prompt + 38
         )
         (sequence,) = state["sequences"]
-        units = units_of(sequence)
-        assert units == list(range(units[0], units[0] + sequence["blocks"]))
-        assert state["unit"] == rows.cache.unit
-        assert sum(tenant["blocks"] for tenant in state["tenants"]) == len(units)
+        block_ids = blocks_of(sequence)
+        assert block_ids == list(range(block_ids[0], block_ids[0] + sequence["blocks"]))
+        assert state["block"] == rows.cache.block_name
+        assert sum(tenant["blocks"] for tenant in state["tenants"]) == len(block_ids)
 
-        status, _, body = ask(url, f"/window/units/{units[0]}?last={units[19]}")
+        status, _, body = ask(url, f"/window/blocks/{block_ids[0]}?last={block_ids[19]}")
         assert status == 200
         details = json.loads(body)
-        assert (details["kind"], details["state"], details["tenant"]) == (rows.cache.unit, "held", "default")
-        assert details["place"] == [units[0], len(units)]
+        assert (details["kind"], details["state"], details["tenant"]) == (
+            rows.cache.block_name,
+            "held",
+            "default",
+        )
+        assert details["place"] == [block_ids[0], len(block_ids)]
         assert [holder["id"] for holder in details["holders"]] == [one.id]
-        assert details["bytes"] == 20 * rows.cache.unit_bytes
+        assert details["bytes"] == 20 * rows.cache.block_bytes
         text = details["before"] + "".join(details["texts"])
         assert text.startswith(PROMPT)
-        if rows.cache.unit == "token":
+        if rows.cache.block_name == "token":
             assert len(details["tokens"]) == 20
-            third = json.loads(ask(url, f"/window/units/{units[2]}")[2])
+            third = json.loads(ask(url, f"/window/blocks/{block_ids[2]}")[2])
             assert third["tokens"] == details["tokens"][2:3]
             assert third["first_position"] == 2
             assert third["before"] + third["texts"][0] == "".join(details["texts"][:3])
-            reserved = json.loads(ask(url, f"/window/units/{units[-1]}")[2])  # nothing is computed there yet
+            reserved = json.loads(
+                ask(url, f"/window/blocks/{block_ids[-1]}")[2]
+            )  # nothing is computed there yet
             assert (reserved["state"], reserved["tokens"]) == ("held", [])
         else:
             assert len(details["tokens"]) > 30  # a page has a layer's part of all of them
-        behind = units[-1] + 1
-        assert json.loads(ask(url, f"/window/units/{behind}")[2])["state"] == "free"
+        behind = block_ids[-1] + 1
+        assert json.loads(ask(url, f"/window/blocks/{behind}")[2])["state"] == "free"
         whole = json.loads(ask(url, f"/window/sequences/{one.id}/0")[2])
-        assert whole["runs"] == [[units[0], len(units)]]
+        assert whole["runs"] == [[block_ids[0], len(block_ids)]]
 
 
 def test_ranges_that_cannot_be(rows: LLM) -> None:
     with running(rows, ServerSettings()) as (url, _):
         for query in (f"{rows.num_blocks}", f"0?last={rows.num_blocks}", "3?last=2"):
-            status, _, body = ask(url, f"/window/units/{query}")
-            assert (status, json.loads(body)["error"]["code"]) == (404, "no_such_unit")
+            status, _, body = ask(url, f"/window/blocks/{query}")
+            assert (status, json.loads(body)["error"]["code"]) == (404, "no_such_block")
 
 
 def test_a_range_of_blocks_is_refused(url: str) -> None:
-    status, _, body = ask(url, "/window/units/0?last=3")
+    status, _, body = ask(url, "/window/blocks/0?last=3")
     assert (status, json.loads(body)["error"]["param"]) == (400, "last")
 
 
@@ -115,9 +121,9 @@ def test_tenants_are_told_apart_and_see_nothing(rows: LLM) -> None:
     ):
         state = boss.until(lambda state: state.get("sequences"))
         assert [tenant["name"] for tenant in state["tenants"]] == ["alice-the-tenant"]
-        unit = units_of(state["sequences"][0])[0]
-        assert json.loads(ask(url, f"/window/units/{unit}?last={unit + 9}", BOSS)[2])["tokens"]
-        assert ask(url, f"/window/units/{unit}?last={unit + 9}", ALICE)[0] == 403
+        block_id = blocks_of(state["sequences"][0])[0]
+        assert json.loads(ask(url, f"/window/blocks/{block_id}?last={block_id + 9}", BOSS)[2])["tokens"]
+        assert ask(url, f"/window/blocks/{block_id}?last={block_id + 9}", ALICE)[0] == 403
 
 
 def test_tenants_with_limits_are_refused_in_one_line(rows: LLM) -> None:
@@ -125,6 +131,6 @@ def test_tenants_with_limits_are_refused_in_one_line(rows: LLM) -> None:
         with pytest.raises(
             ArgumentError, match=r"neither quota nor floor .* tenant 'alice'; use storage paged"
         ):
-            rows.add_tenant("alice", **limit)
-    rows.add_tenant("alice", priority=2)
-    rows.remove_tenant("alice")
+            rows.tenants.add("alice", **limit)
+    rows.tenants.add("alice", priority=2)
+    rows.tenants.remove("alice")

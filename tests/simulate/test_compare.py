@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from quire.cli.app import main
-from quire.engine.storages import STORAGES
+from quire.config import STORAGES
 from quire.errors import ArgumentError
-from quire.memory import placement, virtual
+from quire.memory import placement
+from quire.memory.virtual import storage as virtual
 from quire.simulate import CostLine, Lengths, TraceRequest, Workload, synthetic
 from quire.simulate.compare import Comparison, Run, run_simulated
 from quire.spec import KVSpec
@@ -26,8 +27,10 @@ FIGURES = {
 COMPARABLE = [name for name in STORAGES if name != "auto"]
 
 
-def simulated(workload: Workload, storage: str, num_tokens: int, **options: Any) -> Run:
-    comparison = Comparison(workload, num_tokens * SPEC.bytes_per_token, max_model_len=512, **options)
+def simulated(
+    workload: Workload, storage: str, num_tokens: int, *, at_once: bool = True, **options: Any
+) -> Run:
+    comparison = Comparison(workload, num_tokens * SPEC.bytes_per_token, 512, options, at_once)
     return run_simulated(comparison, storage, SPEC, CostLine())
 
 
@@ -40,7 +43,8 @@ def test_every_storage_does_all_the_work(storage: str) -> None:
     assert 0 < figures.used_bytes_mean <= figures.reserved_bytes_mean <= 4096 * SPEC.bytes_per_token
     assert figures.waste_share == pytest.approx(1 - figures.used_bytes_mean / figures.reserved_bytes_mean)
     assert max(run.reserved) <= figures.peak_bytes
-    assert figures.tokens_per_second is None
+    assert figures.tokens_per_second is not None
+    assert figures.tokens_per_second > 0
     assert run.times == sorted(run.times)
 
 
@@ -53,6 +57,10 @@ def test_one_request_alone_is_counted_to_the_token() -> None:
     assert paged.reserved == [32 * token] * 4
     steps = [CostLine().seconds(20, 20), *(CostLine().seconds(1, 20 + i) for i in (1, 2, 3))]
     assert paged.times == pytest.approx(list(accumulate(steps)))
+    by_clock = 5 / (
+        sum(steps) + CostLine().seconds(1, 24)
+    )  # the last step's time counts, though nothing is open then
+    assert paged.figures.tokens_per_second == pytest.approx(by_clock)
     contiguous = simulated(workload, "contiguous", 4096)
     assert contiguous.reserved == [512 * token] * 4
     exact = simulated(workload, "contiguous", 4096, reservation="exact")
@@ -166,6 +174,18 @@ def test_requests_that_were_not_done_are_told(capsys: pytest.CaptureFixture[str]
     assert "quire: paged: 1 requests were not done; the first: " in err
 
 
+def test_a_storage_with_its_option_is_compared_with_another_of_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, out, _ = run_cli(
+        capsys, "--simulate", "--requests", "4", "--max-model-len", "512", "--storages", "paged:8,paged:64", "--json"
+    )  # fmt: skip
+    assert status == 0
+    told = json.loads(out)["storages"]
+    assert list(told) == ["paged:8", "paged:64"]
+    assert told["paged:8"]["waste_share"] < told["paged:64"]["waste_share"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -206,7 +226,7 @@ def test_virtual_waits_where_mappings_run_out_and_loses_nobody(monkeypatch: pyte
     most: list[int] = []
     check = budget.check
     monkeypatch.setattr(budget, "check", lambda more: (most.append(budget.used + more), check(more))[1])
-    comparison = Comparison(workload, 64 << 20, max_model_len=512, max_num_seqs=8)
+    comparison = Comparison(workload, 64 << 20, max_model_len=512, options={"max_num_seqs": 8})
     run = run_simulated(comparison, "virtual", SPEC, CostLine())
     assert max(most) > 30  # it did run out
     assert run.errors == []

@@ -58,7 +58,7 @@ def test_the_cells_add_up_to_what_the_cache_says(four: SideBySide, seed: int) ->
         assert {owner for owner in one["owners"] if owner >= 0} <= set(one["requests"])
 
 
-def test_every_request_ends_and_all_units_come_back(four: SideBySide) -> None:
+def test_every_request_ends_and_all_blocks_come_back(four: SideBySide) -> None:
     for number in range(30):
         four.add(Asked(30 + number, 50, 24))
     four.step(5)
@@ -87,3 +87,35 @@ def test_bad_requests() -> None:
         Asked(4, 1, 5)
     with pytest.raises(ArgumentError):
         Asked(4, 0)
+
+
+@pytest.mark.parametrize("reservation", ["pow2", "exact"])
+def test_ranges_of_what_is_needed_leave_gaps(reservation: str) -> None:
+    four = SideBySide(("contiguous", "paged"), block_size=64, reservation=reservation)
+    try:
+        for _ in range(12):  # every other one ends early and leaves its place between two that stay
+            four.add(Asked(100, 10))
+            four.add(Asked(200, 150))
+        most = 0
+        for _ in range(120):
+            four.step()
+            told = by_name(four)
+            assert told["paged"]["external"] == 0
+            most = max(most, told["contiguous"]["external"])
+        assert most > 0
+        assert (four.state()["block_size"], four.state()["reservation"]) == (64, reservation)
+    finally:
+        four.close()
+
+
+@pytest.mark.parametrize("block_size", [1, 512])
+def test_all_end_whatever_the_block_size(block_size: int) -> None:
+    four = SideBySide(("paged",), block_size=block_size)
+    try:
+        for _ in range(10):
+            four.add(Asked(100, 20, 50))
+        while four.num_open:
+            four.step()
+        assert by_name(four)["paged"]["done"] == 10
+    finally:
+        four.close()

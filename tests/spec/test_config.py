@@ -12,7 +12,7 @@ from support.architectures import ALL, VOCAB_SIZE, tiny
 from transformers import AutoConfig, DynamicCache
 
 from quire.errors import ConfigError, LoadError, UnsupportedModelError
-from quire.spec import KVSpec, Retention
+from quire.spec import KVSpec, Span
 
 QWEN3_4B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16",
@@ -66,7 +66,7 @@ def test_gemma3_keeps_its_windows_only() -> None:
     assert spec.bytes_per_token == 34 * layer
     assert spec.bytes_for(1000) == 34 * 1000 * layer
     assert spec.bytes_for(32768) == (5 * 32768 + 29 * 1024) * layer
-    assert [group.retention.kind for group in spec.groups] == ["full"] + ["window"] * 6
+    assert [group.span.kind for group in spec.groups] == ["full"] + ["window"] * 6
     assert [len(group.layers) for group in spec.groups] == [5, 5, 5, 5, 5, 5, 4]
 
 
@@ -85,9 +85,9 @@ def test_mistral_7b_keeps_4096_tokens() -> None:
 def test_qwen2_slides_from_max_window_layers_on() -> None:
     fields = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
     spec = _spec("qwen2", **fields, sliding_window=128, max_window_layers=3, use_sliding_window=True)
-    assert [layer.retention for layer in spec.layers] == [Retention()] * 3 + [Retention("window", 128)]
+    assert [layer.span for layer in spec.layers] == [Span()] * 3 + [Span("window", 128)]
     spec = _spec("qwen2", **fields, sliding_window=128, max_window_layers=3, use_sliding_window=False)
-    assert {layer.retention for layer in spec.layers} == {Retention()}
+    assert {layer.span for layer in spec.layers} == {Span()}
 
 
 def test_llama4_attends_in_chunks() -> None:
@@ -95,8 +95,8 @@ def test_llama4_attends_in_chunks() -> None:
         "llama4_text", num_hidden_layers=8, num_attention_heads=40, num_key_value_heads=8, head_dim=128,
         attention_chunk_size=8192, dtype="bfloat16",
     )  # fmt: skip
-    chunked = Retention("chunked", 8192)
-    assert [layer.retention for layer in spec.layers] == [chunked, chunked, chunked, Retention()] * 2
+    chunked = Span("chunked", 8192)
+    assert [layer.span for layer in spec.layers] == [chunked, chunked, chunked, Span()] * 2
     assert spec.bytes_for(100_000) == (2 * 100_000 + 6 * 8192) * 8 * 256 * 2
 
 
@@ -130,7 +130,7 @@ def test_a_type_transformers_does_not_know_is_read_by_its_fields() -> None:
         max_position_embeddings=99, sliding_window=8, layer_types=["full_attention", "sliding_attention"],
     )  # fmt: skip
     assert [x.num_kv_heads for x in spec.layers] == [1, 2]
-    assert [x.retention for x in spec.layers] == [Retention(), Retention("window", 8)]
+    assert [x.span for x in spec.layers] == [Span(), Span("window", 8)]
     assert (spec.max_model_len, spec.name) == (99, "brand_new")
 
 
@@ -167,8 +167,8 @@ def test_layer_types_that_lack_layers() -> None:
     ("model_type", "message"),
     [
         ("deepseek_v3", r"model type deepseek_v3: .* latent \(MLA"),
-        ("mamba", "model type mamba: .* 32 linear_attention of 32 layers"),
-        ("qwen3_next", "36 linear_attention of 48 layers; .* a later version"),
+        ("mamba", "model type mamba: .* 32 linear_attention .Mamba. of 32 layers"),
+        ("qwen3_next", "36 linear_attention .gated delta net. of 48 layers; .* a later version"),
         ("t5", "model type t5: expected a decoder-only model"),
     ],
 )
@@ -193,9 +193,11 @@ def test_what_is_no_config(tmp_path: Path) -> None:
 class _Recording(DynamicCache):
     """Notes the shapes of what a model stores."""
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *rest: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *rest: Any, **more: Any
+    ) -> Any:
         self.seen[layer_idx] = (key_states.shape[1], key_states.shape[3], value_states.shape[3])
-        return super().update(key_states, value_states, layer_idx, *rest)
+        return super().update(key_states, value_states, layer_idx, *rest, **more)
 
 
 @pytest.mark.parametrize("name", ALL)

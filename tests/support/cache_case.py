@@ -10,26 +10,24 @@ import pytest
 from quire import Cache, KVSpec
 from quire.backends import native_module
 from quire.cache.cache import Sequence
-from quire.spec import LayerSpec, Retention
+from quire.spec import LayerSpec, Span
 
 BACKENDS = ["python", "native"] if hasattr(native_module(), "BlockManager") else ["python"]
 # For long tests: plain Python waits for CI, unless there is nothing else.
 LONG_BACKENDS = [*BACKENDS[1:], pytest.param("python", marks=pytest.mark.ci)] if BACKENDS[1:] else BACKENDS
 
 
-def spec_of(*retentions: Retention) -> KVSpec:
-    """One group for each retention: one layer each, all of different widths so that none share a group."""
-    layers = [LayerSpec(retention, 1, 8, 8 + index) for index, retention in enumerate(retentions)]
+def spec_of(*spans: Span) -> KVSpec:
+    """One group for each span: one layer each, all of different widths so that none share a group."""
+    layers = [LayerSpec(span, 1, 8, 8 + index) for index, span in enumerate(spans)]
     return KVSpec(layers=tuple(layers))
 
 
-FULL = Retention()
+FULL = Span()
 
 
-def make(
-    backend: str, *retentions: Retention, num_blocks: int = 16, block_size: int = 4, **options: Any
-) -> Cache:
-    spec = spec_of(*(retentions or (FULL,)))
+def make(backend: str, *spans: Span, num_blocks: int = 16, block_size: int = 4, **options: Any) -> Cache:
+    spec = spec_of(*(spans or (FULL,)))
     return Cache(spec, num_blocks=num_blocks, block_size=block_size, backend=backend, **options)
 
 

@@ -136,7 +136,7 @@ class Kills:
             assert read_header(value)["key"] == entry.key.hex()
             one = known.get(entry.key)
             if one is not None:
-                decode(value, key=one.key, tokens=one.tokens, start=one.start, shape=SHAPE)
+                decode(value, key=one.key, tokens=one.tokens, start=one.start, layout=SHAPE)
                 assert value == one.whole
             there.add(entry.key)
             self.num_loaded += 1

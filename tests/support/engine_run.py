@@ -15,10 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from quire import LLM, SamplingParams
-from quire.cache.units import num_units_for
-from quire.engine.scheduled_step import ScheduledStep
-from quire.engine.storages import StorageOptions
+from quire.cache.block_counts import num_blocks_for
+from quire.config import EngineConfig
+from quire.engine.storages import open_storage
 from quire.memory.paged import PagedStorage
+from quire.scheduler.step import ScheduledStep
 from quire.spec import KVSpec
 
 
@@ -31,7 +32,7 @@ class Answer:
 
 
 class _Recording:
-    """A runner that keeps the logits each sample draws from."""
+    """A runner that keeps the logits each sequence draws from."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -41,8 +42,8 @@ class _Recording:
     def run(self, step: ScheduledStep) -> torch.Tensor:
         logits = self._runner.run(step)
         self.step_sizes.add(len(step.input_ids))
-        for sample, row in zip(step.sampled, step.draw_rows.tolist(), strict=True):
-            self.rows.setdefault(sample.request.request_id, []).append(logits[row].clone())
+        for sequence, row in zip(step.sampled, step.draw_rows.tolist(), strict=True):
+            self.rows.setdefault(sequence.request.request_id, []).append(logits[row].clone())
         return logits
 
 
@@ -82,7 +83,7 @@ class EngineRun:
             num_threads=num_threads,
             **storage_options,
         )
-        self.llm._storage.fill(float("nan"))
+        self.llm.core.storage.fill(float("nan"))
         if storage == "paged":
             _shuffle(self.llm.engine._cache, num_blocks)
         self._recording = self.llm.engine._runner = _Recording(self.llm.engine._runner)
@@ -93,15 +94,14 @@ class EngineRun:
     ) -> tuple[int, int]:
         """Bytes in which `room` of the longest sequences find room, and the blocks they are."""
         if storage == "paged":
-            num_blocks = int(num_units_for(spec, longest, block_size) * room)
+            num_blocks = int(num_blocks_for(spec, longest, block_size) * room)
             paged = PagedStorage(spec, 1, block_size, max_blocks=1)
             paged.close()
-            return num_blocks * paged.unit_bytes, num_blocks
-        opened = StorageOptions(storage, kv_memory="64MiB", **options).open(
-            spec, max_model_len=longest, max_num_seqs=1
-        )
+            return num_blocks * paged.block_bytes, num_blocks
+        config = EngineConfig(storage=storage, kv_memory="64MiB", max_num_seqs=1, **options)
+        opened = open_storage(config, spec, longest)
         opened.storage.close()
-        return int(opened.cache.units_alone(longest) * room) * opened.cache.unit_bytes, 0
+        return int(opened.cache.blocks_alone(longest) * room) * opened.cache.block_bytes, 0
 
     @property
     def step_sizes(self) -> set[int]:
@@ -142,8 +142,10 @@ class EngineRun:
 def _shuffle(cache: Any, num_blocks: int) -> None:
     """Leave the free blocks in random order, by sequences of a block each that end in random order."""
     num_groups = len(cache.spec.groups)
-    sequences = [cache.open(np.array([index + 1], np.int32)) for index in range(num_blocks // num_groups)]
-    assert cache.reserve(sequences, [1] * len(sequences)) is not None
-    random.Random(3).shuffle(sequences)
-    for sequence in sequences:
-        cache.close(sequence)
+    cache_sequences = [
+        cache.open(np.array([index + 1], np.int32)) for index in range(num_blocks // num_groups)
+    ]
+    assert cache.reserve(cache_sequences, [1] * len(cache_sequences)) is not None
+    random.Random(3).shuffle(cache_sequences)
+    for cache_sequence in cache_sequences:
+        cache.close(cache_sequence)

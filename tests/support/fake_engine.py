@@ -10,13 +10,15 @@ from support.fake_model import VOCAB, FakeRunner, FakeTokenizer, full_spec, slot
 
 from quire.cache.cache import Cache
 from quire.engine.engine import Engine
-from quire.engine.preemption import Mode, Parking
-from quire.engine.request import RequestOutput
-from quire.engine.speeds import Speeds
-from quire.engine.tier_loads import TierLoads
-from quire.engine.tier_stores import Policy, TierStores
+from quire.offload.load import TierLoads
+from quire.offload.speeds import Speeds
+from quire.offload.store import Policy, TierStores
+from quire.offload.swap import Mode, Swap
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import RequestOutput
+from quire.scheduler.request_options import RequestOptions
 from quire.spec import KVSpec
-from quire.tiers.segment import SegmentShape
+from quire.spec.payload import PayloadLayout
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import Tier
 
@@ -31,7 +33,7 @@ class FakeEngine:
         prefix_caching: bool = True,
         max_model_len: int = 512,
         preemption: Mode = "recompute",
-        park_bytes: int = 1 << 20,
+        swap_bytes: int = 1 << 20,
         tiers: Sequence[Tier] = (),
         policy: Policy = "eviction",
         segment_blocks: int = 2,
@@ -52,7 +54,7 @@ class FakeEngine:
         self.stack: TierStack | None = None
         self.stores: TierStores | None = None
         if tiers:
-            self.stack = TierStack(tiers, SegmentShape.of(self.spec), workers=0, clock=self._tick)
+            self.stack = TierStack(tiers, PayloadLayout.of(self.spec), workers=0, clock=self._tick)
             shared = (self.cache, self.runner, self.stack, b"a model", segment_blocks * block_size)
             options["loads"] = TierLoads(*shared, speeds)
             self.stores = options["stores"] = TierStores(*shared, policy=policy)
@@ -65,19 +67,22 @@ class FakeEngine:
             sampling_defaults={"temperature": 0.0},
             clock=self._tick,
             speeds=speeds,
-            parking=Parking(
+            swap=Swap(
                 self.cache,
                 self.runner,
                 mode=preemption,
-                max_bytes=park_bytes,
+                max_bytes=swap_bytes,
                 speeds=speeds,
                 clock=self._tick,
             ),
             **options,
         )
         self.outputs: dict[str, RequestOutput] = {}
-        self.submit = self.engine.submit
         self.scheduler = self.engine.scheduler
+
+    def submit(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> str:
+        """As `Engine.submit`, the options one by one."""
+        return self.engine.submit(prompt, RequestOptions.of(params, **options))
 
     def _tick(self) -> float:
         self.now += 1.0
@@ -96,15 +101,15 @@ class FakeEngine:
         scheduler = self.scheduler
         for queue in (scheduler.running, scheduler.loading, scheduler.waiting):
             assert [s.key for s in queue] == sorted(s.key for s in queue)
-        assert all(s.sequence is not None and s.state.value == "running" for s in scheduler.running)
-        assert all(s.sequence is None and s.state.value == "waiting" for s in scheduler.waiting)
+        assert all(s.cache_sequence is not None and s.state.value == "running" for s in scheduler.running)
+        assert all(s.cache_sequence is None and s.state.value == "waiting" for s in scheduler.waiting)
         assert len(scheduler.running) <= scheduler.max_num_seqs
-        assert all(s.sequence is not None and s.state.value == "loading" for s in scheduler.loading)
-        assert all(s.parked is None for s in scheduler.running + scheduler.loading)
+        assert all(s.cache_sequence is not None and s.state.value == "loading" for s in scheduler.loading)
+        assert all(s.swapped is None for s in scheduler.running + scheduler.loading)
         assert self.cache.stats()["num_sequences"] == len(scheduler.running) + len(scheduler.loading)
-        parked = [s.parked.payload.nbytes for s in scheduler.waiting if s.parked is not None]
-        assert self.engine.parking.num_bytes == sum(parked)
-        assert sum(parked) <= self.engine.parking.max_bytes
+        swapped = [s.swapped.payload.nbytes for s in scheduler.waiting if s.swapped is not None]
+        assert self.engine.swap.num_bytes == sum(swapped)
+        assert sum(swapped) <= self.engine.swap.max_bytes
 
         if self.stores is not None:
             self.check_blocks(self.stores)
@@ -114,18 +119,20 @@ class FakeEngine:
         stores.collect()
         size, tree = self.cache.block_size, self.cache.tree()
         full = {
-            node: units
-            for node, units, count in zip(
-                tree.node_ids.tolist(), tree.units.tolist(), tree.num_tokens.tolist(), strict=True
+            node: block_ids
+            for node, block_ids, count in zip(
+                tree.node_ids.tolist(), tree.block_ids.tolist(), tree.num_tokens.tolist(), strict=True
             )
-            if count == size and max(units) >= 0
+            if count == size and max(block_ids) >= 0
         }
-        assert {node: block.units for node, block in stores._blocks.items()} == full
-        for block in stores._blocks.values():
+        assert {node: block.block_ids for node, block in stores.mirror.by_id.items()} == full
+        for block in stores.mirror.by_id.values():
             expected = slot_values(block.tokens, np.arange((block.depth - 1) * size, block.depth * size))
-            for group, unit in enumerate(block.units):
-                if unit >= 0:
-                    assert np.array_equal(self.runner.slots[group][unit * size : (unit + 1) * size], expected)
+            for group, block_id in enumerate(block.block_ids):
+                if block_id >= 0:
+                    assert np.array_equal(
+                        self.runner.slots[group][block_id * size : (block_id + 1) * size], expected
+                    )
 
     def run(self, max_steps: int = 5000) -> dict[str, RequestOutput]:
         for _ in range(max_steps):
@@ -146,5 +153,5 @@ class FakeEngine:
         assert not self.scheduler.running
         assert not self.scheduler.waiting
         assert not self.scheduler.loading
-        assert self.engine.parking.num_bytes == 0
+        assert self.engine.swap.num_bytes == 0
         self.cache.check()

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.engine.scheduled_step import ScheduledStep
-from quire.spec import KVSpec, LayerSpec, Retention
+from quire.scheduler.step import ScheduledStep
+from quire.spec import KVSpec, LayerSpec, Span
 
 VOCAB = 97
 _POISON = -(10**9)
@@ -29,7 +29,7 @@ def full_spec() -> KVSpec:
 
 def window_spec(size: int = 6) -> KVSpec:
     """A full group and a sliding-window one."""
-    layers = [LayerSpec(Retention(), 1, 8, 8), LayerSpec(Retention("window", size), 1, 8, 8)]
+    layers = [LayerSpec(Span(), 1, 8, 8), LayerSpec(Span("window", size), 1, 8, 8)]
     return KVSpec(layers=tuple(layers), dtype="float32")
 
 
@@ -47,7 +47,7 @@ def _logits(histories: list[tuple[np.ndarray, int]]) -> np.ndarray:
 
 def expected_logits(spec: KVSpec, tokens: list[int]) -> np.ndarray:
     values = slot_values(np.array(tokens), np.arange(len(tokens)))
-    firsts = [group.retention.first_needed(len(tokens) - 1) for group in spec.groups]
+    firsts = [group.span.first_needed(len(tokens) - 1) for group in spec.groups]
     return _logits([(values[first:], first) for first in firsts])
 
 
@@ -60,16 +60,18 @@ def expected_tokens(spec: KVSpec, prompt: list[int], num_tokens: int) -> list[in
 
 
 class FakeWriter:
-    """`UnitWriter` over a `FakeRunner`."""
+    """`BlockWriter` over a `FakeRunner`."""
 
-    def __init__(self, runner: FakeRunner, units: np.ndarray) -> None:
+    def __init__(self, runner: FakeRunner, block_ids: np.ndarray) -> None:
         self._runner = runner
-        self._units = units
+        self._block_ids = block_ids
 
     def write(
         self, first_block: int, stop_block: int, payload: np.ndarray, num_tokens: int, *, first: int = 0
     ) -> None:
-        self._runner.write_units(self._units[:, first_block:stop_block], payload, num_tokens, first=first)
+        self._runner.write_blocks(
+            self._block_ids[:, first_block:stop_block], payload, num_tokens, first=first
+        )
 
     def places(self, first_block: int, stop_block: int) -> None:
         """Nowhere: its memory is no payload's."""
@@ -92,7 +94,7 @@ class FakeRunner:
             raise error
         assert len(step.input_ids) == len(step.positions) == int(step.num_new_tokens.sum())
         self.num_computed_tokens += len(step.input_ids)
-        self.batch_sizes.append(len(step.samples))
+        self.batch_sizes.append(len(step.sequences))
         size = self.block_size
         for index in range(len(self.spec.groups)):
             plan = step.plan.group(index)
@@ -108,14 +110,16 @@ class FakeRunner:
 
     # A payload has, group after group, the group's bytes for each token from its origin on, 8 of which are its number.
 
-    def read_units(
-        self, units: np.ndarray, num_tokens: int, *, first: int = 0, origins: Sequence[int] | None = None
+    def read_blocks(
+        self, block_ids: np.ndarray, num_tokens: int, *, first: int = 0, origins: Sequence[int] | None = None
     ) -> np.ndarray:
         parts: list[np.ndarray] = []
-        for group, origin in zip(self.spec.groups, origins or [0] * len(units), strict=True):
+        for group, origin in zip(self.spec.groups, origins or [0] * len(block_ids), strict=True):
             rows = np.zeros((num_tokens - origin, group.bytes_per_token), np.uint8)
             start = max(first, origin)
-            values = self.slots[group.index][self._slots(units[group.index], np.arange(start, num_tokens))]
+            values = self.slots[group.index][
+                self._slots(block_ids[group.index], np.arange(start, num_tokens))
+            ]
             assert (values != _POISON).all(), "a slot that nobody wrote is copied out"
             rows[start - origin :, :8] = values[:, None].view(np.uint8)
             parts.append(rows.reshape(-1))
@@ -124,19 +128,19 @@ class FakeRunner:
     def commit_ahead(self, first: int, stop: int) -> bool:
         return False
 
-    def unit_writer(self, units: np.ndarray) -> FakeWriter:
-        return FakeWriter(self, units)
+    def block_writer(self, block_ids: np.ndarray) -> FakeWriter:
+        return FakeWriter(self, block_ids)
 
-    def write_units(
+    def write_blocks(
         self,
-        units: np.ndarray,
+        block_ids: np.ndarray,
         payload: np.ndarray,
         num_tokens: int,
         *,
         first: int = 0,
         origins: Sequence[int] | None = None,
     ) -> None:
-        origins = origins or [0] * len(units)
+        origins = origins or [0] * len(block_ids)
         group_bytes = [group.bytes_per_token for group in self.spec.groups]
         num_lacking = sum(at * own for at, own in zip(origins, group_bytes, strict=True))
         total, offset = (len(payload) + num_lacking) // sum(group_bytes), 0
@@ -145,10 +149,10 @@ class FakeRunner:
             rows = payload[offset:end].reshape(-1, group.bytes_per_token)
             start, offset = max(first, origin), end
             values = np.ascontiguousarray(rows[start - origin : num_tokens - origin, :8]).view(np.int64)
-            slots = self._slots(units[group.index], np.arange(start, num_tokens))
+            slots = self._slots(block_ids[group.index], np.arange(start, num_tokens))
             self.slots[group.index][slots] = values[:, 0]
 
-    def settle(self, plan: Any) -> None:
+    def run_copies(self, plan: Any) -> None:
         for index in range(len(self.spec.groups)):
             blocks = self.slots[index].reshape(-1, self.block_size)
             for source, destination, num_tokens in plan.group(index).copies.tolist():
@@ -164,11 +168,11 @@ class FakeRunner:
         histories: list[tuple[np.ndarray, int]] = []
         for index, group in enumerate(self.spec.groups):
             plan = step.plan.group(index)
-            sequence = int(np.searchsorted(plan.query_start, row, side="right")) - 1
-            last = int(plan.query_start[sequence + 1]) - 1
-            assert int(plan.context_lengths[sequence]) - 1 - (last - row) == position
-            table = plan.block_tables[sequence]
-            first = group.retention.first_needed(position)
+            cache_sequence = int(np.searchsorted(plan.query_start, row, side="right")) - 1
+            last = int(plan.query_start[cache_sequence + 1]) - 1
+            assert int(plan.context_lengths[cache_sequence]) - 1 - (last - row) == position
+            table = plan.block_tables[cache_sequence]
+            first = group.span.first_needed(position)
             places = np.arange(first, position + 1)
             blocks = table[places // self.block_size]
             assert (blocks >= 0).all(), "the table has given up a block that is still needed"

@@ -2,7 +2,7 @@
 
 The digest at position p of a group stands for (group, namespace, tokens 0 .. p, extra keys 0 .. p). A step does
 its copies, writes its slots, and then reads what its attention would read: each slot must hold exactly the
-digest that computing the sequence from its first token would have written. Free units are poisoned.
+digest that computing the sequence from its first token would have written. Free blocks are poisoned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.spec import Retention
+from quire.spec import Span
 
 POISON = 0
 
@@ -70,24 +70,24 @@ class Step:
 
 
 class FakeStorage:
-    def __init__(self, retentions: list[Retention], num_blocks: int, block_size: int) -> None:
-        self.retentions = retentions
+    def __init__(self, spans: list[Span], num_blocks: int, block_size: int) -> None:
+        self.spans = spans
         self.block_size = block_size
         self.slots = np.full(num_blocks * block_size, POISON, np.int64)
 
     def touched(self, step: Step, *, written_only: bool) -> set[tuple[int, int]]:
         """(slot, owner) of all that the step writes, and reads unless `written_only` or it is copied in."""
         size, result = self.block_size, set()
-        for group, retention in enumerate(self.retentions):
+        for group, span in enumerate(self.spans):
             tables = step.tables[group]
             for table, owner, digests, start in zip(
                 tables, step.owners, step.digests, step.starts, strict=True
             ):
-                first = start if written_only or step.is_copied_in else retention.first_needed(start)
+                first = start if written_only or step.is_copied_in else span.first_needed(start)
                 for position in range(first, len(digests)):
-                    unit = table[position // size]
-                    if unit >= 0 or not step.is_copied_in:
-                        result.add((unit * size + position % size, owner))
+                    block_id = table[position // size]
+                    if block_id >= 0 or not step.is_copied_in:
+                        result.add((block_id * size + position % size, owner))
         return result
 
     def run(self, step: Step) -> None:
@@ -109,7 +109,7 @@ class FakeStorage:
                 assert len(slots) == len(digests) - start
                 values = [hash((group, digest)) for digest in digests[start:]]
                 if step.is_copied_in:
-                    needed = self.retentions[group].first_needed(len(digests))
+                    needed = self.spans[group].first_needed(len(digests))
                     assert all(slot >= 0 for slot in slots[max(0, needed - start) :])
                     values = [value for value, slot in zip(values, slots, strict=True) if slot >= 0]
                     slots = [slot for slot in slots if slot >= 0]
@@ -125,13 +125,13 @@ class FakeStorage:
     def expect(self, group: int, table: np.ndarray, digests: list[int], position: int, where: str) -> None:
         """Everything that queries from `position` on may read of these digests is there."""
         size = self.block_size
-        for at in range(self.retentions[group].first_needed(position), len(digests)):
-            unit = int(table[at // size])
-            found = self.slots[unit * size + at % size] if unit >= 0 else None
+        for at in range(self.spans[group].first_needed(position), len(digests)):
+            block_id = int(table[at // size])
+            found = self.slots[block_id * size + at % size] if block_id >= 0 else None
             assert found == hash((group, digests[at])), (
-                f"{where}: group {group}, position {at}: unit {unit} holds {found}, not what a recompute writes"
+                f"{where}: group {group}, position {at}: block {block_id} holds {found}, not what a recompute writes"
             )
 
-    def poison(self, units: Iterable[int]) -> None:
+    def poison(self, block_ids: Iterable[int]) -> None:
         slots = self.slots.reshape(-1, self.block_size)
-        slots[list(units)] = POISON
+        slots[list(block_ids)] = POISON

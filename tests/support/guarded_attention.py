@@ -37,7 +37,7 @@ class Guarded:
         item = self.dtype.itemsize
         heads = math.lcm(*(PAGE // math.gcd(PAGE, dim * item) for dim in (self.k_dim, self.v_dim)))
         dims = (self.k_dim, self.v_dim)
-        heap = PlacementHeap([heads * dim * item for dim in dims], max_units=4096)
+        heap = PlacementHeap([heads * dim * item for dim in dims], max_blocks=4096)
         rows = heap.reserve(len(LENGTHS) * ROW_TOKENS)
         options = AttentionOptions(scale=self.k_dim**-0.5, window=self.window)
         positions = []
@@ -46,13 +46,13 @@ class Guarded:
             positions.append(row * ROW_TOKENS + np.arange(first, context))
         mapped = np.concatenate(positions)
         # No two neighbours: what follows in memory is never the next token.
-        units = heap.allocate(2 * len(mapped))[::2]
-        heap.map([(rows, mapped, units)])
+        block_ids = heap.allocate(2 * len(mapped))[::2]
+        heap.map([(rows, mapped, block_ids)])
         k, v = (
-            rows.tensor(lane, self.dtype).as_strided(
+            rows.tensor(layer_buffer, self.dtype).as_strided(
                 (len(LENGTHS), heads, ROW_TOKENS, dim), (ROW_TOKENS * heads * dim, dim, heads * dim, 1)
             )
-            for lane, dim in enumerate(dims)
+            for layer_buffer, dim in enumerate(dims)
         )
         view = KVView(k, v, ROW_TOKENS)
         rng = torch.Generator().manual_seed(1)

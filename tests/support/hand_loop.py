@@ -53,9 +53,7 @@ class Loop:
         self.prepared, self.spec = prepared, prepared.spec
         self.prompts, self.block_size = prompts, block_size
         self.budget, self.chunk, self.preempt_at = budget, chunk, preempt_at
-        self.storage = PagedStorage(
-            self.spec, num_blocks, block_size, prepared.loaded.dtype, max_blocks=num_blocks
-        )
+        self.storage = PagedStorage(self.spec, num_blocks, block_size, max_blocks=num_blocks)
         self.storage.fill(float("nan"))
         self.free = list(range(num_blocks))
         random.Random(seed).shuffle(self.free)
@@ -135,18 +133,20 @@ class Loop:
                 sequence.tokens.append(int(row.argmax()))
 
     def _take(self) -> int:
-        unit = self.free.pop()
-        self.references[unit] = 1
-        return unit
+        block_id = self.free.pop()
+        self.references[block_id] = 1
+        return block_id
 
-    def _drop(self, unit: int) -> None:
-        self.references[unit] -= 1
-        if not self.references[unit]:
-            self.free.insert(0, unit)
-            self.known = {tokens: units for tokens, units in self.known.items() if unit not in units}
+    def _drop(self, block_id: int) -> None:
+        self.references[block_id] -= 1
+        if not self.references[block_id]:
+            self.free.insert(0, block_id)
+            self.known = {
+                tokens: block_ids for tokens, block_ids in self.known.items() if block_id not in block_ids
+            }
             for layer in range(len(self.spec.layers)):  # stale contents must not be what saves an answer
                 view = self.storage.view(layer)
-                view.k[unit], view.v[unit] = float("nan"), float("nan")
+                view.k[block_id], view.v[block_id] = float("nan"), float("nan")
 
     def _take_prefix(self, sequence: Running) -> None:
         """Share whole blocks that hold the beginning of the prompt, up to its last token."""
@@ -156,26 +156,26 @@ class Loop:
             sequence.tokens[: (hit + 1) * size]
         ) in self.known:
             hit += 1
-        if any(group.retention.kind != "full" for group in self.spec.groups):
+        if any(group.span.kind != "full" for group in self.spec.groups):
             hit = min(hit, 1)  # a longer hit's window may have gone
         for block in range(hit):
-            for table, unit in zip(
+            for table, block_id in zip(
                 sequence.tables, self.known[tuple(sequence.tokens[: (block + 1) * size])], strict=True
             ):
-                table.append(unit)
-                self.references[unit] += 1
+                table.append(block_id)
+                self.references[block_id] += 1
         self.num_shared += hit
         sequence.num_computed = hit * size
 
     def _remember(self, sequence: Running) -> None:
         for block in range(sequence.num_computed // self.block_size):
-            units = [table[block] for table in sequence.tables]
-            if -1 not in units:
-                self.known.setdefault(tuple(sequence.tokens[: (block + 1) * self.block_size]), units)
+            block_ids = [table[block] for table in sequence.tables]
+            if -1 not in block_ids:
+                self.known.setdefault(tuple(sequence.tokens[: (block + 1) * self.block_size]), block_ids)
 
     def _leave_windows(self, sequence: Running) -> None:
         for group, table in zip(self.spec.groups, sequence.tables, strict=True):
-            first = group.retention.first_needed(sequence.num_computed)
+            first = group.span.first_needed(sequence.num_computed)
             for block in range(first // self.block_size):
                 if table[block] != -1:
                     self._drop(table[block])
@@ -183,8 +183,8 @@ class Loop:
 
     def _release(self, sequence: Running, restart: bool = False) -> None:
         for table in sequence.tables:
-            for unit in table:
-                if unit != -1:
-                    self._drop(unit)
+            for block_id in table:
+                if block_id != -1:
+                    self._drop(block_id)
         if restart:
             sequence.tables, sequence.num_computed = [[] for _ in self.spec.groups], 0

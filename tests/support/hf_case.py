@@ -87,7 +87,7 @@ def _beams(model: Any, make: Make) -> Any:
     return model.generate(ids, attention_mask=mask, past_key_values=make(), num_beams=3, **_options())
 
 
-def _samples(model: Any, make: Make) -> Any:
+def _sequences(model: Any, make: Make) -> Any:
     ids, mask = prompts()
     torch.manual_seed(3)
     options = {**_options(), "do_sample": True, "num_return_sequences": 2}
@@ -147,7 +147,7 @@ def _options() -> dict[str, Any]:
 MODES: dict[str, Callable[[Any, Make], Any]] = {
     "greedy": _greedy,
     "beams": _beams,
-    "samples": _samples,
+    "sequences": _sequences,
     "lookup": _lookup,
     "assisted": _assisted,
     "chunks": _chunks,

@@ -8,9 +8,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from quire.cache.mirror import block_hashes
-from quire.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from quire.tiers.keys import root_key
+from quire.cache.block_hash import block_hashes, root_key
+from quire.observe.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from quire.tiers.names import segment_names
 
 Blocks = dict[int, tuple[int | None, tuple[int, ...]]]

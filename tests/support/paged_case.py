@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.attention import AttentionOptions, AttentionPlan
 from quire.memory import KVView, PagedStorage
-from quire.spec import KVSpec, LayerSpec, Retention
+from quire.spec import KVSpec, LayerSpec, Span
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class Shape:
     v_dim: int = 16
     block_size: int = 16
     dtype: torch.dtype = torch.float32
-    layout: str = "packed"
     window: int = 0
     chunk: int = 0
     softcap: float = 0.0
@@ -84,10 +83,9 @@ def page(
     size = shape.block_size
     widths = [-(-context // size) for context, _ in shape.lengths]
     num_blocks = sum(widths) + 3
-    layer = LayerSpec(Retention(), shape.num_kv_heads, shape.k_dim, shape.v_dim)
-    storage = PagedStorage(
-        KVSpec(layers=(layer,)), num_blocks, size, shape.dtype, layout=shape.layout, max_blocks=num_blocks
-    )
+    layer = LayerSpec(Span(), shape.num_kv_heads, shape.k_dim, shape.v_dim)
+    spec = KVSpec((layer,), dtype=str(shape.dtype).removeprefix("torch."))
+    storage = PagedStorage(spec, num_blocks, size, max_blocks=num_blocks)
     storage.fill(float("nan"))
     view = storage.view(0)
     free = torch.randperm(num_blocks, generator=rng).tolist()
@@ -107,7 +105,7 @@ def page(
 
 
 def repage(case: Case, **changes: object) -> Case:
-    """The same tokens and queries in other blocks: of another size, layout, order, for other threads."""
+    """The same tokens and queries in other blocks: of another size, order, for other threads."""
     shape = replace(case.shape, **changes)
     view, plan = page(shape, case.k, case.v, case.options, torch.Generator().manual_seed(shape.seed + 1))
     return replace(case, shape=shape, view=view, plan=plan)
@@ -164,7 +162,6 @@ def shapes(draw: st.DrawFn, *, max_context: int = 96, max_sequences: int = 4, ma
         v_dim=draw(st.sampled_from([k_dim, 8 * draw(st.integers(1, max_dim))])),
         block_size=draw(st.sampled_from([1, 2, 3, 8, 16, 17, 64, 128, 512])),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
-        layout=draw(st.sampled_from(["packed", "split"])),
         window=span if limit == "window" else 0,
         chunk=span if limit == "chunk" else 0,
         softcap=draw(st.sampled_from([0.0, 0.0, 2.0, 30.0])),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.attention import AttentionOptions, AttentionPlan
 from quire.memory import KVView, PagedStorage
-from quire.spec import KVSpec, LayerSpec, Retention
+from quire.spec import KVSpec, LayerSpec, Span
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ def make_tree_case(tree: Tree) -> TreeCase:
     size = tree.block_size
     widths = [-(-context // size) for context in contexts]
     num_blocks = sum(widths) + 2
-    layer = LayerSpec(Retention(), tree.num_kv_heads, tree.k_dim, tree.v_dim)
-    storage = PagedStorage(KVSpec(layers=(layer,)), num_blocks, size, tree.dtype, max_blocks=num_blocks)
+    layer = LayerSpec(Span(), tree.num_kv_heads, tree.k_dim, tree.v_dim)
+    spec = KVSpec((layer,), dtype=str(tree.dtype).removeprefix("torch."))
+    storage = PagedStorage(spec, num_blocks, size, max_blocks=num_blocks)
     storage.fill(float("nan"))
     view = storage.view(0)
     free = torch.randperm(num_blocks, generator=rng).tolist()

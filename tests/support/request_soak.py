@@ -2,11 +2,11 @@
 
 python tests/support/request_soak.py FOLDER [--requests N] [--seed N] [--twin N]
 
-The scheduler, the cache, the storage on its heap, tenants, pins, parking and the tiers are real; the model is a sum: a
+The scheduler, the cache, the storage on its heap, tenants, pins, swapping and the tiers are real; the model is a sum: a
 step writes a number made of token and position into the storage and draws each token from a sum over all that it reads
-back through the block tables. So a wrong slot, copy, hit, parked or loaded byte changes the tokens, and every request's
-are compared with those computed from its token list alone. --twin: so many requests are run twice with tiers that use
-no threads: the digest of all that the scheduler decided is equal. Prints one JSON line.
+back through the block tables. So a wrong slot, copy, hit, swapped out or loaded byte changes the tokens, and every
+request's are compared with those computed from its token list alone. --twin: so many requests are run twice with
+tiers that use no threads: the digest of all that the scheduler decided is equal. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(
             assert tokens[num_prompt:] == expected_tokens(tokens[:num_prompt], len(tokens) - num_prompt)
         figures = {**load.counts, **engine.figures(), "digest": engine.runner.digest.hexdigest()[:16]}
         load.let_go()
-        figures |= engine.account()
+        figures |= engine.owner_id()
     finally:
         engine.close()
     return figures

@@ -67,7 +67,7 @@ class Sequences:
             stop = sequence.num_computed_tokens
             seeds = _seeds(sequence.tokens[:stop])
             for group in self.cache.spec.groups:
-                first = group.retention.first_needed(stop)
+                first = group.span.first_needed(stop)
                 for layer in group.layers:
                     view = self.storage.view(layer)
                     row = rows[at] if rows else self.entries[sequence.id][self.storage.table_of(layer)]

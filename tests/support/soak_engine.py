@@ -13,22 +13,23 @@ import numpy as np
 import torch
 
 from quire.cache.feed import EventFeed
+from quire.config import EngineConfig
 from quire.engine.engine import Engine
-from quire.engine.preemption import Parking
-from quire.engine.scheduled_step import ScheduledStep
-from quire.engine.speeds import Speeds
-from quire.engine.storages import StorageOptions
-from quire.engine.tier_loads import TierLoads
-from quire.engine.tier_stores import TierStores
-from quire.engine.watch import Watch
+from quire.engine.monitor import CacheMonitor
+from quire.engine.storages import open_storage
 from quire.model.load import EMBEDDED
+from quire.offload.load import TierLoads
+from quire.offload.speeds import Speeds
+from quire.offload.store import TierStores
+from quire.offload.swap import Swap
+from quire.scheduler.step import ScheduledStep
 from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import SimulatedClock
 from quire.spec import KVSpec
+from quire.spec.payload import PayloadLayout
 from quire.tiers.disk import DiskTier
 from quire.tiers.files import Files
 from quire.tiers.host import HostTier
-from quire.tiers.segment import SegmentShape
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import Tier
 
@@ -80,7 +81,7 @@ class SoakRunner:
         plan = step.plan.group(0)
         self._clock.now += self._cost.seconds(len(step.input_ids), int(plan.context_lengths.sum()))
         slots = np.asarray(placement.slot_mapping)
-        for part in (step.sequence_ids, step.num_new_tokens, slots, [s.key[1] for s in step.samples]):
+        for part in (step.sequence_ids, step.num_new_tokens, slots, [s.key[1] for s in step.sequences]):
             self.digest.update(np.asarray(part, np.int64).tobytes())
         keys, values = self._numbers()
         stamps = _stamps(step.input_ids, step.positions)
@@ -89,8 +90,8 @@ class SoakRunner:
         logits = np.zeros((len(step.logit_rows), VOCAB), np.float32)
         for at, row in enumerate(np.asarray(step.logit_rows).tolist()):
             places = np.arange(int(step.positions[row]) + 1)
-            sequence = int(np.searchsorted(plan.query_start, row, side="right")) - 1
-            blocks = np.asarray(placement.block_tables)[sequence][places // BLOCK].astype(np.int64)
+            cache_sequence = int(np.searchsorted(plan.query_start, row, side="right")) - 1
+            blocks = np.asarray(placement.block_tables)[cache_sequence][places // BLOCK].astype(np.int64)
             read = keys[blocks, places % BLOCK]
             assert np.array_equal(values[blocks, places % BLOCK], -read), "keys and values were parted"
             logits[at, _token_of(int((read * _WEIGHTS[: len(places)] % _PRIME).sum()) % _PRIME)] = 1.0
@@ -112,10 +113,10 @@ class SoakEngine:
 
     def __init__(self, folder: Path, *, threads: bool, remote: str | None = None) -> None:
         self.spec = KVSpec.from_config(str(EMBEDDED))
-        options = StorageOptions(
-            "paged", kv_memory=NUM_BLOCKS * BLOCK * self.spec.bytes_per_token, block_size=BLOCK
+        config = EngineConfig(
+            kv_memory=NUM_BLOCKS * BLOCK * self.spec.bytes_per_token, block_size=BLOCK, max_num_seqs=24
         )
-        opened = options.open(self.spec, max_model_len=MAX_TOKENS, max_num_seqs=24)
+        opened = open_storage(config, self.spec, MAX_TOKENS)
         self.cache, self.storage = opened.cache, opened.storage
         self.clock = SimulatedClock()
         self.runner = SoakRunner(self.storage, self.clock)
@@ -130,7 +131,7 @@ class SoakEngine:
             self.remote = RemoteTier(remote, timeout=30)  # a busy machine is no failure here
             self.tiers.append(self.remote)
         timed: dict[str, Any] = {} if threads else {"clock": self.clock, "wall_clock": self.clock}
-        shape = SegmentShape.of(self.spec)
+        shape = PayloadLayout.of(self.spec)
         self.stack = TierStack(
             self.tiers, shape, workers=2 if threads else 0, max_bytes_in_flight=8 << 20, **timed
         )
@@ -148,20 +149,20 @@ class SoakEngine:
             sampling_defaults={"temperature": 0.0},
             clock=self.clock,
             speeds=speeds,
-            parking=Parking(
+            swap=Swap(
                 self.cache,
                 self.storage,
                 mode="auto",
-                max_bytes=NUM_BLOCKS * self.cache.unit_bytes // 4,
+                max_bytes=NUM_BLOCKS * self.cache.block_bytes // 4,
                 speeds=speeds,
                 clock=self.clock,
             ),
             loads=TierLoads(*shared, speeds),
             stores=self.stores,
             tenant_secret=b"a secret of the soak's own",
-            watch=Watch(self.cache, feed, clock=self.clock, wall_clock=self.clock),
+            monitor=CacheMonitor(self.cache, feed, clock=self.clock, wall_clock=self.clock),
         )
-        self.cache.pins.max_units = NUM_BLOCKS // 4
+        self.cache.pins.max_blocks = NUM_BLOCKS // 4
 
     def resize(self, num_blocks: int) -> None:
         """As `LLM.resize`."""
@@ -173,7 +174,7 @@ class SoakEngine:
     def figures(self) -> dict[str, Any]:
         stats, tiers = self.engine.stats(), self.stack.stats()
         wanted = (
-            "num_steps", "num_preemptions", "num_parked", "num_restored_tokens", "num_prompt_tokens",
+            "num_steps", "num_preemptions", "num_swapped", "num_restored_tokens", "num_prompt_tokens",
             "num_cached_tokens", "num_loaded_tokens", "num_generated_tokens", "copied_blocks", "evicted_blocks",
         )  # fmt: skip
         by_tier = ("stored", "refused", "dropped", "evicted", "hits", "damaged", "failures")
@@ -181,14 +182,14 @@ class SoakEngine:
             tier.name: {name: getattr(tier, name) for name in by_tier} for tier in tiers.tiers
         }
 
-    def account(self) -> dict[str, Any]:
+    def owner_id(self) -> dict[str, Any]:
         """Everything that is there has one place, and goes when it is told to. *raises:* AssertionError."""
         engine, cache = self.engine, self.cache
         assert not engine.has_work
-        assert engine.parking.num_bytes == 0
+        assert engine.swap.num_bytes == 0
         cache.check()
         stats = cache.stats()
-        assert stats["num_sequences"] == stats["held"] == stats["leased"] == stats["pinned"] == 0
+        assert stats["num_sequences"] == stats["held"] == stats["in_flight"] == stats["pinned"] == 0
         assert stats["free"] + stats["cached"] == cache.num_blocks == self.storage.num_blocks or (
             stats["free"] + stats["cached"] == cache.num_blocks <= self.storage.num_blocks
         )
@@ -208,7 +209,7 @@ class SoakEngine:
         cache.reset()
         assert cache.stats()["free"] == num_free + stats["cached"] == cache.num_blocks
         self.stores.collect()
-        assert not self.stores._blocks
+        assert not self.stores.mirror.by_id
         for tier in (self.host, self.disk):
             keys = (
                 list(self.host._entries)

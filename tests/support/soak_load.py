@@ -9,8 +9,10 @@ from typing import Any
 from support.soak_engine import BLOCK, MAX_TOKENS, NUM_BLOCKS, VOCAB, SoakEngine
 
 from quire import SamplingParams
-from quire.engine.request import RequestOutput
+from quire.cache.prefix_key import PrefixKey
 from quire.errors import ArgumentError, CapacityError
+from quire.scheduler.request import RequestOutput
+from quire.scheduler.request_options import RequestOptions
 
 _MAX_LIVE = 40
 _TENANTS: dict[str, dict[str, Any]] = {
@@ -28,9 +30,9 @@ class SoakLoad:
         self._soak, self._engine = engine, engine.engine
         self._left = num_requests
         self._chance = random.Random(seed)
-        unit = engine.cache.unit_bytes
+        block_id = engine.cache.block_bytes
         for name, limits in _TENANTS.items():
-            sizes = {key: limits[key] * unit for key in ("quota", "floor") if key in limits}
+            sizes = {key: limits[key] * block_id for key in ("quota", "floor") if key in limits}
             self._engine.tenants.add(name, **sizes, priority=limits.get("priority", 0))
         self._systems = [self._tokens(self._chance.randint(20, 90)) for _ in range(6)]
         self._talks: list[tuple[str | None, list[int]]] = []
@@ -84,10 +86,16 @@ class SoakLoad:
         if chance.random() < 0.02:  # a prefix for everybody
             where = {"namespace": self._engine.tenants.public}
             prompt, params = chance.choice(self._systems), SamplingParams(max_tokens=1)
-        retention = chance.choice(["normal", "normal", "normal", "keep", "discard"])
+        cache_priority = chance.choice(["normal", "normal", "normal", "keep", "discard"])
         try:
             request_id = self._engine.submit(
-                prompt, params, priority=chance.choice([0, 0, 0, -1, 1]), retention=retention, **where
+                prompt,
+                RequestOptions.of(
+                    params,
+                    priority=chance.choice([0, 0, 0, -1, 1]),
+                    cache_priority=cache_priority,
+                    **where,
+                ),
             )
         except CapacityError:
             self.counts["refused"] += 1
@@ -152,8 +160,8 @@ class SoakLoad:
         if public:
             where: dict[str, Any] = {"namespace": engine.tenants.public}
         else:
-            place = engine.tenants.place(engine.check_tokens(tokens), tenant=tenant)
-            where = {"namespace": place.namespace, "extra_keys": place.extra_keys, "account": place.account}
+            place = engine.tenants.resolve(PrefixKey(tenant), engine.check_tokens(tokens))
+            where = {"namespace": place.namespace, "extra_keys": place.extra_keys, "owner_id": place.owner_id}
         ttl_s = None if public else self._chance.choice([None, 0.5, 5.0])
         try:
             pin = engine.pins.add(tokens, owner=tenant or "", ttl_s=ttl_s, **where)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.cache.block_hash import chained_key, root_key
 from quire.spec import KVSpec
-from quire.tiers.keys import chained_key, root_key
-from quire.tiers.segment import Segment, SegmentShape, encode
+from quire.spec.payload import PayloadLayout
+from quire.tiers.segment import Segment, encode
 from quire.tiers.tier import SegmentInfo
 
 # 1 KiB a token: values of any size in as few tokens.
-SHAPE = SegmentShape.of(KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32"))
+SHAPE = PayloadLayout.of(KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32"))
 ROOT = root_key(b"model", b"namespace")
 
 
@@ -37,7 +38,7 @@ def value(
     parent: bytes = ROOT,
     start: int = 0,
     root: bytes = ROOT,
-    retention: int = 1,
+    cache_priority: int = 1,
     owner: str = "",
     extra_keys: tuple[tuple[int, bytes], ...] = (),
 ) -> Value:
@@ -46,7 +47,7 @@ def value(
     tokens = rng.integers(0, 1000, num_tokens, np.int32)
     payload = rng.integers(0, 256, num_tokens * SHAPE.bytes_per_token, np.uint8)
     key = chained_key(parent, start, tokens, extra_keys)
-    info = SegmentInfo(root, parent, start, tokens.tobytes(), extra_keys, retention, owner)
+    info = SegmentInfo(root, parent, start, tokens.tobytes(), extra_keys, cache_priority, owner)
     return Value(
         key, tokens, start, encode(Segment(key, parent, start, tokens, payload), SHAPE, made_at=1.0), info
     )

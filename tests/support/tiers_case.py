@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from quire.cache.block_hash import root_key
 from quire.spec import KVSpec
-from quire.tiers.keys import root_key
+from quire.spec.payload import PayloadLayout
 from quire.tiers.names import SegmentName, segment_names
-from quire.tiers.segment import SegmentShape
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import SegmentInfo, TierError, TierStats
 from quire.tiers.transfer import Load
 
-SHAPE = SegmentShape.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32"))
+SHAPE = PayloadLayout.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32"))
 ROOT = root_key(b"model", b"")
 SEGMENT_TOKENS = 4
 
@@ -34,14 +34,14 @@ def chain(length: int, first_token: int = 0, root: bytes = ROOT) -> list[Segment
     return segment_names(root, tokens, SEGMENT_TOKENS)
 
 
-def payload(name: SegmentName, shape: SegmentShape = SHAPE) -> np.ndarray:
+def payload(name: SegmentName, shape: PayloadLayout = SHAPE) -> np.ndarray:
     """What this segment holds: bytes that follow from its key."""
     seed = int.from_bytes(name.key[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, len(name.tokens) * shape.bytes_per_token, np.uint8)
 
 
 def with_payloads(
-    names: Sequence[SegmentName], shape: SegmentShape = SHAPE
+    names: Sequence[SegmentName], shape: PayloadLayout = SHAPE
 ) -> list[tuple[SegmentName, np.ndarray]]:
     return [(name, payload(name, shape)) for name in names]
 

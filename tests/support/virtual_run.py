@@ -1,4 +1,4 @@
-"""`EngineRun` on the virtual storage: pages of 4 KiB, units poisoned and handed out in shuffled order."""
+"""`EngineRun` on the virtual storage: pages of 4 KiB, blocks poisoned and handed out in shuffled order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from quire import Cache
 from quire.engine.engine import Engine
 from quire.engine.runner import Runner
 from quire.memory import VirtualStorage
-from quire.memory.virtual import virtual_block_size
+from quire.memory.virtual.storage import virtual_block_size
 from quire.model.load import load
 from quire.model.prepare import PreparedModel
 
 
 class VirtualRun(EngineRun):
-    """As `EngineRun`; the pool has `num_blocks` units."""
+    """As `EngineRun`; the pool has `num_blocks` blocks."""
 
     def __init__(
         self,

@@ -18,12 +18,12 @@ import xxhash
 from support.cache_case import BACKENDS
 from support.tier_values import ROOT, SHAPE, Value, chain, value
 
+from quire.cache.block_hash import root_key
 from quire.errors import ArgumentError
 from quire.tiers.disk import DiskTier
 from quire.tiers.disk_errors import errors_in_use
 from quire.tiers.disk_index import DiskIndex
 from quire.tiers.files import Buffer, Files
-from quire.tiers.keys import root_key
 from quire.tiers.segment import decode
 from quire.tiers.tier import TierError
 
@@ -53,7 +53,7 @@ def test_a_value_comes_back_and_can_be_decoded(tier: DiskTier) -> None:
     assert put(tier, one)
     loaded = tier.load(one.key)
     assert loaded is not None
-    payload = decode(loaded, key=one.key, tokens=one.tokens, start=0, shape=SHAPE)
+    payload = decode(loaded, key=one.key, tokens=one.tokens, start=0, layout=SHAPE)
     assert np.array_equal(payload, np.frombuffer(one.parts[1], np.uint8))
     stats = tier.stats()
     assert (stats.num_values, stats.stored, stats.hits, stats.misses) == (1, 1, 1, 1)
@@ -99,7 +99,7 @@ def test_the_tree_comes_back_from_the_index_alone(tmp_path: Path) -> None:
     now = 1000.0
     tier = DiskTier(tmp_path, CAP, clock=lambda: now)
     values = chain(1, 4, owner="ann")
-    other = value(9, root=root_key(b"model", b"other"), extra_keys=((2, b"image"),), retention=2)
+    other = value(9, root=root_key(b"model", b"other"), extra_keys=((2, b"image"),), cache_priority=2)
     for one in [values[2], values[0], other, values[1], values[3]]:  # a child may be there first
         assert put(tier, one)
     tier.describe(ROOT, "a model, float32")
@@ -127,9 +127,9 @@ def test_the_tree_comes_back_from_the_index_alone(tmp_path: Path) -> None:
 
 
 def fill(
-    tier: DiskTier, num_tokens: int = 500, first: int = 100, count: int = 40, retention: int = 1
+    tier: DiskTier, num_tokens: int = 500, first: int = 100, count: int = 40, cache_priority: int = 1
 ) -> list[Value]:
-    values = [value(first + i, num_tokens, retention=retention) for i in range(count)]
+    values = [value(first + i, num_tokens, cache_priority=cache_priority) for i in range(count)]
     for one in values:
         put(tier, one)
     return values
@@ -169,15 +169,15 @@ def test_a_refused_refresh_and_a_kept_one(tier: DiskTier) -> None:
 
 
 def test_keep_stays_and_discard_goes_first(tier: DiskTier) -> None:
-    kept = fill(tier, count=4, retention=2)
-    discarded = fill(tier, first=200, count=4, retention=0)
+    kept = fill(tier, count=4, cache_priority=2)
+    discarded = fill(tier, first=200, count=4, cache_priority=0)
     fill(tier, first=300, count=10)
     fill(tier, first=400, count=10)
     assert present(tier, kept) == [0, 1, 2, 3]
     assert present(tier, discarded) == []
-    full_of_kept = fill(tier, first=500, count=40, retention=2)
+    full_of_kept = fill(tier, first=500, count=40, cache_priority=2)
     assert not put(tier, value(1, 500))  # all else has to stay
-    last = value(2, 500, retention=2)
+    last = value(2, 500, cache_priority=2)
     assert put(tier, last)
     assert len(present(tier, full_of_kept)) > 10
 

@@ -12,8 +12,8 @@ from quire.tiers.host import HostTier
 from quire.tiers.tier import SegmentInfo
 
 
-def info(parent: bytes = ROOT, retention: int = 1) -> SegmentInfo:
-    return SegmentInfo(ROOT, parent, 0, b"", (), retention)
+def info(parent: bytes = ROOT, cache_priority: int = 1) -> SegmentInfo:
+    return SegmentInfo(ROOT, parent, 0, b"", (), cache_priority)
 
 
 def parts(num_bytes: int, fill: int = 0) -> list[memoryview]:
@@ -21,8 +21,8 @@ def parts(num_bytes: int, fill: int = 0) -> list[memoryview]:
     return [whole[: num_bytes // 3], whole[num_bytes // 3 :]]
 
 
-def store(tier: HostTier, name: SegmentName, num_bytes: int = 10, retention: int = 1) -> bool:
-    return tier.store(name.key, parts(num_bytes, name.key[0]), name.info(retention=retention))
+def store(tier: HostTier, name: SegmentName, num_bytes: int = 10, cache_priority: int = 1) -> bool:
+    return tier.store(name.key, parts(num_bytes, name.key[0]), name.info(cache_priority=cache_priority))
 
 
 def there(tier: HostTier, names: list[SegmentName]) -> list[bool]:
@@ -64,14 +64,14 @@ def test_used_longest_ago_goes_first() -> None:
     assert tier.contains([b"a", b"c", b"d", b"e"]) == [False, True, True, True]
 
 
-def test_lower_retention_goes_first_and_never_displaces_higher() -> None:
+def test_lower_cache_priority_goes_first_and_never_displaces_higher() -> None:
     tier = HostTier(30)
-    tier.store(b"keep", parts(10), info(retention=2))
-    tier.store(b"normal", parts(10), info(retention=1))
-    tier.store(b"discard", parts(10), info(retention=0))
-    assert tier.store(b"new", parts(10), info(retention=1))
+    tier.store(b"keep", parts(10), info(cache_priority=2))
+    tier.store(b"normal", parts(10), info(cache_priority=1))
+    tier.store(b"discard", parts(10), info(cache_priority=0))
+    assert tier.store(b"new", parts(10), info(cache_priority=1))
     assert tier.contains([b"keep", b"normal", b"discard"]) == [True, True, False]
-    assert not tier.store(b"late", parts(10), info(retention=0))
+    assert not tier.store(b"late", parts(10), info(cache_priority=0))
     assert tier.contains([b"keep", b"normal", b"new"]) == [True] * 3
     assert tier.stats().evicted == 1
 
@@ -131,10 +131,10 @@ NAMES = [name for names in CHAINS for name in names]
 def test_goes_by_the_order_that_a_plain_search_finds(
     cap: int, operations: list[tuple[str, int, int, int]]
 ) -> None:
-    """Beside a model that looks through everything: the leaf of the lowest retention that was used longest ago."""
+    """Beside a model that looks through everything: the leaf of the lowest cache priority that was used longest ago."""
     tier = HostTier(cap)
-    model: dict[bytes, tuple[int, int, int, bytes]] = {}  # size, retention, used, parent
-    for now, (operation, which, size, retention) in enumerate(operations):
+    model: dict[bytes, tuple[int, int, int, bytes]] = {}  # size, cache priority, used, parent
+    for now, (operation, which, size, cache_priority) in enumerate(operations):
         name = NAMES[which]
         known = model.get(name.key)
         if operation == "evict":
@@ -146,8 +146,8 @@ def test_goes_by_the_order_that_a_plain_search_finds(
                 assert value.nbytes == known[0]
                 model[name.key] = (known[0], known[1], now, known[3])
         elif known is not None:
-            assert store(tier, name, size, retention)
-            model[name.key] = (known[0], max(known[1], retention), now, known[3])
+            assert store(tier, name, size, cache_priority)
+            model[name.key] = (known[0], max(known[1], cache_priority), now, known[3])
         else:
             fits = size <= cap
             while fits and sum(entry[0] for entry in model.values()) + size > cap:
@@ -155,14 +155,14 @@ def test_goes_by_the_order_that_a_plain_search_finds(
                 leaves = [
                     (entry[1], entry[2], key)
                     for key, entry in model.items()
-                    if key not in parents and entry[1] <= retention
+                    if key not in parents and entry[1] <= cache_priority
                 ]
                 fits = bool(leaves)
                 if leaves:
                     del model[min(leaves)[2]]
-            assert store(tier, name, size, retention) == fits
+            assert store(tier, name, size, cache_priority) == fits
             if fits:
-                model[name.key] = (size, retention, now, name.parent)
+                model[name.key] = (size, cache_priority, now, name.parent)
         assert there(tier, NAMES) == [name.key in model for name in NAMES]
         stats = tier.stats()
         assert (stats.num_values, stats.num_bytes) == (

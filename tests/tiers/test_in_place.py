@@ -103,7 +103,7 @@ def test_what_a_lower_tier_reads_is_promoted_and_not_read_in_place() -> None:
     assert stack.flush()
     assert disk.loaded == [name.key for name in names] == list(host.values)
     again = stack.load(
-        names, into=lambda i, found: None, places=lambda i: cut(wanted[i]), retention=0
+        names, into=lambda i, found: None, places=lambda i: cut(wanted[i]), cache_priority=0
     )  # the host has them
     assert again.wait(30)
     assert again.tiers == ["host"] * 3

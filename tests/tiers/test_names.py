@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.cache.block_hash import chained_key, root_key
 from quire.errors import ArgumentError
-from quire.tiers.keys import chained_key, root_key
 from quire.tiers.names import segment_names
 
 ROOT = root_key(b"model", b"")
@@ -39,10 +39,10 @@ def test_goes_on_where_another_chain_ended() -> None:
 
 def test_info_holds_all_of_it() -> None:
     name = segment_names(ROOT, np.arange(8), 4, extra_keys=[(5, b"k")])[1]
-    info = name.info(retention=2, owner="tenant")
+    info = name.info(cache_priority=2, owner="tenant")
     assert (info.root, info.parent, info.start, info.extra_keys) == (ROOT, name.parent, 4, ((5, b"k"),))
     assert info.tokens == np.arange(4, 8, dtype="<i4").tobytes()
-    assert (info.retention, info.owner) == (2, "tenant")
+    assert (info.cache_priority, info.owner) == (2, "tenant")
 
 
 def test_refuses_what_cannot_be() -> None:

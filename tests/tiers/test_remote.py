@@ -23,7 +23,7 @@ from quire.tiers.stack import TierStack
 from quire.tiers.tier import DamagedError, TierError, UnavailableError
 
 NAME = chain(1)[0]
-INFO = NAME.info(retention=2, owner="somebody")
+INFO = NAME.info(cache_priority=2, owner="somebody")
 BIG = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
 
 
@@ -81,7 +81,7 @@ def test_what_is_on_the_server(redis_url: str) -> None:
     assert fields[b"v"] == b"value"
     entry = json.loads(fields[b"i"])
     assert entry["root"] == ROOT.hex()
-    assert (entry["start"], entry["retention"], entry["owner"]) == (0, 2, "somebody")
+    assert (entry["start"], entry["cache_priority"], entry["owner"]) == (0, 2, "somebody")
     tier.close()
 
 
@@ -231,7 +231,7 @@ def test_bad_arguments_and_a_missing_library(monkeypatch: pytest.MonkeyPatch) ->
         return real_import(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", no_redis)
-    with pytest.raises(BackendError, match=r'pip install "quire\[redis\]"'):
+    with pytest.raises(BackendError, match=r'pip install "quire-kv\[redis\]"'):
         RemoteTier("redis://somewhere")
 
 

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.cache.block_hash import chained_key, root_key
 from quire.spec import KVSpec
-from quire.tiers.keys import chained_key, root_key
-from quire.tiers.segment import Segment, SegmentError, SegmentShape, decode, encode, read_header
+from quire.spec.payload import PayloadLayout
+from quire.tiers.segment import Segment, SegmentError, decode, encode, read_header, segment_tokens
 
-SHAPE = SegmentShape.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32"))
+SHAPE = PayloadLayout.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32"))
 TOKENS = np.arange(5, dtype=np.int32)
 ROOT = root_key(b"model", b"")
 
@@ -27,7 +28,7 @@ def value() -> bytes:
 
 def test_comes_back() -> None:
     one = segment()
-    assert np.array_equal(decode(value(), key=one.key, tokens=TOKENS, start=16, shape=SHAPE), one.payload)
+    assert np.array_equal(decode(value(), key=one.key, tokens=TOKENS, start=16, layout=SHAPE), one.payload)
     assert read_header(value())["parent"] == ROOT.hex()
 
 
@@ -37,7 +38,7 @@ def test_one_changed_bit_is_found(data: st.DataObject) -> None:
     bit = data.draw(st.integers(0, 8 * len(damaged) - 1))
     damaged[bit // 8] ^= 1 << bit % 8
     with pytest.raises(SegmentError):
-        decode(damaged, key=segment().key, tokens=TOKENS, start=16, shape=SHAPE)
+        decode(damaged, key=segment().key, tokens=TOKENS, start=16, layout=SHAPE)
 
 
 @given(st.integers(0, 10_000))
@@ -54,13 +55,17 @@ def test_cut_short_is_found(length: int) -> None:
         {"tokens": TOKENS + 1},
         {"tokens": TOKENS[:4]},
         {"start": 0},
-        {"shape": SegmentShape.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4))},
-        {"shape": SegmentShape.of(KVSpec.uniform(num_layers=1, num_kv_heads=2, head_dim=4, dtype="float32"))},
+        {"layout": PayloadLayout.of(KVSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=4))},
+        {
+            "layout": PayloadLayout.of(
+                KVSpec.uniform(num_layers=1, num_kv_heads=2, head_dim=4, dtype="float32")
+            )
+        },
     ],
 )
 def test_another_segment_is_refused(asked: dict) -> None:
     with pytest.raises(SegmentError):
-        decode(value(), **{"key": segment().key, "tokens": TOKENS, "start": 16, "shape": SHAPE, **asked})
+        decode(value(), **{"key": segment().key, "tokens": TOKENS, "start": 16, "layout": SHAPE, **asked})
 
 
 def test_keys_tell_apart() -> None:
@@ -79,5 +84,5 @@ def test_keys_tell_apart() -> None:
 )
 def test_segment_size(num_layers: int, block_size: int, tokens: int) -> None:
     """Half a MiB to two, where a block is not larger already."""
-    shape = SegmentShape.of(KVSpec.uniform(num_layers=num_layers, num_kv_heads=8, head_dim=128))
-    assert shape.segment_tokens(block_size) == tokens
+    shape = PayloadLayout.of(KVSpec.uniform(num_layers=num_layers, num_kv_heads=8, head_dim=128))
+    assert segment_tokens(shape, block_size) == tokens

@@ -141,7 +141,7 @@ class ManyTier(DictTier):
 
 @pytest.fixture
 def small_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.tiers.stack._TURN_BYTES", SMALL_TURN)
+    monkeypatch.setattr("quire.tiers.stack._BATCH_BYTES", SMALL_TURN)
 
 
 @pytest.mark.usefixtures("small_turns")
@@ -237,7 +237,7 @@ def test_what_a_lower_tier_gives_is_promoted(promote: bool) -> None:
     stack = filled(TierStack([host, disk], SHAPE, promote=promote), chain(3))
     host.values.clear()
     host.infos.clear()
-    load = stack.load(chain(3), retention=2, owner="tenant")
+    load = stack.load(chain(3), cache_priority=2, owner="tenant")
     assert load.wait(30)
     assert load.tiers == ["disk"] * 3
     assert stack.flush(30)
@@ -245,7 +245,7 @@ def test_what_a_lower_tier_gives_is_promoted(promote: bool) -> None:
     assert again.wait(30)
     assert again.tiers == (["host"] if promote else ["disk"]) * 3
     if promote:
-        assert host.infos[chain(3)[1].key] == chain(3)[1].info(retention=2, owner="tenant")
+        assert host.infos[chain(3)[1].key] == chain(3)[1].info(cache_priority=2, owner="tenant")
     assert stack.stats().tiers[0].promoted == (3 if promote else 0)
     assert stack.close()
 
@@ -312,7 +312,7 @@ def test_a_callback_that_raises_ends_its_load_alone(caplog: pytest.LogCaptureFix
     stack = filled(TierStack([DictTier()], SHAPE), chain(3))
 
     def into(index: int, found: np.ndarray) -> None:
-        raise RuntimeError("no such unit")
+        raise RuntimeError("no such block")
 
     def on_done(load: Load) -> None:
         raise RuntimeError("nor this")
@@ -325,7 +325,7 @@ def test_a_callback_that_raises_ends_its_load_alone(caplog: pytest.LogCaptureFix
     assert good.wait(30)
     assert good.outcome == "complete"
     assert stack.close()
-    assert "no such unit" in caplog.text
+    assert "no such block" in caplog.text
 
 
 def test_a_full_queue_drops_and_never_waits() -> None:

@@ -1,10 +1,15 @@
 """Attention over paged keys and values: write them to slots, read them through block tables.
 
-`backend()` is the way in; `reference` is the definition in torch, `native` the kernels.
+`backend()` is the way in, and finds whole devices (`Backend`); `reference` is the definition in torch, `native` the
+kernels.
+
+Others may use the names below, and
+    backends   the back ends by name; home of the names below
+    native     the kernels
 """
 
-from quire.attention.backends import AttentionBackend, backend
+from quire.attention.backends import AttentionBackend, Backend, backend, register
 from quire.attention.options import AttentionOptions
 from quire.attention.plan import AttentionPlan
 
-__all__ = ["AttentionBackend", "AttentionOptions", "AttentionPlan", "backend"]
+__all__ = ["AttentionBackend", "AttentionOptions", "AttentionPlan", "Backend", "backend", "register"]

@@ -1,11 +1,16 @@
-"""Which attention runs: the torch reference or the native kernels, behind one contract.
+"""What computes, and in whose memory: a device as one object, `Backend`, and the registry that finds it by name.
 
-Cost: an import at the first call, then a dictionary look-up.
+Two are here: "python", the reference in torch, and "native", the extension's kernels, both in this machine's memory.
+Another device is a class with the members of `Backend` and one call of `register`; nothing above `memory`, `attention`
+and `model` knows which one runs (tests/test_device_seam.py).
+
+Cost: an import at the first call of a name, then a dictionary look-up. A step asks for none of this.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -13,15 +18,15 @@ import torch
 from quire.attention.options import AttentionOptions
 from quire.attention.plan import AttentionPlan
 from quire.backends import choose_backend
+from quire.errors import ArgumentError
+from quire.memory.device import DeviceMemory
 from quire.memory.view import KVView
 
-__all__ = ["AttentionBackend", "backend"]
-
-_MODULES = {"python": "quire.attention.reference", "native": "quire.attention.native"}
+__all__ = ["AttentionBackend", "Backend", "PackedWeight", "backend", "register", "unregister"]
 
 
 class AttentionBackend(Protocol):
-    """What a back end offers; `quire.attention.reference` says what each argument is."""
+    """Writing and reading K and V; `quire.attention.reference` says what each argument is."""
 
     def write(
         self, view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, /
@@ -39,15 +44,93 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor: ...
 
 
-def backend(name: str | None = None) -> AttentionBackend:
-    """The attention back end `name`: "python" or "native".
+class PackedWeight(Protocol):
+    """The weight [num_outputs, num_inputs] of a linear layer in some packed form."""
 
-    Without a name the environment variable QUIRE_BACKEND decides, and without that the native one is taken where
-    it was built.
+    dtype: torch.dtype
+    num_outputs: int
+    num_inputs: int
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [..., num_inputs], of the weight's dtype -> [..., num_outputs]."""
+        ...
+
+    def unpack(self) -> torch.Tensor:
+        """The weight, bit for bit."""
+        ...
+
+    def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Integer ids [...] -> rows [..., num_inputs]; IndexError for one out of range."""
+        ...
+
+
+class Backend(AttentionBackend, DeviceMemory, Protocol):
+    """A device: its memory (`DeviceMemory`), its attention (`AttentionBackend`), its linear layers."""
+
+    @property
+    def name(self) -> str:
+        """As it is asked for."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Changes when the bits of what it computes may; with `name` a part of the key of stored K and V."""
+        ...
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of models that it runs."""
+        ...
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the extension computes: layers are then fused and every operator is made a function of its row."""
+        ...
+
+    @property
+    def pack(self) -> Callable[[torch.Tensor], PackedWeight] | None:
+        """Takes a weight [num_outputs, num_inputs] in host memory to the device, once; None where
+        `quire.model.linear` chooses among what this processor has."""
+        ...
+
+
+_MAKERS: dict[str, Callable[[], Backend]] = {
+    "native": lambda: cast(Backend, importlib.import_module("quire.attention.native").BACKEND),
+    "python": lambda: cast(Backend, importlib.import_module("quire.attention.reference").BACKEND),
+}
+
+
+def register(name: str, make: Callable[[], Backend]) -> None:
+    """Have `LLM(backend=name)` run on what `make` returns; it is called each time the name is asked for.
+
+    Raises:
+        ArgumentError: the name is taken.
+    """
+    if name in _MAKERS:
+        raise ArgumentError(f"expected a new name for a back end, got {name!r}; there are {sorted(_MAKERS)}")
+    _MAKERS[name] = make
+
+
+def unregister(name: str) -> None:
+    """Undo `register`. What runs on it goes on."""
+    if name in ("native", "python"):
+        raise ArgumentError(f"expected a back end that was registered, got {name!r}")
+    _MAKERS.pop(name, None)
+
+
+def backend(name: str | None = None) -> Backend:
+    """The back end `name`: "python", "native" or one that was registered.
+
+    Without a name the environment variable QUIRE_BACKEND decides between those two, and without that the native one is
+    taken where it was built.
 
     Raises:
         ArgumentError: a name that does not exist.
         BackendError: the native one is asked for and was not built.
     """
-    chosen = choose_backend(name, needs="PagedView")
-    return cast(AttentionBackend, importlib.import_module(_MODULES[chosen]))
+    if name is not None and name not in _MAKERS:
+        known = " or ".join(f'"{one}"' for one in _MAKERS)
+        raise ArgumentError(f"expected {known}, got {name!r} for backend")
+    if name in (None, "native", "python"):
+        name = choose_backend(name, needs="PagedView")
+    return _MAKERS[name]()

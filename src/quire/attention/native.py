@@ -20,9 +20,20 @@ from quire.attention.checks import check_run, check_write
 from quire.attention.options import AttentionOptions
 from quire.attention.plan import AttentionPlan
 from quire.errors import ArgumentError
+from quire.memory.device import HostMemory
 from quire.memory.view import KVView
 
-__all__ = ["Traffic", "batch_handle", "handles", "run", "traffic", "unshared", "write"]
+__all__ = [
+    "BACKEND",
+    "NativeBackend",
+    "Traffic",
+    "batch_handle",
+    "handles",
+    "run",
+    "traffic",
+    "unshared",
+    "write",
+]
 
 _HANDLE = "_native_handle"
 
@@ -185,8 +196,28 @@ def _batch(plan: AttentionPlan, *, share_prefixes: bool = True) -> Any:
 
 
 def _settings(options: AttentionOptions) -> Any:
+    if options.window and options.chunk:
+        raise ArgumentError(
+            f"expected a window or a chunk for backend 'native', got a window of {options.window} tokens that moves in "
+            f"steps of {options.chunk}; use backend='python'"
+        )
     sinks = 0 if options.sinks is None else options.sinks.data_ptr()
     return _keep(
         options,
         _native.AttentionOptions(options.scale, options.window, options.chunk, options.softcap, sinks),
     )
+
+
+class NativeBackend(HostMemory):
+    """The extension's kernels on this machine; see `quire.attention.backends.Backend`."""
+
+    name = "native"
+    version = _native.isa()
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    is_native = True
+    pack = None
+    write = staticmethod(write)
+    run = staticmethod(run)
+
+
+BACKEND = NativeBackend()

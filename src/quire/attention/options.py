@@ -5,6 +5,7 @@ Not a kernel and not a plan: the settings of a layer, which stay the same from s
 A query at position q sees the key at position k if k <= q and
     window = w > 0:  q - k < w
     chunk  = c > 0:  k // c == q // c
+    both:            k >= (q - w + 1) // c * c, a window that moves in steps of c (the native back end has none)
 and its score is  x = scale * <q, k>, then  softcap * tanh(x / softcap)  where softcap > 0. A head's sink is a score
 without a value: it takes part in the softmax's denominator only (and is not capped).
 
@@ -44,7 +45,7 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):
             raise ArgumentError(f"expected a finite attention scale, got {self.scale}")
-        if self.window < 0 or self.chunk < 0 or (self.window and self.chunk):
+        if self.window < 0 or self.chunk < 0:
             raise ArgumentError(
                 "expected a window or a chunk of a positive number of tokens, or 0 for neither, "
                 f"got window={self.window} and chunk={self.chunk}"
@@ -59,10 +60,14 @@ class AttentionOptions:
                 )
             object.__setattr__(self, "sinks", self.sinks.detach().contiguous())
 
+    @staticmethod
+    def limits(window: int, step: int) -> tuple[int, int]:
+        """(window, chunk) of a layer's span; see `quire.spec.Span`."""
+        return (0, step) if window == 1 and step > 1 else (window, step if step > 1 else 0)
+
     def first_visible(self, position: int) -> int:
         """Position of the first key that the query at `position` sees."""
-        if self.window:
-            return max(0, position - self.window + 1)
-        if self.chunk:
-            return position - position % self.chunk
-        return 0
+        if not self.window and not self.chunk:
+            return 0
+        first = max(0, position - (self.window or 1) + 1)
+        return first - first % (self.chunk or 1)

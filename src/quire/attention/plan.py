@@ -36,8 +36,6 @@ class AttentionPlan:
     num_threads: int
     num_sequences: int
     num_tokens: int
-    max_query_length: int
-    max_context_length: int
 
     @classmethod
     def build(
@@ -75,8 +73,7 @@ class AttentionPlan:
                 f"expected at least one sequence, block size and thread, got {n}, {block_size} and {threads}"
             )
         lengths = starts[1:] - starts[:-1]
-        shortest, longest = int(lengths.min()), int(lengths.max())
-        widest = int(contexts.max())
+        shortest, widest = int(lengths.min()), int(contexts.max())
         if int(starts[0]) != 0 or shortest < 1 or (contexts < lengths).any():
             raise ArgumentError(
                 "expected query_start to rise from 0 by 1 to context_length rows per sequence, "
@@ -95,8 +92,6 @@ class AttentionPlan:
             num_threads=threads,
             num_sequences=n,
             num_tokens=int(starts[-1]),
-            max_query_length=longest,
-            max_context_length=widest,
         )
 
 

@@ -16,9 +16,10 @@ from quire.attention.checks import check_run, check_write
 from quire.attention.options import AttentionOptions
 from quire.attention.plan import AttentionPlan
 from quire.errors import ArgumentError
+from quire.memory.device import HostMemory
 from quire.memory.view import KVView
 
-__all__ = ["run", "write"]
+__all__ = ["BACKEND", "ReferenceBackend", "run", "write"]
 
 _PIECE = 256  # query rows computed together: bounds the score matrix
 
@@ -111,10 +112,9 @@ def _attend(
     rows = torch.arange(position, position + num_rows)[:, None]
     keys = torch.arange(begin, begin + context)[None, :]
     visible = keys <= rows
-    if options.window:
-        visible &= rows - keys < options.window
-    if options.chunk:
-        visible &= rows // options.chunk == keys // options.chunk
+    if options.window or options.chunk:
+        first = (rows - (options.window or 1) + 1).clamp(min=0)
+        visible &= keys >= first - first % (options.chunk or 1)
     scores = scores.masked_fill(~visible, -torch.inf)
 
     if options.sinks is not None:
@@ -122,3 +122,18 @@ def _attend(
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(dim=-1)[..., :context]
     return (weights @ v.unsqueeze(1)).flatten(0, 1).transpose(0, 1)  # [R, Hq, Dv]
+
+
+class ReferenceBackend(HostMemory):
+    """Torch on this machine, any floating dtype; see `quire.attention.backends.Backend`."""
+
+    name = "python"
+    version = ""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    is_native = False
+    pack = None
+    write = staticmethod(write)
+    run = staticmethod(run)
+
+
+BACKEND = ReferenceBackend()

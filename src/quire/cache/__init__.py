@@ -1,1 +1,11 @@
-"""Which token lives where: pool, prefix tree, groups, sequences, and the facade `Cache`. No tensors, no torch."""
+"""Which token lives where: pool, prefix tree, groups, sequences, and the facade `Cache`. No tensors, no torch.
+
+Others may use
+    cache          `Cache`: the facade, with either block manager behind it
+    protocol       what a scheduler may call: `KVCache`, `CacheSequence`, `StepPlan`
+    prefix_key     whose content a prefix is
+    pins           what must stay, and of what priority
+    answers, arguments, block_counts, block_hash, known_tokens   what implementations of the protocol share
+    block_map, memory_use, report, tree_view                     what can be seen of a cache
+    events, feed, steady_clock                                   what it tells of its changes, and when
+"""

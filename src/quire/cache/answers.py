@@ -1,13 +1,13 @@
-"""What `Cache` answers about a prompt or an account: plain data, true of the moment it was asked for."""
+"""What `Cache` answers about a prompt or an owner: plain data, true of the moment it was asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.cache.backend import Int32Array
+from quire.cache.types import Int32Array
 
-__all__ = ["AccountCounts", "Explanation", "Match"]
+__all__ = ["Dropped", "Explanation", "Match", "OwnerCounts"]
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,17 @@ class Explanation:
     nearest_block: Int32Array
 
 
-class AccountCounts(NamedTuple):
-    """Units that count in one account."""
+class Dropped(NamedTuple):
+    """Blocks of what `Cache.drop` forgot: those made free, and those that open sequences hold or a running step may
+    read, which are free when these end."""
+
+    num_freed: int
+    num_held: int
+
+
+class OwnerCounts(NamedTuple):
+    """Blocks that count in one owner."""
 
     held: int
     cached: int
-    leased: int
+    in_flight: int

@@ -6,22 +6,26 @@ an integer from 0 to 2^31 - 1 is refused. Nothing here knows any cache state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from quire.cache.backend import DISCARD, KEEP, MAX_ACCOUNT, Int32Array, Int64Array
-from quire.errors import ArgumentError
+from quire.cache.types import DISCARD, KEEP, MAX_OWNER, Int32Array, Int64Array
+from quire.errors import ArgumentError, SequenceClosedError
 
 __all__ = [
-    "account_and_retention",
-    "account_limits",
-    "account_number",
+    "closed",
     "count",
     "count_array",
     "extra_key_arrays",
     "namespace_bytes",
+    "one_token_each",
+    "owner_and_cache_priority",
+    "owner_limits",
+    "owner_number",
+    "prompt",
+    "step",
     "token_array",
 ]
 
@@ -76,30 +80,30 @@ def count(value: Any, what: str, least: int, most: int | None = None) -> int:
     return int(value)
 
 
-def account_number(value: Any, least: int = 0) -> int:
-    return count(value, "an account", least, MAX_ACCOUNT)
+def owner_number(value: Any, least: int = 0) -> int:
+    return count(value, "an owner", least, MAX_OWNER)
 
 
-def account_limits(account: Any, floor_units: Any, quota_units: Any) -> tuple[int, int, int]:
-    """An account that can have limits, its floor and its quota (-1: none)."""
-    account = account_number(account, 1)
-    floor = count(floor_units, "floor_units", 0)
-    quota = count(quota_units, "quota_units", -1)
+def owner_limits(owner_id: Any, floor_blocks: Any, quota_blocks: Any) -> tuple[int, int, int]:
+    """An owner that can have limits, its floor and its quota (-1: none)."""
+    owner_id = owner_number(owner_id, 1)
+    floor = count(floor_blocks, "floor_blocks", 0)
+    quota = count(quota_blocks, "quota_blocks", -1)
     if quota == 0:
         raise ArgumentError(
-            f"expected quota_units of at least 1, or -1 for no quota, got 0 for account {account}: it could "
+            f"expected quota_blocks of at least 1, or -1 for no quota, got 0 for owner {owner_id}: it could "
             "never compute anything"
         )
     if 0 < quota < floor:
         raise ArgumentError(
-            f"expected quota_units of at least floor_units={floor}, got {quota} for account {account}"
+            f"expected quota_blocks of at least floor_blocks={floor}, got {quota} for owner {owner_id}"
         )
-    return account, floor, quota
+    return owner_id, floor, quota
 
 
-def account_and_retention(account: Any, retention: Any) -> tuple[int, int]:
-    levels = f"a retention ({DISCARD} discard, 1 normal, {KEEP} keep)"
-    return account_number(account), count(retention, levels, DISCARD, KEEP)
+def owner_and_cache_priority(owner_id: Any, cache_priority: Any) -> tuple[int, int]:
+    levels = f"a cache priority ({DISCARD} discard, 1 normal, {KEEP} keep)"
+    return owner_number(owner_id), count(cache_priority, levels, DISCARD, KEEP)
 
 
 def namespace_bytes(namespace: Any) -> bytes:
@@ -126,3 +130,49 @@ def extra_key_arrays(
         by_position[at] = key
     positions = sorted(by_position)
     return np.array(positions, np.int64), [by_position[position] for position in positions]
+
+
+def prompt(
+    token_ids: Any, namespace: Any, extra_keys: Mapping[int, bytes] | None
+) -> tuple[Int32Array, bytes, Int64Array, list[bytes]]:
+    """(tokens, namespace, positions of keys, keys): what identifies content."""
+    tokens = token_array(token_ids)
+    positions, keys = extra_key_arrays(extra_keys, len(tokens))
+    return tokens, namespace_bytes(namespace), positions, keys
+
+
+def step(
+    sequences: Any, id_of: Callable[[Any], int], num_new_tokens: Any, num_lookahead_tokens: Any
+) -> tuple[Int64Array, Int64Array, int]:
+    """(ids, counts, lookahead) of a step. id_of: checks a sequence or its id."""
+    if isinstance(sequences, np.ndarray):
+        ids = count_array(sequences, "sequence ids")
+    elif isinstance(sequences, Sequence) and not isinstance(sequences, (str, bytes)):
+        ids = np.array([id_of(sequence) for sequence in sequences], np.int64)
+    else:
+        raise ArgumentError(
+            f"expected a list of sequences or an integer array of their ids, got {type(sequences).__name__}"
+        )
+    counts = count_array(num_new_tokens, "numbers of new tokens")
+    if len(ids) != len(counts):
+        raise ArgumentError(
+            f"expected one number of new tokens for each sequence, got {len(counts)} for {len(ids)} sequences"
+        )
+    return ids, counts, count(num_lookahead_tokens, "num_lookahead_tokens", 0)
+
+
+def one_token_each(token_ids: Any, num_sequences: int) -> Int32Array:
+    """The tokens that `advance` appends."""
+    tokens = token_array(token_ids)
+    if len(tokens) != num_sequences:
+        raise ArgumentError(
+            f"expected one token for each of the {num_sequences} sequences, got {len(tokens)}"
+        )
+    return tokens
+
+
+def closed(sequence: Any, where: str) -> SequenceClosedError:
+    """The error for an id that no open sequence has."""
+    return SequenceClosedError(
+        f"expected an open sequence, got sequence {sequence}, which is closed or was never opened, in {where}"
+    )

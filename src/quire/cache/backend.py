@@ -1,7 +1,7 @@
 """The interface both block managers implement: ids and numpy arrays in, ids and numpy arrays out.
 
-`quire.cache.block_manager.PythonBlockManager` is the readable one, `quire._native.BlockManager` the fast one.
-Whatever goes in, the same comes out of both, block ids included: docs/architecture.md, "The cache", states
+`quire.cache.manager.block_manager.PythonBlockManager` is the readable one, `quire._native.BlockManager` the fast one.
+Whatever goes in, the same comes out of both, block ids included: docs/contracts.md, "The cache", states
 every rule on which an id depends. Nothing here knows `Sequence` objects; the facade `quire.Cache` does.
 
 Who checks what. The facade checks types, shapes and dtypes, and everything that depends on the arguments
@@ -17,88 +17,24 @@ never written again by the back end and may be kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Any, Protocol, TypeAlias
+from typing import ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "DISCARD",
-    "KEEP",
-    "MAX_ACCOUNT",
-    "NORMAL",
-    "BlockManager",
-    "EventArrays",
-    "GroupPlan",
-    "Int32Array",
-    "Int64Array",
-    "StepPlan",
-    "TreeArrays",
-]
+from quire.cache.arguments import closed
+from quire.cache.events import EventArrays
+from quire.cache.protocol import StepPlan
+from quire.cache.tree_view import TreeArrays
+from quire.cache.types import NORMAL, Int32Array, Int64Array
+from quire.errors import ArgumentError
 
-Int32Array: TypeAlias = NDArray[np.int32]
-Int64Array: TypeAlias = NDArray[np.int64]
+__all__ = ["BlockManager", "call_manager"]
 
-# How content is kept once nobody holds it (`retention` of `open`).
-DISCARD, NORMAL, KEEP = 0, 1, 2
-MAX_ACCOUNT = 2**16 - 1
-
-# See `events.CacheEvents.from_arrays` and `tree_view.TreeView.from_arrays` for what each entry is.
-EventArrays: TypeAlias = "dict[str, Any]"
-TreeArrays: TypeAlias = "dict[str, Any]"
-
-
-class GroupPlan(Protocol):
-    """One group's part of a step. Immutable: later calls on the cache do not show in it."""
-
-    @property
-    def step(self) -> int:
-        """Number of the step: 1 for a cache's first successful `reserve`, then 2, ..."""
-        ...
-
-    @property
-    def query_start(self) -> Int32Array:
-        """int32 [n + 1]: the new tokens of sequence i are rows query_start[i] .. query_start[i + 1] - 1."""
-        ...
-
-    @property
-    def context_lengths(self) -> Int32Array:
-        """int32 [n]: each sequence's length once the step's new tokens are in; lookahead not counted."""
-        ...
-
-    @property
-    def slot_mapping(self) -> Int64Array:
-        """int64 [query_start[n]]: block * block_size + offset of each new token, sequences in order. -1 only in the
-        plan of a `readmit`, which no step computes: behind a window."""
-        ...
-
-    @property
-    def lookahead_slots(self) -> Int64Array:
-        """int64 [n * num_lookahead]: likewise for the lookahead tokens, sequence after sequence."""
-        ...
-
-    @property
-    def block_tables(self) -> Int32Array:
-        """int32 [n, widest], made when asked for. Row i has ceil((context_lengths[i] + num_lookahead) /
-        block_size) entries, then -1; -1 also where a block behind a window has been given up."""
-        ...
-
-    @property
-    def copies(self) -> Int32Array:
-        """int32 [m, 3] (source block, destination block, tokens): to be done before the step writes."""
-        ...
-
-
-class StepPlan(GroupPlan, Protocol):
-    """What `reserve` decided. Its own arrays are group 0's."""
-
-    @property
-    def num_groups(self) -> int: ...
-
-    def group(self, index: int) -> GroupPlan:
-        """The same arrays for group `index`; IndexError beyond the last group."""
-        ...
+_Parameters = ParamSpec("_Parameters")
+_Answer = TypeVar("_Answer")
 
 
 class BlockManager(Protocol):
@@ -106,7 +42,7 @@ class BlockManager(Protocol):
 
     def __init__(
         self,
-        retentions: SequenceOf[tuple[str, int]],
+        spans: SequenceOf[tuple[str, int]],
         num_blocks: int,
         block_size: int,
         prefix_caching: bool,
@@ -114,7 +50,7 @@ class BlockManager(Protocol):
         overlapped_steps: bool,
         run_blocks: int,
     ) -> None:
-        """`retentions`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order."""
+        """`spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order."""
         ...
 
     def match(
@@ -131,7 +67,7 @@ class BlockManager(Protocol):
     ) -> tuple[int, int, Int32Array]:
         """(`match`, tokens that the tree's nodes share with the prompt, tokens of the nearest block where they end).
 
-        The walk goes over all tokens, the last one too, and over nodes whose units are gone. The nearest block is
+        The walk goes over all tokens, the last one too, and over nodes whose blocks are gone. The nearest block is
         that child of the last full node reached which has most in common with what follows; no tokens where
         nothing follows or there is no child. Changes nothing."""
         ...
@@ -142,22 +78,26 @@ class BlockManager(Protocol):
         namespace: bytes,
         key_positions: Int64Array,
         keys: list[bytes],
-        account: int = 0,
-        retention: int = NORMAL,
+        owner_id: int = 0,
+        cache_priority: int = NORMAL,
     ) -> int:
         """Take the hit; the id of the new sequence: 0, 1, 2, ..., never used twice.
 
-        account: 0 .. MAX_ACCOUNT, whose units the sequence allocates; 0 is nobody's. retention: DISCARD, NORMAL or
-        KEEP, what units it uses are raised to."""
+        owner_id: 0 .. MAX_OWNER, whose blocks the sequence allocates; 0 is nobody's. cache_priority: DISCARD, NORMAL or
+        KEEP, what blocks it uses are raised to."""
         ...
 
-    def append(self, sequence: int, tokens: Int32Array) -> None: ...
+    def append(self, sequence: int, tokens: Int32Array) -> None:
+        """More known tokens, int32 [n]. O(n)."""
+        ...
 
     def tokens(self, sequence: int) -> Int32Array:
         """A copy of the known tokens."""
         ...
 
-    def num_tokens(self, sequence: int) -> int: ...
+    def num_tokens(self, sequence: int) -> int:
+        """Known tokens."""
+        ...
 
     def num_cached_tokens(self, sequence: int) -> int:
         """Tokens taken from the cache. Extends the hit of a sequence that is still looking."""
@@ -168,7 +108,7 @@ class BlockManager(Protocol):
         ...
 
     def num_blocks_needed(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> int:
-        """Units, over all groups, that `reserve` with the same arguments would take; raises as it does."""
+        """Blocks, over all groups, that `reserve` with the same arguments would take; raises as it does."""
         ...
 
     def reserve(
@@ -178,13 +118,13 @@ class BlockManager(Protocol):
         tokens than are known (num_computed + new > num_tokens). n = 0 is allowed: an empty plan, a step."""
         ...
 
-    def num_blocks_to_readmit(self, sequence: int, num_computed_tokens: int) -> int:
-        """Units, over all groups, that `readmit` with the same arguments would take; raises as it does."""
+    def num_blocks_to_restore(self, sequence: int, num_computed_tokens: int) -> int:
+        """Blocks, over all groups, that `restore` with the same arguments would take; raises as it does."""
         ...
 
-    def readmit(self, sequence: int, num_computed_tokens: int) -> StepPlan | None:
+    def restore(self, sequence: int, num_computed_tokens: int) -> StepPlan | None:
         """`reserve` up to `num_computed_tokens` (absolute) of one sequence whose KV somebody has copied: blocks that no
-        query from there on reads get no unit and have slots of -1. All or nothing. ValueError unless
+        query from there on reads get no block and have slots of -1. All or nothing. ValueError unless
         num_computed < n <= num_tokens. Until a commit of exactly n or a rewind the sequence cannot reserve."""
         ...
 
@@ -201,47 +141,62 @@ class BlockManager(Protocol):
         """ValueError for a step that has not been reserved yet or is < 1; an old one does nothing."""
         ...
 
-    def fork(self, sequence: int) -> int: ...
+    def fork(self, sequence: int) -> int:
+        """The id of a new sequence of the same tokens; computed blocks are shared until one of the two writes."""
+        ...
 
     def rewind(self, sequence: int, position: int) -> int:
         """The new number of computed tokens. ValueError unless 0 <= position <= num_tokens."""
         ...
 
-    def close(self, sequence: int) -> None: ...
+    def close(self, sequence: int) -> None:
+        """Let go of its blocks; committed ones stay findable until their room is needed."""
+        ...
 
     def reset(self) -> None:
         """ValueError while sequences are open."""
         ...
 
     def resize(self, num_blocks: int, watermark_blocks: int) -> Int32Array:
-        """Have `num_blocks` (>= 1) units from now on. The ids given up, in order; none where it grows.
+        """Have `num_blocks` (>= 0) blocks from now on. The ids given up, in order; none where it grows.
 
         ValueError if fewer than those to give up are free or cached; nothing has changed then."""
         ...
 
-    def set_limits(self, account: int, floor_units: int, quota_units: int) -> None:
-        """Limits of account 1 .. MAX_ACCOUNT: a floor >= 0, and a quota >= 1 and >= the floor, or -1 for none.
+    def set_limits(self, owner_id: int, floor_blocks: int, quota_blocks: int) -> None:
+        """Limits of owner 1 .. MAX_OWNER: a floor >= 0, and a quota >= 1 and >= the floor, or -1 for none.
 
-        ValueError if all floors add up to more than num_blocks. Evicts nothing: a quota below what the account
+        ValueError if all floors add up to more than num_blocks. Evicts nothing: a quota below what the owner
         owns takes effect when it next reserves."""
         ...
 
-    def account_counts(self, account: int) -> tuple[int, int, int]:
-        """(held, cached, leased) units that count in the account; over all accounts they add up to `counts`."""
+    def owner_counts(self, owner_id: int) -> tuple[int, int, int]:
+        """(held, cached, in flight) blocks that count in the owner; over all owners they add up to `counts`."""
         ...
 
-    def num_available(self, account: int) -> int:
-        """Units that a `reserve` for this account alone could take now: O(accounts)."""
+    def num_available(self, owner_id: int) -> int:
+        """Blocks that a `reserve` for this owner alone could take now: O(owners)."""
         ...
 
-    def max_units(self, account: int) -> int:
-        """Units the account can always have when nothing else is held: all but the others' floors, or its quota."""
+    def max_blocks(self, owner_id: int) -> int:
+        """Blocks the owner can always have when nothing else is held: all but the others' floors, or its quota."""
         ...
 
-    def drop(self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]) -> int:
-        """Forget all content that begins with these tokens, of no tokens the namespace's. Units made free.
+    def drop(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> tuple[int, int]:
+        """Forget all content that begins with these tokens, of no tokens the namespace's: blocks made free, and blocks
+        that left the tree and are held or in flight still.
 
-        Held units stay, and so does what the tokens themselves go through."""
+        What the tokens themselves go through stays. Sequences that have computed such content are withdrawn."""
+        ...
+
+    def withdraw(self, sequence: int) -> None:
+        """Nothing that the sequence commits from now on is found, and it looks no more. Twice does nothing."""
+        ...
+
+    def is_findable(self, sequence: int) -> bool:
+        """Whether what it commits is found: not without prefix caching, nor once it is withdrawn."""
         ...
 
     def record_events(self, is_on: bool) -> None:
@@ -261,12 +216,12 @@ class BlockManager(Protocol):
         """Every node, parents before children. O(nodes)."""
         ...
 
-    def unit_map(self) -> tuple[NDArray[np.uint8], Int32Array]:
-        """The first two entries of `unit_map.UnitMap`. O(units + nodes)."""
+    def block_map(self) -> tuple[NDArray[np.uint8], Int32Array]:
+        """The first two entries of `block_map.BlockMap`. O(blocks + nodes)."""
         ...
 
-    def content_of(self, unit: int) -> tuple[bytes, Int32Array, int] | None:
-        """The entries of `unit_map.UnitContent`; None where nothing is known. ValueError: no such id."""
+    def content_of(self, block_id: int) -> tuple[bytes, Int32Array, int] | None:
+        """The entries of `block_map.BlockContent`; None where nothing is known. ValueError: no such id."""
         ...
 
     def namespaces(self) -> list[bytes]:
@@ -274,16 +229,16 @@ class BlockManager(Protocol):
         ...
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Units now (free, cached, held, leased); they add up to num_blocks."""
+        """Blocks now (free, cached, held, in flight); they add up to num_blocks."""
         ...
 
     @property
-    def most_units(self) -> int:
-        """The most units that were held and leased together at the end of a `reserve`."""
+    def most_blocks(self) -> int:
+        """The most blocks that were held and in flight together at the end of a `reserve`."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """num_blocks, free, cached, held, leased, num_sequences, num_nodes, hit_tokens, query_tokens,
+        """num_blocks, free, cached, held, in_flight, num_sequences, num_nodes, hit_tokens, query_tokens,
         evicted_blocks, copied_blocks, deduplicated_blocks."""
         ...
 
@@ -294,3 +249,15 @@ class BlockManager(Protocol):
     def block_table(self, sequence: int, group: int) -> Int32Array:
         """A copy of the whole table, reserved blocks included; -1 behind a window."""
         ...
+
+
+def call_manager(
+    call: Callable[_Parameters, _Answer], *args: _Parameters.args, **kwargs: _Parameters.kwargs
+) -> _Answer:
+    """A call of a `BlockManager`, its errors in the cache's terms."""
+    try:
+        return call(*args, **kwargs)
+    except KeyError as error:
+        raise closed(error.args[0], call.__name__) from None
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None

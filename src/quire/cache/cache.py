@@ -1,7 +1,8 @@
 """`Cache`, the KV cache of an engine as a library: it says where every token's K and V live. No tensors.
 
 It checks arguments, turns them into arrays, and makes one call to a back end (`backend.BlockManager`): native
-where it is built, else plain Python (`block_manager.py`, the one to read). Same results from both.
+where it is built, else plain Python (`block_manager.py`, the one to read). Same results from both. What each call
+means, raises and costs: `protocol.PrefixKVCache`, which it implements; `help(Cache.reserve)` shows it.
 
 Not thread-safe: one owner at a time. Cost: checking is O(tokens given) or O(sequences given); then the back end.
 """
@@ -14,30 +15,39 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.backends import choose_backend, native_module
 from quire.cache import arguments
-from quire.cache.answers import AccountCounts, Explanation, Match
-from quire.cache.backend import NORMAL, BlockManager, Int32Array, Int64Array, StepPlan
-from quire.cache.inspection import InspectedCache
+from quire.cache.answers import Dropped, Explanation, Match, OwnerCounts
+from quire.cache.backend import BlockManager, call_manager
+from quire.cache.block_counts import max_tokens_for, num_blocks_for, num_blocks_in
+from quire.cache.block_map import FREE, GIVEN_UP, PINNED, BlockContent, BlockMap
+from quire.cache.events import CacheEvents
+from quire.cache.memory_use import MemoryUse
 from quire.cache.open_sequence import Sequence
 from quire.cache.pins import Pins
+from quire.cache.protocol import CacheSequence, PrefixKVCache, StepPlan
 from quire.cache.report import report
-from quire.cache.units import max_tokens_for, num_units_for, num_units_in
+from quire.cache.tree_view import TreeView
+from quire.cache.types import NORMAL, Int32Array, Int64Array
 from quire.errors import ArgumentError
 from quire.spec import KVSpec
 
-__all__ = ["AccountCounts", "Cache", "Explanation", "Match", "Sequence"]
+__all__ = ["Cache", "Dropped", "Explanation", "Match", "OwnerCounts", "Sequence"]
 
 MAX_BLOCK_SIZE = 4096  # a piece of 2 MiB is a thousand tokens and more; the native tree counts to 8191
 MAX_RUN_BLOCKS = 4096  # of the smallest pieces, a page, 512 make a huge page
 
+_Sequences = SequenceOf[CacheSequence] | Int64Array
+_Counts = SequenceOf[int] | NDArray[np.integer]
 
-class Cache(InspectedCache):
-    """A paged KV cache with a prefix tree over `num_blocks` units.
 
-    A unit holds one block of `block_size` tokens for the layers of one group (`spec.groups`): a token of a model
-    with two groups needs a slot in a unit of each. All groups draw on one pool.
+class Cache(PrefixKVCache):
+    """A paged KV cache with a prefix tree over `num_blocks` blocks.
+
+    A block holds one block of `block_size` tokens for the layers of one group (`spec.groups`): a token of a model
+    with two groups needs a slot in a block of each. All groups draw on one pool.
 
         sequence = cache.open(prompt)                          # takes the longest known prefix
         plan = cache.reserve([sequence], [num_new_tokens])     # slots for the tokens to compute; None: no room
@@ -46,11 +56,11 @@ class Cache(InspectedCache):
 
     Not thread-safe: one owner at a time.
 
-    unit_bytes: what a unit takes in the storage, for `memory_use`; `spec.unit_bytes(block_size)` unless set.
+    block_bytes: what a block takes in the storage, for `memory_use`; `spec.block_bytes(block_size)` unless set.
     pins: what stays whatever happens (`pins.py`).
     """
 
-    unit = "block"  # what messages call a unit
+    block_name = "block"  # what messages call a block
     can_fork = True
 
     def __init__(
@@ -65,6 +75,7 @@ class Cache(InspectedCache):
         overlapped_steps: bool = False,
         run_blocks: int = 1,
         backend: str | None = None,
+        eviction: str = "lru",
     ) -> None:
         """
         Parameters
@@ -72,7 +83,7 @@ class Cache(InspectedCache):
         spec
             What a token costs; gives the groups.
         num_blocks, memory
-            Size of the pool: units, or bytes ("256MiB") that are divided by `spec.unit_bytes(block_size)`.
+            Size of the pool: blocks, or bytes ("256MiB") that are divided by `spec.block_bytes(block_size)`.
             At most one of the two; 256 MiB if neither is given.
         block_size
             Tokens per block, 1 .. 4096.
@@ -88,6 +99,9 @@ class Cache(InspectedCache):
             can.
         backend
             "native", "python", or None: the environment variable QUIRE_BACKEND, else native where built.
+        eviction
+            Which cached block goes first: "lru", or on backend "python" a policy that was registered
+            (`quire.cache.manager.eviction`).
         """
         if not isinstance(spec, KVSpec):
             raise ArgumentError(
@@ -95,7 +109,7 @@ class Cache(InspectedCache):
             )
         self.spec = spec
         self.block_size = arguments.count(block_size, "block_size", 1, MAX_BLOCK_SIZE)
-        self.num_blocks = num_units_in(spec, num_blocks, memory, self.block_size)
+        self.num_blocks = num_blocks_in(spec, num_blocks, memory, self.block_size)
         # Every id is below it: those given up by `resize` come back first.
         self.num_block_ids = self.num_blocks
         if not isinstance(watermark, (int, float)) or not 0 <= watermark < 1:
@@ -108,23 +122,21 @@ class Cache(InspectedCache):
             raise ArgumentError(f"expected a power of two as run_blocks, got {run_blocks}")
         self.num_groups = len(spec.groups)
         self.backend = choose_backend(backend, needs="BlockManager")
-        self.unit_bytes = spec.unit_bytes(self.block_size)
-        self._num_full_groups = sum(group.retention.kind == "full" for group in spec.groups)
-        self._set_up()
-        self._manager: Any = _make_manager(
+        self.block_bytes = spec.block_bytes(self.block_size)
+        self._num_full_groups = sum(group.span.kind == "full" for group in spec.groups)
+        self._open_ids: set[int] = set()
+        self.pins = Pins(self)
+        self._manager: BlockManager = _make_manager(
             self.backend,
-            [(group.retention.kind, group.retention.size) for group in spec.groups],
+            eviction,
+            [(group.span.kind, group.span.size) for group in spec.groups],
             self.num_blocks,
             self.block_size,
             self.prefix_caching,
-            math.ceil(self.watermark * self.num_blocks),
+            self._watermark_blocks(self.num_blocks),
             self.overlapped_steps,
             self.run_blocks,
         )
-
-    def _set_up(self) -> None:
-        self._open_ids: set[int] = set()
-        self.pins = Pins(self)
 
     def __repr__(self) -> str:
         return (
@@ -137,37 +149,28 @@ class Cache(InspectedCache):
     def match(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> Match:
-        """How much of a prompt is in the cache, at most all but its last token. Changes nothing.
-
-        `namespace` sets tenants or adapters apart; `extra_keys` {position: bytes} sets apart what the token ids
-        alone do not say (an image's digest at its placeholder): it counts from that position on.
-        """
-        return Match(self._manager.match(*self._prompt(token_ids, namespace, extra_keys)))
+        return Match(self._manager.match(*arguments.prompt(token_ids, namespace, extra_keys)))
 
     def explain(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> Explanation:
-        """Why `match` finds no more: how far the stored content goes, and what stands where it differs.
-
-        Changes nothing. Cost: as `match`."""
-        return Explanation(*self._manager.explain(*self._prompt(token_ids, namespace, extra_keys)))
+        return Explanation(*self._manager.explain(*arguments.prompt(token_ids, namespace, extra_keys)))
 
     def drop(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
-    ) -> int:
-        """Forget all content that begins with these tokens (of no tokens: the whole namespace). Units made free.
+    ) -> Dropped:
+        prompt = arguments.prompt(token_ids, namespace, extra_keys)
+        if pins := self.pins.in_what_begins_with(prompt[0], namespace=namespace, extra_keys=extra_keys):
+            raise ArgumentError(
+                "expected content to drop of which nothing is pinned, got what a pin of "
+                f"{len(pins[0].tokens)} tokens holds; remove that first"
+            )
+        return Dropped(*self._manager.drop(*prompt))
 
-        What open sequences hold stays, and what a running step may read is free only when that has ended. Blocks before
-        the one in which the tokens end stay too: others may share them. Cost: O(blocks forgotten).
-        """
-        return self._manager.drop(*self._prompt(token_ids, namespace, extra_keys))
+    def namespaces(self) -> list[bytes]:
+        return self._manager.namespaces()
 
-    def _prompt(
-        self, token_ids: Any, namespace: bytes, extra_keys: Mapping[int, bytes] | None
-    ) -> tuple[Int32Array, bytes, Int64Array, list[bytes]]:
-        tokens = arguments.token_array(token_ids)
-        positions, keys = arguments.extra_key_arrays(extra_keys, len(tokens))
-        return tokens, arguments.namespace_bytes(namespace), positions, keys
+    # Sequences
 
     def open(
         self,
@@ -176,211 +179,222 @@ class Cache(InspectedCache):
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
         max_num_tokens: int | None = None,
-        account: int = 0,
-        retention: int = NORMAL,
+        owner_id: int = 0,
+        cache_priority: int = NORMAL,
     ) -> Sequence:
-        """A sequence of these tokens that has taken what `match` finds: `seq.num_cached_tokens`.
-
-        `max_num_tokens`: it will not become longer. A storage whose sequences keep one place for good needs to know;
-        here it is only checked.
-        `account`: 0 .. 65535, in which the units count that it allocates; 0 is nobody's (`set_limits`).
-        `retention`: how what it uses is kept once nobody holds it: 0 discard, 1 normal, 2 keep. Lower ones are given up
-        first; a unit keeps the highest of those who used it.
-        """
         if max_num_tokens is not None:
             arguments.count(max_num_tokens, "max_num_tokens", 1)
-        prompt = self._prompt(token_ids, namespace, extra_keys)
-        return self._opened(self._manager.open(*prompt, *arguments.account_and_retention(account, retention)))
+        prompt = arguments.prompt(token_ids, namespace, extra_keys)
+        return self._opened(
+            self._manager.open(*prompt, *arguments.owner_and_cache_priority(owner_id, cache_priority))
+        )
+
+    def fork(self, sequence: CacheSequence | int) -> Sequence:
+        return self._opened(call_manager(self._manager.fork, self._id(sequence)))
 
     def _opened(self, sequence_id: int) -> Sequence:
         self._open_ids.add(sequence_id)
-        return Sequence(self, sequence_id)
+        return Sequence(self._manager, sequence_id, self.num_groups)
+
+    def rewind(self, sequence: CacheSequence | int, position: int) -> int:
+        position = arguments.count(position, "position", 0)
+        return call_manager(self._manager.rewind, self._id(sequence), position)
+
+    def withdraw(self, sequence: CacheSequence | int) -> None:
+        call_manager(self._manager.withdraw, self._id(sequence))
+
+    def close(self, sequence: CacheSequence | int) -> None:
+        sequence_id = self._id(sequence)
+        call_manager(self._manager.close, sequence_id)
+        self._open_ids.discard(sequence_id)
 
     # A step
 
     def reserve(
-        self,
-        sequences: SequenceOf[Sequence] | Int64Array,
-        num_new_tokens: SequenceOf[int] | Int64Array,
-        *,
-        num_lookahead_tokens: int = 0,
+        self, sequences: _Sequences, num_new_tokens: _Counts, *, num_lookahead_tokens: int = 0
     ) -> StepPlan | None:
-        """Slots for the next `num_new_tokens[i]` known tokens of each sequence, and for lookahead ones after them.
-
-        All or nothing: None if the units do not suffice, and nothing has changed. Without a commit in between,
-        reserving again starts from the same computed tokens. See `backend.StepPlan` for the plan's arrays.
-        """
-        ids, counts, lookahead = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
-        return self._call("reserve", ids, counts, lookahead)
+        step = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
+        return call_manager(self._manager.reserve, *step)
 
     def num_blocks_needed(
-        self,
-        sequences: SequenceOf[Sequence] | Int64Array,
-        num_new_tokens: SequenceOf[int] | Int64Array,
-        *,
-        num_lookahead_tokens: int = 0,
+        self, sequences: _Sequences, num_new_tokens: _Counts, *, num_lookahead_tokens: int = 0
     ) -> int:
-        """Units, over all groups, that `reserve` would take now; the watermark is not in it."""
-        ids, counts, lookahead = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
-        return self._call("num_blocks_needed", ids, counts, lookahead)
+        step = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
+        return call_manager(self._manager.num_blocks_needed, *step)
 
-    def readmit(self, sequence: Sequence | int, num_computed_tokens: int) -> StepPlan | None:
-        """Slots to copy the KV of a preempted sequence back into, up to its first `num_computed_tokens` tokens.
-
-        As `reserve`, for one whose bytes were copied out before it was closed: blocks behind the windows of a query at
-        `num_computed_tokens` get no unit (-1 in the block tables, and as their tokens' slots), so it comes back with
-        what it had. Nothing is found of what was not written. All or nothing: None if the units do not suffice.
-        Until `commit` of all of them, or `rewind`, which gives up what is reserved, it cannot reserve.
-        """
+    def restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> StepPlan | None:
         num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)
-        return self._call("readmit", self._id(sequence), num_computed)
+        return call_manager(self._manager.restore, self._id(sequence), num_computed)
 
-    def num_blocks_to_readmit(self, sequence: Sequence | int, num_computed_tokens: int) -> int:
-        """Units, over all groups, that `readmit` would take now; the watermark is not in it."""
+    def num_blocks_to_restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> int:
         num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)
-        return self._call("num_blocks_to_readmit", self._id(sequence), num_computed)
+        return call_manager(self._manager.num_blocks_to_restore, self._id(sequence), num_computed)
 
-    def commit(self, sequence: Sequence | int, num_computed_tokens: int) -> None:
-        """The first `num_computed_tokens` tokens (absolute) are computed: others may find them from now on.
-
-        Where another sequence has committed the same tokens, the table is pointed at its blocks, and only here.
-        """
+    def commit(self, sequence: CacheSequence | int, num_computed_tokens: int) -> None:
         num_computed = arguments.count(num_computed_tokens, "num_computed_tokens", 0)
-        self._call("commit", self._id(sequence), num_computed)
+        call_manager(self._manager.commit, self._id(sequence), num_computed)
 
     def advance(self, sequences: Any, num_computed_tokens: Any, token_ids: Any) -> None:
-        """The end of a decode step: `commit` of each sequence, then `append` of one token to it.
-
-        Arrays of one length: sequences as in `reserve`, absolute numbers of computed tokens, token ids. Their form is
-        checked before anything changes; a sequence that cannot be committed ends the call, those before it are done.
-        """
         ids, counts, _ = self._step_arguments(sequences, num_computed_tokens, 0)
-        tokens = arguments.token_array(token_ids)
-        if len(tokens) != len(ids):
-            raise ArgumentError(f"expected one token for each of the {len(ids)} sequences, got {len(tokens)}")
-        self._call("advance", ids, counts, tokens)
+        tokens = arguments.one_token_each(token_ids, len(ids))
+        call_manager(self._manager.advance, ids, counts, tokens)
 
     def complete(self, step: int) -> None:
-        """Step `plan.step` and all before it have ended. Does nothing unless `overlapped_steps`."""
-        self._call("complete", arguments.count(step, "step", 1))
+        call_manager(self._manager.complete, arguments.count(step, "step", 1))
 
-    # Forking, rewinding, closing
-
-    def fork(self, sequence: Sequence | int) -> Sequence:
-        """A second sequence with the same tokens; computed blocks are shared until one of the two writes."""
-        return self._opened(self._call("fork", self._id(sequence)))
-
-    def rewind(self, sequence: Sequence | int, position: int) -> int:
-        """Forget the tokens from `position` on. Returns how many tokens are computed now: fewer than `position`
-        where a window has given up what the next query would read; compute again from there."""
-        return self._call("rewind", self._id(sequence), arguments.count(position, "position", 0))
-
-    def close(self, sequence: Sequence | int) -> None:
-        """Let go of the sequence's blocks. Committed ones stay findable until their room is needed."""
-        sequence_id = self._id(sequence)
-        self._call("close", sequence_id)
-        self._open_ids.discard(sequence_id)
+    # Size
 
     def reset(self) -> None:
-        """Forget all cached content. Refused while sequences are open."""
-        self._call("reset")
+        call_manager(self._manager.reset)
 
     def resize(self, num_blocks: int) -> Int32Array:
-        """Have `num_blocks` units from now on, while sequences go on. The ids given up: their memory may be, too.
-
-        Shrinking takes free units, then evicts cached content, least recently used first. The ids given up may lie
-        anywhere; growing takes them back, the last first, and then makes new ones. Raises ArgumentError if more are
-        held or leased than would remain; nothing has changed then. O(units given up or made).
-        """
         count = arguments.count(num_blocks, "num_blocks", 1, 2**31 - 1)
-        given_up = self._call("resize", count, math.ceil(self.watermark * count))
+        given_up = call_manager(self._manager.resize, count, self._watermark_blocks(count))
         self.num_blocks = count
         self.num_block_ids = max(self.num_block_ids, count)
         return given_up
 
-    # Accounts
+    def trim(self) -> Int32Array:
+        _, _, held, in_flight = self._manager.counts()
+        call_manager(self._manager.resize, held + in_flight, 0)
+        call_manager(self._manager.resize, self.num_blocks, self._watermark_blocks(self.num_blocks))
+        states, _ = self._manager.block_map()
+        return np.flatnonzero((states == FREE) | (states == GIVEN_UP)).astype(np.int32)
 
-    def set_limits(self, account: int, floor_units: int = 0, quota_units: int = -1) -> None:
-        """From now on no eviction for others brings the account (1 .. 65535) below `floor_units`, nor may it own more
-        than `quota_units` (-1: no quota), cached and leased units included.
+    def _watermark_blocks(self, num_blocks: int) -> int:
+        return math.ceil(self.watermark * num_blocks)
 
-        A `reserve` that would bring it above its quota gives up the account's own cached units first, and is refused if
-        the others are too many. Nothing is evicted now. Floors yield to `resize` alone. Raises ArgumentError for a
-        quota of 0 or below the floor, and where all floors add up to more than `num_blocks`.
-        """
-        limits = arguments.account_limits(account, floor_units, quota_units)
-        self._call("set_limits", *limits)
+    # Owners
 
-    def account_counts(self, account: int) -> AccountCounts:
-        """Units that count in the account now; zeros for one never used. All accounts together: those of `stats`."""
-        return AccountCounts(*self._manager.account_counts(arguments.account_number(account)))
+    def set_limits(self, owner_id: int, floor_blocks: int = 0, quota_blocks: int = -1) -> None:
+        limits = arguments.owner_limits(owner_id, floor_blocks, quota_blocks)
+        call_manager(self._manager.set_limits, *limits)
 
-    def num_available(self, account: int = 0) -> int:
-        """Units that `reserve` could give to this account alone now: its quota and the others' floors heeded, the
-        watermark not. Cost: O(accounts)."""
-        return self._manager.num_available(arguments.account_number(account))
+    def owner_counts(self, owner_id: int) -> OwnerCounts:
+        return OwnerCounts(*self._manager.owner_counts(arguments.owner_number(owner_id)))
 
-    def max_units(self, account: int = 0) -> int:
-        """Units the account is sure to get once nobody else holds any: all but others' floors, at most its quota."""
-        return self._manager.max_units(arguments.account_number(account))
+    def num_available(self, owner_id: int = 0) -> int:
+        return self._manager.num_available(arguments.owner_number(owner_id))
+
+    def max_blocks(self, owner_id: int = 0) -> int:
+        return self._manager.max_blocks(arguments.owner_number(owner_id))
 
     # What fits
 
-    def units_alone(self, num_tokens: int) -> int:
-        """Units that one sequence of so many tokens holds at most at any time, alone."""
-        return num_units_for(self.spec, num_tokens, self.block_size)
+    def blocks_alone(self, num_tokens: int) -> int:
+        return num_blocks_for(self.spec, num_tokens, self.block_size)
 
     def max_tokens_alone(self) -> int:
-        """The longest sequence that can be computed here alone."""
         return max_tokens_for(self.spec, self.num_blocks, self.block_size)
 
-    def units_later(self, num_tokens: int, num_reserved: int) -> int:
-        """Units that a sequence of `num_tokens` known tokens will take beyond those it has `num_reserved` in.
-
-        Of full-attention groups only: windows give back what they take.
-        """
+    def blocks_later(self, num_tokens: int, num_reserved: int) -> int:
         size = self.block_size
         return self._num_full_groups * (-(-num_tokens // size) - -(-num_reserved // size))
 
     def margin(self, share: float) -> int:
-        """Units that an admission should leave to those who run and grow, where `share` of all are to be left."""
         return math.ceil(share * self.num_blocks)
+
+    # Looking on
+
+    def record_events(self, is_on: bool) -> None:
+        self._manager.record_events(bool(is_on))
+
+    @property
+    def num_events(self) -> int:
+        return self._manager.num_events
+
+    def take_events(self) -> CacheEvents:
+        return CacheEvents.from_arrays(self._manager.take_events())
+
+    def tree(self) -> TreeView:
+        return TreeView.from_arrays(self._manager.tree())
+
+    def block_map(self) -> BlockMap:
+        states, namespace_index = self._manager.block_map()
+        if len(self.pins):
+            states = states.copy()
+            states[self.pins.block_ids] = PINNED
+        return BlockMap(states, namespace_index, self._manager.namespaces())
+
+    def content_of(self, block_id: int) -> BlockContent | None:
+        content = call_manager(self._manager.content_of, arguments.count(block_id, "a block", 0))
+        return None if content is None else BlockContent(*content)
+
+    @property
+    def num_free_blocks(self) -> int:
+        free, cached, _, _ = self._manager.counts()
+        return free + cached
+
+    @property
+    def largest_free_blocks(self) -> int:
+        return self.num_free_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks with findable content that no sequence holds."""
+        return self._manager.counts()[1]
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are in use, 0 .. 1; cached ones are not."""
+        return 1.0 - self.num_free_blocks / self.num_blocks
+
+    def stats(self) -> dict[str, int]:
+        stats, pinned = self._manager.stats(), self.pins.num_blocks
+        return {**stats, "held": stats["held"] - pinned, "pinned": pinned}
+
+    def memory_use(self) -> MemoryUse:
+        size = self.block_size
+        _, cached, held, in_flight = self._manager.counts()
+        used = 0
+        computed = {i: self._manager.num_computed_tokens(i) for i in self._open_ids}
+        for group in self.spec.groups:
+            tokens_in = np.zeros(self.num_block_ids, np.int64)
+            for sequence_id, num_computed in computed.items():
+                table = self._manager.block_table(sequence_id, group.index)[: -(-num_computed // size)]
+                filled = np.minimum(size, num_computed - size * np.arange(len(table)))
+                is_kept = table >= 0
+                np.maximum.at(tokens_in, table[is_kept], filled[is_kept])
+            used += int(tokens_in.sum()) * group.bytes_per_token
+        return MemoryUse(
+            reserved=(held + in_flight) * self.block_bytes,
+            used=used,
+            later=0,
+            external=0,
+            cached=cached * self.block_bytes,
+            peak=self._manager.most_blocks * self.block_bytes,
+            total=self.num_blocks * self.block_bytes,
+        )
+
+    def check(self) -> None:
+        self._manager.check()
+        self.pins.prove()
 
     def report(self) -> str:
         """What there is, in tables that a person can read: states, owners. O(nodes)."""
         return report(self)
 
-    # Arguments
+    # Arguments and errors
 
-    def _id(self, sequence: Sequence | int) -> int:
+    def _id(self, sequence: CacheSequence | int) -> int:
         if isinstance(sequence, Sequence):
-            if sequence._cache is not self:
-                raise ArgumentError(f"expected a sequence of this cache, got {sequence} of another one")
-            return sequence.id
+            return sequence.id_in(self._manager)
         return arguments.count(sequence, "a sequence id", 0)
 
     def _step_arguments(
         self, sequences: Any, num_new_tokens: Any, num_lookahead_tokens: int
     ) -> tuple[Int64Array, Int64Array, int]:
-        if isinstance(sequences, np.ndarray):
-            ids = arguments.count_array(sequences, "sequence ids")
-        elif isinstance(sequences, SequenceOf) and not isinstance(sequences, (str, bytes)):
-            ids = np.array([self._id(sequence) for sequence in sequences], np.int64)
-        else:
-            raise ArgumentError(
-                f"expected a list of sequences or an integer array of their ids, got {type(sequences).__name__}"
-            )
-        counts = arguments.count_array(num_new_tokens, "numbers of new tokens")
-        if len(ids) != len(counts):
-            raise ArgumentError(
-                f"expected one number of new tokens for each sequence, got {len(counts)} for {len(ids)} sequences"
-            )
-        return ids, counts, arguments.count(num_lookahead_tokens, "num_lookahead_tokens", 0)
+        return arguments.step(sequences, self._id, num_new_tokens, num_lookahead_tokens)
 
 
-def _make_manager(backend: str, *args: Any) -> BlockManager:
+def _make_manager(backend: str, eviction: str, *args: Any) -> BlockManager:
     if backend == "native":
+        if eviction != "lru":
+            raise ArgumentError(
+                f"expected eviction 'lru' on backend 'native', which has no other, got {eviction!r}; "
+                "use backend='python'"
+            )
         return native_module().BlockManager(*args)  # type: ignore[union-attr]
-    from quire.cache.block_manager import PythonBlockManager
+    from quire.cache.manager.block_manager import PythonBlockManager
 
-    return PythonBlockManager(*args)
+    return PythonBlockManager(*args, eviction=eviction)

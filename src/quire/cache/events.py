@@ -1,25 +1,28 @@
 """What happened to the full blocks of the prefix tree, in order: for those who keep content elsewhere or tell of it.
 
-    stored    units of a node became findable. Of a node not stored before: it is new. Its units in other groups, if
+    stored    blocks of a node became findable. Of a node not stored before: it is new. Its blocks in other groups, if
               it has any, are as earlier events said
-    removed   units of a node are findable no more; the node is gone when it has none left
+    removed   blocks of a node are findable no more; the node is gone when it has none left
     cleared   all nodes are gone
 
-Replayed from the beginning (which is `cleared` and what was there), they give exactly the full nodes that have units.
+Replayed from the beginning (which is `cleared` and what was there), they give exactly the full nodes that have blocks.
 Nodes of fewer tokens than a block are not told of. A node's id is never given to another one.
 
-After `reserve`, and before its step runs, the bytes of removed units are still what they were.
+After `reserve`, and before its step runs, the bytes of removed blocks are still what they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
-from quire.cache.backend import NORMAL, EventArrays, Int32Array, Int64Array
+from quire.cache.types import NORMAL, Int32Array, Int64Array
 
-__all__ = ["KINDS", "REASONS", "CacheEvent", "CacheEvents"]
+__all__ = ["KINDS", "REASONS", "CacheEvent", "CacheEvents", "EventArrays"]
+
+EventArrays: TypeAlias = dict[str, Any]
+"""The entries of `CacheEvents`, by name: what a block manager gives."""
 
 KINDS = ("stored", "removed", "cleared")
 REASONS = ("", "evicted", "forgotten")
@@ -29,22 +32,22 @@ REASONS = ("", "evicted", "forgotten")
 class CacheEvent:
     """One of them. Without a node (cleared) its id is -1.
 
-    units: of each group, -1 for those the event is not about. parent_id: -1 below a root.
-    account: stored: whose the units are; removed: for whose need, 0 for nobody's.
+    blocks: of each group, -1 for those the event is not about. parent_id: -1 below a root.
+    owner: stored: whose the blocks are; removed: for whose need, 0 for nobody's.
     reason: of removed: "evicted" (room was needed by `reserve`) or "forgotten" (`drop`, `resize`); else "".
-    retention: the highest of the units': of stored those of the event, of removed all that the node had.
+    cache_priority: the highest of the blocks': of stored those of the event, of removed all that the node had.
     namespace, tokens (int32 [block_size]), extra_keys (by offset in the block): of stored.
     """
 
     kind: Literal["stored", "removed", "cleared"]
     node_id: int
     parent_id: int
-    account: int
-    units: tuple[int, ...]
+    owner_id: int
+    block_ids: tuple[int, ...]
     reason: str
     namespace: bytes | None = None
     tokens: Int32Array | None = None
-    retention: int = NORMAL
+    cache_priority: int = NORMAL
     extra_keys: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -56,10 +59,10 @@ class CacheEvents:
     reasons: Int32Array  # [n], index into REASONS
     node_ids: Int64Array  # [n]
     parent_ids: Int64Array  # [n]; -1 where not stored
-    accounts: Int32Array  # [n]
-    retentions: Int32Array  # [n]
+    owner_ids: Int32Array  # [n]
+    cache_priorities: Int32Array  # [n]
     namespace_index: Int32Array  # [n], into `namespaces`; -1 where not stored
-    units: Int32Array  # [n, groups]
+    block_ids: Int32Array  # [n, groups]
     tokens: Int32Array  # [stored events, block_size]
     namespaces: list[bytes]
     extra_keys: list[tuple[int, int, bytes]]  # (event, offset in its block, key)
@@ -80,24 +83,26 @@ class CacheEvents:
             self.reasons,
             self.node_ids,
             self.parent_ids,
-            self.accounts,
-            self.retentions,
+            self.owner_ids,
+            self.cache_priorities,
             self.namespace_index,
         )
-        plain = zip(*(column.tolist() for column in columns), self.units.tolist(), strict=True)
+        plain = zip(*(column.tolist() for column in columns), self.block_ids.tolist(), strict=True)
         row = 0
-        for i, (kind, reason, node_id, parent_id, account, retention, named, units) in enumerate(plain):
+        for i, (kind, reason, node_id, parent_id, owner_id, cache_priority, named, block_ids) in enumerate(
+            plain
+        ):
             is_stored = named >= 0
             yield CacheEvent(
                 KINDS[kind],  # type: ignore[arg-type]
                 node_id,
                 parent_id,
-                account,
-                tuple(units),
+                owner_id,
+                tuple(block_ids),
                 REASONS[reason],
                 self.namespaces[named] if is_stored else None,
                 self.tokens[row] if is_stored else None,
-                retention,
+                cache_priority,
                 keys.get(i, {}),
             )
             row += is_stored

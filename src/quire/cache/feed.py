@@ -7,9 +7,10 @@ and free, while nobody listens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from quire.cache.events import CacheEvent
+from quire.cache.protocol import PrefixKVCache
 
 __all__ = ["EventFeed", "Listener"]
 
@@ -20,7 +21,7 @@ Listener: TypeAlias = Callable[[list[CacheEvent], bool], None]
 class EventFeed:
     """See the module's text. The only one that calls `take_events`."""
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: PrefixKVCache) -> None:
         self._cache = cache
         self._listeners: list[Listener] = []
 
@@ -32,7 +33,7 @@ class EventFeed:
     def collect(self, *, keep_forgotten: bool = False) -> None:
         """Hands on what has happened since the last call.
 
-        To be called after every reservation, before anything is written to its units, and after commits.
+        To be called after every reservation, before anything is written to its blocks, and after commits.
         """
         if not self._listeners or not self._cache.num_events:
             return

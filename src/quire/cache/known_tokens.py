@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.cache.backend import Int32Array
+from quire.cache.types import Int32Array
 
 __all__ = ["KnownTokens"]
 

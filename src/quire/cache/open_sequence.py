@@ -2,55 +2,59 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.cache import arguments
-from quire.cache.backend import Int32Array
-
-if TYPE_CHECKING:
-    from quire.cache.cache import Cache
+from quire.cache.backend import BlockManager, call_manager
+from quire.cache.protocol import CacheSequence
+from quire.cache.types import Int32Array
+from quire.errors import ArgumentError
 
 __all__ = ["Sequence"]
 
 
-class Sequence:
+class Sequence(CacheSequence):
     """An open sequence of a cache: its tokens and how far they are computed. Made by `Cache.open` and `fork`."""
 
-    __slots__ = ("_cache", "id")
+    __slots__ = ("_manager", "_num_groups", "id")
 
-    def __init__(self, cache: Cache, sequence_id: int) -> None:
-        self._cache = cache
+    def __init__(self, manager: BlockManager, sequence_id: int, num_groups: int) -> None:
+        self._manager = manager
+        self._num_groups = num_groups
         self.id = sequence_id
 
     def __repr__(self) -> str:
         return f"Sequence(id={self.id})"
 
+    def id_in(self, manager: BlockManager) -> int:
+        """Its id, for a call of that cache's manager."""
+        if self._manager is not manager:
+            raise ArgumentError(f"expected a sequence of this cache, got {self} of another one")
+        return self.id
+
     @property
     def tokens(self) -> Int32Array:
-        """A copy of the known tokens, int32."""
-        return self._cache._call("tokens", self.id)
+        return call_manager(self._manager.tokens, self.id)
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: those opened with and those appended."""
-        return self._cache._call("num_tokens", self.id)
+        return call_manager(self._manager.num_tokens, self.id)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens taken from the cache. Until the sequence first reserves, reading this takes what others have
-        committed since it was opened."""
-        return self._cache._call("num_cached_tokens", self.id)
+        return call_manager(self._manager.num_cached_tokens, self.id)
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose K and V are there: cached ones and committed ones. Reading it looks as above."""
-        return self._cache._call("num_computed_tokens", self.id)
+        return call_manager(self._manager.num_computed_tokens, self.id)
+
+    @property
+    def is_findable(self) -> bool:
+        return call_manager(self._manager.is_findable, self.id)
 
     def append(self, token_ids: Any) -> None:
-        """More known tokens: the prompt's continuation, sampled ones, or a draft's."""
-        self._cache._call("append", self.id, arguments.token_array(token_ids))
+        call_manager(self._manager.append, self.id, arguments.token_array(token_ids))
 
     def block_table(self, group: int = 0) -> Int32Array:
-        """A copy of the group's block table, int32, reserved blocks included; -1 behind a window."""
-        group = arguments.count(group, "group", 0, self._cache.num_groups - 1)
-        return self._cache._call("block_table", self.id, group)
+        group = arguments.count(group, "group", 0, self._num_groups - 1)
+        return call_manager(self._manager.block_table, self.id, group)

@@ -1,11 +1,11 @@
 """Pins: content that stays in memory because somebody said so. A pin is an open sequence nobody computes with.
 
-Its units are referred to, so the pool counts them as held and never evicts them; `Cache.stats` counts a unit that a
+Its blocks are referred to, so the pool counts them as held and never evicts them; `Cache.stats` counts a block that a
 pin refers to as *pinned*, whoever else refers to it.
 
 Invariants
-    N1  pinned units are held, and what `match` finds for a pin's tokens is all of them.
-    N2  together they are at most `max_units`; what would be more is refused, and nothing has changed.
+    N1  pinned blocks are held, and what `match` finds for a pin's tokens is all of them.
+    N2  together they are at most `max_blocks`; what would be more is refused, and nothing has changed.
     N3  a pin ends `ttl_s` seconds after it was made or last hit, by a clock that never goes back.
 
 Cost: add and remove O(blocks of all pins), touch O(pins in the namespace), expire O(1) while nothing is due.
@@ -17,20 +17,56 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from quire.cache.answers import Match
 from quire.cache.arguments import extra_key_arrays, token_array
-from quire.cache.backend import NORMAL, Int32Array
 from quire.cache.steady_clock import SteadyClock
+from quire.cache.types import NORMAL, Int32Array
 from quire.errors import ArgumentError, CapacityError, InvariantError
 from quire.sizes import format_size
 
-if TYPE_CHECKING:
-    from quire.cache.cache import Cache, Sequence
-
 __all__ = ["Pin", "Pins"]
+
+
+class PinSequence(Protocol):
+    """What a pin needs of its sequence, a `protocol.CacheSequence`."""
+
+    id: int
+
+    def block_table(self, group: int = 0) -> Int32Array: ...
+
+
+class PinnedCache(Protocol):
+    """What pins need of their cache. Each call is that of `protocol.KVCache`."""
+
+    block_name: str
+    block_bytes: int
+    block_size: int
+    num_blocks: int
+    num_groups: int
+
+    def match(self, token_ids: Any, *, namespace: bytes, extra_keys: Mapping[int, bytes] | None) -> Match: ...
+
+    def open(
+        self,
+        token_ids: Any,
+        *,
+        namespace: bytes,
+        extra_keys: Mapping[int, bytes] | None,
+        owner_id: int,
+        cache_priority: int,
+    ) -> PinSequence: ...
+
+    def close(self, sequence: int) -> None: ...
+
+    def blocks_alone(self, num_tokens: int) -> int: ...
+
+    def blocks_later(self, num_tokens: int, num_reserved: int) -> int: ...
+
+    def stats(self) -> dict[str, int]: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -44,12 +80,12 @@ class Pin:
     namespace: bytes
     tokens: Int32Array
     extra_keys: dict[int, bytes]
-    account: int
+    owner_id: int
     ttl_s: float | None
     made_at: float
     expires_at: float | None
-    sequence: Sequence
-    units: frozenset[int]
+    sequence: PinSequence
+    block_ids: frozenset[int]
     num_hits: int = 0
 
     def __repr__(self) -> str:
@@ -72,16 +108,16 @@ class Pin:
 
 
 class Pins:
-    """The pins of one cache, see the module's text. max_units: None is no limit but the pool."""
+    """The pins of one cache, see the module's text. max_blocks: None is no limit but the pool."""
 
-    def __init__(self, cache: Cache, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cache: PinnedCache, clock: Callable[[], float] = time.monotonic) -> None:
         self._cache = cache
         self.now = SteadyClock(clock)
-        self.max_units: int | None = None
+        self.max_blocks: int | None = None
         self.on_expired: Callable[[Pin], None] = lambda _: None
         self._pins: list[Pin] = []
         self._num_references: Counter[int] = Counter()
-        self._by_account: Counter[int] = Counter()
+        self._by_owner: Counter[int] = Counter()
         self._next_expiry: float | None = None
 
     def use_clock(self, clock: Callable[[], float]) -> None:
@@ -97,22 +133,22 @@ class Pins:
         return iter(tuple(self._pins))
 
     @property
-    def num_units(self) -> int:
-        """Distinct units that pins refer to."""
+    def num_blocks(self) -> int:
+        """Distinct blocks that pins refer to."""
         return len(self._num_references)
 
     @property
-    def units(self) -> Int32Array:
-        """Those units."""
+    def block_ids(self) -> Int32Array:
+        """Those blocks."""
         return np.fromiter(self._num_references, np.int32, len(self._num_references))
 
-    def units_of(self, account: int) -> int:
-        """Those referred to by the pins of one account, a unit once for each of its pins."""
-        return self._by_account[account]
+    def blocks_of(self, owner_id: int) -> int:
+        """Those referred to by the pins of one owner, a block once for each of its pins."""
+        return self._by_owner[owner_id]
 
     @property
-    def accounts(self) -> list[int]:
-        return [account for account, count in self._by_account.items() if count]
+    def owner_ids(self) -> list[int]:
+        return [owner_id for owner_id, count in self._by_owner.items() if count]
 
     def check(
         self,
@@ -128,18 +164,18 @@ class Pins:
         ):
             raise ArgumentError(f"expected a ttl of more than 0 seconds, or None for no end, got {ttl_s!r}")
         self.expire()
-        shared = self.units_shared(tokens, namespace=namespace, extra_keys=extra_keys)
-        self._require_room(self._cache.units_alone(len(tokens)) - shared, self.num_units)
+        shared = self.blocks_shared(tokens, namespace=namespace, extra_keys=extra_keys)
+        self._require_room(self._cache.blocks_alone(len(tokens)) - shared, self.num_blocks)
 
     def _require_room(self, num_new: int, num_others: int) -> None:
         cache = self._cache
-        most = cache.num_blocks if self.max_units is None else self.max_units
+        most = cache.num_blocks if self.max_blocks is None else self.max_blocks
         if num_others + num_new > most:
-            size = cache.unit_bytes
+            size = cache.block_bytes
             raise CapacityError(
-                f"expected a pin within the budget of {format_size(most * size)} ({most} {cache.unit}s), got one that "
-                f"needs {num_new} {cache.unit}s more ({format_size(num_new * size)}) where {num_others} are pinned; "
-                "unpin something or raise pin_memory"
+                f"expected a pin within the budget of {format_size(most * size)} ({most} {cache.block_name}s), got one "
+                f"that needs {num_new} {cache.block_name}s more ({format_size(num_new * size)}) where {num_others} are "
+                "pinned; unpin something or raise pin_memory"
             )
 
     def add(
@@ -148,7 +184,7 @@ class Pins:
         *,
         namespace: bytes = b"",
         extra_keys: Mapping[int, bytes] | None = None,
-        account: int = 0,
+        owner_id: int = 0,
         owner: str = "",
         ttl_s: float | None = None,
     ) -> Pin:
@@ -165,25 +201,25 @@ class Pins:
         cache = self._cache
         # The last token of a prompt is never taken from the cache: one more, so that all of these are.
         probe = np.append(tokens, np.int32(0))
-        # Looked up before it is opened: what a sequence referred to and gave back may be leased to the running step.
+        # Looked up before it is opened: what a sequence referred to and gave back may be in flight to the running step.
         found = min(cache.match(probe, namespace=namespace, extra_keys=extra_keys).num_tokens, len(tokens))
         if found < len(tokens):
             raise ArgumentError(
                 f"expected {len(tokens)} tokens that are in the cache, of these it has {found}; compute them first"
             )
         sequence = cache.open(
-            probe, namespace=namespace, extra_keys=extra_keys, account=account, retention=NORMAL
+            probe, namespace=namespace, extra_keys=extra_keys, owner_id=owner_id, cache_priority=NORMAL
         )
         tables = [sequence.block_table(group) for group in range(cache.num_groups)]
-        units = frozenset(unit for table in tables for unit in table.tolist() if unit >= 0)
+        block_ids = frozenset(block_id for table in tables for block_id in table.tolist() if block_id >= 0)
         now = self.now()
         pin = Pin(
-            owner, namespace, tokens.copy(), dict(extra_keys or {}), account, ttl_s, now,
-            None if ttl_s is None else now + ttl_s, sequence, units,
+            owner, namespace, tokens.copy(), dict(extra_keys or {}), owner_id, ttl_s, now,
+            None if ttl_s is None else now + ttl_s, sequence, block_ids,
         )  # fmt: skip
         self._pins.append(pin)
-        self._num_references.update(units)
-        self._by_account[account] += len(units)
+        self._num_references.update(block_ids)
+        self._by_owner[owner_id] += len(block_ids)
         self._note_expiry()
         return pin
 
@@ -192,9 +228,9 @@ class Pins:
         if pin not in self._pins:
             return
         self._pins.remove(pin)
-        self._num_references -= Counter(pin.units)
-        self._by_account[pin.account] -= len(pin.units)
-        self._cache.close(pin.sequence)
+        self._num_references -= Counter(pin.block_ids)
+        self._by_owner[pin.owner_id] -= len(pin.block_ids)
+        self._cache.close(pin.sequence.id)
         self._note_expiry()
 
     def touch(
@@ -216,13 +252,27 @@ class Pins:
             pin.ttl_s, pin.expires_at = ttl_s, end
             self._note_expiry()
 
-    def units_shared(
+    def in_what_begins_with(
+        self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> list[Pin]:
+        """Those that hold some of what `Cache.drop` would forget: they go on behind the tokens, or end within the block
+        in which these end, which may be theirs."""
+        size, num_tokens = self._cache.block_size, len(tokens)
+        num_before = (num_tokens - 1) // size * size if num_tokens else 0
+        found: list[Pin] = []
+        for pin in self._pins:
+            num_common = pin.num_common(tokens, extra_keys) if pin.namespace == namespace else -1
+            if num_common == num_tokens or num_common == len(pin.tokens) > num_before:
+                found.append(pin)
+        return found
+
+    def blocks_shared(
         self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> int:
-        """Pinned units of whole blocks that a prompt begins with, at least: it needs none of its own for them."""
+        """Pinned blocks of whole blocks that a prompt begins with, at least: it needs none of its own for them."""
         size = self._cache.block_size
         same = [pin.num_common(tokens, extra_keys) for pin in self._pins if pin.namespace == namespace]
-        return self._cache.units_later(max(same, default=0) // size * size, 0)
+        return self._cache.blocks_later(max(same, default=0) // size * size, 0)
 
     def expire(self) -> None:
         """Ends the pins whose time is over."""
@@ -240,23 +290,27 @@ class Pins:
 
     def prove(self) -> None:
         """N1 and N2. *raises:* InvariantError."""
-        held = self._cache.num_held_blocks
-        if self.num_units > held:
-            raise InvariantError(f"N1 broken: {self.num_units} units pinned, {held} held")
-        if self.max_units is not None and self.num_units > self.max_units:
-            raise InvariantError(f"N2 broken: {self.num_units} units pinned of {self.max_units}")
+        others = self._cache.stats()["held"]  # held and not pinned
+        if others < 0:
+            raise InvariantError(
+                f"N1 broken: {self.num_blocks} blocks pinned, {self.num_blocks + others} held"
+            )
+        if self.max_blocks is not None and self.num_blocks > self.max_blocks:
+            raise InvariantError(f"N2 broken: {self.num_blocks} blocks pinned of {self.max_blocks}")
         named: Counter[int] = Counter()
         for pin in self._pins:
             tables = [pin.sequence.block_table(group) for group in range(self._cache.num_groups)]
-            units = frozenset(unit for table in tables for unit in table.tolist() if unit >= 0)
-            if units != pin.units:
+            block_ids = frozenset(
+                block_id for table in tables for block_id in table.tolist() if block_id >= 0
+            )
+            if block_ids != pin.block_ids:
                 raise InvariantError(
-                    f"N1 broken: pin {pin} names {sorted(pin.units)}, its table {sorted(units)}"
+                    f"N1 broken: pin {pin} names {sorted(pin.block_ids)}, its table {sorted(block_ids)}"
                 )
-            named.update(units)
+            named.update(block_ids)
             probe = np.append(pin.tokens, np.int32(0))
             found = self._cache.match(probe, namespace=pin.namespace, extra_keys=pin.extra_keys).num_tokens
             if found < len(pin.tokens):
                 raise InvariantError(f"N1 broken: {found} of {len(pin.tokens)} pinned tokens found")
         if named != self._num_references:
-            raise InvariantError("N1 broken: units are counted that no pin names")
+            raise InvariantError("N1 broken: blocks are counted that no pin names")

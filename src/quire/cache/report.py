@@ -1,4 +1,4 @@
-"""A cache in a table that a person can read: states, tree, owners, ages, fragmentation.
+"""A cache in a table that a person can read: states, owners, fragmentation.
 
 Cost: O(nodes).
 """
@@ -7,36 +7,25 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from quire.cache.mirror import Block, TreeMirror, namespace_digest
+from quire.cache.block_hash import namespace_digest
+from quire.cache.protocol import KVCache, PrefixKVCache, shares_prefixes
 from quire.cache.tree_view import STATES
 from quire.sizes import format_size
 
-if TYPE_CHECKING:
-    from quire.cache.cache import Cache
-
 __all__ = ["aligned", "report"]
-
-_NUM_SHOWN = 10  # prefixes
-_SHOWN_TOKENS = 6
 
 
 def report(
-    cache: Cache,
+    cache: KVCache,
     *,
-    mirror: TreeMirror | None = None,
     owner_of: Callable[[bytes], str] = lambda _: "",
-    name_of: Callable[[int], str] = lambda account: f"account {account}",
+    name_of: Callable[[int], str] = lambda owner_id: f"owner {owner_id}",
 ) -> str:
-    """mirror: gives the prefixes and their ages. owner_of, name_of: of a namespace, of an account."""
+    """owner_of, name_of: of a namespace, of an owner."""
     parts = [_states(cache)]
-    if cache.prefix_caching:
+    if shares_prefixes(cache) and cache.prefix_caching:
         parts += [_owners(cache, owner_of, name_of)]
-    if mirror is not None:
-        parts.append(_prefixes(mirror, owner_of))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -53,92 +42,48 @@ def aligned(rows: Iterable[Iterable[object]]) -> str:
     )
 
 
-def _states(cache: Cache) -> str:
+def _states(cache: KVCache) -> str:
     stats, use = cache.stats(), cache.memory_use()
-    states = ("free", "cached", "held", "leased", "pinned")
-    rows: list[tuple[object, ...]] = [("state", cache.unit + "s", "bytes", "share")]
+    states = ("free", "cached", "held", "in_flight", "pinned")
+    rows: list[tuple[object, ...]] = [("state", cache.block_name + "s", "bytes", "share")]
     for state in states:
         count = stats[state]
-        rows.append((state, count, format_size(count * cache.unit_bytes), f"{count / cache.num_blocks:.0%}"))
+        rows.append((state, count, format_size(count * cache.block_bytes), f"{count / cache.num_blocks:.0%}"))
     rows.append(("total", cache.num_blocks, format_size(use.total), "100%"))
     inside = "" if not use.reserved else f", {use.internal / use.reserved:.0%} of what is held"
     return (
         aligned(rows)
-        + f"\nfragmentation: {format_size(use.internal)} inside {cache.unit}s{inside}; "
+        + f"\nfragmentation: {format_size(use.internal)} inside {cache.block_name}s{inside}; "
         + f"{format_size(use.external)} between them"
     )
 
 
-def _owners(cache: Cache, owner_of: Callable[[bytes], str], name_of: Callable[[int], str]) -> str:
+def _owners(cache: PrefixKVCache, owner_of: Callable[[bytes], str], name_of: Callable[[int], str]) -> str:
     tree = cache.tree()
     tokens: Counter[int] = Counter()
-    units: defaultdict[int, Counter[str]] = defaultdict(Counter)
-    accounts: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    states_of: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    owner_ids: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for i in range(len(tree)):
         index = int(tree.namespace_index[i])
         states = [STATES[state] for state in tree.states[i].tolist()]
         if "gone" not in states:
             tokens[index] += int(tree.num_tokens[i])
-        units[index].update(state for state in states if state != "gone")
-        accounts[index].update(
-            account
-            for account, state in zip(tree.accounts[i].tolist(), states, strict=True)
+        states_of[index].update(state for state in states if state != "gone")
+        owner_ids[index].update(
+            owner_id
+            for owner_id, state in zip(tree.owner_ids[i].tolist(), states, strict=True)
             if state != "gone"
         )
     rows: list[tuple[object, ...]] = [
-        ("namespace", "owner", "tokens", f"cached {cache.unit}s", "in use", "bytes", "counted in")
+        ("namespace", "owner", "tokens", f"cached {cache.block_name}s", "in use", "bytes", "counted in")
     ]
     for index, namespace in enumerate(tree.namespaces):
-        cached, total = units[index]["cached"], units[index].total()
+        cached, total = states_of[index]["cached"], states_of[index].total()
         counted = ", ".join(
-            f"{name_of(account)} {count}" for account, count in accounts[index].most_common(3)
+            f"{name_of(owner_id)} {count}" for owner_id, count in owner_ids[index].most_common(3)
         )
         rows.append((
             namespace_digest(namespace) or "(no name)", owner_of(namespace) or "-", tokens[index], cached,
-            total - cached, format_size(total * cache.unit_bytes), counted or "-",
+            total - cached, format_size(total * cache.block_bytes), counted or "-",
         ))  # fmt: skip
     return aligned(rows) if len(rows) > 1 else "no content"
-
-
-def _prefixes(mirror: TreeMirror, owner_of: Callable[[bytes], str]) -> str:
-    """The prefixes with most tokens at and below them: each a path from a root up to where it branches or ends."""
-    below: Counter[int] = Counter()
-    last_use: dict[int, float] = {}
-    for block in sorted(mirror.by_id.values(), key=lambda block: -block.depth):
-        below[block.node_id] += len(block.tokens) if block.is_there else 0
-        last_use[block.node_id] = max(last_use.get(block.node_id, 0.0), block.used_at)
-        if block.parent is not None:
-            below[block.parent.node_id] += below[block.node_id]
-            last_use[block.parent.node_id] = max(
-                last_use.get(block.parent.node_id, 0.0), last_use[block.node_id]
-            )
-    roots = [block for blocks in mirror.roots.values() for block in blocks.values()]
-    roots.sort(key=lambda block: (-below[block.node_id], block.node_id))
-    if not roots:
-        return ""
-    now = mirror.clock()
-    rows: list[tuple[object, ...]] = [
-        ("prefix", "owner", "tokens", "with all behind", "branches", "age", "unused")
-    ]
-    for first in roots[:_NUM_SHOWN]:
-        end = _trunk(first)
-        rows.append((
-            np.array2string(first.tokens[:_SHOWN_TOKENS], separator=" ") + " ...",
-            owner_of(first.namespace) or "-", end.depth * mirror.block_size, below[first.node_id], len(end.children),
-            _span(now - first.made_at), _span(now - last_use[first.node_id]),
-        ))  # fmt: skip
-    more = f"\nand {len(roots) - _NUM_SHOWN} more" if len(roots) > _NUM_SHOWN else ""
-    return aligned(rows) + more
-
-
-def _trunk(block: Block) -> Block:
-    while len(block.children) == 1:
-        (block,) = block.children.values()
-    return block
-
-
-def _span(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.1f} s"

@@ -1,1 +1,5 @@
-"""The command line: one file per verb, `app` holds them together."""
+"""The command line: one file per verb, `app` holds them together.
+
+Others may use
+    app   the command `quire`
+"""

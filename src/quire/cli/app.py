@@ -44,6 +44,9 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _INTERRUPTED = 130
 
+# transformers and its Hub client say nothing while a model is loaded, unless they are told to: what fails is an error.
+_QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
 
 def fail(message: str, status: int) -> NoReturn:
     """Prints one line on stderr and leaves."""
@@ -54,6 +57,8 @@ def fail(message: str, status: int) -> NoReturn:
 def main() -> None:
     """Runs the verb named on the command line; the entry point of `quire` and of `python -m quire`."""
     arguments = sys.argv[1:] or ["--help"]
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
     try:
         status = app(arguments, standalone_mode=False)
     except UsageError as error:

@@ -34,7 +34,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.
 @cache.command("ls")
 def list_folder(folder: Folder, as_json: AsJson = False) -> None:
     """Lists what is stored, by model and namespace."""
-    from quire.engine.snapshot_files import count_snapshots
+    from quire.sessions.snapshot_files import count_snapshots
     from quire.tiers.disk import DiskTier
 
     tier = DiskTier(folder, None)
@@ -111,6 +111,7 @@ def _age(seconds: float) -> str:
 
 
 @cache.command()
+@options.engine_flags("model", "dtype", "kv_memory", "backend", "revision", "trust_remote_code")
 def verify(
     folder: Folder,
     repair: Annotated[bool, typer.Option("--repair", help="Remove what is damaged.")] = False,
@@ -120,27 +121,17 @@ def verify(
             "--recompute", metavar="N", min=1, help="Also compute N segments again and compare every bit."
         ),
     ] = None,
-    model: options.Model = None,
-    dtype: options.DType = "auto",
     seed: Annotated[int, typer.Option(metavar="N", help="Which segments are computed again.")] = 0,
-    kv_memory: options.KVMemory = "auto",
-    backend: options.Backend = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     as_json: AsJson = False,
+    **engine: Any,
 ) -> int:
     """Reads every value and compares its checksum; status 1 where one is damaged, or not what the model computes."""
     from quire.tiers.disk import DiskTier
     from quire.tiers.disk_folder import find_damage
 
-    if recompute is None:
-        given = {
-            "--model": model is not None, "--dtype": dtype != "auto", "--seed": seed != 0,
-            "--kv-memory": kv_memory != "auto", "--backend": backend is not None, "--revision": revision is not None,
-            "--trust-remote-code": trust_remote_code,
-        }  # fmt: skip
-        if alone := [name for name, is_given in given.items() if is_given]:
-            raise ArgumentError(f"expected --recompute N with {', '.join(alone)}: checksums need no model")
+    if recompute is None and (given := [*engine, *(["seed"] if seed else [])]):
+        alone = ", ".join(options.flag(name) for name in given)
+        raise ArgumentError(f"expected --recompute N with {alone}: checksums need no model")
     tier = DiskTier(folder, None)
     num_values = num_bytes = num_removed = 0
     damaged = []
@@ -162,16 +153,8 @@ def verify(
             def open_llm(block_size: int) -> LLM:
                 from quire.engine.llm import LLM
 
-                return LLM(
-                    model,
-                    dtype=dtype,
-                    kv_memory=kv_memory,
-                    backend=backend,
-                    revision=revision,
-                    trust_remote_code=trust_remote_code,
-                    block_size=block_size,
-                    host_cache="1MiB",  # an engine with a tier names its world
-                )
+                # An engine with a tier names its world.
+                return LLM(**engine, block_size=block_size, host_cache="1MiB")
 
             compared = list(compare_sample(tier, open_llm, recompute, seed=seed))
     finally:
@@ -269,7 +252,7 @@ def rm(
     if not yes:
         if not sys.stdin.isatty():
             raise ArgumentError("expected --yes, or a terminal to ask on: nothing was removed")
-        from quire.engine.snapshot_files import count_snapshots
+        from quire.sessions.snapshot_files import count_snapshots
 
         num = count_snapshots(Path(folder).expanduser())
         typer.confirm(f"Remove the disk cache in {folder}, with {num} snapshots?", abort=True, err=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import options
+from quire.config import OPTION_OF_STORAGE, STORAGES, EngineConfig
 from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_size
 
@@ -39,8 +40,18 @@ _ROWS = [
 ]
 
 
+@options.engine_flags(
+    "model",
+    "reservation",
+    "growth",
+    "block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "dtype",
+    "seed",
+    "backend",
+)
 def compare(
-    model: options.Model = None,
     config: Annotated[
         str | None, typer.Option(metavar="FILE", help="A config.json: its KV shape, for --simulate.")
     ] = None,
@@ -63,7 +74,10 @@ def compare(
     ] = None,
     requests: Annotated[int, typer.Option(metavar="N", help="Requests at most.")] = 64,
     storages: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Some of the storages; all of them if not given.")
+        str | None,
+        typer.Option(
+            metavar="A,B", help="Some of the storages, with an option if wanted: paged:32; all if not given."
+        ),
     ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="No model: a clock that moves along --cost in its place.")
@@ -77,14 +91,6 @@ def compare(
     arrivals: Annotated[
         bool, typer.Option("--arrivals", help="Each request at its time in the trace; else all at once.")
     ] = False,
-    reservation: options.Reservation = "max",
-    growth: options.Growth = "spread",
-    block_size: options.BlockSize = 16,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: Annotated[int, typer.Option(metavar="N", help="Sequences that run at once.")] = 256,
-    dtype: options.DType = "auto",
-    seed: options.Seed = 0,
-    backend: options.Backend = None,
     as_json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
@@ -92,61 +98,55 @@ def compare(
         str | None,
         typer.Option(metavar="OUT.png", help="Draw memory over time, and of one growing sequence."),
     ] = None,
+    **engine: Any,
 ) -> None:
     """Runs one workload through contiguous, growing, paged and virtual storage and compares what comes of it."""
-    if requests < 1 or max_num_seqs < 1:
-        raise ArgumentError(
-            f"expected at least 1, got {min(requests, max_num_seqs)} - in `requests` or `max_num_seqs`"
-        )
+    if requests < 1:
+        raise ArgumentError(f"expected at least 1, got {requests} - in `requests`")
     if trace is not None and lengths is not None:
         raise ArgumentError("expected either --trace or --lengths, got both")
-    if config is not None and (model is not None or not simulate):
+    shared = EngineConfig(**{n: v for n, v in engine.items() if n not in OPTION_OF_STORAGE.values()})
+    if config is not None and (shared.model is not None or not simulate):
         raise ArgumentError("expected --config with --simulate and without --model: a config has no weights")
     if cost is not None and not simulate:
         raise ArgumentError("expected --cost with --simulate: a model takes the time it takes")
-    from quire.engine.storages import STORAGES
+    names: list[str] = [*STORAGES] if storages is None else storages.split(",")
+    for name in names:
+        if name.partition(":")[0] not in STORAGES:
+            raise ArgumentError(f"expected some of {', '.join(STORAGES)}, got {name!r} - in `storages`")
+    for storage, option in OPTION_OF_STORAGE.items():
+        if option in engine and storage not in names:
+            raise ArgumentError(
+                f"expected {storage} among the storages with {engine[option]!r}, got {', '.join(names)}"
+            )
+    if shared.backend is not None and simulate:
+        raise ArgumentError("expected --backend without --simulate: nothing is computed")
     from quire.simulate import CostLine, Lengths, read_trace, synthetic
     from quire.simulate.compare import Comparison
 
-    names: list[str] = [*STORAGES] if storages is None else storages.split(",")
-    unknown = [name for name in names if name not in STORAGES]
-    if unknown:
-        raise ArgumentError(f"expected some of {', '.join(STORAGES)}, got {unknown[0]!r} - in `storages`")
-    for given, default, needed in (
-        (reservation, "max", "contiguous"), (growth, "spread", "growing"), (block_size, 16, "paged")
-    ):  # fmt: skip
-        if given != default and needed not in names:
-            raise ArgumentError(
-                f"expected {needed} among the storages with {given!r}, got {', '.join(names)}"
-            )
-    if backend is not None and simulate:
-        raise ArgumentError("expected --backend without --simulate: nothing is computed")
     cost_line = CostLine() if cost is None else CostLine.parse(cost)
     if trace is not None:
         workload = read_trace(trace)
     else:
-        workload = synthetic(Lengths.parse(lengths or _DEFAULT_LENGTHS), requests, seed)
-    spec, longest = _shape(model, config, dtype)
-    longest = max_model_len or longest
+        workload = synthetic(Lengths.parse(lengths or _DEFAULT_LENGTHS), requests, shared.seed)
+    spec, longest = _shape(shared.model, config, shared.dtype)
+    longest = shared.max_model_len or longest
     comparison = Comparison(
         workload=workload.limited(longest, requests),
         kv_memory=_FULL_SEQUENCES * longest * spec.bytes_per_token
         if kv_memory is None
         else parse_size(kv_memory, where="kv_memory"),
         max_model_len=longest,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        reservation=reservation,
-        growth=growth,
+        options={name: value for name, value in engine.items() if name != "max_model_len"},
         at_once=not arrivals,
     )
     for name in names:
-        comparison.options(name)  # a wrong option is told before anything runs
+        comparison.config(name)  # a wrong option is told before anything runs
     if plot is not None:
         from quire.simulate.plot import require_plotting
 
         require_plotting(plot)
-    runs = _run_all(comparison, names, spec, cost_line if simulate else None, model, dtype, backend)
+    runs = _run_all(comparison, names, spec, cost_line if simulate else None)
     about = {
         "name": workload.name,
         "requests": len(comparison.workload.requests),
@@ -154,9 +154,10 @@ def compare(
         "output_tokens": sum(r.num_output_tokens for r in comparison.workload.requests),
         "kv_memory_bytes": comparison.kv_memory,
         "max_model_len": longest,
-        "block_size": block_size,
-        "reservation": reservation,
-        "growth": growth,
+        **{
+            name: engine.get(name, getattr(EngineConfig, name))
+            for name in ("block_size", "reservation", "growth")
+        },
         "arrivals": "trace" if arrivals else "at once",
         "simulated": str(cost_line) if simulate else None,
     }
@@ -183,15 +184,7 @@ def _shape(model: str | None, config: str | None, dtype: str) -> tuple[KVSpec, i
     return spec, spec.max_model_len
 
 
-def _run_all(
-    comparison: Comparison,
-    names: list[str],
-    spec: KVSpec,
-    cost: Any,
-    model: str | None,
-    dtype: str,
-    backend: str | None,
-) -> dict[str, Run]:
+def _run_all(comparison: Comparison, names: list[str], spec: KVSpec, cost: Any) -> dict[str, Run]:
     from quire.simulate.compare import run_model, run_simulated
 
     runs: dict[str, Run] = {}
@@ -200,7 +193,7 @@ def _run_all(
         if cost is not None:
             runs[name] = run_simulated(comparison, name, spec, cost)
         else:
-            runs[name] = run_model(comparison, name, model=model, dtype=dtype, backend=backend)
+            runs[name] = run_model(comparison, name)
         if errors := runs[name].errors:
             print(
                 f"quire: {name}: {len(errors)} requests were not done; the first: {errors[0]}",
@@ -219,6 +212,8 @@ def _print_table(about: dict[str, Any], runs: dict[str, Run]) -> None:
     )
     table = Table("", *runs)
     for label, name, form in _ROWS:
+        if name == "tokens_per_second" and about["simulated"]:
+            label = "tokens/s, by the simulated clock"
         table.add_row(label, *(_written(getattr(run.figures, name), form) for run in runs.values()))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 

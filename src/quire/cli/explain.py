@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli import options
+from quire.config import EngineConfig, with_flags
 from quire.errors import ArgumentError
 
 __all__ = ["explain"]
@@ -21,13 +22,11 @@ _OF_MODEL = (
 )  # fmt: skip
 
 
+@options.engine_flags(*_OF_MODEL, "kv_memory")
 def explain(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The prompt, as `quire generate` takes it.")
     ],
-    model: options.Model = None,
-    disk_cache: options.DiskCache = None,
-    remote_cache: options.RemoteCache = None,
     config: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="A server's file: its [model], and the secret of its tenants."),
@@ -38,18 +37,8 @@ def explain(
     cache_salt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The salt that its requests bring.")
     ] = None,
-    kv_memory: options.KVMemory = "auto",
-    block_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens of a block of the engine that stored; 16.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="D", help="auto, float32, bfloat16 or float16.")
-    ] = None,
-    max_model_len: options.MaxModelLen = None,
-    backend: options.Backend = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    **engine: Any,
 ) -> None:
     """Says how much of PROMPT the tiers have for this model, and why no more. Nothing is computed or stored."""
     from quire.server.settings import load_stored_as
@@ -67,32 +56,22 @@ def explain(
     if tenant is not None and stored_as is not None and tenant not in stored_as.tenants:
         known = ", ".join(stored_as.tenants) or "none"
         raise ArgumentError(f"expected a tenant of {config}, got {tenant!r} (known: {known}) - in --tenant")
-    given: dict[str, Any] = {
-        "model": model, "disk_cache": disk_cache, "remote_cache": remote_cache, "block_size": block_size,
-        "dtype": dtype, "max_model_len": max_model_len, "backend": backend, "revision": revision,
-        "trust_remote_code": trust_remote_code or None,
-    }  # fmt: skip
     table = {} if stored_as is None else stored_as.model
-    options.check_names(table, f"[model] of {config}")
-    own = {name: table[name] for name in _OF_MODEL if name in table}
-    own |= {name: value for name, value in given.items() if value is not None}
+    own = with_flags({name: table[name] for name in _OF_MODEL if name in table}, engine)
     if own.get("disk_cache") is None and own.get("remote_cache") is None:
         raise ArgumentError(
             "expected a place to look at, got none; name one with --disk-cache DIR, --remote-cache URL or a --config "
             "FILE that does"
         )
-    defaults: dict[str, Any] = {
-        "model": None, "storage": "paged", "piece_size": "64KiB", "block_size": 16, "dtype": "auto",
-        "max_model_len": None, "backend": None, "revision": None, "trust_remote_code": False,
-    }  # fmt: skip
-    engine_options = options.EngineOptions(
-        **{**defaults, **own}, kv_memory=kv_memory, reservation="max", growth="spread", seed=0,
-        disk_cache_size=_cap(own.get("disk_cache")),
-    )  # fmt: skip
-    with engine_options.build(secret) as llm:
+    own["disk_cache_size"] = _cap(own.get("disk_cache"))
+    engine_config = EngineConfig(**own, tenant_secret=secret)
+
+    from quire.engine.llm import LLM  # here, so that --help and bad options do not wait for torch
+
+    with LLM(config=engine_config) as llm:
         if tenant is not None:
-            llm.add_tenant(tenant)
-        explanation = llm.explain(prompt, tenant=tenant, cache_salt=cache_salt, as_administrator=True)
+            llm.tenants.add(tenant)
+        explanation = llm.monitor.explain(prompt, tenant=tenant, cache_salt=cache_salt, as_administrator=True)
     if not as_json:
         print(explanation)
         return

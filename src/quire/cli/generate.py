@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli import options
+from quire.config import EngineConfig
 from quire.errors import ArgumentError, PromptError
 
 if TYPE_CHECKING:
-    from quire.engine.request import RequestOutput
+    from quire.scheduler.request import RequestOutput
 
 __all__ = ["generate"]
 
@@ -83,11 +84,11 @@ def print_stats(stats: dict[str, Any]) -> None:
     Console(stderr=True).print(table)
 
 
+@options.engine_flags()
 def generate(
     prompt: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts to continue.")
     ] = None,
-    model: options.Model = None,
     prompts: Annotated[
         str | None,
         typer.Option(
@@ -96,36 +97,11 @@ def generate(
     ] = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
-    kv_memory: options.KVMemory = "auto",
-    storage: options.Storage = "paged",
-    reservation: options.Reservation = "max",
-    growth: options.Growth = "spread",
-    piece_size: options.PieceSize = "64KiB",
-    block_size: options.BlockSize = 16,
-    dtype: options.DType = "auto",
-    max_model_len: options.MaxModelLen = None,
-    seed: options.Seed = 0,
-    backend: options.Backend = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    packed_weights: options.PackedWeights = None,
-    host_cache: options.HostCache = None,
-    disk_cache: options.DiskCache = None,
-    disk_cache_size: options.DiskCacheSize = None,
-    remote_cache: options.RemoteCache = None,
-    cache_write: options.CacheWrite = "eviction",
-    preemption: options.Preemption = "auto",
-    park_memory: options.ParkMemory = "auto",
-    kv_events: options.KVEvents = None,
-    kv_events_replay: options.KVEventsReplay = None,
     as_json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")
     ] = False,
     show_stats: Annotated[
         bool, typer.Option("--stats", help="Print what the cache and the engine did.")
-    ] = False,
-    show_profile: Annotated[
-        bool, typer.Option("--profile", help="Print where the time of the steps went.")
     ] = False,
     profile_trace: Annotated[
         str | None,
@@ -133,6 +109,7 @@ def generate(
             "--profile-trace", metavar="FILE", help="Profile, and write a Chrome trace for Perfetto."
         ),
     ] = None,
+    **engine: Any,
 ) -> None:
     """Continues each PROMPT with a model that runs from paged memory."""
     texts = list(prompt or []) + (read_prompts(prompts) if prompts is not None else [])
@@ -142,21 +119,20 @@ def generate(
         )
     if any(not text for text in texts):
         raise PromptError("expected every prompt to have some text, got an empty one")
-    from quire.engine.profile import check_trace_path
-    from quire.engine.sampling_params import SamplingParams
+    if profile_trace is not None:
+        engine["profile"] = True
+    config = EngineConfig(**engine)
+
+    from quire.engine.profile import check_trace_path  # here, so that bad options do not wait
+    from quire.sampling.params import SamplingParams
 
     if profile_trace is not None:
         check_trace_path(profile_trace)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    engine_options = options.EngineOptions(
-        model, kv_memory, storage, reservation, growth, piece_size, block_size, dtype, max_model_len, seed, backend,
-        revision, trust_remote_code, packed_weights,
-        profile=show_profile or profile_trace is not None,
-        host_cache=host_cache, disk_cache=disk_cache, disk_cache_size=disk_cache_size, remote_cache=remote_cache,
-        cache_write=cache_write, preemption=preemption, park_memory=park_memory, kv_events=kv_events,
-        kv_events_replay=kv_events_replay,
-    )  # fmt: skip
-    with engine_options.build() as llm:
+
+    from quire.engine.llm import LLM  # here, so that --help and bad options do not wait for torch
+
+    with LLM(config=config) as llm:
         print(f"quire: {llm.capacity}", file=sys.stderr)
         if as_json_object:
             results = whole(llm.generate(texts, params))

@@ -22,14 +22,13 @@ __all__ = ["frame", "top"]
 
 _TIMEOUT_S = 30.0  # between two events; the server sends one every 5 s at least
 _KEY_VARIABLE = "QUIRE_API_KEY"
-_STATES = (
-    ("held", "yellow"),
-    ("leased", "magenta"),
-    ("pinned", "green"),
-    ("cached", "blue"),
-    ("free", "bright_black"),
+_STATES = (  # name, its letter, for who sees no colours, and its colour
+    ("held", "H", "yellow"),
+    ("in_flight", "F", "magenta"),
+    ("pinned", "P", "green"),
+    ("cached", "C", "blue"),
+    ("free", "·", "bright_black"),
 )
-_SHADES = " ▁▂▃▄▅▆▇█"
 
 
 def top(
@@ -96,7 +95,7 @@ def frame(state: dict[str, Any], width: int, height: int) -> RenderableType:
     parts: list[RenderableType] = [
         head,
         _bar(counts, width),
-        _states(counts, state["unit"]),
+        _states(counts, state["block"]),
         _map(state["map"], width, map_lines),
     ]
     parts.append(_memory(memory))
@@ -111,26 +110,28 @@ def _bar(counts: dict[str, int], width: int) -> RenderableType:
     from rich.text import Text
 
     bar, end, total = Text(), 0, 0
-    for name, colour in _STATES:
+    for name, letter, colour in _STATES:
         total += counts[name]
         stop = round(width * total / max(1, counts["num_blocks"]))
-        bar.append("█" * (stop - end), colour)
+        bar.append(letter * (stop - end), colour)
         end = stop
     return bar
 
 
-def _states(counts: dict[str, int], unit: str) -> RenderableType:
+def _states(counts: dict[str, int], block_name: str) -> RenderableType:
     from rich.text import Text
 
-    line = Text(f"{counts['num_blocks']:,} {unit}s: ")
-    for name, colour in _STATES:
-        line.append("■ ", colour)
+    line = Text(f"{counts['num_blocks']:,} {block_name}s: ")
+    for name, letter, colour in _STATES:
+        line.append(f"{letter} ", colour)
         line.append(f"{name} {counts[name]:,}  ")
+    line.append("(small letters: less than half in use)", "dim")
     return line
 
 
 def _map(cells: dict[str, Any], width: int, lines: int) -> RenderableType:
-    """The server's cells, gathered to what fits: a character's height is how much is in use, its colour of what."""
+    """The server's cells, gathered to what fits: a character's letter and colour tell what most of what is in use is; a
+    small letter, that less than half is in use."""
     import base64
 
     import numpy as np
@@ -142,13 +143,14 @@ def _map(cells: dict[str, Any], width: int, lines: int) -> RenderableType:
     for at, start in enumerate(range(0, len(shares), per_character)):
         if at and at % width == 0:
             text.append("\n")
-        cached, held, leased, pinned = shares[start : start + per_character].mean(axis=0)
-        used = min(1.0, cached + held + leased + pinned)
+        cached, held, in_flight, pinned = shares[start : start + per_character].mean(axis=0)
+        used = min(1.0, cached + held + in_flight + pinned)
         if not used:
-            text.append("·", "bright_black")
+            text.append(*_STATES[-1][1:])
             continue
-        colour = max(((held, "yellow"), (leased, "magenta"), (pinned, "green"), (cached, "blue")))[1]
-        text.append(_SHADES[max(1, round(8 * used))], colour)
+        most = max(range(4), key=(held, in_flight, pinned, cached).__getitem__)
+        _, letter, colour = _STATES[most]
+        text.append(letter if used >= 0.5 else letter.lower(), colour)
     return text
 
 
@@ -171,7 +173,7 @@ def _sequences(state: dict[str, Any], lines: int) -> RenderableType:
     table = Table(box=None, expand=True, pad_edge=False)
     for name in ("sequence", "tenant"):
         table.add_column(name, no_wrap=True)
-    for name in ("tokens", "cached", "blocks", "age"):
+    for name in ("tokens", "computed", "cached", "blocks", "age"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("block table", no_wrap=True, overflow="ellipsis", ratio=1)
     shown = state["sequences"][:lines]
@@ -181,7 +183,8 @@ def _sequences(state: dict[str, Any], lines: int) -> RenderableType:
             # Names come from clients: as text, never as markup.
             Text(_plain(one["id"])[-20:]),
             Text(_plain(one["tenant"])[:16]),
-            f"{one['computed']}/{one['tokens']}",
+            str(one["tokens"]),
+            str(one["computed"]),
             str(one["cached"]),
             str(one["blocks"]),
             f"{one['age']:.1f} s",

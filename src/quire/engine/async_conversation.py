@@ -3,63 +3,56 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from quire.engine.request import RequestOutput
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.tenants import Retention
-from quire.engine.transcript import Transcript
-from quire.errors import ArgumentError
+from quire.renamed import renamed
+from quire.sampling.params import SamplingParams
+from quire.scheduler.prompts import Prompt
+from quire.scheduler.request import RequestOutput
+from quire.scheduler.request_options import CachePriority, RequestOptions
+from quire.sessions.conversation import ConversationCore, num_found
+from quire.sessions.transcript import Transcript
 
 if TYPE_CHECKING:
-    from quire.engine.async_engine import AsyncEngine
-    from quire.engine.snapshots import Snapshot
+    from quire.engine.core import EngineCore
+    from quire.sessions.snapshots import Snapshot
 
 __all__ = ["AsyncConversation"]
 
+Result = TypeVar("Result")
 
-class AsyncConversation:
-    """Made by `AsyncEngine.conversation`, `AsyncEngine.resume` and `fork`. V1 and V2 of `conversation` hold."""
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        transcript: Transcript,
-        *,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-    ) -> None:
+class Requests(Protocol):
+    """What is needed of an `AsyncEngine`, which makes conversations; see there."""
+
+    core: EngineCore
+
+    def new_id(self) -> str: ...
+    def submit(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[RequestOutput, None]: ...
+    def abort(self, request_id: str) -> None: ...
+    async def between_steps(self, function: Callable[[], Result]) -> Result: ...
+    def submit_between_steps(self, function: Callable[[], Result]) -> Future[Result]: ...
+
+
+class AsyncConversation(ConversationCore):
+    """Made by `AsyncEngine.conversation`, `AsyncEngine.resume` and `fork`."""
+
+    def __init__(self, engine: Requests, transcript: Transcript) -> None:
+        super().__init__(transcript)
         self._engine = engine
-        self._transcript = transcript
-        self._whose: dict[str, Any] = {"tenant": tenant, "cache_salt": cache_salt}
         self._answer: list[int] = []  # of the turn under way, so far
-        self._turn: str | None = None
-        self._closed = False
 
-    def __len__(self) -> int:
-        return len(self._transcript.token_ids)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """A copy of all tokens: prompts and answers."""
-        return self._transcript.token_ids.tolist()
-
-    def append(self, what: Any, *, extra_keys: Mapping[int, bytes] | None = None) -> int:
-        """See `Conversation.append`."""
-        self._require_rest()
-        self._transcript = self._transcript.appended(what, extra_keys or {})
-        return len(self)
-
+    @renamed(retention="cache_priority")
     async def generate(
         self,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
         request_id: str | None = None,
-        retention: Retention = "normal",
+        cache_priority: CachePriority = "normal",
         deltas: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The model's turn as it grows. What has come is appended when it ends, or when the iterator is closed before.
@@ -67,25 +60,13 @@ class AsyncConversation:
         A loop that is left early closes it a moment later only; `contextlib.aclosing` does so at once.
         *raises:* as `AsyncEngine.generate`; an answer that ends with an error is not appended.
         """
-        self._require_rest()
-        params = params or SamplingParams()
-        if params.n != 1:
-            raise ArgumentError(
-                f"expected n=1 for a conversation's turn, got n={params.n}; fork it for several answers"
-            )
-        transcript, name = self._transcript, request_id or self._engine._new_id()
+        params = self._params_of_turn(params)
+        transcript, name = self._transcript, request_id or self._engine.new_id()
         self._turn, self._answer = name, []
-        outputs = self._engine.generate(
-            transcript.token_ids,
-            params,
-            request_id=name,
-            priority=priority,
-            namespace=transcript.namespace,
-            extra_keys=transcript.extra_keys,
-            retention=retention,
-            deltas=deltas,
-            **self._whose,
+        options = RequestOptions(
+            params, transcript.key, priority, cache_priority, stream=True, deltas=deltas, request_id=name
         )
+        outputs = self._engine.submit(Prompt(None, transcript.token_ids), options)
         try:
             async with aclosing(outputs):
                 async for output in outputs:
@@ -105,35 +86,28 @@ class AsyncConversation:
     def fork(self) -> AsyncConversation:
         """Another one, the same so far, that goes on by itself; during a turn, with what was shown of the answer."""
         self._require_open()
-        return AsyncConversation(self._engine, self._now(), **self._whose)
+        return AsyncConversation(self._engine, self._now())
 
     async def rewind(self, position: int) -> int:
         """See `Conversation.rewind`."""
         self._require_rest()
-        transcript = self._transcript.rewound(position)
-        llm = self._engine.llm
-
-        def num_found() -> int:
-            tokens = transcript.token_ids
-            where = {"namespace": transcript.namespace, "extra_keys": transcript.extra_keys}
-            place = llm.engine.tenants.place(tokens, **self._whose, **where)
-            return llm.cache.match(tokens, namespace=place.namespace, extra_keys=place.extra_keys).num_tokens
-
-        found = await self._engine.between_steps(num_found)
+        transcript, core = self._transcript.rewound(position), self._engine.core
+        found = await self._engine.between_steps(
+            lambda: num_found(transcript, core.engine.tenants, core.cache)
+        )
         self._transcript = transcript
         return found
 
     async def snapshot(self, name: str, *, overwrite: bool = False) -> Snapshot:
         """See `Conversation.snapshot`; steps go on meanwhile."""
         self._require_rest()
-        transcript, tenants = self._transcript, self._engine.llm.engine.tenants
-        own = tenants.namespace_of(**self._whose, base=transcript.namespace)
+        save, engine = self._engine.core.save_snapshot, self._engine
         return await asyncio.to_thread(
-            self._engine.llm._snapshots().save,
+            save,
             name,
-            replace(transcript, namespace=own),
+            self._transcript,
+            lambda function: engine.submit_between_steps(function).result(),
             overwrite=overwrite,
-            in_engine=lambda function: self._engine.submit_between_steps(function).result(),
         )
 
     def close(self) -> None:
@@ -144,15 +118,3 @@ class AsyncConversation:
 
     def _now(self) -> Transcript:
         return self._transcript.continued(self._answer) if self._answer else self._transcript
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ArgumentError("expected an open conversation, got one that was closed")
-
-    def _require_rest(self) -> None:
-        self._require_open()
-        if self._turn is not None:
-            raise ArgumentError(
-                "expected a conversation whose last turn has ended, got one that is being answered; wait for its end, "
-                "leave the iteration, or fork the conversation"
-            )

@@ -1,10 +1,10 @@
-"""`quire.AsyncEngine`: the engine in a thread of its own, its outputs streamed to asyncio.
+"""`quire.AsyncEngine`: an `LLM` for asyncio, its outputs streamed to the event loop.
 
-The event loop never waits for a step: requests and aborts are handed over under a condition, outputs come back
-through `call_soon_threadsafe`. The thread sleeps while there is nothing to do.
+The event loop never waits for a step: requests and aborts are handed to the LLM's driver (`driver.py`), outputs come
+back through `call_soon_threadsafe`, one call a step for each loop.
 
 Invariants
-    A1  only the engine's thread touches the engine.
+    A1  nothing here touches the engine but in the driver's thread.
     A2  whoever waits gets an output, the error of its request, or the error that stopped the engine.
 """
 
@@ -12,47 +12,54 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from quire.cache.pins import Pin
+from quire.cache.prefix_key import NamespaceKeywords, PrefixKey, PrefixKeywords
+from quire.config import EngineConfig, shows_options, takes_options
+from quire.engine.async_conversation import AsyncConversation
+from quire.engine.driver import Answer
 from quire.engine.llm import LLM
-from quire.engine.prompts import encode
-from quire.engine.request import RequestOutput
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.tenants import Retention
-from quire.errors import ArgumentError, CancelledError, QuireError
+from quire.engine.llm_pins import COMPUTE_PROMPT
+from quire.errors import ArgumentError, CancelledError
+from quire.renamed import renamed
+from quire.sampling.params import SamplingParams
+from quire.scheduler.prompts import Prompt, encode
+from quire.scheduler.request import RequestOutput
+from quire.scheduler.request_options import RequestKeywords, RequestOptions
+from quire.sessions.transcript import Transcript
 
 if TYPE_CHECKING:
-    from quire.engine.async_conversation import AsyncConversation
     from quire.engine.explain import Explanation
-    from quire.engine.snapshots import Snapshot
+    from quire.sessions.snapshots import Snapshot
 
 __all__ = ["AsyncEngine"]
 
 Result = TypeVar("Result")
+_ids = itertools.count()
+
+
+Queue = asyncio.Queue[Answer]
 
 
 @dataclass(frozen=True)
-class _Listener:
-    """Where the outputs of a request go."""
+class _LoopSink:
+    """Brings a step's outputs to the queues of one event loop, which is woken once."""
 
     loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[RequestOutput | BaseException]
 
-    def tell(self, error: BaseException) -> None:
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, error)
+    def __call__(self, pairs: list[tuple[Queue, Answer]]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, nobody listens any more
+            self.loop.call_soon_threadsafe(_put_all, pairs)
 
 
-def _put_all(pairs: list[tuple[asyncio.Queue[Any], RequestOutput]]) -> None:
-    for queue, output in pairs:
-        queue.put_nowait(output)
+def _put_all(pairs: list[tuple[Queue, Answer]]) -> None:
+    for queue, answer in pairs:
+        queue.put_nowait(answer)
 
 
 class AsyncEngine:
@@ -65,71 +72,67 @@ class AsyncEngine:
                 print(output.outputs[0].new_text, end="")
     """
 
+    @overload
+    def __init__(self, model: Any = None, *, config: EngineConfig) -> None: ...
+    @overload
+    @takes_options(EngineConfig)
+    def __init__(self, *arguments: Any, **options: Any) -> None: ...
+    @shows_options
     def __init__(self, model: Any = None, **options: Any) -> None:
         if isinstance(model, LLM) and options:
             raise ArgumentError(f"expected no options beside an LLM, got {sorted(options)}")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._owns_llm = not isinstance(model, LLM)
-        self._engine = self.llm.engine
-        self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
-        self._listeners: dict[str, _Listener] = {}
-        self._ids = itertools.count()
+        self._driver, self._engine = self.llm.driver, self.llm.engine
+        self.core = self.llm.core
+        self.name, self.tokenizer = self.llm.name, self.llm.tokenizer
+        self.vocab_size, self.max_model_len = self.llm.vocab_size, self.llm.max_model_len
+        self.max_num_seqs, self.cache = self.llm.max_num_seqs, self.llm.cache
+        self.tenants, self.pins, self.monitor = self.llm.tenants, self.llm.pins, self.llm.monitor
+        self._requests: dict[
+            Queue, tuple[str, _LoopSink]
+        ] = {}  # those under way of this object, by their queue
         self._closing = False
-        self.failure: BaseException | None = None  # what the last step failed with, until one succeeds
-        if self.llm.tiers is not None and (watch := self.llm.watch) is not None:
+        if self.llm.tiers is not None and (monitor := self._engine.monitor) is not None:
             # Tiers go on after the last step, and who follows them is to hear of it.
-            self.llm.tiers.stack.notices.on_first = lambda: self._hand_over(watch.collect, if_closed=False)
+            self.llm.tiers.stack.notices.on_first = lambda: self._driver.post(monitor.collect)
         # One: however many new grammars are asked for, they take one core, and no thread that others wait for.
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammar")
-        self._thread = threading.Thread(target=self._loop, name="quire-engine", daemon=True)
-        self._thread.start()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What the last step failed with, until one succeeds."""
+        return self._driver.failure
+
+    @renamed(retention="cache_priority")
     def generate(
         self,
         prompt: Any,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        namespace: bytes = b"",
-        extra_keys: Mapping[int, bytes] | None = None,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-        retention: Retention = "normal",
         deltas: bool = False,
+        **options: Unpack[RequestKeywords],
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs as it grows, the last one `finished`; deltas: each with what is new only.
 
-        Leaving the iteration early (break, cancellation) aborts the request.
+        options: see `LLM.generate`. Leaving the iteration early (break, cancellation) aborts the request.
         *raises:* what `LLM.generate` raises for this request; CancelledError once the engine is closed.
         """
-        name = self._new_id() if request_id is None else request_id
-        encoded = encode(prompt, self.llm.tokenizer)
+        asked = RequestOptions.of(params, stream=True, deltas=deltas, request_id=request_id, **options)
+        return self.submit(encode(prompt, self.tokenizer), asked)
 
-        def submit() -> None:
-            self._engine.submit(
-                encoded.token_ids,
-                params,
-                request_id=name,
-                prompt=encoded.text,
-                priority=priority,
-                stream=True,
-                deltas=deltas,
-                namespace=namespace,
-                extra_keys=extra_keys,
-                tenant=tenant,
-                cache_salt=cache_salt,
-                retention=retention,
-            )
-
-        return self._listen(name, submit, params)
+    def submit(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[RequestOutput, None]:
+        """`generate`, from a prompt's tokens and all of its options."""
+        name = self.new_id() if options.request_id is None else options.request_id
+        options = replace(options, request_id=name, stream=True)
+        return self._listen(name, lambda: self._engine.submit(prompt, options), options.params)
 
     def fork(
         self, request_id: str, params: SamplingParams | None = None, *, new_request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Branches a request under way: outputs of the one that goes on from its newest token, see `Engine.fork`."""
-        name = self._new_id() if new_request_id is None else new_request_id
+        name = self.new_id() if new_request_id is None else new_request_id
 
         def submit() -> None:
             self._engine.fork(request_id, params, new_request_id=name, stream=True)
@@ -145,34 +148,45 @@ class AsyncEngine:
         run = asyncio.get_running_loop().run_in_executor
         await run(self._grammar_thread, self._engine.compile_grammar, params)
 
-    def _new_id(self) -> str:
-        return f"async-{next(self._ids)}"
+    def new_id(self) -> str:
+        """For a request, one that no other has."""
+        return f"async-{next(_ids)}"
 
     async def _listen(
         self, name: str, submit: Callable[[], object], params: SamplingParams | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of the request of that name, which `submit` hands to the engine in its thread."""
+        """The outputs of the request of that name, which `submit` hands to the engine in the driver's thread."""
+        self._driver.process.check()
+        self.llm.refuse_autocast()
         await self.compile_grammar(params)
-        listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
+        self._require_open()
+        sink, queue = _LoopSink(asyncio.get_running_loop()), Queue()
+        driver = self._driver
 
         def begin() -> None:
-            if name in self._listeners:
-                listener.tell(
-                    ArgumentError(f"expected a new request id, got {name!r}, which is still running")
-                )
-                return
             try:
+                if self._closing:
+                    raise CancelledError("the engine was closed before the request ran")
+                if driver.ticket(name) is not None:
+                    raise ArgumentError(f"expected a new request id, got {name!r}, which is still running")
                 submit()
-            except QuireError as error:
-                listener.tell(error)
-                return
-            self._listeners[name] = listener
+            except Exception as error:  # of this request alone
+                sink([(queue, error)])
+            else:
+                driver.expect(name, sink, ticket=queue)
 
-        self._hand_over(begin)
+        def drop() -> None:
+            if driver.ticket(name) is queue:  # and not a later one of the same name
+                driver.drop(name)
+
+        self._requests[queue] = name, sink
         ended = False
         try:
+            driver.post(begin)
             while not ended:
-                output = await listener.queue.get()
+                output = await queue.get()
+                if output is None:
+                    output = CancelledError("the request was ended by somebody else")
                 if isinstance(output, BaseException):
                     ended = True
                     raise output
@@ -181,22 +195,24 @@ class AsyncEngine:
                     raise output.error
                 yield output
         finally:
-            if not ended:
-                self._hand_over(lambda: self._abort(name, listener), if_closed=False)
+            self._requests.pop(queue, None)
+            if not ended and driver.process.is_here:
+                driver.post(drop)
 
     def abort(self, request_id: str) -> None:
         """Ends a request: its iteration gets a last output with finish_reason "abort". Unknown ids are ignored."""
-        self._hand_over(lambda: self._abort(request_id, None), if_closed=False)
+        if self._driver.process.is_here:
+            self._driver.post(lambda: self._driver.abort(request_id))
 
     async def stats(self) -> dict[str, Any]:
-        """`LLM.stats()`, taken between two steps; the tiers' part in a thread beside the engine's."""
-        tiers = await asyncio.to_thread(self.llm.tier_counts)
-        return await self.between_steps(lambda: self.llm._stats(tiers))
+        """`LLM.stats()`; tiers are waited for in a thread beside the engine's."""
+        self._require_open()
+        return await asyncio.to_thread(self.monitor.stats)
 
     async def report(self) -> str:
-        """`LLM.report()`, in the same way."""
-        tiers = await asyncio.to_thread(self.llm.tier_counts)
-        return await self.between_steps(lambda: self.llm._report(tiers))
+        """`llm.monitor.report()`, in the same way."""
+        self._require_open()
+        return await asyncio.to_thread(self.monitor.report)
 
     async def between_steps(self, function: Callable[[], Result]) -> Result:
         """Calls it in the engine's thread between two steps, where it may touch the engine; its result."""
@@ -204,35 +220,21 @@ class AsyncEngine:
 
     def submit_between_steps(self, function: Callable[[], Result]) -> Future[Result]:
         """`between_steps` from any thread; `.result()` waits."""
-        answer: Future[Result] = Future()
+        self._driver.process.check()
+        self._require_open()
+        return self._driver.submit(function)
 
-        def call() -> None:
-            if answer.set_running_or_notify_cancel():
-                try:
-                    answer.set_result(function())
-                except Exception as error:  # the caller's, not the engine's
-                    answer.set_exception(error)
-
-        self._hand_over(call)
-        return answer
+    def _require_open(self) -> None:
+        if self._closing:
+            raise CancelledError("the engine is closed")
 
     async def explain(
-        self,
-        prompt: Any,
-        *,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-        as_administrator: bool | None = None,
+        self, prompt: Any, *, as_administrator: bool | None = None, **key: Unpack[PrefixKeywords]
     ) -> Explanation:
-        """See `LLM.explain`. Tiers are waited for in a thread beside the engine's."""
-        return await asyncio.to_thread(
-            self.llm._explain,
-            prompt,
-            tenant,
-            cache_salt,
-            as_administrator,
-            lambda function: self.submit_between_steps(function).result(),
-        )
+        """`llm.monitor.explain()`, in the same way."""
+        self._require_open()
+        explain = self.monitor.explain
+        return await asyncio.to_thread(explain, prompt, as_administrator=as_administrator, **key)
 
     # -- what stays ------------------------------------------------------------------------------------
 
@@ -241,30 +243,32 @@ class AsyncEngine:
         prompt: Any,
         *,
         ttl: float | None = None,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
         owner: str | None = None,
+        **key: Unpack[PrefixKeywords],
     ) -> Pin:
-        """See `LLM.pin`. What memory lacks of the prompt is computed by a request among the others."""
-        tokens = encode(prompt, self.llm.tokenizer).token_ids
-        whose = {"tenant": tenant, "cache_salt": cache_salt}
-        await self.between_steps(lambda: self.llm.check_pin(tokens, ttl=ttl, **whose))
+        """`llm.pins.add()`. What memory lacks of the prompt is computed by a request among the others."""
+        tokens = encode(prompt, self.tokenizer).token_ids
+        await self.between_steps(lambda: self.pins.check(tokens, ttl=ttl, **key))
         return await self._pinned(
-            tokens, whose, lambda: self.llm.pin(tokens, ttl=ttl, owner=owner, compute=False, **whose)
+            tokens,
+            PrefixKey.of(**key),
+            lambda: self.pins.add(tokens, ttl=ttl, owner=owner, compute=False, **key),
         )
 
     async def publish(self, prompt: Any) -> Pin:
-        """See `LLM.publish`, and `pin`."""
-        tokens = encode(prompt, self.llm.tokenizer).token_ids
-        await self.between_steps(lambda: self.llm.check_pin(tokens))
-        where = {"namespace": self._engine.tenants.public}
-        return await self._pinned(tokens, where, lambda: self.llm.publish(tokens, compute=False))
+        """`llm.pins.publish()`, in the same way."""
+        tokens = encode(prompt, self.tokenizer).token_ids
+        await self.between_steps(lambda: self.pins.check(tokens))
+        return await self._pinned(
+            tokens, self.pins.public_key, lambda: self.pins.publish(tokens, compute=False)
+        )
 
-    async def _pinned(self, tokens: Any, where: dict[str, Any], pin: Callable[[], Pin]) -> Pin:
-        """where: as `generate` has it. What was computed may be evicted before it is pinned, hence the loop."""
+    async def _pinned(self, tokens: Any, key: PrefixKey, pin: Callable[[], Pin]) -> Pin:
+        """What was computed may be evicted before it is pinned, hence the loop."""
         for is_last in (False, False, True):
-            params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-            async for _ in self.generate(tokens, params, retention="keep", **where):
+            async for _ in self.submit(
+                Prompt(None, tokens), RequestOptions(COMPUTE_PROMPT, key, cache_priority="keep")
+            ):
                 pass
             with suppress(ArgumentError) if not is_last else nullcontext():
                 return await self.between_steps(pin)
@@ -272,129 +276,51 @@ class AsyncEngine:
 
     # -- conversations ---------------------------------------------------------------------------------
 
-    def conversation(
-        self,
-        prompt: Any = None,
-        *,
-        namespace: bytes = b"",
-        extra_keys: Mapping[int, bytes] | None = None,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-    ) -> AsyncConversation:
-        """See `LLM.conversation`. tenant, cache_salt: of all its turns, see `Engine.submit`."""
-        from quire.engine.async_conversation import AsyncConversation
-        from quire.engine.transcript import first_transcript
-
-        first = first_transcript(self.llm._reader(), prompt, namespace, extra_keys)
-        return AsyncConversation(self, first, tenant=tenant, cache_salt=cache_salt)
+    def conversation(self, prompt: Any = None, **key: Unpack[PrefixKeywords]) -> AsyncConversation:
+        """See `LLM.conversation`."""
+        return AsyncConversation(self, Transcript.begun(self.core.reader, PrefixKey.of(**key), prompt))
 
     async def resume(
-        self,
-        name: str,
-        *,
-        namespace: bytes = b"",
-        recompute: bool = False,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
+        self, name: str, *, recompute: bool = False, **key: Unpack[NamespaceKeywords]
     ) -> AsyncConversation:
-        """See `LLM.resume`. tenant, cache_salt: those it was made with."""
-        from quire.engine.async_conversation import AsyncConversation
+        """See `LLM.resume`."""
+        self._require_open()
+        load = self.core.load_snapshot
+        found = await asyncio.to_thread(load, name, PrefixKey.of_namespace(**key), recompute=recompute)
+        return AsyncConversation(self, found)
 
-        resume = self.llm._snapshots().resume
-        reader = self.llm._reader()
-        own = self._engine.tenants.namespace_of(tenant, cache_salt, namespace)
-        found = await asyncio.to_thread(resume, name, own, reader, recompute=recompute)
-        found = replace(found, namespace=namespace)
-        return AsyncConversation(self, found, tenant=tenant, cache_salt=cache_salt)
-
-    async def snapshots(self, *, namespace: bytes = b"") -> list[Snapshot]:
+    async def snapshots(self, **key: Unpack[NamespaceKeywords]) -> list[Snapshot]:
         """See `LLM.snapshots`."""
-        return await asyncio.to_thread(self.llm._snapshots().list, namespace)
+        return await asyncio.to_thread(self.llm.snapshots, **key)
 
-    async def remove_snapshot(self, name: str, *, namespace: bytes = b"") -> None:
+    async def remove_snapshot(self, name: str, **key: Unpack[NamespaceKeywords]) -> None:
         """See `LLM.remove_snapshot`."""
-        await asyncio.to_thread(self.llm._snapshots().remove, name, namespace)
+        await asyncio.to_thread(self.llm.remove_snapshot, name, **key)
 
     # -- the end ---------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends all requests (their iterations raise CancelledError) and the thread."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._engine.wake()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        """Ends all its requests (their iterations raise CancelledError), and the LLM if it was made here.
+
+        In a child of `os.fork` nothing.
+        """
+        if not self._driver.process.is_here:
+            return
+        self._closing = True
+        self._driver.call(self._drop_all)
         self._grammar_thread.shutdown(wait=False)
         if self._owns_llm:
             self.llm.close()
+
+    def _drop_all(self) -> None:
+        error = CancelledError("the engine was closed while the request ran")
+        for queue, (name, sink) in self._requests.copy().items():
+            if self._driver.ticket(name) is queue:
+                self._driver.drop(name)
+                sink([(queue, error)])
 
     async def __aenter__(self) -> AsyncEngine:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.to_thread(self.close)
-
-    # -- the engine's thread ---------------------------------------------------------------------------
-
-    def _hand_over(self, command: Callable[[], None], *, if_closed: bool = True) -> None:
-        with self._wake:
-            if self._closing:
-                if if_closed:
-                    raise CancelledError("the engine is closed")
-                return
-            self._commands.append(command)
-            self._wake.notify()
-        self._engine.wake()
-
-    def _loop(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._commands or self._closing or self._engine.has_work):
-                    self._wake.wait()
-                if self._closing:
-                    break
-                commands = list(self._commands)
-                self._commands.clear()
-            try:
-                for command in commands:
-                    command()
-                if self._engine.has_work:
-                    self._deliver(self._engine.step())
-                    self.failure = None
-            except BaseException as error:  # A2; the engine has ended all its requests
-                self.failure = error
-                self._fail_all(error)
-        self._engine.abort_all()
-        self._fail_all(CancelledError("the engine was closed while the request ran"))
-        for command in self._commands:  # handed over but never taken: their listeners must hear of it
-            command()
-        self._commands.clear()
-        self._engine.abort_all()
-        self._fail_all(CancelledError("the engine was closed before the request ran"))
-
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Hands a step's outputs over, each event loop woken once."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Any], RequestOutput]]] = {}
-        for output in outputs:
-            listener = self._listeners.get(output.request_id)
-            if listener is not None:
-                by_loop.setdefault(listener.loop, []).append((listener.queue, output))
-                if output.finished:
-                    del self._listeners[output.request_id]
-        for loop, pairs in by_loop.items():
-            with suppress(RuntimeError):  # the loop is closed, nobody listens any more
-                loop.call_soon_threadsafe(_put_all, pairs)
-
-    def _abort(self, request_id: str, listener: _Listener | None) -> None:
-        """`listener`: abort only if the request is still the one of this listener."""
-        if listener is not None and self._listeners.get(request_id) is not listener:
-            return
-        output = self._engine.abort(request_id)
-        if output is not None:
-            self._deliver([output])
-
-    def _fail_all(self, error: BaseException) -> None:
-        listeners, self._listeners = self._listeners, {}
-        for listener in listeners.values():
-            listener.tell(error)

@@ -1,20 +1,12 @@
-"""How much memory a cache may have: what is free to this process, and the KV budget.
-
-Arithmetic and reading of /proc only; nothing is allocated here. Free memory is what the kernel says is available
-(MemAvailable), lowered to what the process's control groups (v1 and v2, every level) still allow.
-"""
+"""The KV budget: from `kv_memory` and what is free to bytes. Arithmetic only; nothing is allocated here."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
-from quire.errors import ArgumentError, CapacityError
-from quire.sizes import parse_size
+from quire.errors import CapacityError
+from quire.memory.free_memory import free_memory_bytes
+from quire.sizes import parse_budget
 
 __all__ = ["free_memory_bytes", "kv_memory_bytes"]
-
-_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 
 def kv_memory_bytes(kv_memory: str | int, *, most_useful_bytes: int, free_bytes: int | None = None) -> int:
@@ -24,89 +16,16 @@ def kv_memory_bytes(kv_memory: str | int, *, most_useful_bytes: int, free_bytes:
     *raises:* ArgumentError if it cannot be read, CapacityError if a size is more than is free.
     """
     free = free_memory_bytes() if free_bytes is None else free_bytes
-    if isinstance(kv_memory, str) and kv_memory.strip().lower() == "auto":
-        return min(free // 2, most_useful_bytes)
-    share = _SHARE.fullmatch(kv_memory) if isinstance(kv_memory, str) else None
-    if share is not None:
-        percent = float(share[1])
-        if not 0 < percent <= 100:
-            raise ArgumentError(
-                f"expected a share above 0% and up to 100%, got {kv_memory!r} - in `kv_memory`"
-            )
-        return int(free * percent / 100)
-    size = parse_size(
+    budget = parse_budget(
         kv_memory, where="kv_memory, which may also be a share such as 40% or auto - in `kv_memory`"
     )
-    if size > free:
+    if budget is None:
+        return min(free // 2, most_useful_bytes)
+    if isinstance(budget, float):
+        return int(free * budget)
+    if budget > free:
         raise CapacityError(
             f"expected a kv_memory within the {free / 2**30:.2f} GiB that are free to this process, got "
-            f"{size / 2**30:.2f} GiB - in `kv_memory`; lower it, or give a share such as 50%"
+            f"{budget / 2**30:.2f} GiB - in `kv_memory`; lower it, or give a share such as 50%"
         )
-    return size
-
-
-def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes this process can still use: the machine's available memory, and each control group's rest."""
-    free = _mem_available(root)
-    for limit_bytes, used_bytes in _control_groups(root):
-        free = min(free, max(0, limit_bytes - used_bytes))
-    return free
-
-
-def _mem_available(root: Path) -> int:
-    try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    raise CapacityError("expected /proc/meminfo with MemAvailable, got none; give kv_memory as a size")
-
-
-def _control_groups(root: Path) -> list[tuple[int, int]]:
-    """(limit, used) in bytes of every memory control group this process is in, the ancestors' too.
-
-    Page cache counts as used by the kernel but is given up under pressure: the inactive part is not counted.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found: list[tuple[int, int]] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            inactive = "total_inactive_file"
-        elif controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-            inactive = "inactive_file"
-        else:
-            continue
-        # In a container the path may name a group that is not mounted here; its own is then the mount's root.
-        parts = [part for part in path.split("/") if part and part != ".."]
-        for depth in range(len(parts), -1, -1):
-            group = base.joinpath(*parts[:depth])
-            limit, used = _read_int(group / names[0]), _read_int(group / names[1])
-            if limit is not None and used is not None:
-                found.append((limit, max(0, used - _inactive_file(group / "memory.stat", inactive))))
-    return found
-
-
-def _read_int(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None  # "max": no limit
-
-
-def _inactive_file(path: Path, name: str) -> int:
-    try:
-        for line in path.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
+    return budget

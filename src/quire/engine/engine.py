@@ -5,11 +5,11 @@
 
 Invariants
     E1  after a request has ended, by whatever way, it holds no block and the engine no reference to it.
-    E2  an error of one sample (its logits, its text) ends its own sample; an error of a step ends the requests
+    E2  an error of one sequence (its logits, its text) ends its own sequence; an error of a step ends the requests
         of that step; requests that wait go on. An interruption ends all requests and is raised.
     E3  a step that the storage has no memory for is as if it had never been; it ends no request but one that is alone.
 
-Cost per step beside the model: O(running samples), text only for those that stream or have stop strings.
+Cost per step beside the model: O(running sequences), text only for those that stream or have stop strings.
 """
 
 from __future__ import annotations
@@ -22,24 +22,29 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from quire.cache.answers import Dropped
 from quire.cache.pins import Pins
-from quire.engine.detokenizer import Detokenizer
-from quire.engine.fair_share import FairShare
-from quire.engine.intake import Intake
+from quire.cache.prefix_key import NOBODYS, ResolvedKey
+from quire.cache.protocol import KVCache, PrefixKVCache, shares_prefixes
+from quire.engine.monitor import CacheMonitor
 from quire.engine.outputs import Outputs
-from quire.engine.preemption import Parking
 from quire.engine.profile import NoProfile, Profile
-from quire.engine.request import Request, RequestOutput, Sample
-from quire.engine.sampling import sample_tokens
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.scheduled_step import ScheduledStep, StepRefusedError
-from quire.engine.scheduler import Scheduler
-from quire.engine.speeds import Speeds
-from quire.engine.tenants import Place, Retention, Tenants, retention_number
-from quire.engine.tier_loads import TierLoads
-from quire.engine.tier_stores import TierStores
-from quire.engine.watch import Watch
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, QuireError
+from quire.offload.load import TierLoads
+from quire.offload.speeds import Speeds
+from quire.offload.store import TierStores
+from quire.offload.swap import Swap
+from quire.sampling.detokenizer import Detokenizer
+from quire.sampling.params import SamplingParams
+from quire.sampling.sampler import sample_tokens
+from quire.scheduler.fair_share import FairShare
+from quire.scheduler.prompts import Prompt
+from quire.scheduler.request import Request, RequestOutput, RequestSequence
+from quire.scheduler.request_options import RequestOptions
+from quire.scheduler.request_validator import RequestValidator
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step import ScheduledStep, StepRefusedError
+from quire.scheduler.tenants import Tenants
 
 __all__ = ["Engine", "StepRunner"]
 
@@ -59,13 +64,13 @@ class Engine:
     max_model_len: longest sequence, prompt and output. sampling_defaults: see `SamplingParams.resolved`.
     seed: of the requests that bring none; the same submissions in the same order then give the same tokens.
     profile: takes the times of every step. preemption, loads, stores: see `LLM` and the classes; speeds: theirs, kept
-    up here. tenant_secret: see `Tenants`. watch: takes the cache's events and what was served (`watch.py`).
+    up here. tenant_secret: see `Tenants`. monitor: takes the cache's events and what was served (`monitor.py`).
     """
 
     def __init__(
         self,
         runner: StepRunner,
-        cache: Any,
+        cache: KVCache,
         *,
         vocab_size: int,
         max_model_len: int,
@@ -79,15 +84,17 @@ class Engine:
         profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
         speeds: Speeds | None = None,
-        parking: Parking | None = None,
+        swap: Swap | None = None,
         loads: TierLoads | None = None,
         stores: TierStores | None = None,
         tenant_secret: bytes | None = None,
-        watch: Watch | None = None,
+        monitor: CacheMonitor | None = None,
     ) -> None:
+        self.on_work: Callable[[], None] = lambda: None
+        """Called when an idle engine is about to take a request; what it raises, the request's caller gets."""
         self._runner = runner
         self._speeds = speeds or Speeds()
-        self.parking = parking or Parking(cache)
+        self.swap = swap or Swap(cache)
         self._loads = loads
         self._stores = stores
         self._cache = cache
@@ -97,7 +104,7 @@ class Engine:
         self.tenants = Tenants(cache, self.share, tenant_secret)
         self.pins: Pins = cache.pins
         self.pins.use_clock(clock)
-        self._intake = Intake(
+        self._validator = RequestValidator(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             tokenizer=tokenizer,
@@ -110,11 +117,11 @@ class Engine:
             pins=self.pins,
         )
         self._outputs = Outputs(tokenizer)
-        self.watch = watch
-        if watch is not None:
-            self.pins.on_expired = watch.pin_expired
-            if watch.tier_events is not None:
-                watch.tier_events.namespaces = lambda: [
+        self.monitor = monitor
+        if monitor is not None:
+            self.pins.on_expired = monitor.pin_expired
+            if monitor.tier_events is not None:
+                monitor.tier_events.namespaces = lambda: [
                     *self.tenants.namespaces_of(None),
                     self.tenants.public,
                 ]
@@ -124,12 +131,12 @@ class Engine:
             max_num_seqs=max_num_seqs,
             watermark=watermark,
             clock=clock,
-            parking=self.parking,
+            swap=self.swap,
             loads=loads,
-            on_reserved=self._collect,
+            on_reserved=self.collect,
             share=self.share,
         )
-        self.parking.on_reserved = self._collect
+        self.swap.on_reserved = self.collect
         self._num_generated_tokens = 0
         self._busy_s = 0.0
 
@@ -139,100 +146,71 @@ class Engine:
 
     # -- requests in -----------------------------------------------------------------------------------
 
-    def check(
-        self,
-        prompt_token_ids: Any,
-        params: SamplingParams,
-        *,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-        namespace: bytes = b"",
-        extra_keys: Mapping[int, bytes] | None = None,
-    ) -> tuple[np.ndarray, SamplingParams, int, Place]:
-        """See `Intake.check`: what is wrong with a request is raised, nothing changes."""
-        return self._intake.check(
-            prompt_token_ids,
-            params,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            namespace=namespace,
-            extra_keys=extra_keys,
-        )
+    def check(self, prompt: Prompt | Any, options: RequestOptions | SamplingParams | None = None) -> Request:
+        """The request that `submit` would queue. Nothing changes.
+
+        *raises:* PromptError, ArgumentError, CapacityError: it can never be served, with the numbers.
+        """
+        return self._validator.request(_prompt(prompt), _options(options))
 
     def check_tokens(self, prompt_token_ids: Any) -> np.ndarray:
         """A prompt as int32, a copy. *raises:* PromptError: empty, no integers, ids out of range, too long."""
-        return self._intake.check_tokens(prompt_token_ids)
+        return self._validator.check_tokens(prompt_token_ids)
 
     def has_grammar(self, params: SamplingParams) -> bool:
         """Whether `compile_grammar` has nothing to build; any thread may ask."""
-        return self._intake.has_grammar(params)
+        return self._validator.has_grammar(params)
 
     def compile_grammar(self, params: SamplingParams) -> None:
         """Builds the grammar of `params` ahead of `check` and `submit`, which find it then; any thread may.
 
         *raises:* ArgumentError: it cannot be used.
         """
-        self._intake.compile_grammar(params)
+        self._validator.compile_grammar(params)
 
     def use_default_max_tokens(self, num_tokens: int) -> None:
         """Has answers end there (256 if this is not called) where neither the request nor the model says how long."""
-        self._intake.default_max_tokens = num_tokens
+        self._validator.default_max_tokens = num_tokens
 
-    def submit(
-        self,
-        prompt_token_ids: Any,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        prompt: str | None = None,
-        priority: int = 0,
-        stream: bool = False,
-        deltas: bool = False,
-        namespace: bytes = b"",
-        extra_keys: Mapping[int, bytes] | None = None,
-        tenant: str | None = None,
-        cache_salt: str | None = None,
-        retention: Retention = "normal",
-    ) -> str:
-        """Queues a request and returns its id.
+    def submit(self, prompt: Prompt | Any, options: RequestOptions | SamplingParams | None = None) -> str:
+        """Queues a request and returns its id. prompt: a `Prompt` or token ids. options: only the sampling parameters,
+        where the rest is as ever.
 
-        priority: smaller is served first. stream: an output per step instead of one at the end; deltas: each with what
-        is new only. namespace, extra_keys: part of the identity of its cached content, see `quire.Cache`. tenant: whose
-        it is, of those that were added; cache_salt: text that divides the tenant's content further. retention: how its
-        content is kept once it has ended: "keep" goes last, "discard" first.
         *raises:* what `check` raises; nothing was changed then.
         """
-        kept_as = retention_number(retention)
-        checked = self.check(
-            prompt_token_ids,
-            params or SamplingParams(),
-            tenant=tenant,
-            cache_salt=cache_salt,
-            namespace=namespace,
-            extra_keys=extra_keys,
-        )
-        return self._queue(
-            *checked,
-            request_id=request_id,
-            prompt=prompt,
-            priority=checked[3].priority + priority,
-            stream=stream,
-            deltas=deltas,
-            retention=kept_as,
-            tenant=tenant,
-        ).request_id
+        return self.submit_all([(prompt, options)])[0]
 
-    def _queue(self, *checked: Any, **options: Any) -> Request:
-        """A request that `check` has let through, queued. options: of `Intake.request`."""
-        request = self._intake.request(*checked, **options)
-        if request.request_id in self.scheduler.requests:
-            raise ArgumentError(
-                f"expected a new request id, got {request.request_id!r}, which is still running"
-            )
-        self.scheduler.add(request)
-        tokens = request.prompt_token_ids
-        self.pins.touch(tokens, namespace=request.namespace, extra_keys=request.extra_keys)
-        return request
+    def submit_all(
+        self, requests: Sequence[tuple[Prompt | Any, RequestOptions | SamplingParams | None]]
+    ) -> list[str]:
+        """Queues all or none of them; their ids. *raises:* as `submit`."""
+        made: list[Request] = []
+        for number, (prompt, options) in enumerate(requests):
+            try:
+                made.append(self._validator.request(_prompt(prompt), _options(options), number=number))
+            except QuireError as error:
+                if len(requests) > 1:
+                    error.args = (f"{error} - in prompt {number} of {len(requests)}",)
+                raise
+        self._queue(made)
+        return [request.request_id for request in made]
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        """Queues what `RequestValidator.request` has made, all or none."""
+        if requests and not self.scheduler.has_work:
+            self.on_work()
+        taken = set(self.scheduler.requests)
+        for request in requests:
+            if request.request_id in taken:
+                raise ArgumentError(
+                    f"expected a new request id, got {request.request_id!r}, which is still running"
+                )
+            taken.add(request.request_id)
+            self.scheduler.check_request(request)  # `on_work` may have let go of pins that it counted on
+        self._validator.arrived(len(requests))
+        for request in requests:
+            self.scheduler.add(request)
+            self.pins.touch(request.prompt_token_ids, **request.key.content)
 
     def fork(
         self,
@@ -252,32 +230,25 @@ class Engine:
         parent = self.scheduler.requests.get(request_id)
         if parent is None:
             raise ArgumentError(f"expected a request that has not ended, got {request_id!r} - to fork")
-        if len(parent.samples) > 1:
+        if len(parent.sequences) > 1:
             raise ArgumentError(
-                f"expected a request with n=1 to fork, got {request_id!r} with n={len(parent.samples)}"
+                f"expected a request with n=1 to fork, got {request_id!r} with n={len(parent.sequences)}"
             )
-        sample = parent.samples[0]
+        sequence = parent.sequences[0]
         if params is None:
-            left = parent.max_tokens - len(sample.output_ids)
+            left = parent.max_tokens - len(sequence.output_ids)
             params = replace(parent.params, max_tokens=left, seed=None)
-        place = Place(parent.namespace, parent.extra_keys, parent.account)
-        tokens, params, max_tokens, _ = self._intake.check(sample.token_ids(), params, place=place)
-        child = self._queue(
-            tokens,
-            params,
-            max_tokens,
-            place,
+        options = replace(
+            parent.options,
+            params=params,
             request_id=new_request_id,
-            prompt=None,
-            priority=parent.priority,
             stream=parent.stream if stream is None else stream,
-            deltas=parent.deltas,
-            retention=parent.retention,
-            tenant=parent.tenant,
         )
-        if sample.matcher is not None and params.forms == parent.params.forms:
-            child.samples[0].matcher = sample.matcher.copy()
-        self.scheduler.branch(sample, child.samples[0])
+        child = self._validator.request(Prompt(None, sequence.token_ids()), options, key=parent.key)
+        self._queue([child])
+        if sequence.matcher is not None and params.forms == parent.params.forms:
+            child.sequences[0].matcher = sequence.matcher.copy()
+        self.scheduler.branch(sequence, child.sequences[0])
         return child.request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -296,10 +267,10 @@ class Engine:
         if self._loads is not None:
             self._loads.changed.set()
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Has what memory gave up, or gained, stored in the tiers as far as their policy says so."""
-        if self.watch is not None:
-            self.watch.collect()
+        if self.monitor is not None:
+            self.monitor.collect()
         elif self._stores is not None:
             self._stores.collect()
 
@@ -334,8 +305,8 @@ class Engine:
             self._profile.end(scheduled)
             self._busy_s += self._clock() - started
 
-    def _compute(self, scheduled: ScheduledStep) -> list[Sample]:
-        """Runs a step; the samples that drew a token or ended."""
+    def _compute(self, scheduled: ScheduledStep) -> list[RequestSequence]:
+        """Runs a step; the sequences that drew a token or ended."""
         try:
             logits = self._runner.run(scheduled)
             self._profile.lap("forward")
@@ -346,53 +317,81 @@ class Engine:
         except StepRefusedError as refused:  # E3
             return self.scheduler.refuse(scheduled, refused.__cause__)
         except Exception as error:  # E2: the step's requests end with it
-            ended = [sample for s in scheduled.samples for sample in s.request.samples]
-            for sample in ended:
-                self.scheduler.finish(sample, "error", error)
+            ended = [sequence for s in scheduled.sequences for sequence in s.request.sequences]
+            for sequence in ended:
+                self.scheduler.finish(sequence, "error", error)
             return ended
         self.scheduler.update(scheduled, tokens)
-        self._collect()
+        self.collect()
         self._profile.lap("update")
         self._num_generated_tokens += len(scheduled.sampled)
-        for sample in scheduled.sampled:
-            if sample.detokenizer is not None:
-                self._read(sample, sample.detokenizer)
-        return [sample for sample in scheduled.sampled if sample.request.stream or sample.finished]
+        for sequence in scheduled.sampled:
+            if sequence.detokenizer is not None:
+                self._read(sequence, sequence.detokenizer)
+        return [sequence for sequence in scheduled.sampled if sequence.request.stream or sequence.finished]
 
-    def _read(self, sample: Sample, detokenizer: Detokenizer) -> None:
-        """Turns a sample's newest token into text and ends the sample at a stop string."""
+    def _read(self, sequence: RequestSequence, detokenizer: Detokenizer) -> None:
+        """Turns a sequence's newest token into text and ends the sequence at a stop string."""
         try:
-            if not (sample.finished and sample.finish_reason != "length"):
-                detokenizer.push(sample.output_ids[-1:])
+            if not (sequence.finished and sequence.finish_reason != "length"):
+                detokenizer.push(sequence.output_ids[-1:])
             if detokenizer.stopped:
-                self.scheduler.finish(sample, "stop")
-                sample.finish_reason = "stop"  # rather than the length it reached with the same token
-        except Exception as error:  # of this sample alone (E2)
-            self.scheduler.finish(sample, "error", error)
-            sample.finish_reason, sample.error = "error", error
+                self.scheduler.finish(sequence, "stop")
+                sequence.finish_reason = "stop"  # rather than the length it reached with the same token
+        except Exception as error:  # of this sequence alone (E2)
+            self.scheduler.finish(sequence, "error", error)
+            sequence.finish_reason, sequence.error = "error", error
 
     def resize(self, num_blocks: int) -> np.ndarray:
-        """Has the cache hold `num_blocks` units from now on; int32, the ids given up. Running requests go on.
+        """Has the cache hold `num_blocks` blocks from now on; int32, the ids given up. Running requests go on.
 
-        Where more units are in use, requests are preempted, the last first, and computed again later. One that cannot
+        Where more blocks are in use, requests are preempted, the last first, and computed again later. One that cannot
         fit any more ends with a CapacityError when its turn comes.
         """
+        cache = self._elastic("resize")
         self.scheduler.preempt_to(num_blocks)
-        given_up = self._cache.resize(num_blocks)
-        if self.watch is not None:
-            self.watch.collect(keep_forgotten=True)
+        return self._given_up(lambda: cache.resize(num_blocks))
+
+    def trim(self) -> np.ndarray:
+        """Has the cache forget all that nobody holds; int32, the ids that nobody uses then."""
+        return self._given_up(self._elastic("trim").trim)
+
+    def _elastic(self, where: str) -> PrefixKVCache:
+        if not shares_prefixes(self._cache):
+            raise ArgumentError(
+                f"expected a cache whose memory can be given up block by block, got {self._cache!r} in {where}; use "
+                "storage paged or virtual"
+            )
+        return self._cache
+
+    def _given_up(self, give_up: Callable[[], np.ndarray]) -> np.ndarray:
+        """What a call gives up for want of memory: tiers keep it, but not what was dropped before."""
+        self.collect()
+        block_ids = give_up()
+        if self.monitor is not None:
+            self.monitor.collect(keep_forgotten=True)
         elif self._stores is not None:
             self._stores.collect(keep_forgotten=True)
-        return given_up
+        return block_ids
+
+    def drop(self, tokens: np.ndarray, key: ResolvedKey = NOBODYS) -> Dropped:
+        """Has memory forget all that begins with these tokens, and tells so; tiers keep what they have.
+
+        What requests hold is not found from now on, and free when they end. *raises:* ArgumentError: some of it is
+        pinned; nothing has changed.
+        """
+        dropped = self.scheduler.drop(tokens, key)
+        self.collect()
+        return dropped
 
     # -- outputs ---------------------------------------------------------------------------------------
 
-    def _outputs_of(self, samples: list[Sample]) -> list[RequestOutput]:
-        """One output for each request that ended, or streams, among those of `samples`."""
+    def _outputs_of(self, sequences: list[RequestSequence]) -> list[RequestOutput]:
+        """One output for each request that ended, or streams, among those of `sequences`."""
         outputs: list[RequestOutput] = []
         seen: set[str] = set()
-        for sample in samples:
-            request = sample.request
+        for sequence in sequences:
+            request = sequence.request
             if request.request_id not in seen:
                 seen.add(request.request_id)
                 if request.finished:
@@ -402,8 +401,8 @@ class Engine:
         return outputs
 
     def _finished(self, request: Request) -> RequestOutput:
-        if self.watch is not None:
-            self.watch.served(request)
+        if self.monitor is not None:
+            self.monitor.served(request)
         return self._outputs.finished(request)
 
     # -- counts -----------------------------------------------------------------------------
@@ -436,12 +435,20 @@ class Engine:
             "num_steps": scheduler.num_steps,
             "num_preemptions": scheduler.num_preemptions,
             "num_loading": len(scheduler.loading),
-            "num_parked": self.parking.num_parked,
-            "parked_bytes": self.parking.num_bytes,
-            "num_restored_tokens": self.parking.num_restored_tokens,
+            "num_swapped": self.swap.num_swapped,
+            "swapped_bytes": self.swap.num_bytes,
+            "num_restored_tokens": self.swap.num_restored_tokens,
             "num_loaded_tokens": self._loads.loaded_tokens.total() if self._loads is not None else 0,
             "hit_tokens_by_tier": self._hit_tokens(),
             "hit_rate": num_cached / num_prompt if num_prompt else 0.0,
             "busy_s": self._busy_s,
             "tokens_per_second": self._num_generated_tokens / self._busy_s if self._busy_s else 0.0,
         }
+
+
+def _prompt(prompt: Any) -> Prompt:
+    return prompt if isinstance(prompt, Prompt) else Prompt(None, prompt)
+
+
+def _options(options: RequestOptions | SamplingParams | None) -> RequestOptions:
+    return options if isinstance(options, RequestOptions) else RequestOptions.of(options)

@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from quire.cache.history import Loss
-from quire.cache.mirror import Block, block_hashes, namespace_digest
-from quire.engine.tenants import Place, Tenants
-from quire.engine.tier_loads import Search, TierLoads
-from quire.engine.watch import Watch
+from quire.cache.block_hash import block_hashes, namespace_digest
+from quire.cache.prefix_key import ResolvedKey
+from quire.engine.monitor import CacheMonitor
+from quire.observe.history import Loss
+from quire.observe.mirror import Block
+from quire.offload.load import Search, TierLoads
+from quire.scheduler.tenants import Tenants
 
 if TYPE_CHECKING:
-    from quire.cache.cache import Cache
-    from quire.engine.snapshots import InEngine
+    from quire.cache.protocol import KVCache
+    from quire.offload.waiting import InEngine
 
 __all__ = ["Explanation", "OnDisk", "Question", "Reason", "explain"]
 
@@ -138,7 +140,7 @@ class Question:
     """tenant: who asks; is_administrator: who is told of others too."""
 
     tokens: np.ndarray
-    place: Place
+    key: ResolvedKey
     tenant: str | None
     is_administrator: bool
 
@@ -155,8 +157,8 @@ class _Unknown:
 
 
 def explain(
-    cache: Cache,
-    watch: Watch,
+    cache: KVCache,
+    monitor: CacheMonitor,
     tenants: Tenants,
     ask: Callable[[], Question],
     in_engine: InEngine,
@@ -171,10 +173,10 @@ def explain(
 
     def begin() -> tuple[Question, Search | None]:
         question = ask()
-        place = question.place
+        key = question.key
         if loads is None:
             return question, None
-        return question, loads.look_up(question.tokens, place.namespace, place.extra_keys)
+        return question, loads.look_up(question.tokens, key.namespace, key.extra_keys)
 
     before = {} if loads is None else loads.unanswered()
     question, search = in_engine(begin)
@@ -184,15 +186,15 @@ def explain(
         waited_for = loads.waited_for(search)
         after = loads.unanswered()
         silent = tuple(name for name in after if name in waited_for or after[name] > before[name])
-    found = in_engine(lambda: _in_memory(cache, watch, tenants, question, loads, search, silent))
+    found = in_engine(lambda: _in_memory(cache, monitor, tenants, question, loads, search, silent))
     if isinstance(found, Explanation):
         return found
     return _beyond_memory(found, on_disk(question, found.reached))
 
 
 def _in_memory(
-    cache: Cache,
-    watch: Watch,
+    cache: KVCache,
+    monitor: CacheMonitor,
     tenants: Tenants,
     question: Question,
     loads: TierLoads | None,
@@ -200,17 +202,17 @@ def _in_memory(
     silent: tuple[str, ...],
 ) -> Explanation | _Unknown:
     """The engine's part, once the tiers have answered: they are not asked here."""
-    tokens, place = question.tokens, question.place
-    watch.feed.collect()
-    found = cache.match(tokens, namespace=place.namespace, extra_keys=place.extra_keys).num_tokens
+    tokens, key = question.tokens, question.key
+    monitor.feed.collect()
+    found = cache.match(tokens, namespace=key.namespace, extra_keys=key.extra_keys).num_tokens
     by_tier = _in_tiers(search, found) if search is not None else {}
     reached = found + sum(by_tier.values())
-    loss, expired_at, at, nearest = _look(watch, tokens, place, reached)
+    loss, expired_at, at, nearest = _look(monitor, tokens, key, reached)
     common: dict[str, Any] = {
         "num_tokens": len(tokens),
         "num_hit_tokens": found,
         "num_tier_tokens": by_tier,
-        "num_published_tokens": min(place.num_published, found),
+        "num_published_tokens": min(key.num_published, found),
         "silent_tiers": silent,
         "tokens": tokens,
         "nearest": nearest,
@@ -228,9 +230,9 @@ def _in_memory(
         return Explanation(
             **common,
             reason="expired" if is_expired else "evicted" if loss.reason == "evicted" else "forgotten",
-            lost_s_ago=watch.clock() - loss.at,
+            lost_s_ago=monitor.clock() - loss.at,
             idle_s=loss.idle_s,
-            lost_for=_name(tenants, loss.account) if is_told else None,
+            lost_for=_name(tenants, loss.owner_id) if is_told else None,
         )
     elsewhere = _other_namespace(cache, tenants, question, reached)
     if elsewhere is not None:
@@ -239,8 +241,8 @@ def _in_memory(
         common,
         reached,
         differs_at=at,
-        is_log_full=watch.history.num_forgotten > 0,
-        is_end=reached >= len(tokens) // watch.mirror.block_size * watch.mirror.block_size,
+        is_log_full=monitor.history.num_forgotten > 0,
+        is_end=reached >= len(tokens) // monitor.mirror.block_size * monitor.mirror.block_size,
     )
 
 
@@ -272,38 +274,38 @@ def _in_tiers(search: Search, found: int) -> dict[str, int]:
 
 
 def _look(
-    watch: Watch, tokens: np.ndarray, place: Place, found: int
+    monitor: CacheMonitor, tokens: np.ndarray, key: ResolvedKey, found: int
 ) -> tuple[Loss | None, float | None, int, np.ndarray]:
     """What became of the block in which token `found` lies; where the nearest one differs, and its tokens."""
-    mirror = watch.mirror
+    mirror = monitor.mirror
     size = mirror.block_size
-    hashes = block_hashes(place.namespace, tokens, place.extra_keys, size)
+    hashes = block_hashes(key.namespace, tokens, key.extra_keys, size)
     index = found // size
     rest = tokens[index * size : (index + 1) * size]
     keys = {
         at - index * size: key
-        for at, key in (place.extra_keys or {}).items()
+        for at, key in (key.extra_keys or {}).items()
         if index * size <= at < (index + 1) * size
     }
-    loss, expired_at = watch.history.loss_of(hashes, index, rest, keys)
-    siblings = mirror.roots.get(place.namespace, {}) if index == 0 else None
+    loss, expired_at = monitor.history.loss_of(hashes, index, rest, keys)
+    siblings = mirror.roots.get(key.namespace, {}) if index == 0 else None
     if siblings is None:
         parent = mirror.by_hash.get(hashes[index - 1]) if index <= len(hashes) else None
         siblings = parent.children if parent is not None else {}
     best, nearest = -1, np.empty(0, np.int32)
     for block in siblings.values():
-        if block.is_there and _may_be_shown(block, keys, place, index * size):
+        if block.is_there and _may_be_shown(block, keys, key, index * size):
             num = _num_common(block, rest, keys)
             if num > best:
                 best, nearest = num, block.tokens
     return loss, expired_at, index * size + max(best, 0), nearest
 
 
-def _may_be_shown(block: Block, keys: Mapping[int, bytes], place: Place, start: int) -> bool:
+def _may_be_shown(block: Block, keys: Mapping[int, bytes], key: ResolvedKey, start: int) -> bool:
     """In the public namespace: what is published, and what carries the asking tenant's own key."""
-    if not place.num_published:
+    if not key.num_published:
         return True
-    behind = place.num_published - start  # offset of the first token that is a tenant's own
+    behind = key.num_published - start  # offset of the first token that is a tenant's own
     if behind >= len(block.tokens):
         return True
     return behind < 0 or block.extra_keys.get(behind) == keys.get(behind)
@@ -319,16 +321,16 @@ def _num_common(block: Block, rest: np.ndarray, keys: Mapping[int, bytes]) -> in
     return num
 
 
-def _other_namespace(cache: Cache, tenants: Tenants, question: Question, reached: int) -> str | None:
+def _other_namespace(cache: KVCache, tenants: Tenants, question: Question, reached: int) -> str | None:
     """A namespace that the asker may know of and that has more of it."""
-    tokens, place = question.tokens, question.place
+    tokens, key = question.tokens, question.key
     own = [] if question.tenant is None else tenants.namespaces_of(question.tenant)
     if question.is_administrator:
         own = cache.namespaces()
     for namespace in own:
-        if namespace == place.namespace or namespace == tenants.public:
+        if namespace == key.namespace or namespace == tenants.public:
             continue
-        extra_keys = None if place.num_published else place.extra_keys
+        extra_keys = None if key.num_published else key.extra_keys
         if cache.match(tokens, namespace=namespace, extra_keys=extra_keys).num_tokens > reached:
             owner = tenants.owner_of(namespace)
             digest = namespace_digest(namespace) or "the one without a name"
@@ -336,7 +338,8 @@ def _other_namespace(cache: Cache, tenants: Tenants, question: Question, reached
     return None
 
 
-def _name(tenants: Tenants, account: int) -> str:
+def _name(tenants: Tenants, owner_id: int) -> str:
     return next(
-        (f"tenant {tenant.name!r}" for tenant in tenants if tenant.account == account), "nobody in particular"
+        (f"tenant {tenant.name!r}" for tenant in tenants if tenant.owner_id == owner_id),
+        "nobody in particular",
     )

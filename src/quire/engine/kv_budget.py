@@ -1,9 +1,9 @@
 """`KVBudget`: how much memory the KV cache of one `LLM` may take, what fits in it, how it is changed.
 
-Over an engine and its storage, which keep the units: it only sees to it that both always have the same number, and that
-pins may take their share of it. Not thread-safe: calls are made between two steps.
+Over an engine and its storage, which keep the blocks: it only sees to it that both always have the same number, and
+that pins may take their share of it. Not thread-safe: calls are made between two steps.
 
-Cost: `resize` and `trim` O(units given up or made); `prefault` a page fault for each page; figures O(1).
+Cost: `resize` and `trim` O(blocks given up or made); `prefault` a page fault for each page; figures O(1).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quire.engine.shares import parse_share
-from quire.engine.storages import OpenStorage, StorageOptions
+from quire.config import EngineConfig
+from quire.engine.storages import OpenStorage, num_blocks_within
 from quire.errors import ArgumentError
-from quire.sizes import format_size
+from quire.sizes import format_size, parse_share
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
@@ -23,54 +23,47 @@ __all__ = ["KVBudget"]
 
 
 class KVBudget:
-    """options: what the storage was opened with. pin_memory: what pins may take, a size or a share.
-
-    *raises:* ArgumentError: of `pin_memory`.
-    """
+    """config: what the storage was opened with."""
 
     def __init__(
         self,
         opened: OpenStorage,
         engine: Engine,
-        options: StorageOptions,
+        config: EngineConfig,
         *,
         max_model_len: int,
-        max_num_seqs: int,
-        pin_memory: str | int,
     ) -> None:
         self._name = opened.name
         self._storage = opened.storage
         self._cache = opened.cache
         self._engine = engine
         # "virtual" has blocks of its pieces.
-        self.block_size = opened.cache.block_size if opened.name == "virtual" else options.block_size
-        self._options = replace(options, block_size=self.block_size)
+        self.block_size = opened.cache.block_size if opened.name == "virtual" else config.block_size
+        self._config = config
         self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
-        self._pin_memory = pin_memory
         self.num_blocks: int = opened.cache.num_blocks
         self._limit_pins()
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self._cache.unit_bytes
+        return self.num_blocks * self._cache.block_bytes
 
     @property
     def max_num_full_sequences(self) -> int:
         """Sequences of `max_model_len` tokens that the cache holds at once."""
-        return self.num_blocks // self._cache.units_alone(self._max_model_len)
+        return self.num_blocks // self._cache.blocks_alone(self._max_model_len)
 
     @property
     def max_num_tokens(self) -> int:
         """Tokens that the cache holds in sequences of at most `max_model_len`."""
-        units = self._cache.units_alone(self._max_model_len)
-        if self.num_blocks < units:
+        num_alone = self._cache.blocks_alone(self._max_model_len)
+        if self.num_blocks < num_alone:
             return self._cache.max_tokens_alone()
-        return self.num_blocks * self._max_model_len // units
+        return self.num_blocks * self._max_model_len // num_alone
 
     def __str__(self) -> str:
         """What the cache can hold, in one line."""
-        blocks = f"{self.num_blocks} {self._cache.unit}s"
+        blocks = f"{self.num_blocks} {self._cache.block_name}s"
         if self._name in ("paged", "virtual"):
             blocks += f" of {self.block_size} tokens"
         return (
@@ -83,12 +76,13 @@ class KVBudget:
         """See `LLM.resize`. *raises:* ArgumentError, CapacityError: nothing was changed."""
         self._require_elastic()
         storage = self._storage
-        num_blocks = replace(self._options, kv_memory=kv_memory).num_blocks(
+        num_blocks = num_blocks_within(
+            replace(self._config, kv_memory=kv_memory),
             self._cache.spec,
-            storage.unit_bytes,
             self._max_model_len,
-            self._max_num_seqs,
-            storage.bytes_committed,
+            block_size=self.block_size,
+            block_bytes=storage.block_bytes,
+            own_bytes=storage.bytes_committed,
         )
         self._engine.tenants.check_resize(num_blocks)
         if num_blocks > storage.num_blocks:
@@ -100,12 +94,7 @@ class KVBudget:
     def trim(self) -> None:
         """See `LLM.trim`. *raises:* ArgumentError, CapacityError: the system refuses; the budget stays."""
         self._require_elastic()
-        counts = self._engine.stats()
-        given_up = self._engine.resize(max(1, counts["held"] + counts["leased"] + counts["pinned"]))
-        try:
-            self._storage.give_back(given_up)
-        finally:  # the budget stays, also where the system refuses
-            self._engine.resize(self.num_blocks)
+        self._storage.give_back(self._engine.trim())
 
     def prefault(self) -> bool:
         """See `LLM.prefault`."""
@@ -116,9 +105,9 @@ class KVBudget:
         return self._storage.commit_ahead(0, self.num_blocks)
 
     def _limit_pins(self) -> None:
-        unit_bytes = self._cache.unit_bytes
-        size = parse_share("pin_memory", self._pin_memory, self.num_blocks * unit_bytes)
-        self._cache.pins.max_units = size // unit_bytes
+        block_bytes = self._cache.block_bytes
+        size = parse_share("pin_memory", self._config.pin_memory, self.num_blocks * block_bytes)
+        self._cache.pins.max_blocks = size // block_bytes
 
     def _require_elastic(self) -> None:
         if not self._storage.capabilities.elastic:

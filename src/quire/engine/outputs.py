@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from quire.engine.detokenizer import decode
-from quire.engine.request import CompletionOutput, Request, RequestOutput, Sample, Timings
+from quire.sampling.detokenizer import decode
+from quire.scheduler.request import CompletionOutput, Request, RequestOutput, RequestSequence, Timings
 
 __all__ = ["Outputs"]
 
@@ -44,42 +44,42 @@ class Outputs:
             prompt=request.prompt,
             prompt_token_ids=request.prompt_list,
             num_cached_tokens=request.num_cached_tokens,
-            outputs=[self._completion(sample) for sample in request.samples],
+            outputs=[self._completion(sequence) for sequence in request.sequences],
             finished=request.finished,
             timings=Timings(*(None if at is None else at - arrival for at in times)),
             num_tier_tokens=dict(request.num_tier_tokens),
         )
 
-    def _completion(self, sample: Sample) -> CompletionOutput:
+    def _completion(self, sequence: RequestSequence) -> CompletionOutput:
         text, new_text = "", ""
         try:
-            text, new_text = self._text(sample)
+            text, new_text = self._text(sequence)
         except Exception as error:  # a tokenizer that cannot decode what the model wrote (E2)
-            sample.finish_reason, sample.error = "error", error
+            sequence.finish_reason, sequence.error = "error", error
         shown = 0
-        if sample.request.deltas:
-            text, shown, sample.num_shown = new_text, sample.num_shown, len(sample.output_ids)
+        if sequence.request.deltas:
+            text, shown, sequence.num_shown = new_text, sequence.num_shown, len(sequence.output_ids)
         return CompletionOutput(
-            index=sample.index,
+            index=sequence.index,
             text=text,
-            token_ids=sample.output_ids[shown:],
-            finish_reason=sample.finish_reason,
-            logprobs=None if sample.logprobs is None else sample.logprobs[shown:],
+            token_ids=sequence.output_ids[shown:],
+            finish_reason=sequence.finish_reason,
+            logprobs=None if sequence.logprobs is None else sequence.logprobs[shown:],
             new_text=new_text,
-            error=sample.error,
+            error=sequence.error,
         )
 
-    def _text(self, sample: Sample) -> tuple[str, str]:
+    def _text(self, sequence: RequestSequence) -> tuple[str, str]:
         """The text so far, and what of it no output has shown yet."""
-        detokenizer = sample.detokenizer
+        detokenizer = sequence.detokenizer
         if detokenizer is not None:
-            if sample.finished:
+            if sequence.finished:
                 detokenizer.finish()
             return detokenizer.text, detokenizer.take_new()
-        if self._tokenizer is None or not sample.finished:
+        if self._tokenizer is None or not sequence.finished:
             return "", ""
-        ids = sample.output_ids
-        if sample.finish_reason == "stop":
+        ids = sequence.output_ids
+        if sequence.finish_reason == "stop":
             ids = ids[:-1]  # the stop token
-        text = decode(self._tokenizer, ids, sample.request.prompt_token_ids[-8:].tolist())
+        text = decode(self._tokenizer, ids, sequence.request.prompt_token_ids[-8:].tolist())
         return text, text

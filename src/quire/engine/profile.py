@@ -2,7 +2,7 @@
 
 A step is cut into laps, one after another, so that they sum to the step. The lap of the model's forward is cut once
 more: by the records of its linear layers, its attention and its KV writes, from the native kernels and, for what
-torch computes (`backend="python"`), from `quire.model.watch`; the rest of the forward is the other operators.
+torch computes (`backend="python"`), from `quire.model.monitor`; the rest of the forward is the other operators.
 Only what happens in `Engine.step` is measured: not the encoding of prompts, not what lies between two steps.
 
 Invariants
@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from quire.backends import native_module
-from quire.engine.scheduled_step import ScheduledStep
 from quire.errors import ArgumentError
+from quire.scheduler.step import ScheduledStep
 
 __all__ = ["MAX_TRACED_STEPS", "PHASES", "NoProfile", "Profile", "check_trace_path"]
 
@@ -42,7 +42,7 @@ PHASES = (
     "fused operators",  # the rest of the native calls of fused layers: norms above all
     "other operators",  # torch's, and the model's Python
     "sampling",
-    "update",  # what was computed committed, tokens appended, samples ended
+    "update",  # what was computed committed, tokens appended, sequences ended
     "detokenize",  # text, and the outputs made of it
 )
 _LAPS = ("schedule", "plan", "forward", "sampling", "update", "detokenize")
@@ -132,7 +132,7 @@ class Profile(NoProfile):
         done = _Step(
             kind="decode" if step.is_decode else "prefill",
             num_tokens=len(step.input_ids),
-            num_sequences=len(step.samples),
+            num_sequences=len(step.sequences),
             start_ns=self._start_ns,
             stop_ns=self._last_ns,
             laps=self._laps,

@@ -21,14 +21,15 @@ from typing import Any
 
 import numpy as np
 
+from quire.cache.block_hash import root_key
+from quire.cache.protocol import CacheSequence, StepPlan
 from quire.engine.llm import LLM
-from quire.engine.scheduled_step import ScheduledStep
 from quire.errors import CapacityError
-from quire.memory.unit_bytes import read_units
+from quire.scheduler.step import ScheduledStep
+from quire.spec.payload import PayloadLayout
 from quire.tiers.disk import DiskTier
 from quire.tiers.disk_index import StoredEntry
-from quire.tiers.keys import root_key
-from quire.tiers.segment import SegmentError, SegmentShape, decode
+from quire.tiers.segment import SegmentError, decode
 
 __all__ = ["Compared", "block_size_for", "compare_sample", "first_difference", "recomputed"]
 
@@ -51,9 +52,9 @@ class Compared:
     token: int = -1
 
 
-def block_size_for(entries: Sequence[StoredEntry], largest: int = 16) -> int:
+def block_size_for(entries: Sequence[StoredEntry]) -> int:
     """A block size at whose boundaries all of these segments begin."""
-    return gcd(largest, *(entry.info.start for entry in entries))
+    return gcd(16, *(entry.info.start for entry in entries))
 
 
 def compare_sample(
@@ -62,7 +63,6 @@ def compare_sample(
     num_segments: int,
     *,
     seed: int = 0,
-    namespaces: Sequence[bytes] = (b"",),
 ) -> Iterator[Compared]:
     """Compares `num_segments` segments drawn from the comparable ones; what is not comparable comes first.
 
@@ -71,17 +71,17 @@ def compare_sample(
     entries = list(tier.entries())
     with open_llm(block_size_for(entries)) as llm:
         assert llm.tiers is not None
-        ours = {root_key(llm.tiers.fingerprint, namespace) for namespace in namespaces}
+        own_root = root_key(llm.tiers.fingerprint, b"")
         candidates = []
         for entry in entries:
-            if entry.info.root in ours and llm.cache.backend == "native":
-                candidates.append(entry)
-            elif entry.info.root in ours:
-                yield Compared(entry, reason="the python back end's bits are not exact")
-            else:
+            if entry.info.root != own_root:
                 yield Compared(
                     entry, reason="of another model, dtype, build or processor, or another namespace"
                 )
+            elif llm.cache.backend != "native":
+                yield Compared(entry, reason="the python back end's bits are not exact")
+            else:
+                candidates.append(entry)
         for entry in random.Random(seed).sample(candidates, min(num_segments, len(candidates))):
             yield _compare(tier, llm, entry)
 
@@ -97,25 +97,22 @@ def _compare(tier: DiskTier, llm: LLM, entry: StoredEntry) -> Compared:
         return Compared(entry, reason="it is gone")
     tokens = np.concatenate([np.frombuffer(one.info.tokens, "<i4") for one in chain])
     start = entry.info.start
-    shape = SegmentShape.of(llm.spec)
+    layout = PayloadLayout.of(llm.spec)
     try:
-        stored = decode(value, key=entry.key, tokens=tokens[start:], start=start, shape=shape)
+        stored = decode(value, key=entry.key, tokens=tokens[start:], start=start, layout=layout)
     except SegmentError as error:
         return Compared(entry, difference=str(error))
     if len(tokens) > llm.max_model_len:
         return Compared(entry, reason=f"{len(tokens)} tokens, more than max_model_len {llm.max_model_len}")
     try:
-        computed = recomputed(llm, tokens, start)
+        computed = llm.driver.call(lambda: recomputed(llm, tokens, start))
     except CapacityError as error:
         return Compared(entry, reason=str(error))
-    found = first_difference(stored, computed, shape)
+    found = first_difference(stored, computed, layout)
     if found is None:
         return Compared(entry)
     layer, token = found
-    own_layers = [index for index, one in enumerate(llm.spec.layers) if one.shares_kv_with is None]
-    return Compared(
-        entry, difference="other bits than computed", layer=own_layers[layer], token=start + token
-    )
+    return Compared(entry, difference="other bits than computed", layer=layer, token=start + token)
 
 
 def recomputed(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
@@ -124,46 +121,49 @@ def recomputed(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
     *raises:* CapacityError: the sequence does not fit.
     """
     cache, tiers = llm.cache, llm.tiers
-    storage: Any = llm._require_open()
+    llm.driver.require_open()
+    storage: Any = llm.core.storage
     llm.engine.scheduler.check_fits(len(tokens), f"a segment that ends at token {len(tokens)}")
-    payload = np.zeros((len(tokens) - start) * llm.spec.bytes_per_token, np.uint8)
-    sequence = cache.open(tokens, namespace=_NAMESPACE, max_num_tokens=len(tokens))
+    payload = np.zeros(PayloadLayout.of(llm.spec).num_bytes(len(tokens) - start), np.uint8)
+    cache_sequence = cache.open(tokens, namespace=_NAMESPACE, max_num_tokens=len(tokens))
     first_block = start // cache.block_size
     try:
         done = 0
         while done < len(tokens):
-            stop, plan = _reserved(llm, sequence, done, len(tokens))
+            stop, plan = _reserved(llm, cache_sequence, done, len(tokens))
             if tiers is not None:
                 tiers.stores.collect()
-            llm.runner.run(_step(sequence, tokens, done, stop, plan))
+            llm.runner.run(_step(cache_sequence, tokens, done, stop, plan))
             if stop > start:
-                units = np.stack([sequence.block_table(group) for group in range(cache.num_groups)])
-                own = units[:, first_block:]
-                read_units(storage, own, stop - start, first=max(0, done - start), out=payload)
-            cache.commit(sequence, stop)  # not before: what lies behind a window goes now
+                block_ids = np.stack([cache_sequence.block_table(group) for group in range(cache.num_groups)])
+                own = block_ids[:, first_block:]
+                storage.read_blocks(own, stop - start, first=max(0, done - start), out=payload)
+            cache.commit(cache_sequence, stop)  # not before: what lies behind a window goes now
             done = stop
     finally:
-        cache.close(sequence)
+        cache.close(cache_sequence)
         cache.drop([], namespace=_NAMESPACE)
     return payload
 
 
-def _reserved(llm: LLM, sequence: Any, done: int, end: int) -> tuple[int, Any]:
+def _reserved(llm: LLM, cache_sequence: CacheSequence, done: int, end: int) -> tuple[int, StepPlan]:
     """As many tokens as there is room for, halved until they fit."""
     count = min(end - done, llm.engine.scheduler.max_batch_tokens)
     while count:
-        plan = llm.cache.reserve([sequence], [count])
+        plan = llm.cache.reserve([cache_sequence], [count])
         if plan is not None:
             return done + count, plan
         count //= 2
     raise CapacityError(f"expected room for token {done}, got none; raise kv_memory")
 
 
-def _step(sequence: Any, tokens: np.ndarray, start: int, stop: int, plan: Any) -> ScheduledStep:
+def _step(
+    cache_sequence: CacheSequence, tokens: np.ndarray, start: int, stop: int, plan: StepPlan
+) -> ScheduledStep:
     empty = np.zeros(0, np.int64)
     return ScheduledStep(
-        samples=[],
-        sequence_ids=np.array([sequence.id], np.int64),
+        sequences=[],
+        sequence_ids=np.array([cache_sequence.id], np.int64),
         num_new_tokens=np.array([stop - start], np.int32),
         input_ids=tokens[start:stop].astype(np.int64),
         positions=np.arange(start, stop, dtype=np.int64),
@@ -175,18 +175,15 @@ def _step(sequence: Any, tokens: np.ndarray, start: int, stop: int, plan: Any) -
     )
 
 
-def first_difference(stored: np.ndarray, computed: np.ndarray, shape: SegmentShape) -> tuple[int, int] | None:
+def first_difference(
+    stored: np.ndarray, computed: np.ndarray, layout: PayloadLayout
+) -> tuple[int, int] | None:
     """The first layer in which two payloads differ and its first token that does; None where they are equal."""
-    num_tokens = stored.nbytes // shape.bytes_per_token
-    offset = 0
-    for layer, (heads, k_dim, v_dim) in enumerate(shape.layers):
-        tokens = []
-        for _ in range(heads):
-            for dim in (k_dim, v_dim):
-                stop = offset + num_tokens * dim * shape.dtype_bytes
-                differs = (stored[offset:stop] != computed[offset:stop]).reshape(num_tokens, -1).any(axis=1)
-                tokens += np.flatnonzero(differs)[:1].tolist()
-                offset = stop
-        if tokens:
-            return layer, min(tokens)
-    return None
+    num_tokens = stored.nbytes // layout.bytes_per_token
+    found: list[tuple[int, int]] = []
+    for layer, rows in layout.rows(num_tokens):
+        if found and layer > found[0][0]:
+            break
+        differs = (stored[rows] != computed[rows]).reshape(num_tokens, -1).any(axis=1)
+        found += [(layer, int(token)) for token in np.flatnonzero(differs)[:1]]
+    return min(found, default=None)

@@ -13,10 +13,10 @@ import torch
 
 from quire.attention import AttentionPlan
 from quire.engine.profile import NoProfile, Profile
-from quire.engine.scheduled_step import ScheduledStep, StepRefusedError
 from quire.errors import CapacityError
 from quire.memory.storage import Storage
 from quire.model.step import ForwardStep
+from quire.scheduler.step import ScheduledStep, StepRefusedError
 
 __all__ = ["Runner"]
 

@@ -1,195 +1,191 @@
-"""`storage=` made real: from a name and a memory budget to a storage and the cache that goes with it.
+"""`storage=` made real: from a config and a model's KV shape to a storage and the cache that goes with it.
 
-The one place that knows all storages. Each is a `quire.memory.storage.Storage` and a `quire.Cache` (or `RowCache`) over
-the same units; scheduler, runner and model know neither by name.
+The one place that knows all storages, those that were registered too. Each is a `quire.memory.storage.Storage` and a
+`quire.Cache` (or `RowCache`) over the same blocks; scheduler, runner and model know neither by name.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from quire.cache.arena import RESERVATIONS, Arena
-from quire.cache.buffers import GROWTHS, STEP_TOKENS, Buffers, Lane
+from quire.backends import is_host_backend
+from quire.baselines.arena import Arena
+from quire.baselines.buffers import STEP_TOKENS, Buffers, LayerBuffer
+from quire.baselines.row_cache import RowCache
+from quire.cache.block_counts import num_blocks_for
 from quire.cache.cache import Cache
-from quire.cache.row_cache import RowCache
-from quire.cache.units import num_units_for
-from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
+from quire.cache.protocol import KVCache
+from quire.config import REGISTERED_STORAGES, EngineConfig, parse_growth
+from quire.engine.capacity import kv_memory_bytes
 from quire.errors import ArgumentError
 from quire.sizes import parse_size
 from quire.spec import KVSpec
 
-__all__ = ["STORAGES", "OpenStorage", "StorageOptions"]
+if TYPE_CHECKING:
+    from quire.memory.device import DeviceMemory
 
-STORAGES = ("paged", "contiguous", "growing", "virtual")
+__all__ = ["OpenStorage", "num_blocks_within", "open_storage", "register", "unregister"]
 
 _log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True)
 class OpenStorage:
-    """A storage and its cache, with the same units."""
+    """A storage and its cache, with the same blocks."""
 
     name: str
     storage: Any
-    cache: Any
+    cache: KVCache
 
 
-@dataclass(frozen=True)
-class StorageOptions:
-    """How K and V are to be kept; checked when it is made, before a model is loaded.
+def open_storage(config: EngineConfig, spec: KVSpec, max_model_len: int) -> OpenStorage:
+    """The storage and the cache of a model whose sequences are at most so long.
 
-    name: one of `STORAGES`, or "auto": virtual, or paged (said once) where this machine cannot map memory at will.
-
-    reservation: of `contiguous`: "max", "pow2" or "exact", see `quire.cache.arena`. growth: of `growing`: "spread",
-    "together" (by 4096 tokens) or "together:N" (by N), see `quire.cache.buffers`. piece_size: of `virtual`, bytes of
-    keys or values of one layer that are mapped together; block_size follows from it.
+    Storage "auto" is virtual, or paged (said once) where this machine cannot map memory at will.
+    *raises:* ArgumentError, CapacityError, BackendError; nothing is kept then.
     """
-
-    name: str = "paged"
-    kv_memory: str | int = "auto"
-    block_size: int = 16
-    prefix_caching: bool = True
-    reservation: str = "max"
-    growth: str = "spread"
-    piece_size: str | int = "64KiB"
-    backend: str | None = None
-
-    def __post_init__(self) -> None:
-        _check_name("storage", self.name, (*STORAGES, "auto"))
-        parse_size(self.piece_size, where="piece_size")
-        _check_name("reservation", self.reservation, RESERVATIONS)
-        self._growth_and_step()
-        kv_memory_bytes(self.kv_memory, most_useful_bytes=2**62)
-
-    def open(
-        self, spec: KVSpec, *, max_model_len: int, max_num_seqs: int, step_tokens: int | None = None
-    ) -> OpenStorage:
-        """The storage and the cache of a model. *raises:* ArgumentError, CapacityError; nothing is kept then.
-
-        step_tokens: tokens of a step at most, if that is known: a bound for what a window's memory must hold.
-        """
-        if self.name == "auto":
-            return replace(self, name=_chosen()).open(
-                spec, max_model_len=max_model_len, max_num_seqs=max_num_seqs, step_tokens=step_tokens
-            )
-        makers = {
-            "paged": self._paged,
-            "contiguous": self._contiguous,
-            "growing": self._growing,
-            "virtual": functools.partial(self._virtual, step_tokens=step_tokens),
-        }
-        make = makers[self.name]
-        return make(spec, max_model_len, max_num_seqs)
-
-    def num_blocks(
-        self, spec: KVSpec, unit_bytes: int, max_model_len: int, max_num_seqs: int, own_bytes: int = 0
-    ) -> int:
-        """Units of `unit_bytes` within `kv_memory`. own_bytes: memory the cache has already, as good as free."""
-        units = num_units_for(spec, max_model_len, self.block_size)
-        least = num_units_for(spec, 1, self.block_size)  # one token: one block in every group
-        return self._num_units(
-            self._budget(max_num_seqs * units * unit_bytes, own_bytes),
-            unit_bytes,
-            least,
-            f"block{'s' * (least > 1)} for the first {self.block_size} tokens",
-        )
-
-    def _paged(self, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
-        from quire.memory.paged import PagedStorage
-
-        return self._with_cache(PagedStorage(spec, 1, self.block_size), spec, max_model_len, max_num_seqs)
-
-    def _virtual(
-        self, spec: KVSpec, max_model_len: int, max_num_seqs: int, step_tokens: int | None
-    ) -> OpenStorage:
-        from quire.memory.virtual import VirtualStorage, virtual_block_size
-
-        block_size = virtual_block_size(spec, parse_size(self.piece_size, where="piece_size"))
-        storage = VirtualStorage(
-            spec,
-            1,
-            block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            # With a prefix cache a parked row that is adopted whole is worth more than a short one.
-            step_tokens=None if self.prefix_caching else step_tokens,
-        )
-        return replace(self, block_size=block_size)._with_cache(storage, spec, max_model_len, max_num_seqs)
-
-    def _with_cache(self, storage: Any, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
-        """The budget's units in `storage`, which has one, and a `Cache` over them."""
-        try:
-            num_blocks = self.num_blocks(spec, storage.unit_bytes, max_model_len, max_num_seqs)
-            storage.resize(num_blocks)
-            cache = Cache(
-                spec,
-                num_blocks=num_blocks,
-                block_size=self.block_size,
-                prefix_caching=self.prefix_caching,
-                run_blocks=storage.run_blocks,
-                backend=self.backend,
-            )
-        except BaseException:
-            storage.close()
-            raise
-        return OpenStorage(self.name, storage, cache)
-
-    def _contiguous(self, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
-        from quire.memory.contiguous import ContiguousStorage
-
-        unit_bytes = spec.bytes_per_token
-        budget = self._budget(max_num_seqs * max_model_len * unit_bytes)
-        num_tokens = self._num_units(budget, unit_bytes, 1, "token")
-        storage = ContiguousStorage(spec, num_tokens, max_model_len)
-        space = Arena(num_tokens, max_model_len, self.reservation)
-        cache = RowCache(spec, space, row_tokens=max_model_len, unit_bytes=unit_bytes)
-        return OpenStorage(self.name, storage, cache)
-
-    def _growing(self, spec: KVSpec, max_model_len: int, max_num_seqs: int) -> OpenStorage:
-        from quire.memory.growing import GrowingStorage, granule
-
-        def buffers(lane_tokens: list[int], num_pages: int) -> Buffers:
-            layers = [layer for layer in spec.layers if layer.shares_kv_with is None]
-            lanes = [
-                Lane(tokens, *granule(layer, spec.dtype_bytes))
-                for tokens, layer in zip(lane_tokens, layers, strict=True)
-            ]
-            return Buffers(lanes, num_pages, max_model_len, *self._growth_and_step())
-
-        num_layers = sum(layer.shares_kv_with is None for layer in spec.layers)
-        wanted = buffers([0] * num_layers, 0)  # for its arithmetic
-        unit_bytes = GrowingStorage.unit_bytes
-        budget = self._budget(max_num_seqs * wanted.units_alone(max_model_len) * unit_bytes)
-        num_pages = self._num_units(budget, unit_bytes, wanted.units_alone(1), "pages for the first tokens")
-        storage = GrowingStorage(spec, num_pages, max_model_len)
-        space = buffers(storage.lane_tokens, num_pages)
-        cache = RowCache(spec, space, row_tokens=max_model_len, unit_bytes=unit_bytes)
-        return OpenStorage(self.name, storage, cache)
-
-    def _growth_and_step(self) -> tuple[str, int]:
-        name, colon, step = str(self.growth).partition(":")
-        if not colon and name in GROWTHS:
-            return name, STEP_TOKENS
-        if name == "together" and step.isdecimal() and int(step) > 0:
-            return name, int(step)
-        raise ArgumentError(
-            f"expected spread, together or together:N with N tokens, got {self.growth!r} - in `growth`"
-        )
-
-    def _budget(self, most_useful_bytes: int, own_bytes: int = 0) -> int:
-        free_bytes = free_memory_bytes() + own_bytes
-        return kv_memory_bytes(self.kv_memory, most_useful_bytes=most_useful_bytes, free_bytes=free_bytes)
-
-    def _num_units(self, budget: int, unit_bytes: int, least: int, what: str) -> int:
-        if budget < least * unit_bytes:
+    name = config.storage
+    if not is_host_backend(config.backend):
+        if name not in ("paged", "auto"):
             raise ArgumentError(
-                f"expected a kv_memory of at least {least * unit_bytes} bytes ({least} {what} of {unit_bytes} bytes "
-                f"each), got {self.kv_memory!r}, {budget} bytes - in `kv_memory`"
+                f'expected storage="paged" on backend {config.backend!r}, got {name!r}, which needs memory that any '
+                "code reaches - in `storage`"
             )
-        return min(budget // unit_bytes, 2**31 - 1)
+        name = "paged"
+    elif name == "auto":
+        name = _chosen()
+    return OpenStorage(name, *_MAKERS[name](config, spec, max_model_len))
+
+
+def num_blocks_within(
+    config: EngineConfig,
+    spec: KVSpec,
+    max_model_len: int,
+    *,
+    block_size: int,
+    block_bytes: int,
+    own_bytes: int = 0,
+) -> int:
+    """Blocks of `block_bytes` within `kv_memory`. own_bytes: memory the cache has already, as good as free."""
+    num_blocks = num_blocks_for(spec, max_model_len, block_size)
+    least = num_blocks_for(spec, 1, block_size)  # one token: one block in every group
+    return _num_blocks(
+        config,
+        config.max_num_seqs * num_blocks * block_bytes,
+        block_bytes,
+        least,
+        f"block{'s' * (least > 1)} for the first {block_size} tokens",
+        own_bytes,
+    )
+
+
+def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
+    from quire.memory.paged import PagedStorage
+
+    storage = PagedStorage(spec, 1, config.block_size, device=_device(config))
+    return _with_cache(config, storage, spec, max_model_len, config.block_size)
+
+
+def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
+    from quire.memory.virtual.storage import VirtualStorage, virtual_block_size
+
+    block_size = virtual_block_size(spec, parse_size(config.piece_size, where="piece_size"))
+    storage = VirtualStorage(
+        spec,
+        1,
+        block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        # With a prefix cache a parked row that is adopted whole is worth more than a short one.
+        step_tokens=None if config.prefix_caching else config.max_batch_tokens,
+    )
+    return _with_cache(config, storage, spec, max_model_len, block_size)
+
+
+def _with_cache(
+    config: EngineConfig, storage: Any, spec: KVSpec, max_model_len: int, block_size: int
+) -> tuple[Any, Any]:
+    """`storage`, which has one block, with those of the budget, and a `Cache` over them."""
+    try:
+        num_blocks = num_blocks_within(
+            config, spec, max_model_len, block_size=block_size, block_bytes=storage.block_bytes
+        )
+        storage.resize(num_blocks)
+        cache = Cache(
+            spec,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            prefix_caching=config.prefix_caching,
+            run_blocks=storage.run_blocks,
+            backend=config.backend if is_host_backend(config.backend) else None,
+        )
+    except BaseException:
+        storage.close()
+        raise
+    return storage, cache
+
+
+def _contiguous(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
+    from quire.baselines.contiguous import ContiguousStorage
+
+    block_bytes = spec.bytes_per_token
+    most_useful_bytes = config.max_num_seqs * max_model_len * block_bytes
+    num_tokens = _num_blocks(config, most_useful_bytes, block_bytes, 1, "token")
+    space = Arena(num_tokens, max_model_len, config.reservation)
+    cache = RowCache(spec, space, row_tokens=max_model_len, block_bytes=block_bytes)
+    return ContiguousStorage(spec, num_tokens, max_model_len), cache
+
+
+def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
+    from quire.baselines.growing import GrowingStorage, granule
+
+    growth, step = parse_growth(config.growth)
+
+    def buffers(buffer_tokens: list[int], num_pages: int) -> Buffers:
+        layers = [layer for layer in spec.layers if layer.shares_kv_with is None]
+        layer_buffers = [
+            LayerBuffer(tokens, *granule(layer, spec.dtype_bytes))
+            for tokens, layer in zip(buffer_tokens, layers, strict=True)
+        ]
+        return Buffers(layer_buffers, num_pages, max_model_len, growth, step or STEP_TOKENS)
+
+    num_layers = sum(layer.shares_kv_with is None for layer in spec.layers)
+    wanted = buffers([0] * num_layers, 0)  # for its arithmetic
+    block_bytes = GrowingStorage.block_bytes
+    most_useful_bytes = config.max_num_seqs * wanted.blocks_alone(max_model_len) * block_bytes
+    num_pages = _num_blocks(
+        config, most_useful_bytes, block_bytes, wanted.blocks_alone(1), "pages for the first tokens"
+    )
+    storage = GrowingStorage(spec, num_pages, max_model_len)
+    space = buffers(storage.buffer_tokens, num_pages)
+    return storage, RowCache(spec, space, row_tokens=max_model_len, block_bytes=block_bytes)
+
+
+def _num_blocks(
+    config: EngineConfig, most_useful_bytes: int, block_bytes: int, least: int, what: str, own_bytes: int = 0
+) -> int:
+    budget = kv_memory_bytes(
+        config.kv_memory,
+        most_useful_bytes=most_useful_bytes,
+        free_bytes=_device(config).free_bytes() + own_bytes,
+    )
+    if budget < least * block_bytes:
+        raise ArgumentError(
+            f"expected a kv_memory of at least {least * block_bytes} bytes ({least} {what} of {block_bytes} bytes "
+            f"each), got {config.kv_memory!r}, {budget} bytes - in `kv_memory`"
+        )
+    return min(budget // block_bytes, 2**31 - 1)
+
+
+def _device(config: EngineConfig) -> DeviceMemory:
+    """Whose memory it is."""
+    from quire.attention import backend
+
+    return backend(config.backend)
 
 
 @functools.cache
@@ -203,6 +199,30 @@ def _chosen() -> str:
     return "paged"
 
 
-def _check_name(where: str, name: object, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise ArgumentError(f"expected {' or '.join(known)}, got {name!r} - in `{where}`")
+_Maker = Callable[[EngineConfig, KVSpec, int], tuple[Any, KVCache]]
+_MAKERS: dict[str, _Maker] = {
+    "paged": _paged,
+    "contiguous": _contiguous,
+    "growing": _growing,
+    "virtual": _virtual,
+}
+
+
+def register(name: str, make: _Maker, *, shares_blocks: bool) -> None:
+    """Have `LLM(storage=name)` keep K and V in what `make(config, spec, max_model_len)` returns: a storage, and a cache
+    over its blocks.
+
+    shares_blocks: sequences can share them; the storage is a `BlockStorage`, the cache a `quire.Cache`.
+
+    Raises:
+        ArgumentError: the name is taken.
+    """
+    if name == "auto" or _MAKERS.setdefault(name, make) is not make:
+        raise ArgumentError(f"expected a new name for a storage, got {name!r}; there are {sorted(_MAKERS)}")
+    REGISTERED_STORAGES[name] = shares_blocks
+
+
+def unregister(name: str) -> None:
+    """Undo `register`. Engines that have such a storage go on."""
+    if REGISTERED_STORAGES.pop(name, None) is not None:
+        del _MAKERS[name]

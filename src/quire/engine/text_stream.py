@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quire.engine.request import RequestOutput
-from quire.engine.turns import Turns
+from quire.engine.driver import Driver, Mailbox
+from quire.scheduler.request import RequestOutput
 
 __all__ = ["TextStream"]
 
@@ -16,12 +16,13 @@ __all__ = ["TextStream"]
 class TextStream:
     """An iterator over pieces of text; `result` is the output so far, whole once the iteration has ended.
 
-    turns: which has the request, that nobody else waits for. Closing it (or leaving it to the garbage collector) ends
-    the request and returns its blocks.
+    mailbox: where its outputs come, pulled one by one. Closing it (or leaving it to the garbage collector) ends the
+    request and returns its blocks.
     """
 
-    def __init__(self, turns: Turns, request_id: str) -> None:
-        self._turns = turns
+    def __init__(self, driver: Driver, request_id: str, mailbox: Mailbox) -> None:
+        self._driver = driver
+        self._mailbox = mailbox
         self.request_id = request_id
         self._closed = False
         self._num_shown = 0  # characters
@@ -32,35 +33,44 @@ class TextStream:
 
     def __next__(self) -> str:
         while not self._closed:
-            with self._turns.lock:
-                output = self._turns.take(self.request_id)
-                if output is None:
-                    try:
-                        self._turns.step()
-                    except BaseException:
-                        self.close()
-                        raise
-                    continue
+            output = self._next_output()
+            if output is None:
+                self.close()
+                break
             self.result = output
             if output.finished:
                 self.close()
                 if output.error is not None:
                     raise output.error
-            # Not `new_text`: steps that others ran may have put several outputs in one place.
+            # Not `new_text`: several outputs may have come since the last call.
             text = output.outputs[0].text
             new, self._num_shown = text[self._num_shown :], len(text)
             if new:
                 return new
         raise StopIteration
 
+    def _next_output(self) -> RequestOutput | None:
+        """None where somebody else has ended the request. Where it raises, interrupted too, the request has ended."""
+        self._driver.process.check()
+        self._driver.refuse_to_wait_here()
+        try:
+            if self._mailbox.is_empty:
+                self._driver.want(self.request_id)
+            answer = self._mailbox.take()[self.request_id]
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
-        """Ends the request if it still runs."""
+        """Ends the request if it still runs; in a child of `os.fork`, where it never did, only the iteration."""
         if not self._closed:
             self._closed = True
-            with self._turns.lock:
-                self._turns.forget(self.request_id)
-                aborted = self._turns.engine.abort(self.request_id)
-                self.result = aborted or self.result
+            if not self._driver.process.is_here or (self.result is not None and self.result.finished):
+                return
+            self.result = self._driver.call(lambda: self._driver.drop(self.request_id)) or self.result
 
     def __del__(self) -> None:
         if hasattr(self, "_closed"):

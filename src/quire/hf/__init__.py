@@ -1,4 +1,7 @@
-"""Quire's memory and kernels for Hugging Face's own `generate()`: a drop-in cache, and a faster model around it."""
+"""Quire's memory and kernels for Hugging Face's own `generate()`: a drop-in cache, and a faster model around it.
+
+Others may use the names below.
+"""
 
 from quire.hf.acceleration import Acceleration, accelerate, restore
 from quire.hf.cache import QuireCache

@@ -9,18 +9,29 @@ the packed linear layers alone, and keep their own attention.
 Between the forwards of a `generate` on a QuireCache torch has one thread: what transformers computes there is small,
 and torch's other threads would spin on into the next step, where the kernels' want to run.
 
-Not a copy: the model is changed in place, and given back by `restore` as it was.
+Forwards of one model take turns (`_Accelerated.lock`): a step switches the model's attention, and has the kernels'
+threads for itself anyway. All else of `generate` runs beside those of other threads.
 
-Cost: packing, and the probe's small forwards, once; each weight exists once.
+Not a copy: the model is changed in place, and given back by `restore` as it would be without.
+
+A model that somebody changes is followed (`prove.stamp`): each `generate`, and each forward outside of one, looks
+first. Other weights, adapters, attributes, another dtype: everything is undone, prepared and proved again, which may
+end at the packed linear layers alone (`accelerate(model)` tells). Hooks and training mode are nothing that a step could
+show as the model's own forward does: that forward computes while they are there, and under `torch.autocast`.
+
+Cost: packing, and the probe's small forwards, once, and after a change; each weight exists once. A look takes some
+0.2 ms.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import threading
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -35,10 +46,15 @@ from quire.hf.cache import QuireCache
 from quire.hf.layers import RowLayer
 from quire.hf.row_storage import RowStorage
 from quire.model import rope
-from quire.model.holding import hold, let_go, require_free
+from quire.model.cache_keyword import CACHE_KEYWORDS, cache_keyword, given_cache
 from quire.model.linear import pack_linears
-from quire.model.load import load
+from quire.model.load import base_model, load, not_plain
+from quire.model.model_lock import hold, let_go, require_free
+from quire.model.overlay import below, install
 from quire.model.prepare import PreparedModel
+from quire.model.prove.hooks import hooked, without_hooks
+from quire.model.prove.stamp import Stamp
+from quire.process import ForkSafeLock
 from quire.torch_threads import one_torch_thread, torch_threads
 
 __all__ = ["Acceleration", "accelerate", "restore"]
@@ -47,7 +63,8 @@ __all__ = ["Acceleration", "accelerate", "restore"]
 _UNHEEDED = frozenset({"use_cache", "return_dict"})
 # What `generate` may be given, behind its first two arguments, that computes by itself: torch keeps its threads then.
 _OTHERS_WORK = ("assistant_model", "logits_processor", "stopping_criteria", "custom_generate")
-_GIVEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep")
+_GIVEN = ("input_ids", "attention_mask", "position_ids", "logits_to_keep", *CACHE_KEYWORDS)
+_OUTPUT_KEYWORD = cast(str, cache_keyword(CausalLMOutputWithPast))
 
 
 @dataclass(frozen=True)
@@ -62,28 +79,137 @@ class Acceleration:
     reason: str | None = None
 
 
-@dataclass(frozen=True, eq=False)
 class _Accelerated:
-    done: Acceleration
-    undo: Callable[[], None]
+    """One model that is accelerated: what is done about it now."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = weakref.ref(model)
+        self._undo: list[Callable[[], None]] = []
+        self._stamp: Stamp | None = None
+        self._steps: _Steps | None = None
+        self._done = Acceleration("whole")
+        self._own: str | None = None  # why the model's own forward computes for now
+        self._local = threading.local()
+        self.lock = ForkSafeLock()  # held by a forward, and by who looks whether the model has changed
+        self._prepare(model)
+
+    @property
+    def done(self) -> Acceleration:
+        self.look()
+        return self._done if self._own is None else Acceleration("linears", self._own)
+
+    def answer(self, given: dict[str, Any]) -> CausalLMOutputWithPast | None:
+        """The answer to a forward with these keywords; None where it is the model's own to give."""
+        if self._steps is None or not isinstance(self._steps.cache_of(given), QuireCache):
+            return None
+        if _is_compiled():
+            raise ArgumentError(
+                "expected a model that is not compiled with a QuireCache, got one that torch.compile runs: Quire's "
+                "kernels need no compilation; call the model itself"
+            )
+        if not self.generating:
+            self.look()
+        if self._own is not None or self._steps is None or torch.is_autocast_enabled("cpu"):
+            return None
+        return self._steps.answer(given)
+
+    @property
+    def generating(self) -> bool:
+        """Whether this thread is in a `generate`, which has looked."""
+        return getattr(self._local, "depth", 0) > 0
+
+    @contextmanager
+    def generate(self) -> Iterator[None]:
+        """A `generate` call of this thread."""
+        if not self.generating:
+            self.look()
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._local.depth -= 1
+
+    def look(self) -> None:
+        """Follow what has been changed about the model."""
+        with self.lock:
+            self._look()
+
+    def _look(self) -> None:
+        model = self._model()
+        if self._stamp is None or model is None or torch.compiler.is_compiling():
+            return
+        look = self._stamp.look()
+        if look.changed is not None:
+            self._undo_all()
+            self._prepare(model)
+            assert self._stamp is not None
+            look = self._stamp.look()
+        self._own = None
+        if look.hooks:
+            self._own = f"{hooked(model)} expects the model's own forward; remove it to have Quire's"
+        elif look.training:
+            self._own = "the model is in training mode; call model.eval()"
+
+    def undo(self) -> None:
+        self._undo_all()
+        self._stamp = None
+
+    def _undo_all(self) -> None:
+        self._steps = None
+        while self._undo:
+            self._undo.pop()()
+
+    def _prepare(self, model: PreTrainedModel) -> None:
+        prepared: PreparedModel | None = None
+        reason = not_plain(model)
+        try:
+            with without_hooks(model):  # the probe's forwards are nobody's business
+                if reason is not None:
+                    pass
+                elif native_module() is None:
+                    reason = "the native extension is not built here"
+                elif rope.original_length(model) is not None:
+                    reason = "its rotary embeddings switch with the length of the input"
+                else:
+                    prepared = PreparedModel(load((model, None)), backend="native")
+        except (UnsupportedModelError, ConfigError) as error:
+            reason = str(error)
+        except ArgumentError as error:
+            if self._stamp is None:
+                raise
+            reason = str(error)  # it has gone where Quire does not run it
+        if prepared is None:
+            self._done = Acceleration("linears", reason)
+            undo = pack_linears(model)
+            self._undo.append(undo)
+            hold(model, self, self._undo)
+            self._undo.append(lambda: let_go(model, self))
+            if self._stamp is not None:
+                self._stamp = Stamp(model)
+            return
+        prepared.give_back_training()
+        self._done = Acceleration("whole")
+        self._undo.append(prepared.restore)
+        self._steps = _Steps(self._model, prepared, cache_keyword(below(model, "forward")))
+        self._stamp = prepared.stamp
 
 
-_accelerated: weakref.WeakKeyDictionary[PreTrainedModel, _Accelerated] = weakref.WeakKeyDictionary()
+_NAME = "_quire_accelerated"  # in the model's __dict__, with which it goes
 
 
 def accelerate(model: PreTrainedModel) -> Acceleration:
     """Have `model.generate(..., past_key_values=QuireCache(model.config))` run on Quire's kernels, until `restore`.
 
-    Done twice, nothing happens the second time.
+    Done twice, nothing happens the second time but that it tells what holds by now. A PeftModel is accelerated through
+    its base model, with the adapters in it.
 
     Raises:
         ArgumentError: not a transformers model, one that is not on the CPU, or one that an open LLM runs.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ArgumentError(f"expected a transformers model to accelerate, got {type(model).__name__}")
-    known = _accelerated.get(model)
+    model = base_model(model, "accelerate")
+    known = model.__dict__.get(_NAME)
     if known is not None:
-        return known.done
+        return known[0].done
     elsewhere = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
     if elsewhere:
         raise ArgumentError(
@@ -91,90 +217,80 @@ def accelerate(model: PreTrainedModel) -> Acceleration:
             "model.to('cpu')"
         )
     require_free(model)
-    training = model.training
-    prepared: PreparedModel | None = None
-    reason: str | None = None
-    try:
-        if native_module() is None:
-            reason = "the native extension is not built here"
-        elif rope.original_length(model) is not None:
-            reason = "its rotary embeddings switch with the length of the input"
-        else:
-            prepared = PreparedModel(load((model, None)), backend="native")
-    except (UnsupportedModelError, ConfigError) as error:
-        reason = str(error)
-    if prepared is None:
-        accelerated = _Accelerated(Acceleration("linears", reason), pack_linears(model))
-        hold(model, accelerated, [accelerated.undo])
-    else:
-        accelerated = _Accelerated(Acceleration("whole"), _install(model, prepared))
-    model.train(training)
-    _accelerated[model] = accelerated
+    accelerated = _Accelerated(model)
+    model.__dict__[_NAME] = accelerated, _install(model, accelerated)
     return accelerated.done
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Make the model what it was before `accelerate`. For a model that was not accelerated, nothing happens."""
-    accelerated = _accelerated.pop(model, None)
-    if accelerated is not None:
-        training = model.training
+    """Make the model what it would be without `accelerate`, changes made meanwhile included.
+
+    For a model that was not accelerated, nothing happens.
+    """
+    known = base_model(model, "restore").__dict__.pop(_NAME, None)
+    if known is not None:
+        accelerated, uninstall = known
+        uninstall()
         accelerated.undo()
-        let_go(model, accelerated)
-        model.train(training)
 
 
-def _install(model: PreTrainedModel, prepared: PreparedModel) -> Callable[[], None]:
-    """Put Quire's forward before the model's, and `generate` on one torch thread; returns what undoes all of it."""
-    own_forward: Callable[..., Any] = model.forward
-    own_generate: Callable[..., Any] = cast(Any, model).generate
-    before = {name: model.__dict__[name] for name in ("forward", "generate") if name in model.__dict__}
-    steps = _Steps(weakref.ref(model), prepared)
-    signature = inspect.signature(own_forward)
-    threads: list[int] = []  # of torch outside of each `generate` under way
+def _install(model: PreTrainedModel, accelerated: _Accelerated) -> Callable[[], None]:
+    """Put Quire's forward before the model's, and `generate` on one torch thread; returns what undoes that."""
+    own_forward, own_generate = below(model, "forward"), below(model, "generate")
+    names = list(inspect.signature(own_forward).parameters)
+    keyword = cache_keyword(own_forward)
+    here = _Here()
 
-    @functools.wraps(own_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            bound = signature.bind(*args, **kwargs).arguments
-            kwargs = {
-                **{name: value for name, value in bound.items() if name != "kwargs"},
-                **bound.get("kwargs", {}),
-            }
-        with torch_threads(threads[-1]) if threads else nullcontext():
-            answer = steps.answer(kwargs)
-            return own_forward(**kwargs) if answer is None else answer
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        outside = here.torch_threads
+        with accelerated.lock, torch_threads(outside[-1]) if outside else nullcontext():
+            answer = (
+                accelerated.answer(given) if len(given) == len(args) + len(kwargs) else None
+            )  # no TypeError
+            return own_forward(*args, **kwargs) if answer is None else answer
 
-    @functools.wraps(own_generate)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        others = len(args) > 2 or any(kwargs.get(name) is not None for name in _OTHERS_WORK)
-        if others or not isinstance(kwargs.get("past_key_values"), QuireCache):
-            return own_generate(*args, **kwargs)
-        threads.append(threads[-1] if threads else torch.get_num_threads())
-        try:
-            with one_torch_thread():
+        with accelerated.generate():
+            others = len(args) > 2 or any(kwargs.get(name) is not None for name in _OTHERS_WORK)
+            if others or not isinstance(given_cache(keyword, kwargs), QuireCache):
                 return own_generate(*args, **kwargs)
-        finally:
-            threads.pop()
+            outside = here.torch_threads
+            outside.append(outside[-1] if outside else torch.get_num_threads())
+            try:
+                with one_torch_thread():
+                    return own_generate(*args, **kwargs)
+            finally:
+                outside.pop()
 
-    model.__dict__.update(forward=forward, generate=generate)
+    return install(model, forward=forward, generate=generate)
 
-    def undo() -> None:
-        for name in ("forward", "generate"):
-            del model.__dict__[name]
-        model.__dict__.update(before)
-        prepared.restore()
 
-    return undo
+def _is_compiled() -> bool:
+    """Whether torch.compile runs what runs in this thread: traced, or called by what was traced."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    return torch.compiler.is_compiling() or callable(frames.get_eval_frame_callback())
+
+
+class _Here(threading.local):
+    """torch_threads: of torch outside of each `generate` under way in this thread."""
+
+    def __init__(self) -> None:
+        self.torch_threads: list[int] = []
 
 
 class _Steps:
-    """Forwards of one prepared model that are Quire's."""
+    """Forwards of one prepared model that are Quire's. Called with the model's lock held."""
 
-    def __init__(self, model: weakref.ref[PreTrainedModel], prepared: PreparedModel) -> None:
+    def __init__(
+        self, model: weakref.ref[PreTrainedModel], prepared: PreparedModel, keyword: str | None
+    ) -> None:
         self._model = model
+        self._cache_keyword = keyword  # of the model's forward
         self._prepared = prepared
         self._storages: weakref.WeakKeyDictionary[QuireCache, RowStorage] = weakref.WeakKeyDictionary()
-        self._attached: RowStorage | None = None
         from quire.model.fused.structure import forward_names  # needs the extension, as this class does
 
         # Attention that takes its positions from the cache's length (Llama 4's temperature) counts padding with them.
@@ -184,9 +300,13 @@ class _Steps:
             if hasattr(module, "layer_idx")
         )
 
+    def cache_of(self, given: dict[str, Any]) -> Any:
+        """The cache among a forward's arguments."""
+        return given_cache(self._cache_keyword, given)
+
     def answer(self, given: dict[str, Any]) -> CausalLMOutputWithPast | None:
         """The forward's answer to these keywords; None where it is the model's own to give."""
-        cache = given.get("past_key_values")
+        cache = self.cache_of(given)
         if not isinstance(cache, QuireCache) or torch.is_grad_enabled():
             return None
         if given.get("return_dict") is False or given.get("use_cache") is False:
@@ -224,17 +344,19 @@ class _Steps:
         step = storage.step(ids, positions, pads, kept)
         if step is None:
             return None
-        if self._attached is not storage:
-            self._prepared.attach(cast(Any, storage))  # the part of a Storage that a forward uses
-            self._attached = storage
-        logits = self._prepared.forward(step.forward)
+        if storage.paged is None:
+            storage.paged = self._prepared.cache_over(
+                cast(Any, storage)
+            )  # the part of a Storage that a forward uses
+        logits = self._prepared.forward(step.forward, storage.paged)
         storage.stored(ids.shape[1])
         if cache.filled_by is None:
             cache.filled_by = self._model
-        return CausalLMOutputWithPast(
-            logits=_in_form(logits, step.logits_at, ids.shape[0] * kept).view(ids.shape[0], kept, -1),  # type: ignore[arg-type]
-            past_key_values=cache,
-        )
+        answer: dict[str, Any] = {
+            "logits": _in_form(logits, step.logits_at, ids.shape[0] * kept).view(ids.shape[0], kept, -1),
+            _OUTPUT_KEYWORD: cache,
+        }
+        return CausalLMOutputWithPast(**answer)
 
     def _serves(self, cache: QuireCache, num_rows: int) -> bool:
         """Whether the cache is one of this model's shape, or empty."""
@@ -271,7 +393,7 @@ class _Steps:
         if storage is None:
             storage = RowStorage(cache, self._prepared.spec, self._prepared.loaded.dtype)
             self._storages[cache] = storage
-            detach = functools.partial(_detach, weakref.ref(self), weakref.ref(storage))
+            detach = functools.partial(_drop, weakref.ref(storage))
             cache.detachers.append(detach)
             weakref.finalize(cache, detach).atexit = False
         return storage
@@ -294,14 +416,11 @@ def _in_form(logits: torch.Tensor, at: torch.Tensor, num_rows: int) -> torch.Ten
         return out
 
 
-def _detach(steps: weakref.ref[_Steps], storage: weakref.ref[RowStorage]) -> None:
-    """The cache has gone, or gives its memory back: nothing here holds it any more."""
-    owner, held = steps(), storage()
+def _drop(storage: weakref.ref[RowStorage]) -> None:
+    """The cache has gone, or gives its memory back: nothing here holds it any more. A finalizer too, in any thread."""
+    held = storage()
     if held is not None:
         held.drop()
-        if owner is not None and owner._attached is held:
-            owner._attached = None
-            owner._prepared.attach(None)
 
 
 def _pads(mask: Any, num_rows: int, length: int) -> np.ndarray | None:

@@ -2,7 +2,9 @@
 
 It is a `transformers.DynamicCache` to whoever uses it: same calls, same shapes, same tokens. Underneath, every layer
 that keeps keys and values has them in `rows`, all rows of one memory with one limit.
-Not an engine: one batch, whose rows are equally long; padding is `generate`'s own. Not thread-safe.
+Not an engine: one batch, whose rows are equally long; padding is `generate`'s own.
+Threads: one cache is used by one thread at a time, its forks each by another one; between two steps several may fork it
+at once. In a child of `os.fork` a `virtual` cache is refused, the others go on by themselves.
 
 Invariants
     Q1  between two steps all layers on rows hold the same number of tokens.
@@ -26,17 +28,19 @@ from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.hf.dense import DenseMemory
 from quire.hf.layer_kinds import StateAndRows, row_layer
 from quire.hf.layers import RowLayer
-from quire.hf.owner import calling_model
-from quire.hf.rows import Lane, Need, RowMemory
+from quire.hf.owner import calling_model, wants_dense
+from quire.hf.rows import LayerBuffer, Need, RowMemory
 from quire.hf.stored_shape import StoredShape, check_tokens
+from quire.hf.unbound import import_modelling, tell_unbound
 from quire.sizes import parse_size
-from quire.spec.config import max_length_of, spec_of
+from quire.spec import KVSpec
+from quire.spec.config import max_length_of
 
 __all__ = ["QuireCache", "RowStorageName"]
 
@@ -90,14 +94,21 @@ class QuireCache(DynamicCache):
             self.memory = DenseMemory(limit, longest, set_aside=True)
         self.storage: RowStorageName = storage
         self.config = config
-        super().__init__(config=config)
+        try:
+            super().__init__(config=config)
+        except KeyError:  # a kind of layer that only its modelling code makes known
+            if not import_modelling(config):
+                raise
+            super().__init__(config=config)
         self._adopt([row_layer(layer, self, index) for index, layer in enumerate(self.layers)])
+        tell_unbound(self.layers, config)
 
     def _adopt(self, layers: list[Any]) -> None:
         self.layers = layers
         self.row_layers: list[RowLayer] = [layer for layer in layers if isinstance(layer, RowLayer)]
         self.filled_by: weakref.ref[PreTrainedModel] | None = None
         self._broken = False
+        self._dense = False  # whether the model is given copies of the views (`wants_dense`)
         self.detachers: list[Callable[[], None]] = []  # of those who keep views of the rows from step to step
 
     @property
@@ -147,18 +158,18 @@ class QuireCache(DynamicCache):
 
     def open_all(self, shapes: dict[int, StoredShape]) -> None:
         """Open the rows of these layers, which have none."""
-        lanes: list[Lane] = []
+        layer_buffers: list[LayerBuffer] = []
         for index, shape in shapes.items():
-            lanes += self.layers[index].lanes(shape)
-        if lanes:
-            rows = self.memory.open(next(iter(shapes.values())).num_rows, lanes)
+            layer_buffers += self.layers[index].layer_buffers(shape)
+        if layer_buffers:
+            rows = self.memory.open(next(iter(shapes.values())).num_rows, layer_buffers)
             for number, (index, shape) in enumerate(shapes.items()):
                 self.layers[index].open(shape, rows[2 * number : 2 * number + 2])
 
     def _foretold(self, num_rows: int, dtype: torch.dtype) -> dict[int, StoredShape]:
         """Shapes of all layers on rows, by number, as the config tells them; empty where it is not understood."""
         try:
-            layers = spec_of(self.config).layers
+            layers = KVSpec.from_config(self.config).layers
         except QuireError:
             return {}
         return {
@@ -182,8 +193,10 @@ class QuireCache(DynamicCache):
         self.check_whole()
         length, num_new = layer.length, key_states.shape[2]
         if layer is self.row_layers[0] and (num_new > 1 or self.filled_by is None):
-            owner = calling_model()  # or an error where it is about to store all tokens again
+            owner = calling_model(self)  # or an error where it is about to store what it should not
             self.filled_by = self.filled_by or owner
+            model = None if owner is None else owner()
+            self._dense = model is not None and wants_dense(model)
         try:
             if not layer.is_initialized:
                 layer.lazy_initialization(key_states, value_states)
@@ -192,7 +205,8 @@ class QuireCache(DynamicCache):
         except CapacityError:
             self._undo_step(length)
             raise
-        return layer.store(key_states, value_states)
+        keys, values = layer.store(key_states, value_states)
+        return (keys.contiguous(), values.contiguous()) if self._dense else (keys, values)
 
     def _undo_step(self, length: int) -> None:
         """Layers that have stored this step's tokens already hold `length` again."""
@@ -202,7 +216,11 @@ class QuireCache(DynamicCache):
         for layer in self.row_layers:
             if layer.length > length:
                 layer.roll_back(length)
-        self._broken = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
+        self._broken = self._has_states
+
+    @property
+    def _has_states(self) -> bool:
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     def check_whole(self) -> None:
         """Raises ArgumentError where a step was left half done (Q2)."""
@@ -227,6 +245,8 @@ class QuireCache(DynamicCache):
         `virtual` shares all pieces and copies the partial last one of each layer, of keys and of values, when one of
         the two writes next; `growing` and `contiguous` copy everything now. States are copied.
 
+        Several threads may fork one cache at once, while no step runs on it.
+
         Raises:
             CapacityError: no room for the copy.
         """
@@ -250,7 +270,7 @@ class QuireCache(DynamicCache):
         for number, layer in enumerate(filled):
             layers[layer.index].take_over(layer, rows[2 * number : 2 * number + 2])
         new._adopt(layers)
-        new.filled_by = self.filled_by
+        new.filled_by, new._dense = self.filled_by, self._dense
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuireCache:
@@ -274,6 +294,22 @@ class QuireCache(DynamicCache):
             for layer in filled:
                 layer.ready = 0
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens. All layers or none.
+
+        Raises:
+            ArgumentError: a positive count, more tokens than there are, or a window or a state whose past was not
+                recorded.
+        """
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionLayer) and not layer.record_past:
+                raise ArgumentError(
+                    "expected past recording where a model with states is cropped: call activate_past_recording() first"
+                )
+            if isinstance(layer, RowLayer):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other. All layers or none."""
         if repeats < 1:
@@ -283,7 +319,7 @@ class QuireCache(DynamicCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only the rows of `indices`, int [n] or bool [B], in that order. All layers or none."""
         others = [layer for layer in self.layers if not isinstance(layer, RowLayer)]
-        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers):
+        if self._has_states:
             raise ArgumentError(
                 "expected layers without states for a choice of rows; transformers' state layers do not offer it"
             )
@@ -327,13 +363,20 @@ class QuireCache(DynamicCache):
             model: whose keys these are; not given: the model whose forward filled the cache.
 
         Raises:
-            ArgumentError: an empty cache, one whose model is gone, or a layer that cannot be stored.
-            OSError: the file cannot be written.
+            ArgumentError: an empty cache, one whose model is gone, a layer that cannot be stored, a path in no folder.
+            OSError: the file cannot be written; nothing of it is left.
         """
         from quire.hf.file import save
+        from quire.model.load import base_model
 
         self.check_whole()
-        owner = model if model is not None else None if self.filled_by is None else self.filled_by()
+        owner = (
+            base_model(model, "save a cache of")
+            if model is not None
+            else None
+            if self.filled_by is None
+            else self.filled_by()
+        )
         if owner is None:
             raise ArgumentError(
                 "expected a filled cache whose model is still there; its fingerprint goes into the file: save before "
@@ -359,7 +402,9 @@ class QuireCache(DynamicCache):
             CapacityError: it does not fit into `kv_memory`.
         """
         from quire.hf.file import load
+        from quire.model.load import base_model
 
+        model = base_model(model, "load a cache for")
         cache = cls(
             model.config, storage=storage, kv_memory=kv_memory, piece_size=piece_size, max_length=max_length
         )

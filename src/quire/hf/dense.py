@@ -7,6 +7,9 @@
 Neither can share: a fork copies. The limit counts whole buffers, written or not; while a `growing` buffer is replaced
 its old one exists beside it (one of one layer at a time).
 
+Threads: rows belong to one cache, the count to all its forks. Buffers are taken, replaced and copied under the memory's
+lock; a child of `os.fork` has copies of all and goes on with them.
+
 Cost: `prepare` about 0.1 us where there is room; a replacement copies the buffer. `select` and `reorder` copy rows.
 """
 
@@ -17,8 +20,10 @@ from collections.abc import Sequence
 import torch
 
 from quire.errors import CapacityError
-from quire.hf.rows import Lane, Need, Rows
+from quire.hf.rows import LayerBuffer, Need, Rows
+from quire.process import ForkSafeLock
 from quire.sizes import format_size
+from quire.tally import Tally
 
 __all__ = ["DenseMemory", "DenseRows"]
 
@@ -33,15 +38,24 @@ class DenseMemory:
         self.limit_bytes = limit_bytes
         self.max_length = max_length
         self.set_aside = set_aside
-        self.used_bytes = 0
+        self.used = Tally()
+        self._lock = ForkSafeLock()
 
-    def open(self, num_rows: int, lanes: Sequence[Lane]) -> list[Rows]:
-        opened = [DenseRows(self, num_rows, lane.token_bytes, lane.layer) for lane in lanes]
+    @property
+    def used_bytes(self) -> int:
+        return self.used.value
+
+    def open(self, num_rows: int, layer_buffers: Sequence[LayerBuffer]) -> list[Rows]:
+        opened = [
+            DenseRows(self, num_rows, layer_buffer.token_bytes, layer_buffer.layer)
+            for layer_buffer in layer_buffers
+        ]
         if self.set_aside:
             assert self.max_length is not None
-            self._check(sum(rows.bytes_of(self.max_length) for rows in opened), self.max_length, num_rows)
-            for rows in opened:
-                rows.replace(0, 0, self.max_length)
+            with self._lock:
+                self._check(sum(rows.bytes_of(self.max_length) for rows in opened), self.max_length, num_rows)
+                for rows in opened:
+                    rows.replace(0, 0, self.max_length)
         return [*opened]
 
     def prepare(self, needs: Sequence[Need]) -> None:
@@ -60,10 +74,11 @@ class DenseMemory:
                 growing.append((need, tokens))
                 more += rows.bytes_of(tokens) - rows.bytes_of(rows.capacity)
         if growing:
-            self._check(more, growing[0][0].stop, growing[0][0].rows.num_rows)
-            for need, tokens in growing:
-                assert isinstance(need.rows, DenseRows)
-                need.rows.replace(need.first, need.start, tokens)
+            with self._lock:
+                self._check(more, growing[0][0].stop, growing[0][0].rows.num_rows)
+                for need, tokens in growing:
+                    assert isinstance(need.rows, DenseRows)
+                    need.rows.replace(need.first, need.start, tokens)
 
     def reorder(self, needs: Sequence[Need], order: Sequence[int]) -> None:
         moved = [row for row, source in enumerate(order) if row != source]
@@ -85,24 +100,26 @@ class DenseMemory:
                 selected.append(
                     (new, need.first, need.stop - need.first + _MORE_TOKENS + rows.spread % _SPREAD)
                 )
-        if selected:
-            more = sum(new.bytes_of(capacity) for new, _, capacity in selected)
-            self._check(more, needs[0].stop, len(order))
-        for (new, origin, capacity), need in zip(selected, needs, strict=True):
-            new.replace(origin, origin, capacity)
-            assert isinstance(need.rows, DenseRows)
-            source, target = need.rows.tokens(need.first, need.stop), new.tokens(need.first, need.stop)
-            for row, chosen in enumerate(order):
-                target[row] = source[chosen]
+        with self._lock:
+            if selected:
+                more = sum(new.bytes_of(capacity) for new, _, capacity in selected)
+                self._check(more, needs[0].stop, len(order))
+            for (new, origin, capacity), need in zip(selected, needs, strict=True):
+                new.replace(origin, origin, capacity)
+                assert isinstance(need.rows, DenseRows)
+                source, target = need.rows.tokens(need.first, need.stop), new.tokens(need.first, need.stop)
+                for row, chosen in enumerate(order):
+                    target[row] = source[chosen]
         found: list[Rows] = [new for new, _, _ in selected]
         return found
 
     def _check(self, more_bytes: int, num_tokens: int, num_rows: int) -> None:
         """Raises CapacityError if `more_bytes` would go beyond the limit."""
-        if self.used_bytes + more_bytes > self.limit_bytes:
+        used = self.used_bytes
+        if used + more_bytes > self.limit_bytes:
             raise CapacityError(
                 f"expected {num_tokens} tokens in {num_rows} rows to fit into kv_memory of "
-                f"{format_size(self.limit_bytes)}, with {format_size(self.used_bytes)} in use they need "
+                f"{format_size(self.limit_bytes)}, with {format_size(used)} in use they need "
                 f"{format_size(more_bytes)} more; raise kv_memory"
                 + (", or lower max_length, which is set aside whole" if self.set_aside else "")
             )
@@ -139,13 +156,13 @@ class DenseRows:
         if first < stop:
             target = buffer.view(self.num_rows + 1, num_tokens, self.token_bytes)
             target[: self.num_rows, : stop - first] = self.tokens(first, stop)
-        memory.used_bytes += self.bytes_of(num_tokens) - self.bytes_of(self.capacity)
+        memory.used.add(self.bytes_of(num_tokens) - self.bytes_of(self.capacity))
         self.buffer, self.capacity, self.origin = buffer, num_tokens, first
 
     def close(self) -> None:
         memory, self._memory = self._memory, None
         if memory is not None:
-            memory.used_bytes -= self.bytes_of(self.capacity)
+            memory.used.add(-self.bytes_of(self.capacity))
             self.buffer = torch.empty(0, dtype=torch.uint8)
 
     __del__ = close

@@ -26,19 +26,16 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from quire.errors import ArgumentError, LoadError
 from quire.hf.layers import RowLayer
 from quire.hf.stored_shape import StoredShape
 from quire.model.fingerprint import fingerprint
-
-if TYPE_CHECKING:
-    from quire.hf.cache import QuireCache
 
 __all__ = ["load", "save"]
 
@@ -48,8 +45,25 @@ _MAX_HEADER = 64 << 20
 _STATES = ("conv_states", "recurrent_states")
 
 
-def save(cache: QuireCache, path: Path, model: PreTrainedModel) -> None:
+class _Cache(Protocol):
+    """What is used of a `QuireCache`, where its members are described."""
+
+    layers: list[Any]
+
+    def open_all(self, shapes: dict[int, StoredShape]) -> None: ...
+    def prepare_for(self, positions: dict[int, tuple[int, int]]) -> None: ...
+    def reset(self) -> None: ...
+
+
+def save(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
     """See `QuireCache.save`."""
+    if not path.parent.is_dir():
+        raise ArgumentError(
+            f"expected a folder that is there to save a cache in, got {path.parent}; make it, or save "
+            f"{path.name} elsewhere"
+        )
+    if path.is_dir():
+        raise ArgumentError(f"expected the name of a file to save a cache in, got the folder {path}")
     layers = [_describe(layer, index) for index, layer in enumerate(cache.layers)]
     header: dict[str, Any] = {"fingerprint": fingerprint(model), "layers": [entry for entry, _ in layers]}
     payload = [part for _, tensors in layers for tensor in tensors for part in tensor]
@@ -75,7 +89,7 @@ def save(cache: QuireCache, path: Path, model: PreTrainedModel) -> None:
         os.close(folder_descriptor)
 
 
-def load(cache: QuireCache, path: Path, model: PreTrainedModel) -> None:
+def load(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
     """See `QuireCache.load`; `cache` is an empty one for `model`."""
     try:
         with open(path, "rb") as file:
@@ -142,7 +156,9 @@ def _describe(layer: Any, index: int) -> tuple[dict[str, Any], list[_Parts]]:
                     tensors.append(parts)
             states.append(described)
         entry["states"] = states
-    elif not isinstance(layer, (RowLayer, DummyLayer)):
+    elif not isinstance(layer, RowLayer) and isinstance(
+        layer, (CacheLayerMixin, LinearAttentionCacheLayerMixin)
+    ):  # neither is a layer that stores nothing
         raise ArgumentError(
             f"expected layers that a cache file can hold, got {type(layer).__name__} in layer {index}; such caches "
             "cannot be saved"
@@ -205,16 +221,21 @@ def _sizes(header: dict[str, Any]) -> Iterator[int]:
 
 def _check_model(header: dict[str, Any], path: Path, model: PreTrainedModel) -> None:
     own = fingerprint(model)
-    for part, what in (("config", "config"), ("weights", "weights")):
-        if header["fingerprint"][part] != own[part]:
+    saved = {"behaviour": own["behaviour"], **header["fingerprint"]}  # of which earlier files know nothing
+    for part, what in (
+        ("config", "config"),
+        ("weights", "weights"),
+        ("behaviour", "state of its modules: adapters on or off, scalings, hooks"),
+    ):
+        if saved[part] != own[part]:
             raise _refused(
                 path,
-                f"it was saved for a model with another {what} (SHA-256 {header['fingerprint'][part][:12]}..., this "
+                f"it was saved for a model with another {what} (SHA-256 {saved[part][:12]}..., this "
                 f"one's is {own[part][:12]}...)",
             )
 
 
-def _fill(cache: QuireCache, file: BinaryIO, header: dict[str, Any], path: Path) -> None:
+def _fill(cache: _Cache, file: BinaryIO, header: dict[str, Any], path: Path) -> None:
     entries = header["layers"]
     if len(entries) != len(cache.layers):
         raise _refused(path, f"it holds {len(entries)} layers, this model has {len(cache.layers)}")

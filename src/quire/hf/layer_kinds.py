@@ -8,7 +8,7 @@ and state   either of them, beside a state (Mamba, convolutions, delta-net), whi
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import (
@@ -19,10 +19,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from quire.hf.layers import RowLayer
-
-if TYPE_CHECKING:
-    from quire.hf.cache import QuireCache
+from quire.hf.layers import LayerOwner, RowLayer
 
 __all__ = ["StateAndRows", "row_layer"]
 
@@ -87,7 +84,7 @@ _KINDS: dict[type, Any] = {
 }
 
 
-def row_layer(layer: Any, cache: QuireCache, index: int) -> Any:
+def row_layer(layer: Any, cache: LayerOwner, index: int) -> Any:
     """What serves in the place of `layer` of a DynamicCache: on rows where it keeps keys and values, else itself.
 
     Given a layer on rows, another empty one of its kind.

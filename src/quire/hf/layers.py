@@ -19,20 +19,27 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from quire.errors import ArgumentError
-from quire.hf.rows import Lane, Need, Rows
+from quire.hf.rows import LayerBuffer, Need, Rows
 from quire.hf.stored_shape import StoredShape
-
-if TYPE_CHECKING:
-    from quire.hf.cache import QuireCache
 
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
-__all__ = ["RowLayer"]
+__all__ = ["LayerOwner", "RowLayer"]
+
+
+class LayerOwner(Protocol):
+    """The cache that layers belong to, as they see it: `QuireCache`, where its methods are described."""
+
+    def store(
+        self, layer: RowLayer, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def open_for(self, layer: RowLayer, shape: StoredShape) -> None: ...
 
 
 class RowLayer:
@@ -48,7 +55,7 @@ class RowLayer:
     record_past: bool
     is_initialized: bool
 
-    def attach(self, cache: QuireCache, index: int, window: int) -> None:
+    def attach(self, cache: LayerOwner, index: int, window: int) -> None:
         """Makes it layer `index` of `cache`."""
         self.index, self.window = index, window
         self._cache = weakref.ref(cache)
@@ -152,9 +159,9 @@ class RowLayer:
 
     # Growing.
 
-    def lanes(self, shape: StoredShape) -> list[Lane]:
+    def layer_buffers(self, shape: StoredShape) -> list[LayerBuffer]:
         """What rows for keys, and for values, of that shape are opened for."""
-        return [Lane(self.index, shape.token_bytes(which), self.window) for which in (0, 1)]
+        return [LayerBuffer(self.index, shape.token_bytes(which), self.window) for which in (0, 1)]
 
     def open(self, shape: StoredShape, rows: Sequence[Rows]) -> None:
         """Take over empty rows, of keys and of values."""
@@ -230,6 +237,15 @@ class RowLayer:
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; 0 lets go of what was recorded for this."""
+        self.check_crop(tokens_to_remove)
+        if not self.is_initialized:
+            return
+        if tokens_to_remove:
+            self.length, self.ready = self.length + tokens_to_remove, 0
+        self._anchor = self.length - self._visible_past()
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """*raises:* ArgumentError: `crop` cannot do that; nothing was changed."""
         if tokens_to_remove > 0:
             raise ArgumentError(
                 f"expected a count of 0 or below for crop, -n forgets the last n tokens, got {tokens_to_remove}"
@@ -238,15 +254,14 @@ class RowLayer:
             return
         length = self.length + tokens_to_remove
         if length < 0:
-            raise ArgumentError(f"expected to crop at most {self.length} tokens, got {tokens_to_remove}")
+            raise ArgumentError(
+                f"expected to crop at most the {self.length} tokens of layer {self.index}, got {tokens_to_remove}"
+            )
         if self.window and max(0, length - self.window + 1) < self.kept:
             raise ArgumentError(
                 f"expected past recording where a window of {self.window} tokens is cropped at {self.length} tokens: "
                 "call activate_past_recording() first"
             )
-        if tokens_to_remove:
-            self.length, self.ready = length, 0
-        self._anchor = self.length - self._visible_past()
 
     def roll_back(self, length: int) -> None:
         """Forget what was stored in a step that has failed."""
@@ -303,7 +318,7 @@ class RowLayer:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArgumentError("expected no pickling of a QuireCache's layers; use QuireCache.save and load")
 
-    def _owner(self) -> QuireCache:
+    def _owner(self) -> LayerOwner:
         cache = self._cache()
         if cache is None:
             raise ArgumentError("expected a layer of a QuireCache that is in use; its cache is gone")

@@ -28,6 +28,7 @@ from quire.hf.cache import QuireCache
 from quire.hf.layers import RowLayer
 from quire.hf.stored_shape import StoredShape
 from quire.memory.view import KVView
+from quire.model.paged_cache import PagedCache
 from quire.model.step import ForwardStep
 from quire.spec import KVSpec
 
@@ -85,7 +86,7 @@ class _Layout(NamedTuple):
 
 
 class RowStorage:
-    """What `PreparedModel.attach` takes. spec, dtype: of the model that `cache` belongs to."""
+    """What `PreparedModel.cache_over` takes. spec, dtype: of the model that `cache` belongs to."""
 
     def __init__(self, cache: QuireCache, spec: KVSpec, dtype: torch.dtype) -> None:
         self.spec, self.dtype = spec, dtype
@@ -97,6 +98,7 @@ class RowStorage:
         self._layout: tuple[tuple[int, int, bytes], _Layout | None] | None = None  # of the latest step
         self._seen: list[torch.Tensor] = []
         self._views: dict[int, KVView] = {}
+        self.paged: PagedCache | None = None  # of the model's forwards, over this
         self.generation = 0
 
     def is_open(self, num_rows: int) -> bool:
@@ -137,6 +139,9 @@ class RowStorage:
         self._layers, self._tables, self._table_of = [], [], {}
         self._seen, self._views, self._shape = [], {}, None
         self.generation += 1
+        paged, self.paged = self.paged, None
+        if paged is not None:
+            paged.close()
 
     @property
     def num_tables(self) -> int:
@@ -146,8 +151,7 @@ class RowStorage:
         return self._table_of[layer]
 
     def view(self, layer: int) -> KVView:
-        owner = self.spec.layers[layer].shares_kv_with
-        return self._views[layer if owner is None else owner]
+        return self._views[self.spec.stored_in(layer)]
 
     def renew(self) -> None:
         """Make the views again where a layer has another buffer than before."""
@@ -237,8 +241,8 @@ class RowStorage:
         origin = layer.rows[0].origin
         if origin == 0:
             return pads
-        retention = self.spec.layers[layer.index].retention
-        chunk = retention.size if retention.kind == "chunked" else 1
+        span = self.spec.layers[layer.index].span
+        chunk = span.step
         return pads + -(-np.maximum(origin - pads, 0) // chunk) * chunk
 
     def _zero_padding(self, length: int, begins: np.ndarray, num_new: int) -> None:

@@ -28,10 +28,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Lane", "Need", "RowMemory", "Rows"]
+__all__ = ["LayerBuffer", "Need", "RowMemory", "Rows"]
 
 
-class Lane(NamedTuple):
+class LayerBuffer(NamedTuple):
     """What rows are opened for. layer: its number. window: tokens that stay, 0 for all."""
 
     layer: int
@@ -49,7 +49,11 @@ class Rows(Protocol):
     num_rows: int
     token_bytes: int
     origin: int
-    buffer: torch.Tensor  # uint8, 1-D
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """uint8, 1-D. *raises:* OtherProcessError where the memory is another process's."""
+        ...
 
     @property
     def row_tokens(self) -> int: ...
@@ -78,8 +82,8 @@ class RowMemory(Protocol):
         """Bytes that count against the limit now."""
         ...
 
-    def open(self, num_rows: int, lanes: Sequence[Lane]) -> list[Rows]:
-        """Rows without a token, for each lane.
+    def open(self, num_rows: int, layer_buffers: Sequence[LayerBuffer]) -> list[Rows]:
+        """Rows without a token, for each layer buffer.
 
         Raises:
             CapacityError: no addresses, or no room for as much as is set aside at once.

@@ -53,6 +53,11 @@ def check_tokens(
                 f"expected {name} without a gradient in {where}; it writes in place: run the model under "
                 "torch.no_grad()"
             )
+    if key_states.dtype is not value_states.dtype and torch.is_autocast_enabled("cpu"):
+        raise ArgumentError(
+            f"expected keys and values of one dtype in {where}, got {key_states.dtype} and {value_states.dtype} under "
+            "torch.autocast; leave it, or convert the model with model.to(dtype)"
+        )
     if key_states.dtype is not value_states.dtype or key_states.shape[::2] != value_states.shape[::2]:
         raise ArgumentError(
             f"expected keys and values of one batch, length and dtype in {where}, got {key_states.dtype} "

@@ -1,17 +1,22 @@
 """Rows in reserved addresses, into which memory is mapped piece by piece: `virtual`.
 
 Layers that keep the same positions and have equally large tokens form a group: their keys' and values' rows are the
-lanes of one address range, and a unit of the group's placement heap is a piece of every lane, for the same tokens. So a
-step that needs memory asks for it once for all layers. Row r of the batch has the positions from
-`r * row_positions` on, which is why all its lanes are one tensor each.
-A fork maps the same units into another range; who writes first into one that others can reach takes a copy (W2 of
-`rows`).
+layer buffers of one address range, and a block of the group's placement heap is a piece of every layer buffer, for the
+same tokens. Keys and values of a layer are always of one group, however wide each is: their rows are equally long. So a
+step that needs memory asks for it once for all layers. Row r of the batch has the positions from `r * row_positions`
+on, which is why all its layer buffers are one tensor each. A fork maps the same blocks into another range; who writes
+first into one that others can reach takes a copy (W2 of `rows`).
 
-Memory is taken a little ahead, a sixteenth of what a row has: units taken together lie together, and neighbours in
+Threads: a range, and where a group is in it (`low`, `high`, `own_from`), belong to one cache, and change in a call of
+whoever uses that. Heaps, with their references, are all forks', and change under the memory's lock. Whether a block is
+somebody else's too is asked and acted on in one hold of it, so that of two that share a block the first to write copies
+and the second then owns it: nobody writes where another's kernels may be reading.
+
+Memory is taken a little ahead, a sixteenth of what a row has: blocks taken together lie together, and neighbours in
 both count as one mapping, of which a process has 65 530.
 
-Cost: `prepare` about 1 us where all is there; else about 0.1 ms and 10 us a lane (64 KiB pieces) for mapping, and the
-copy where a piece is shared. `select` and `reorder` about 0.1 ms and the mapping.
+Cost: `prepare` about 1 us where all is there; else about 0.1 ms and 10 us a layer buffer (64 KiB pieces) for mapping,
+and the copy where a piece is shared. `select` and `reorder` about 0.1 ms and the mapping.
 """
 
 from __future__ import annotations
@@ -19,28 +24,32 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from quire.errors import ArgumentError, BackendError, CapacityError
-from quire.hf.rows import Lane, Need, Rows
+from quire.hf.rows import LayerBuffer, Need, Rows
 from quire.memory.placement import AddressRange, PlacementHeap, why_not
+from quire.process import OwnProcess
 from quire.sizes import format_size
 
 __all__ = ["VirtualMemory", "VirtualRows"]
 
 _MAX_PIECE = 2 << 20
-_AHEAD = 16  # a row takes one unit in so many more than it needs
+_AHEAD = 16  # a row takes one block in so many more than it needs
 
 
 class VirtualMemory:
     """Memory of `limit_bytes` for rows of up to `max_length` tokens, mapped in pieces of about `piece_bytes`.
+
+    Of this process only: a child of `os.fork` does not get the mappings.
 
     Raises:
         ArgumentError: a piece size out of range.
@@ -61,26 +70,40 @@ class VirtualMemory:
         self.limit_bytes = limit_bytes
         self.max_length = max_length
         self.piece_bytes = piece_bytes
-        self._heaps: dict[tuple[int, int], PlacementHeap] = {}  # by bytes of a token and number of lanes
+        self._heaps: dict[tuple[int, ...], PlacementHeap] = {}  # by bytes of a token in each layer buffer
         self._ended: deque[Callable[[], None]] = deque()
-        self._busy = False
+        self._lock = threading.Lock()
+        self.process = OwnProcess(
+            'a QuireCache with storage="virtual", whose memory is mapped',
+            'make a new cache in the child, use storage="growing", or start children with "spawn"',
+        )
 
     @property
     def used_bytes(self) -> int:
-        return sum(heap.num_used * heap.unit_bytes for heap in self._heaps.values())
+        return sum(heap.num_used * heap.block_bytes for heap in list(self._heaps.values()))
 
-    def open(self, num_rows: int, lanes: Sequence[Lane]) -> list[Rows]:
-        members: dict[tuple[int, int], list[int]] = {}
-        for number, lane in enumerate(lanes):
-            members.setdefault((lane.token_bytes, lane.window), []).append(number)
-        opened: list[Any] = [None] * len(lanes)
-        for (token_bytes, _), numbers in members.items():
-            group = _Group(self, self._heap(token_bytes, len(numbers)), num_rows, token_bytes)
-            for place, number in enumerate(numbers):
-                opened[number] = VirtualRows(group, place)
+    def open(self, num_rows: int, layer_buffers: Sequence[LayerBuffer]) -> list[Rows]:
+        of_layer: dict[int, list[int]] = {}
+        for number, layer_buffer in enumerate(layer_buffers):
+            of_layer.setdefault(layer_buffer.layer, []).append(number)
+        members: dict[tuple[Any, ...], list[int]] = {}
+        for numbers in of_layer.values():
+            alike = (
+                layer_buffers[numbers[0]].window,
+                *(layer_buffers[number].token_bytes for number in numbers),
+            )
+            members.setdefault(alike, []).extend(numbers)
+        opened: list[Any] = [None] * len(layer_buffers)
+        with self._changing():
+            for numbers in members.values():
+                token_bytes = tuple(layer_buffers[number].token_bytes for number in numbers)
+                group = _Group(self, self._heap(token_bytes), num_rows, token_bytes)
+                for place, number in enumerate(numbers):
+                    opened[number] = VirtualRows(group, place)
         return opened
 
     def prepare(self, needs: Sequence[Need]) -> None:
+        self.process.check()
         groups = _grouped(needs)
         if all(group.is_ready(start, stop) for group, _, start, stop in groups):
             return
@@ -107,8 +130,8 @@ class VirtualMemory:
         return [VirtualRows(new[id(_rows(need).group)], _rows(need).place) for need in needs]
 
     def take(self, heap: PlacementHeap, count: int, after: int, what: str) -> np.ndarray:
-        """`count` units, held once, of `heap`, as near behind unit `after` as there are."""
-        more, used = count * heap.unit_bytes, self.used_bytes
+        """`count` blocks, held once, of `heap`, as near behind block `after` as there are."""
+        more, used = count * heap.block_bytes, self.used_bytes
         if used + more > self.limit_bytes:
             raise CapacityError(
                 f"expected {what} to fit into kv_memory of {format_size(self.limit_bytes)}, with "
@@ -118,45 +141,57 @@ class VirtualMemory:
         return heap.allocate(count, after)
 
     def ended(self, release: Callable[[], None]) -> None:
-        """Somebody's last tensor has gone, maybe in the middle of a change: release now, or after it."""
-        self._ended.append(release)
-        if not self._busy:
-            with self._changing():
-                pass
+        """Somebody's last tensor has gone, in any thread, maybe in the middle of a change: release now, or after it.
+
+        In another process there is nothing to release: what lies at the addresses there is not ours.
+        """
+        if self.process.is_here:
+            self._ended.append(release)
+            self._release_ended()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """A change of the heaps; what ended meanwhile is released when it is done."""
-        self._busy = True
+        """A change of the heaps, one at a time; what ended meanwhile is released when it is done."""
+        self.process.check()
         try:
-            yield
+            with self._lock:
+                yield
         finally:
-            try:
-                with suppress(CapacityError):  # unmapping may split a mapping: that waits for the next change
-                    while self._ended:
-                        self._ended[0]()
-                        self._ended.popleft()
-            finally:
-                self._busy = False
+            self._release_ended()
 
-    def _heap(self, token_bytes: int, num_lanes: int) -> PlacementHeap:
-        heap = self._heaps.get((token_bytes, num_lanes))
+    def _release_ended(self) -> None:
+        """Release what has ended, unless a change is under way: whoever makes it does so afterwards."""
+        while self._ended and self._lock.acquire(blocking=False):
+            try:
+                while self._ended:
+                    self._ended[0]()
+                    self._ended.popleft()
+            except CapacityError:
+                return  # unmapping may split a mapping: that waits for the next change
+            finally:
+                self._lock.release()
+
+    def _heap(self, token_bytes: tuple[int, ...]) -> PlacementHeap:
+        heap = self._heaps.get(token_bytes)
         if heap is None:
-            whole = math.lcm(token_bytes, mmap.PAGESIZE)  # tokens and pages end together
-            piece = whole * max(1, self.piece_bytes // whole)
-            if piece > _MAX_PIECE:
+            largest = max(token_bytes)
+            # Tokens of a block: tokens and pages end together in every layer buffer.
+            whole = math.lcm(*(mmap.PAGESIZE // math.gcd(size, mmap.PAGESIZE) for size in token_bytes))
+            tokens = whole * max(1, self.piece_bytes // (whole * largest))
+            pieces = [tokens * size for size in token_bytes]
+            if max(pieces) > _MAX_PIECE:
                 raise ArgumentError(
                     f"expected tokens that fill whole pages within {format_size(_MAX_PIECE)}, got tokens of "
-                    f'{token_bytes} bytes; use storage="growing" for this model'
+                    f'{largest} bytes; use storage="growing" for this model'
                 )
-            if piece * num_lanes > self.limit_bytes:
+            if sum(pieces) > self.limit_bytes:
                 raise CapacityError(
-                    f"expected kv_memory of at least one piece of {format_size(piece)} for each of {num_lanes} key and "
-                    f"value tensors, {format_size(piece * num_lanes)}, got {format_size(self.limit_bytes)}; raise "
+                    f"expected kv_memory of at least one piece of {format_size(max(pieces))} for each of {len(pieces)} "
+                    f"key and value tensors, {format_size(sum(pieces))}, got {format_size(self.limit_bytes)}; raise "
                     "kv_memory or lower piece_size"
                 )
-            heap = PlacementHeap([piece] * num_lanes, max_units=self.limit_bytes // (piece * num_lanes))
-            self._heaps[token_bytes, num_lanes] = heap
+            heap = PlacementHeap(pieces, max_blocks=self.limit_bytes // sum(pieces))
+            self._heaps[token_bytes] = heap
         return heap
 
 
@@ -165,21 +200,23 @@ class _Keeper:
 
 
 class _Group:
-    """Lanes of one range. Of every row, units are mapped at positions [low, high)."""
+    """Lanes of one range. Of every row, blocks are mapped at positions [low, high)."""
 
-    def __init__(self, memory: VirtualMemory, heap: PlacementHeap, num_rows: int, token_bytes: int) -> None:
+    def __init__(
+        self, memory: VirtualMemory, heap: PlacementHeap, num_rows: int, token_bytes: tuple[int, ...]
+    ) -> None:
         self.memory, self.heap, self.num_rows, self.token_bytes = memory, heap, num_rows, token_bytes
-        self.unit_tokens = heap.piece_bytes[0] // token_bytes
-        self.row_positions = -(-memory.max_length // self.unit_tokens)
+        self.block_tokens = heap.piece_bytes[0] // token_bytes[0]
+        self.row_positions = -(-memory.max_length // self.block_tokens)
         self.range = heap.reserve((num_rows + 1) * self.row_positions)
         self.low = self.high = 0
-        self.own_from = 0  # no unit from this position on is mapped anywhere else
+        self.own_from = 0  # no block from this position on is mapped anywhere else
         self._keeper = _Keeper()
         ending = weakref.finalize(self._keeper, memory.ended, _release_of(heap, self.range))
         ending.atexit = False
 
     def tensor(self, place: int) -> torch.Tensor:
-        """A lane's addresses, uint8 [all positions x bytes of a piece]."""
+        """A layer buffer's addresses, uint8 [all positions x bytes of a piece]."""
         num_bytes = self.range.num_positions * self.heap.piece_bytes[place]
         buffer: Any = (ctypes.c_uint8 * num_bytes).from_address(
             self.range.address + self.range.offsets[place]
@@ -190,14 +227,14 @@ class _Group:
 
     def is_ready(self, start: int, stop: int) -> bool:
         """Whether [start, stop) of all rows can be written as it is."""
-        return start >= self.own_from * self.unit_tokens and stop <= self.high * self.unit_tokens
+        return start >= self.own_from * self.block_tokens and stop <= self.high * self.block_tokens
 
     def prepare(self, first: int, start: int, stop: int) -> Callable[[], None]:
         """Memory for [start, stop) of all rows, nobody else's. Returns what gives the new positions up again.
 
         Where nothing is mapped yet, nothing will be before `first`.
         """
-        tokens = self.unit_tokens
+        tokens = self.block_tokens
         begin, end = start // tokens, -(-stop // tokens)
         if stop > self.memory.max_length:
             raise CapacityError(
@@ -213,7 +250,7 @@ class _Group:
             self._extend(end, stop)
 
         def undo() -> None:
-            # The units stay this range's; only what was counted as there is taken back.
+            # The blocks stay this range's; only what was counted as there is taken back.
             if self.high > high:
                 self.heap.unmap(self.range, self._positions(high, self.high))
                 self.high = high
@@ -221,46 +258,48 @@ class _Group:
         return undo
 
     def reorder(self, order: Sequence[int], stop: int) -> None:
-        end = -(-stop // self.unit_tokens)
+        end = -(-stop // self.block_tokens)
         moved = [row for row, source in enumerate(order) if row != source]
         if not moved or end <= self.low:
             return
-        entries = self._units(self.low, end)
+        entries = self._block_ids(self.low, end)
         positions = np.concatenate([self._row(row, self.low, end) for row in moved])
-        units = np.concatenate([entries[order[row]] for row in moved])
-        self.heap.map([(self.range, positions, units)], populate=False)
+        block_ids = np.concatenate([entries[order[row]] for row in moved])
+        self.heap.map([(self.range, positions, block_ids)], populate=False)
         self.own_from = max(self.own_from, end)
 
     def select(self, order: Sequence[int], stop: int) -> _Group:
         new = _Group(self.memory, self.heap, len(order), self.token_bytes)
-        end = -(-stop // self.unit_tokens)
+        end = -(-stop // self.block_tokens)
         if end > self.low:
-            units = self._units(self.low, end)[list(order)].ravel()
+            block_ids = self._block_ids(self.low, end)[list(order)].ravel()
             # Not populated: a fork is made at once, and all threads of its first step enter the pages it reads.
-            self.heap.map([(new.range, new._positions(self.low, end), units)], populate=False)
+            self.heap.map([(new.range, new._positions(self.low, end), block_ids)], populate=False)
             new.low, new.high, new.own_from = self.low, end, end
             self.own_from = max(self.own_from, end)
         return new
 
     def _own(self, begin: int, end: int, start: int) -> None:
-        """Copies of the units at [begin, end) that somebody else can reach; what lies before token `start` counts."""
+        """Copies of the blocks at [begin, end) that somebody else can reach; what lies before token `start` counts."""
         positions = self._positions(begin, end)
-        units = self._units(begin, end).ravel()
-        references = dict(zip(units.tolist(), self.heap.references(units).tolist(), strict=True))
+        block_ids = self._block_ids(begin, end).ravel()
+        references = dict(zip(block_ids.tolist(), self.heap.references(block_ids).tolist(), strict=True))
         shared: list[int] = []
-        for number, unit in enumerate(units.tolist()):
-            if references[unit] > 1:
-                references[unit] -= 1
+        for number, block_id in enumerate(block_ids.tolist()):
+            if references[block_id] > 1:
+                references[block_id] -= 1
                 shared.append(number)
         if shared:
             new = self.memory.take(
-                self.heap, len(shared), int(units.max()), f"{len(shared)} copies of shared pieces"
+                self.heap, len(shared), int(block_ids.max()), f"{len(shared)} copies of shared pieces"
             )
             try:
-                used = max(0, min(self.unit_tokens, start - begin * self.unit_tokens)) * self.token_bytes
-                for number, unit in zip(shared, new.tolist(), strict=True):
+                used = max(0, min(self.block_tokens, start - begin * self.block_tokens))
+                for number, block_id in zip(shared, new.tolist(), strict=True):
                     if used and positions[number] % self.row_positions == begin:
-                        self.heap.copy(int(units[number]), unit, [used] * len(self.heap.piece_bytes))
+                        self.heap.copy(
+                            int(block_ids[number]), block_id, [used * size for size in self.token_bytes]
+                        )
                 self.heap.map([(self.range, positions[shared], new)])
             finally:
                 self.heap.free(new)
@@ -268,13 +307,13 @@ class _Group:
             self.own_from = begin
 
     def _extend(self, end: int, stop: int) -> None:
-        """Units at [high, end) of every row, and some more."""
-        row_bytes = self.num_rows * self.heap.unit_bytes
+        """Blocks at [high, end) of every row, and some more."""
+        row_bytes = self.num_rows * self.heap.block_bytes
         room = (self.memory.limit_bytes - self.memory.used_bytes) // row_bytes - (end - self.high)
         ahead = max(0, min((end - self.low) // _AHEAD, room, self.row_positions - end))
         for target in dict.fromkeys((end + ahead, end)):
             positions = self._positions(self.high, target)
-            last = self._units(self.high - 1, self.high).max() if self.high > self.low else -1
+            last = self._block_ids(self.high - 1, self.high).max() if self.high > self.low else -1
             new = self.memory.take(
                 self.heap, len(positions), int(last), f"{stop} tokens in {self.num_rows} rows"
             )
@@ -290,7 +329,7 @@ class _Group:
 
     def forget(self, first: int) -> None:
         """Unmap what lies wholly before token `first`."""
-        low = min(first // self.unit_tokens, self.high)
+        low = min(first // self.block_tokens, self.high)
         if low > self.low:
             self.heap.unmap(self.range, self._positions(self.low, low))
             self.low = low
@@ -303,26 +342,33 @@ class _Group:
         rows = np.arange(self.num_rows)[:, None] * self.row_positions
         return (rows + np.arange(begin, end)).ravel()
 
-    def _units(self, begin: int, end: int) -> np.ndarray:
+    def _block_ids(self, begin: int, end: int) -> np.ndarray:
         """[num_rows, end - begin]."""
         entries = self.range.entries[1 : 1 + self.num_rows * self.row_positions]
         return entries.reshape(self.num_rows, self.row_positions)[:, begin:end] - 1
 
 
 class VirtualRows:
-    """One lane of a group."""
+    """One layer buffer of a group."""
 
     origin = 0
 
     def __init__(self, group: _Group, place: int) -> None:
         self.group: _Group = group
         self.place = place
-        self.num_rows, self.token_bytes = group.num_rows, group.token_bytes
-        self.row_tokens = group.row_positions * group.unit_tokens
-        self.buffer = group.tensor(place)
+        self.num_rows, self.token_bytes = group.num_rows, group.token_bytes[place]
+        self.row_tokens = group.row_positions * group.block_tokens
+        self._process = group.memory.process
+        self._buffer = group.tensor(place)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """*raises:* OtherProcessError: there is nothing at its addresses there."""
+        self._process.check()
+        return self._buffer
 
     def close(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self.__dict__.pop("group", None)
 
 
@@ -332,7 +378,7 @@ def _rows(need: Need) -> VirtualRows:
 
 
 def _grouped(needs: Sequence[Need]) -> list[tuple[_Group, int, int, int]]:
-    """What is needed of each group: the lanes of one need the same."""
+    """What is needed of each group: the layer buffers of one need the same."""
     found: dict[int, tuple[_Group, int, int, int]] = {}
     for need in needs:
         group = _rows(need).group

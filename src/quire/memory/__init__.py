@@ -1,9 +1,18 @@
-"""Where bytes live: heaps, the storages on them, and the view kernels read. Knows no owners."""
+"""Where bytes live: heaps, the storages on them, and the view kernels read. Knows no owners.
+
+Others may use the names below, and
+    block_bytes          a block's bytes, read and written
+    device               copies to and from a device
+    free_memory          what the machine has left
+    heap, paged, storage, view, virtual.storage   homes of the names below
+    placement            mapped memory, by its own face
+    virtual.sizes        the block size that mapped memory asks for
+"""
 
 from quire.memory.heap import Heap
 from quire.memory.paged import PagedStorage
 from quire.memory.storage import Capabilities, Placement, Storage
 from quire.memory.view import KVView
-from quire.memory.virtual import VirtualStorage
+from quire.memory.virtual.storage import VirtualStorage
 
 __all__ = ["Capabilities", "Heap", "KVView", "PagedStorage", "Placement", "Storage", "VirtualStorage"]

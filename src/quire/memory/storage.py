@@ -1,9 +1,9 @@
-"""What a storage is to those who use one: unit ids in, tables and views out. Four of them implement it.
+"""What a storage is to those who use one: block ids in, tables and views out. Four of them implement it.
 
-A storage turns the units of a sequence into bytes that a kernel reaches. It holds no sequences' tokens, decides nothing
-about who gets a unit, and knows no prefixes: that is `quire.cache`.
+A storage turns the blocks of a sequence into bytes that a kernel reaches. It holds no sequences' tokens, decides
+nothing about who gets a block, and knows no prefixes: that is `quire.cache`.
 
-    paged       a table entry names a unit; the kernel translates
+    paged       a table entry names a block; the kernel translates
     virtual     a table has one entry, the sequence's row of addresses; the MMU translates
     contiguous  a table has one entry, where the sequence's range in the arena begins
     growing     a table for each layer, of one entry, where the sequence's buffer of that layer begins
@@ -33,8 +33,8 @@ __all__ = ["Capabilities", "Placement", "Storage"]
 class Capabilities:
     """What laws, tests and schedulers may ask of a storage.
 
-    shares_prefix: one unit may stand in several sequences; such a storage is a `UnitStorage` too, whose units'
-    bytes can be read and written (`quire.memory.unit_bytes`). elastic: `resize` works while sequences are open.
+    shares_prefix: one block may stand in several sequences; such a storage is a `BlockStorage` too, whose blocks'
+    bytes can be read and written (`quire.memory.block_bytes`). elastic: `resize` works while sequences are open.
     """
 
     shares_prefix: bool
@@ -67,8 +67,8 @@ class Storage(Protocol):
         ...
 
     @property
-    def unit_bytes(self) -> int:
-        """Bytes that one unit of the cache takes."""
+    def block_bytes(self) -> int:
+        """Bytes that one block of the cache takes."""
         ...
 
     @property

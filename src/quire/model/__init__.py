@@ -1,11 +1,19 @@
-"""A Hugging Face model made to run on the paged cache: load, prepare, linear, probe; the embedded model."""
+"""A Hugging Face model made to run on the paged cache: load, prepare, linear, probe; the embedded model.
 
-from quire.startup import scan_models_once
+Others may use the names below, and
+    cache_keyword, paged_cache   what a forward is given for a cache
+    fingerprint                  which model it is
+    linear                       packed linear layers
+    load, prepare, step          homes of the names below
+    huge_pages                   weights moved to huge pages
+    missing                      why a model cannot be run
+    model_lock, overlay          one holder of a model, and forwards laid over its own
+    rope, fused.structure        what a model's parts are
+    prove.hooks, prove.stamp     whether a model is still what was proved
+"""
 
-scan_models_once()  # before anything below imports transformers' models
-
-from quire.model.load import LoadedModel, load  # noqa: E402
-from quire.model.prepare import PreparedModel  # noqa: E402
-from quire.model.step import ForwardStep  # noqa: E402
+from quire.model.load import LoadedModel, load
+from quire.model.prepare import PreparedModel
+from quire.model.step import ForwardStep
 
 __all__ = ["ForwardStep", "LoadedModel", "PreparedModel", "load"]

@@ -67,10 +67,16 @@ def attend(
             f"in {type(module).__name__}, so stored ones cannot be read back as they are"
         )
     cache = tag.cache
-    if attention_mask is not None or dropout or (is_causal is False and query.shape[2] > 1):
-        got = f"a mask ({type(attention_mask).__name__})" if attention_mask is not None else (
-            f"dropout {dropout}" if dropout else "is_causal=False"
-        )  # fmt: skip
+    if is_causal is None:  # as transformers' own functions ask
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal and query.shape[2] > 1:
+        raise _unsupported(
+            tag,
+            module,
+            "attends to later tokens as well (is_causal=False), where Quire computes causal attention",
+        )
+    if attention_mask is not None or dropout:
+        got = f"dropout {dropout}" if dropout else f"a mask ({type(attention_mask).__name__})"
         raise _unsupported(tag, module, f"attends with {got}, where Quire computes plain causal attention")
     for name, argument in kwargs.items():
         if argument is not None and argument is not False and name not in _HARMLESS:
@@ -82,7 +88,8 @@ def attend(
         options = _options(tag, module, query.shape[3], scaling, sliding_window, softcap, s_aux)
         cache.options[identity] = options
     cache.num_attended += 1
-    cache.last_attended = (tag.layer, options)
+    if cache.attended is not None:
+        cache.attended[module] = (tag.layer, options)
     out = cache.backend.run(cache.view(tag.layer), query[0].transpose(0, 1), cache.plan(tag.layer), options)
     return out.unsqueeze(0), None
 
@@ -97,13 +104,12 @@ def _options(
     s_aux: torch.Tensor | None,
 ) -> AttentionOptions:
     """The layer's settings, from the call where it states them, else from the module and the spec."""
-    retention = tag.cache.spec.layers[tag.layer].retention
-    window = retention.size if retention.kind == "window" else 0
-    chunk = retention.size if retention.kind == "chunked" else 0
+    span = tag.cache.spec.layers[tag.layer].span
+    window, chunk = AttentionOptions.limits(span.window, span.step)
     if sliding_window is not None and sliding_window != window:
         raise _unsupported(
             tag, module, f"attends through a window of {sliding_window} tokens, where its config says "
-            + (f"{window}" if window else f"{retention.kind} attention"),
+            + (f"{window}" if window else f"{span.kind} attention"),
         )  # fmt: skip
     if softcap is None:
         softcap = getattr(module, "attn_logit_softcapping", None)

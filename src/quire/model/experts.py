@@ -1,8 +1,8 @@
 """Experts of a mixture, given as 3-D parameters: each expert's two weights packed like a linear layer's, held once.
 
 Matched by structure: what transformers' `use_experts_implementation` leaves on a module (which way its weights lie,
-whether it has a gate, biases, a norm behind), with one 3-D parameter a projection. Each use is proved first: the packed
-module must answer random tokens as the original does, or the original stays.
+whether it has a gate, biases, a norm behind), with one 3-D parameter a projection. One of those that are alike is
+proved first (F1, F2, the routing given, experts widened one by one and only those that have rows); else they stay.
 Not a router: who goes to which expert, and with what weight, comes from the model.
 
     rows sorted by expert -> one packed product for each expert that has rows -> the module's own gate -> one packed
@@ -11,8 +11,9 @@ Not a router: who goes to which expert, and with what weight, comes from the mod
 Invariants
     E1  the bits of a token depend on its row, its experts and their weights, never on the other tokens: a packed
         product keeps the order of its sum for any number of rows, the sum over experts runs in the token's own order.
-    E2  the parameters read as they were, unpacked on demand; after the undoing the same Parameter objects hold the
-        same bits.
+    E2  the parameters read and write as ones (`held_weight`): where one was written, or is looked at, or a gradient is
+        asked for, the module's own forward computes. After the undoing the same Parameter objects hold the bits they
+        have by then.
 
 Cost of a call: two products for each expert hit, plus about 5 us for each; packing holds one parameter twice for a
 moment.
@@ -21,19 +22,22 @@ moment.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from quire.model.held_weight import HeldParameter, HeldWeight
 from quire.model.linear import NativeWeight, choose_packing
+from quire.model.overlay import Changed, let_go, own_class
+from quire.model.plain_weights import plain
+from quire.model.prove.alike import kind_of
+from quire.model.prove.yardstick import decide, no_farther
 
-__all__ = ["pack_experts"]
+__all__ = ["PackedExperts", "WidenedExperts", "is_experts", "loop_of", "pack_experts"]
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts", "_apply_gate")
-# Relative distance that another order of the same sums explains.
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 def pack_experts(model: nn.Module) -> Callable[[], None]:
@@ -47,9 +51,15 @@ def pack_experts(model: nn.Module) -> Callable[[], None]:
         while undo:
             undo.pop()()
 
+    proved: dict[Hashable, bool] = {}
     try:
         for module in model.modules():
-            if (names := _projections(module)) is not None and (undone := _pack(module, names)) is not None:
+            if (names := _projections(module)) is None:
+                continue
+            kind = kind_of(module)
+            if kind not in proved:
+                proved[kind] = _is_proved(module, names)
+            if proved[kind] and (undone := _pack(module, names)) is not None:
                 undo.append(undone)
     except BaseException:
         restore()
@@ -57,23 +67,31 @@ def pack_experts(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-class _PackedExperts(nn.Module):
-    """What packed experts share. `_packed`: the experts' weights by parameter name."""
+class PackedExperts(Changed):
+    """What packed experts share. `_names`: of the projections; each one's Parameter leads to its packed form."""
 
-    _packed: dict[str, list[NativeWeight]]
     _names: tuple[str, str]
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         module = cast(Any, self)
+        packed = [self._packed_form(name) for name in self._names]
+        if (
+            None in packed
+            or _wants_gradient(self, hidden_states)
+            or hidden_states.dtype is not packed[0][0].dtype
+            or torch.is_autocast_enabled("cpu")
+        ):
+            forward = cast(Any, own_class(self)).forward
+            return forward(self, hidden_states, top_k_index, top_k_weights)
         num_tokens, top_k = top_k_index.shape
         experts = top_k_index.reshape(-1)
         order = torch.argsort(experts, stable=True)
         counts = torch.bincount(experts, minlength=module.num_experts).tolist()
-        rows = self._products(self._names[0], hidden_states[order // top_k], counts)
+        rows = self._products(self._names[0], packed[0], hidden_states[order // top_k], counts)
         rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-        rows = self._products(self._names[1], rows, counts)
+        rows = self._products(self._names[1], packed[1], rows, counts)
         if module.has_post_expert_norm:
             rows = module.post_expert_norm(rows)
         weighted = torch.empty_like(rows)
@@ -84,41 +102,52 @@ class _PackedExperts(nn.Module):
             total = total + parts[:, index]
         return total.to(hidden_states.dtype)
 
-    def _products(self, name: str, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def _products(
+        self, name: str, packed: list[NativeWeight], rows: torch.Tensor, counts: list[int]
+    ) -> torch.Tensor:
         """rows [S, num_inputs], sorted by expert -> [S, num_outputs]."""
         biases = getattr(self, name + "_bias") if cast(Any, self).has_bias else None
         pieces, start = [], 0
         for expert, count in enumerate(counts):
             if count:
                 bias = None if biases is None else biases[expert]
-                pieces.append(self._packed[name][expert].multiply(rows[start : start + count], bias))
+                pieces.append(packed[expert].multiply(rows[start : start + count], bias))
                 start += count
         return torch.cat(pieces)
 
-    def _unpacked(self, name: str) -> torch.Tensor:
-        transposed = cast(Any, self).is_transposed
-        experts = [weight.unpack() for weight in self._packed[name]]
-        return torch.stack([weight.t() if transposed else weight for weight in experts])
+    def _packed_form(self, name: str) -> Any:
+        """One packed weight for each expert; None while dense memory is the weight."""
+        weight = self._parameters.get(name)
+        held = weight.held if isinstance(weight, HeldParameter) else None
+        return None if held is None or held.dense is not None else held.packed
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        for name, parameter in self._parameters.items():  # each in its place, which it keeps when set again
-            if name in self._packed:
-                destination[prefix + name] = self._unpacked(name)
-            elif parameter is not None:
-                destination[prefix + name] = parameter
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+def _wants_gradient(module: nn.Module, hidden_states: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and (
+        hidden_states.requires_grad or any(p.requires_grad for p in module.parameters())
+    )
 
 
 @functools.cache
-def _packed_class(cls: type[nn.Module], names: tuple[str, str]) -> type[_PackedExperts]:
-    """The packed subclass for experts of exactly `cls`, whose projections are called `names`."""
-    weights: dict[str, Any] = {name: property(lambda self, name=name: self._unpacked(name)) for name in names}
-    return cast(type[_PackedExperts], type(f"Packed{cls.__name__}", (_PackedExperts, cls), weights))
+def _packed_class(cls: type[nn.Module]) -> type[PackedExperts]:
+    """The packed subclass for experts of exactly `cls`."""
+    namespace = {"_quire_switched": True}
+    return cast(type[PackedExperts], type(f"Packed{cls.__name__}", (PackedExperts, cls), namespace))
+
+
+def loop_of(cls: type[nn.Module]) -> Callable[..., torch.Tensor]:
+    """Its own loop over experts: torch's grouped product takes no float64, and no width that is odd."""
+    return getattr(cls.forward, "__wrapped__", cls.forward)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether it has the structure of experts given as 3-D parameters."""
+    return all(hasattr(module, flag) for flag in _FLAGS)
 
 
 def _projections(module: nn.Module) -> tuple[str, str] | None:
     """The names of the two projections of an experts module that can be packed; None for any other module."""
-    if not all(hasattr(module, flag) for flag in _FLAGS) or getattr(module, "_is_expert_parallel", False):
+    if not is_experts(module) or getattr(module, "_is_expert_parallel", False):
         return None
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     for name in names:
@@ -140,49 +169,118 @@ def _projections(module: nn.Module) -> tuple[str, str] | None:
 
 
 def _pack(module: Any, names: tuple[str, str]) -> Callable[[], None] | None:
-    """Pack one module; returns what undoes that, or None where the packed one would answer otherwise."""
+    """Pack one module; returns what undoes that, or None where torch does not let a Parameter's place be taken."""
     parameters = {name: cast(nn.Parameter, module._parameters[name]) for name in names}
     cls = type(module)
-    example = _example(module, parameters[names[0]])
-    # Its own loop over experts: torch's grouped product refuses widths that are no multiple of 16 bytes.
-    forward = getattr(cls.forward, "__wrapped__", cls.forward)
-    with torch.inference_mode():
-        expected = forward(module, *example)
-    packed = {}
-    for name, parameter in parameters.items():
-        dense = parameter.detach()
-        packed[name] = [NativeWeight(weight.t() if module.is_transposed else weight) for weight in dense]
-        module._parameters[name] = None  # the entry stays: state_dict() keeps its order
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
-    module.__class__ = _packed_class(cls, names)
-    module.__dict__.update(_packed=packed, _names=names)
+    taken: list[nn.Parameter] = []
 
     def undo() -> None:
-        for name, parameter in parameters.items():
-            parameter.data = cast(_PackedExperts, module)._unpacked(name)
-            packed[name].clear()
-        del module.__dict__["_packed"], module.__dict__["_names"]
-        module.__class__ = cls
-        module._parameters.update(parameters)
+        let_go(module)
+        for parameter in taken:
+            if isinstance(parameter, HeldParameter):
+                parameter.give_back()
 
-    try:
-        with torch.inference_mode():
-            answer = module(*example)
-    except BaseException:
-        undo()
-        raise
-    distance = float((answer.float() - expected.float()).norm() / expected.float().norm())
-    if not distance <= _TOLERANCE[expected.dtype]:  # NaN included
-        undo()
-        return None
+    for parameter in parameters.values():
+        dense = parameter.detach()
+        packed = [NativeWeight(weight.t() if module.is_transposed else weight) for weight in dense]
+        held = HeldWeight(packed=packed, unpack=functools.partial(_unpacked, packed, module.is_transposed))
+        if not HeldParameter.take_place(parameter, held, dense):
+            undo()
+            return None
+        taken.append(parameter)
+    module.__class__ = _packed_class(cls)
+    module.__dict__.update(_names=names)
+
     return undo
 
 
-def _example(module: Any, weight: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random tokens, each with experts of its own choice and the weights they count with."""
-    num_experts, hidden_size = len(weight), weight.shape[1 if module.is_transposed else 2]
-    num_tokens, top_k = 5, min(2, num_experts)
+def _unpacked(packed: list[NativeWeight], transposed: bool) -> torch.Tensor:
+    experts = [weight.unpack() for weight in packed]
+    return torch.stack([weight.t() if transposed else weight for weight in experts])
+
+
+class WidenedExperts:
+    """A parameter of all experts, read one by one: what of an expert is asked for, in another type."""
+
+    def __init__(self, parameter: torch.Tensor, dtype: torch.dtype, transposed: bool) -> None:
+        self._dtype, self._transposed = dtype, transposed
+        self._packed = self._dense = None
+        if isinstance(parameter, HeldParameter) and parameter.held.dense is None:
+            self._packed = parameter.held.packed
+        else:
+            self._dense = plain(parameter)
+
+    def __getitem__(self, expert: Any) -> torch.Tensor:
+        if self._dense is not None:
+            return self._dense[expert].to(self._dtype)
+        weight = cast(Any, self._packed)[int(expert)].unpack()
+        return (weight.t() if self._transposed else weight).to(self._dtype)
+
+
+class _PackedOneByOne(WidenedExperts):
+    """The same, packed."""
+
+    def __getitem__(self, expert: Any) -> NativeWeight:  # type: ignore[override]
+        weight = super().__getitem__(expert)
+        return NativeWeight(weight.t() if self._transposed else weight)
+
+
+def _is_proved(module: Any, names: tuple[str, str]) -> bool:
+    """Whether a packed module answers as `module` does, some of its experts, with routing given."""
+    dtype = module._parameters[names[0]].dtype
+    wide = torch.float64 if dtype is torch.float32 else torch.float32
+
+    def own(dtype: torch.dtype) -> torch.Tensor:
+        twin = _twin(module, dtype)
+        for name in names:
+            twin._parameters[name] = WidenedExperts(module._parameters[name], dtype, module.is_transposed)
+        forward = loop_of(type(module))
+        return torch.cat([forward(twin, *example) for example in _examples(module, names, dtype)])
+
+    def packed(dtype: torch.dtype) -> torch.Tensor:
+        twin = _twin(module, dtype)
+        twin.__class__ = _packed_class(type(module))
+        forms = {
+            name: _PackedOneByOne(module._parameters[name], dtype, module.is_transposed) for name in names
+        }
+        twin.__dict__.update(_names=names, _packed_form=forms.__getitem__)
+        return torch.cat([twin.forward(*example) for example in _examples(module, names, dtype)])
+
+    try:
+        with torch.inference_mode():
+            if decide({True: packed(torch.float32)}, own(torch.float32), lambda: own(torch.float64)) is None:
+                return False
+            return no_farther(packed(dtype), own(dtype), own(wide), dtype)
+    except Exception:  # a forward that takes something else
+        return False
+
+
+def _twin(module: Any, dtype: torch.dtype) -> Any:
+    """A second module over the same parts, with its own small parameters in `dtype`."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin._parameters = {
+        name: parameter if parameter is None or parameter.dim() > 2 else parameter.detach().to(dtype)
+        for name, parameter in module._parameters.items()
+    }
+    return twin
+
+
+def _examples(
+    module: Any, names: tuple[str, str], dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Random tokens with their experts and what those count: of one expert, 65, 8 and 1; of two experts each."""
+    weight = module._parameters[names[0]]
+    hidden_size, last = weight.shape[1 if module.is_transposed else 2], len(weight) - 1
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(num_tokens, hidden_size, generator=generator).to(weight.dtype)
-    experts = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k, dim=-1).indices
-    return hidden, experts, torch.rand(num_tokens, top_k, generator=generator).to(weight.dtype)
+    chosen = torch.tensor([0, last // 2, last])
+    one = torch.repeat_interleave(chosen, torch.tensor([65, 8, 1]))[:, None]
+    two = chosen[torch.rand(8, 3, generator=generator).topk(2, dim=-1).indices] if last > 1 else one[:8]
+    return [
+        (
+            torch.randn(len(experts), hidden_size, generator=generator).to(weight.dtype).to(dtype),
+            experts,
+            torch.rand(experts.shape, generator=generator).to(weight.dtype).to(dtype),
+        )
+        for experts in (one, two)
+    ]

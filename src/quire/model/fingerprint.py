@@ -1,13 +1,14 @@
 """Whose keys and values a saved cache holds: a model's config, a digest of its weights, and what decides the bits.
 
 `fingerprint` digests every parameter and buffer: name, dtype, shape and bits, so that keys of one fine-tune are never
-read into another. Packed weights (`accelerate`) count as the weights they were packed from. Not kept: a weight may be
-changed in place without a trace, so it is computed each time it is asked for.
+read into another. Packed weights (`accelerate`) count as the weights they stand for. What the modules are told to do
+with the weights counts as well: which adapter is on, scalings, epsilons. It is computed each time it is asked for, of
+the model as it is then.
 
-`world` is for the tiers of an engine: equal worlds give equal bits for equal tokens. It adds the dtype, the back end
-and what it runs on: instruction set, the very build of the kernels, torch and transformers. Where `load` has read the
-weights itself their files are digested instead, and the digests of large ones are kept beside them, by path, size,
-times and inode, so that a later start reads nothing.
+`engine_fingerprint` is for the tiers of an engine: equal fingerprints give equal bits for equal tokens. It adds the
+dtype, the back end and what it runs on: instruction set, the very build of the kernels, torch and transformers. Where
+the weights were read from a source with files, safetensors or GGUF, the files are digested instead, and the digests
+of large ones are kept beside them, by path, size, times and inode, so that a later start reads nothing.
 
 Cost: one pass of SHA-256 over the weights, about 1 to 2 s for each GiB; microseconds where the digests are kept.
 """
@@ -18,7 +19,6 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,15 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from quire.backends import choose_backend, native_module
+from quire.attention import backend as attention_backend
+from quire.backends import native_module
+from quire.model.held_weight import bytes_of
 from quire.model.load import LoadedModel
-from quire.model.plain_weights import packed_weight
+from quire.model.prove.hooks import hooked
+from quire.model.prove.stamp import behaviour
+from quire.model.sources import LiveSource, WeightSource
 
-__all__ = ["fingerprint", "world"]
+__all__ = ["engine_fingerprint", "fingerprint"]
 
 _DIGESTS = "quire-sha256.json"  # beside the files it is about
 _LEAST_KEPT = 64 << 20  # bytes of a file whose digest is worth keeping
@@ -44,51 +48,47 @@ _INCIDENTAL = frozenset({
 })  # fmt: skip
 
 
-def world(loaded: LoadedModel, backend: str | None = None) -> bytes:
+def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes:
     """32 bytes that stand for all that decides the bits of this model's keys and values, run by this back end.
 
     To be asked for before the model is prepared.
     """
-    files, others = _files_and_others(loaded)
+    files, device = loaded.source.files, attention_backend(backend)
     parts = {
         "config": _config_digest(loaded.model),
-        "weights": [_files_digest(files), _weights_digest(others)],
+        "weights": _files_digest(files) if files else _weights_digest(loaded.source),
         "dtype": loaded.spec.dtype,
         "torch": [torch.__version__, torch.backends.cpu.get_cpu_capability()],
         "transformers": transformers.__version__,
-        "backend": choose_backend(backend, needs="BlockManager"),
+        "backend": device.name,
+        "behaviour": behaviour(loaded.model),
     }
-    if parts["backend"] == "native":
+    if hooked(loaded.model) is not None:
+        parts["hooks"] = os.urandom(16).hex()  # what they do cannot be told
+    if device.is_native:
         native: Any = native_module()
-        parts["kernels"] = [native.isa(), _sha256(Path(native.__file__))]
+        parts["kernels"] = [device.version, _sha256(Path(native.__file__))]
+    elif not device.is_host:
+        parts["kernels"] = device.version
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
-    """SHA-256 in hex of the model's config and of its weights."""
-    return {"config": _config_digest(model), "weights": _weights_digest(_tensors(model))}
+    """SHA-256 in hex of the model's config, of its weights, and of what its modules are told to do with them: which
+    adapter is on, how it is scaled."""
+    return {
+        "config": _config_digest(model),
+        "weights": _weights_digest(LiveSource(model)),
+        "behaviour": hashlib.sha256(behaviour(model).encode()).hexdigest(),
+    }
 
 
-def _weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+def _weights_digest(source: WeightSource) -> str:
     digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # numpy has no bfloat16; the bits are what counts.
-        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    for stored in source:
+        digest.update(f"{stored.name} {stored.stored} {stored.shape}\n".encode())
+        digest.update(bytes_of(stored.read()))
     return digest.hexdigest()
-
-
-def _files_and_others(loaded: LoadedModel) -> tuple[list[str], list[tuple[str, torch.Tensor]]]:
-    """The files that weights of this very model lie in, and the weights that lie in none (converted, say)."""
-    files: set[str] = set()
-    others = []
-    for name, tensor in _tensors(loaded.model):
-        path = None if loaded.mapped is None else loaded.mapped.path_of(tensor)
-        if path is None:
-            others.append((name, tensor))
-        else:
-            files.add(path)
-    return sorted(files), others
 
 
 def _config_digest(model: PreTrainedModel) -> str:
@@ -96,9 +96,9 @@ def _config_digest(model: PreTrainedModel) -> str:
     return hashlib.sha256(config.encode()).hexdigest()
 
 
-def _files_digest(paths: list[str]) -> str:
+def _files_digest(paths: tuple[Path, ...]) -> str:
     """Of files of weights, by name; those kept are believed."""
-    return json.dumps(sorted((Path(path).name, _kept_digest(Path(path))) for path in paths))
+    return json.dumps(sorted((path.name, _kept_digest(path)) for path in paths))
 
 
 def _kept_digest(path: Path) -> str:
@@ -126,26 +126,6 @@ def _kept_digest(path: Path) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight once, by its first name, and every buffer that is saved."""
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            whole = f"{prefix}.{name}"
-            if parameter is not None:
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield whole, parameter
-            elif (packed := packed_weight(module, name)) is not None:
-                owner, unpack = packed
-                if id(owner) not in seen:
-                    seen.add(id(owner))
-                    yield whole, unpack()
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}", buffer
 
 
 def _plain(value: Any) -> Any:

@@ -6,8 +6,9 @@ Not a proof of anything else than what it was made for: the key names all that t
 
     file   _MAGIC, SHA-256 of the rest, then JSON: {"key": ..., "found": ...}
     key    the file of packed weights (which names its sources and the variant), the bytes of every other parameter and
-           buffer, the config, dtype, longest sequence and back end, the versions of Python, torch and transformers, the
-           vector instructions torch uses, and size and time of every source file of this package and of the model's
+           buffer, the config, what the modules are told to do (`prove.stamp`), dtype, longest sequence and back end,
+           the versions of Python, torch and transformers, the vector instructions torch uses, and size and time of
+           every source file of this package and of the model's
     name   SHA-256 of the key, .proof
 
 Invariants
@@ -35,8 +36,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-import quire
 from quire.backends import native_module
+from quire.model.held_weight import bytes_of
+from quire.model.plain_weights import is_packed, plain
+from quire.model.prove.hooks import hooked
+from quire.model.prove.stamp import behaviour
 
 if TYPE_CHECKING:
     from quire.model.load import LoadedModel
@@ -64,7 +68,7 @@ class KeptProof:
 
         It is kept beside that file."""
         rest = _hash_of_tensors(loaded.model)
-        if rest is None:
+        if rest is None or hooked(loaded.model) is not None:
             return None
         classes = {type(module) for module in loaded.model.modules()}
         native = native_module()
@@ -75,6 +79,7 @@ class KeptProof:
                 "packed_weights": packed_weights.name,
                 "rest": rest,
                 "config": loaded.model.config.to_json_string(use_diff=False),
+                "behaviour": hashlib.sha256(behaviour(loaded.model).encode()).hexdigest(),
                 "spec": repr(loaded.spec),
                 "max_model_len": max_model_len,
                 "isa": None if native is None else native.isa(),
@@ -112,21 +117,25 @@ class KeptProof:
 
 def _hash_of_tensors(model: torch.nn.Module) -> str | None:
     """Of the name, shape, dtype and bytes of every parameter and buffer; None if they are too many to read."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [
+        (name, tensor)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if not is_packed(tensor)  # the packed file names those
+    ]
     if sum(tensor.numel() * tensor.element_size() for _, tensor in tensors) > _MOST_HASHED:
         return None
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         if tensor.numel():
-            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(bytes_of(plain(tensor)))
     return digest.hexdigest()
 
 
 def _own_files() -> list[str]:
     """Every source file of this package, the extension included."""
     found = []
-    for folder, _, names in os.walk(Path(quire.__file__).parent):
+    for folder, _, names in os.walk(Path(__file__).parents[1]):
         found += [os.path.join(folder, name) for name in names if name.endswith((".py", ".so", ".pyd"))]
     return found
 

@@ -2,7 +2,7 @@
 
 `pack_linears(model)` turns every `nn.Linear` and every `Conv1D` (GPT-2's) of a model into a packed one, in place, and
 returns what undoes it. A weight that is also the model's token embedding stays one: the embedding gathers its rows from
-the packed form. Inference only. Not here: experts given as 3-D parameters, and subclasses of `nn.Linear`, which stay
+the packed form. Not here: experts given as 3-D parameters, and subclasses of `nn.Linear`, which stay
 as they are.
 
 What computes, in this order (`choose_packing`):
@@ -11,15 +11,18 @@ What computes, in this order (`choose_packing`):
              (native/kernels/linear.hpp).
     onednn   torch's private packed operators, where the extension is missing and they serve this dtype on this
              processor: as fast, but without that promise.
+    device   what a back end of another device packs with (`Backend.pack`), where one is asked for.
     none     the layer stays as it is: no extension and no such operator, a dtype beyond those three, no CPU tensor.
 
 Invariants
     P1  the module stays the object it was, with its name, hooks and `isinstance`: only its class changes, to a
         subclass of its own.
-    P2  `.weight` reads as the original weight, bit for bit, unpacked on demand. A weight that is read again and again
-        is kept dense beside the packed form. It cannot be assigned.
-    P3  a weight held by several packed modules is packed once; one that anything else holds too is left alone.
-    P4  after the undoing: the same Parameter objects, the same bits, the same order of state_dict().
+    P2  `.weight` stays the Parameter object it was, and reads and writes as one (`held_weight`). A layer whose weight
+        was written, or is looked at, computes from dense memory, as torch does; so does one that is asked for a
+        gradient, another dtype or autocast. One that is given another weight is packed no more.
+    P3  a weight held by several packed modules is packed once; one that anything else holds too is left alone. The
+        weight of an embedding that no linear layer shares is not packed, but watched for being written.
+    P4  after the undoing: the same Parameter objects, with the bits they have by then, the same order of state_dict().
 
 Cost of a call: that of the product plus about 3 us. Packing reads and writes each weight once; at most one layer's
 weight exists twice.
@@ -29,19 +32,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quire.attention.backends import PackedWeight
 from quire.backends import native_module
-from quire.errors import ArgumentError, BackendError
+from quire.errors import BackendError
+from quire.model.held_weight import HeldParameter, HeldWeight
+from quire.model.overlay import Changed, let_go, own_class
 
 __all__ = [
     "DTYPE_NAMES",
     "PackedEmbedding",
     "PackedLinear",
+    "PackedModule",
     "PackedWeight",
     "Packing",
     "choose_packing",
@@ -49,31 +56,10 @@ __all__ = [
     "weights_to_pack",
 ]
 
-Packing = Literal["native", "onednn"]
+Packing = Literal["native", "onednn", "device", "watched"]
 
 # The dtypes the kernels compute in, as they call them.
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_READS_BEFORE_KEPT = 2
-
-
-class PackedWeight(Protocol):
-    """A weight [num_outputs, num_inputs] in some packed form."""
-
-    dtype: torch.dtype
-    num_outputs: int
-    num_inputs: int
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [..., num_inputs], of the weight's dtype -> [..., num_outputs]."""
-        ...
-
-    def unpack(self) -> torch.Tensor:
-        """The weight, bit for bit."""
-        ...
-
-    def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Integer ids [...] -> rows [..., num_inputs]; IndexError for one out of range."""
-        ...
 
 
 class NativeWeight:
@@ -170,70 +156,93 @@ def choose_packing(dtype: torch.dtype) -> Packing | None:
     return "onednn" if _onednn_serves(dtype) else None
 
 
-class _PackedModule(nn.Module):
-    """What packed modules share: where the weight went, and how it reads."""
+class PackedModule(Changed):
+    """What packed modules share: where the weight went, and what is done where the packed form does not serve."""
 
-    _packed: PackedWeight
+    _packed: PackedWeight | None  # None while dense memory is the weight (`held_weight`)
+    _held: HeldWeight
     _transposed: bool
-    _num_reads: int
-    _dense: torch.Tensor | None
 
-    def _hold(self, packed: PackedWeight, transposed: bool) -> None:
+    def _hold(self, held: HeldWeight, transposed: bool) -> None:
         # Past nn.Module, so that nothing of it is registered.
-        self.__dict__.update(_packed=packed, _transposed=transposed, _num_reads=0, _dense=None)
+        self.__dict__.update(_packed=held.packed, _held=held, _transposed=transposed)
+        held.users.add(self)
 
-    def _let_go(self) -> None:
-        for name in ("_packed", "_transposed", "_num_reads", "_dense"):
-            del self.__dict__[name]
+    def _weight(self) -> torch.Tensor:
+        """The weight as torch's operators take it: the Parameter where a gradient is asked for, else dense memory."""
+        weight = self._parameters.get("weight")
+        if weight is None:  # parametrized
+            return cast(torch.Tensor, self.weight)
+        if not isinstance(weight, HeldParameter) or (torch.is_grad_enabled() and weight.requires_grad):
+            return weight
+        return weight.held.read()
 
-    @property
-    def weight(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self._dense is not None:
-            return self._dense
-        dense = self._unpacked()
-        self.__dict__["_num_reads"] += 1
-        if self._num_reads > _READS_BEFORE_KEPT:
-            self.__dict__["_dense"] = dense
-        return dense
-
-    def _unpacked(self) -> torch.Tensor:
-        dense = self._packed.unpack()
-        return dense.t().contiguous() if self._transposed else dense
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self._unpacked()  # as its Parameter would be, in the same place
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        if not isinstance(self._parameters.get("weight"), HeldParameter):  # torch has put another one there
+            let_go(self)
+        return result
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            raise ArgumentError(
-                f"expected the weight of a packed {type(self).__name__} to stay; restore the model first"
-            )
-        super().__setattr__(name, value)
+            let_go(self)
+        own_class(self).__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name == "weight":
+            let_go(self)
+        own_class(self).__delattr__(self, name)
 
 
-class PackedLinear(_PackedModule, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride]
+def _wants_gradient(input: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (input.requires_grad or (weight is not None and weight.requires_grad))
+
+
+class PackedLinear(PackedModule, nn.Linear):  # pyright: ignore[reportIncompatibleVariableOverride]
     """`nn.Linear` on a packed weight. Made by `pack_linears`, in place of the class of a layer."""
+
+    _quire_switched = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         packed = self._packed
-        serves = input.dtype is packed.dtype and input.is_cpu and not input.requires_grad
-        if not serves or input.dim() == 0 or input.shape[-1] != packed.num_inputs:
+        if (
+            packed is None
+            or input.dtype is not packed.dtype
+            or not input.is_cpu
+            or input.dim() == 0
+            or input.shape[-1] != packed.num_inputs
+            or _wants_gradient(input, self._parameters["weight"])
+            or torch.is_autocast_enabled("cpu")
+        ):
             # Torch's own answer or error; with a gradient asked for, its own graph.
-            weight = self.weight
+            weight = self._weight()
             return F.linear(input, weight.t() if self._transposed else weight, self.bias)
         return packed.multiply(input, self.bias)
 
 
-class PackedEmbedding(_PackedModule, nn.Embedding):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """`nn.Embedding` whose rows are gathered from the packed weight it shares with a linear layer."""
+class PackedEmbedding(PackedModule, nn.Embedding):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """`nn.Embedding` whose rows are gathered from the packed weight it shares with a linear layer, or from a dense one
+    that is watched for being written."""
+
+    _quire_switched = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self._packed.gather_rows(input)
+        packed, weight = self._packed, self._parameters.get("weight")
+        if packed is None or (torch.is_grad_enabled() and weight is not None and weight.requires_grad):
+            return F.embedding(
+                input,
+                self._weight(),
+                self.padding_idx,
+                self.max_norm,
+                self.norm_type,
+                self.scale_grad_by_freq,
+                self.sparse,
+            )
+        return packed.gather_rows(input)
 
 
 @functools.cache
-def _packed_class(cls: type[nn.Module]) -> type[_PackedModule]:
+def _packed_class(cls: type[nn.Module]) -> type[PackedModule]:
     """The packed subclass for modules of exactly `cls`.
 
     An embedding may be a subclass of `nn.Embedding` (Gemma's scales the rows): its `super().forward` then leads to
@@ -243,10 +252,10 @@ def _packed_class(cls: type[nn.Module]) -> type[_PackedModule]:
         return PackedLinear
     if cls is nn.Embedding:
         return PackedEmbedding
-    bases: tuple[type, ...] = (_PackedModule, cls)
-    namespace: dict[str, Any] = {"forward": PackedLinear.forward}
+    bases: tuple[type, ...] = (PackedModule, cls)
+    namespace: dict[str, Any] = {"forward": PackedLinear.forward, "_quire_switched": True}
     if issubclass(cls, nn.Embedding):
-        bases, namespace = (cls, PackedEmbedding), {}
+        bases, namespace = (cls, PackedEmbedding), {"_quire_switched": True}
     return type(f"Packed{cls.__name__}", bases, namespace)
 
 
@@ -255,19 +264,20 @@ def pack_linears(
     packing: Packing | None = None,
     *,
     release: Callable[[torch.Tensor], None] | None = None,
-    pack: Callable[[torch.Tensor], NativeWeight] | None = None,
+    pack: Callable[[torch.Tensor], PackedWeight] | None = None,
 ) -> Callable[[], None]:
     """Pack the linear layers of `model` in place.
 
     Args:
-        model: any module on the CPU; its Parameters are emptied layer by layer while they are packed.
-        packing: forces one; None chooses per dtype by the rule of `choose_packing`.
+        model: any module on the CPU; its Parameters give their memory up layer by layer while they are packed.
+        packing: forces one, "device" with what `pack` makes; None chooses per dtype by the rule of `choose_packing`.
+            "watched" packs nothing: torch computes, and who writes to a weight is noticed.
         release: called with each dense weight once it is packed, before it is let go of.
-        pack: makes the packed form of each weight [num_outputs, num_inputs] that the extension serves; None packs it
-            in memory.
+        pack: makes the packed form of each weight [num_outputs, num_inputs] that the extension or the device serves;
+            None packs it in memory, by the extension.
 
     Returns:
-        A function that gives every weight back, bit for bit; called again, it does nothing.
+        A function that gives every weight back, with what was written to it meanwhile; called again, it does nothing.
     """
     groups = _packable(model, packing)
     undo: list[Callable[[], None]] = []
@@ -278,7 +288,9 @@ def pack_linears(
 
     try:
         for parameter, modules, kind in groups:
-            undo.append(_pack(parameter, modules, kind, release, pack or NativeWeight))
+            undone = _pack(parameter, modules, kind, release, pack or NativeWeight)
+            if undone is not None:
+                undo.append(undone)
     except BaseException:
         restore()
         raise
@@ -301,30 +313,36 @@ def _packable(
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 holders.setdefault(parameter, []).append((module, name))
-    groups = []
+    groups: list[tuple[nn.Parameter, list[nn.Module], Packing]] = []
     for parameter, held in holders.items():
         modules = [module for module, _ in held]
         linears = [module for module in modules if _is_linear(module)]
         embeddings = [
             module for module in modules if isinstance(module, nn.Embedding) and _gathers_rows(module)
         ]
-        kind = packing or choose_packing(parameter.dtype)
-        serves = (
-            kind is not None
-            and bool(linears)
-            and len(linears) + len(embeddings) == len(held)
+        if not (
+            len(linears) + len(embeddings) == len(held)
             and all(name == "weight" for _, name in held)
-            and not (embeddings and kind == "onednn")
-            and len({_is_transposed(module) for module in modules}) == 1
-            and parameter.dtype in DTYPE_NAMES
             and parameter.device.type == "cpu"
             and type(parameter) is nn.Parameter
             and parameter.dim() == 2
             and parameter.numel() > 0
+        ):
+            continue
+        kind = packing or choose_packing(parameter.dtype)
+        serves = (
+            kind is not None
+            and kind != "watched"
+            and bool(linears)
+            and not (embeddings and kind == "onednn")
+            and len({_is_transposed(module) for module in modules}) == 1
+            and parameter.dtype in DTYPE_NAMES
             and all(_has_plain_bias(module, parameter.dtype) for module in linears)
         )
         if serves and kind is not None:
             groups.append((parameter, modules, kind))
+        elif embeddings or kind == "watched":
+            groups.append((parameter, modules, "watched"))
     return groups
 
 
@@ -333,32 +351,41 @@ def _pack(
     modules: list[nn.Module],
     kind: Packing,
     release: Callable[[torch.Tensor], None] | None,
-    pack: Callable[[torch.Tensor], NativeWeight],
-) -> Callable[[], None]:
-    """Pack one weight for all modules that hold it; returns what undoes that."""
+    pack: Callable[[torch.Tensor], PackedWeight],
+) -> Callable[[], None] | None:
+    """Pack one weight for all modules that hold it; returns what undoes that.
+
+    None where torch does not let the Parameter's place be taken (a graph holds it): it stays as it is.
+    """
     transposed = _is_transposed(modules[0])
     dense = parameter.detach()
-    oriented = dense.t() if transposed else dense
-    packed: PackedWeight = pack(oriented) if kind == "native" else OneDnnWeight(oriented)
-    classes = [type(module) for module in modules]
+    if kind == "watched":
+        held = HeldWeight(dense=dense)
+    else:
+        oriented = dense.t() if transposed else dense
+        packed: PackedWeight = OneDnnWeight(oriented) if kind == "onednn" else pack(oriented)
+        held = HeldWeight(packed=packed, unpack=functools.partial(_unpacked, packed, transposed))
+    if not HeldParameter.take_place(parameter, held, dense):
+        return None
     for module in modules:
-        module._parameters["weight"] = None  # the entry stays: state_dict() keeps its order
+        lies_transposed = _is_transposed(module)
         module.__class__ = _packed_class(type(module))
-        cast(_PackedModule, module)._hold(packed, transposed)
-    if release is not None:
+        cast(PackedModule, module)._hold(held, lies_transposed)
+    if release is not None and kind != "watched":
         release(dense)
-    # Whoever else holds the Parameter must not keep its memory.
-    parameter.data = torch.empty(0, dtype=parameter.dtype)
 
     def undo() -> None:
-        weight = packed.unpack()
-        parameter.data = weight.t().contiguous() if transposed else weight
-        for module, cls in zip(modules, classes, strict=True):
-            cast(_PackedModule, module)._let_go()
-            module.__class__ = cls
-            module._parameters["weight"] = parameter
+        for module in modules:
+            let_go(module)
+        if isinstance(parameter, HeldParameter):
+            parameter.give_back()
 
     return undo
+
+
+def _unpacked(packed: PackedWeight, transposed: bool) -> torch.Tensor:
+    weight = packed.unpack()
+    return weight.t().contiguous() if transposed else weight
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, from wherever they are: the embedded one, a folder, the Hub, or loaded already.
+"""A model and its tokenizer, from wherever they are: the embedded one, a folder, a GGUF file, the Hub, or loaded.
 
 Not a preparation: the model comes as transformers loads it, and `prepare` changes it.
 Every failure is one line that says what was given and what is wrong: a path that does not exist never becomes a
@@ -10,24 +10,32 @@ Cost: reading the weights.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
+from quire.model.held_weight import HeldParameter
+from quire.model.load_gguf import WidenedWeights, end_ids, gguf_config, load_gguf_model, load_gguf_tokenizer
 from quire.model.mapped_weights import MappedWeights
-from quire.model.shell import making_shells
-from quire.spec import DTYPE_BYTES, KVSpec
-from quire.spec.config import spec_of
+from quire.model.sources import GGUFSource, LiveSource, SafetensorsSource, WeightSource, is_gguf
+from quire.spec import FORMATS, KVFormat, KVSpec, format_of
 
 __all__ = ["EMBEDDED", "LoadedModel", "load"]
 
@@ -35,6 +43,8 @@ EMBEDDED = Path(__file__).parent / "embedded"
 
 # What a model's generation_config.json may set as sampling defaults.
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_log = logging.getLogger("quire")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -43,16 +53,19 @@ class LoadedModel:
     """A model as transformers gives it, with what an engine needs to know about it.
 
     Args:
-        model: in eval mode, on the CPU.
+        model: on the CPU, in the mode (training or not) that it came in.
         tokenizer: None where there is none: then prompts are token ids.
         spec: its KV shape, in the dtype it computes in.
-        name: what to call it: folder name, Hub id, "embedded".
+        name: what to call it: name of its folder or file, Hub id, "embedded".
         model_type: of its config, for messages.
         max_model_len: longest sequence its positions allow.
         vocab_size: ids are below it; the width of its logits.
         eos_token_ids: any of them ends a sequence.
         sampling_defaults: from its generation_config: temperature (0 where it does not sample), top_p, top_k, ...
-        mapped: the files its tensors may lie in; None for a model that somebody else loaded.
+        source: its weights as they were stored before they became tensors of `model`.
+        mapped: where its tensors lie in files, or which of a file's they follow from; None for a model that somebody
+            else loaded.
+        not_taken: what the model was made for beside text and is not given here: "images", "audio".
     """
 
     model: PreTrainedModel
@@ -63,12 +76,14 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    source: WeightSource
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
-    mapped: MappedWeights | None = None
+    mapped: MappedWeights | WidenedWeights | None = None
+    not_taken: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
-        return getattr(torch, self.spec.dtype)
+        return format_of(self.spec.dtype).torch_dtype
 
 
 def load(
@@ -81,8 +96,9 @@ def load(
     """Load a model for causal language modelling.
 
     Args:
-        source: None for the embedded model, a folder, a Hub id, or (model, tokenizer or None).
-        dtype: "auto" for the checkpoint's own, or "float32", "bfloat16", "float16".
+        source: None for the embedded model, a folder, a GGUF file, a Hub id, or (model, tokenizer or None).
+        dtype: "auto" for the checkpoint's own (bfloat16 for a quantized GGUF file), or "float32", "bfloat16",
+            "float16".
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: whether code of the checkpoint may run.
 
@@ -91,13 +107,16 @@ def load(
         LoadError: files missing or broken, or no such model.
         ConfigError, UnsupportedModelError: its config cannot be understood or served.
     """
-    wanted = _dtype(dtype)
+    wanted = _format(dtype)
     if isinstance(source, tuple):
         return _given(source, wanted)
     if source is not None and not isinstance(source, (str, Path)):
         raise ArgumentError(
-            f"expected a model as None, folder, Hub id or (model, tokenizer), got {type(source).__name__}"
+            "expected a model as None, folder, GGUF file, Hub id or (model, tokenizer), got "
+            f"{type(source).__name__}"
         )
+    if (file := _gguf_file(source)) is not None:
+        return _load_gguf(file, wanted)
     where, local = _locate(source)
     if local:
         _check_folder(Path(where))
@@ -106,45 +125,122 @@ def load(
         options["local_files_only"] = True
     elif revision is not None:
         options["revision"] = revision
-    with _quiet(), making_shells():
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                where, dtype=wanted or "auto", output_loading_info=True, **options
-            )
-            model, report = loaded
-        except Exception as error:  # transformers, safetensors and the Hub client raise many kinds
-            broken = (
-                "a safetensors file is broken or cut short: " if isinstance(error, SafetensorError) else ""
-            )
-            raise LoadError(
-                f"cannot load the model {_shown(source, where)}: {broken}{_one_line(error)}"
-            ) from error
-        tokenizer = _load_tokenizer(where, local, options, source)
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise LoadError(
-            f"cannot load the model {_shown(source, where)}: its weights lack {len(missing)} tensors of "
-            f"{type(model).__name__}, the first {missing[0]}"
+    try:
+        config = AutoConfig.from_pretrained(where, **options)
+        loaded: Any = _auto_class(config).from_pretrained(
+            where,
+            dtype=wanted.torch_dtype if wanted else "auto",
+            output_loading_info=True,
+            **options,
+            **_attention(config),
         )
+        model, report = loaded
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # transformers, safetensors and the Hub client raise many kinds
+        broken = "a safetensors file is broken or cut short: " if isinstance(error, SafetensorError) else ""
+        raise LoadError(
+            f"cannot load the model {_shown(source, where)}: {broken}{_one_line(error)}"
+        ) from error
+    tokenizer = _load_tokenizer(where, local, options, source)
+    _refuse_missing(model, report, _shown(source, where))
     name = "embedded" if source is None else Path(where).name if local else where
-    return replace(_describe(model, tokenizer, name), mapped=MappedWeights())
+    loaded_model = _describe(model, tokenizer, name, wanted)
+    stored = SafetensorsSource.of_checkpoint(where, None if local else revision)
+    return replace(loaded_model, source=stored or loaded_model.source, mapped=MappedWeights())
 
 
-def _given(source: tuple[Any, ...], wanted: torch.dtype | None) -> LoadedModel:
-    if len(source) != 2 or not isinstance(source[0], PreTrainedModel):
+def _load_gguf(path: Path, wanted: KVFormat | None) -> LoadedModel:
+    source = GGUFSource(path)
+    try:
+        model, report, weights = load_gguf_model(source, wanted.torch_dtype if wanted else source.dtype)
+        tokenizer = load_gguf_tokenizer(source, model.config)
+    except LoadError:
+        raise
+    except Exception as error:  # transformers, gguf and tokenizers raise many kinds
+        raise LoadError(f"cannot load the model {str(path)!r}: {_one_line(error)}") from error
+    _refuse_missing(model, report, repr(str(path)))
+    loaded = _describe(model, tokenizer, path.stem, wanted)
+    return replace(
+        loaded,
+        source=source,
+        mapped=weights,
+        eos_token_ids=tuple(dict.fromkeys((*loaded.eos_token_ids, *end_ids(source)))),
+    )
+
+
+def _refuse_missing(model: PreTrainedModel, report: dict[str, Any], shown: str) -> None:
+    """Refuse a model some of whose weights were not in its checkpoint; transformers has made them up."""
+    if missing := sorted(report["missing_keys"]):
+        raise LoadError(
+            f"cannot load the model {shown}: its weights lack {len(missing)} tensors of {type(model).__name__}, the "
+            f"first {missing[0]}"
+        )
+
+
+def base_model(model: Any, verb: str) -> PreTrainedModel:
+    """The transformers model that `model` is, or is a wrapper of: peft's, whose adapters lie in it.
+
+    *raises:* ArgumentError: it is none, or does something beside its base model; says what to give instead.
+    """
+    if isinstance(model, PreTrainedModel):
+        return model
+    kind = type(model).__name__
+    if callable(get_base := getattr(model, "get_base_model", None)) and hasattr(model, "peft_config"):
+        configs = model.peft_config.values()
+        if any(getattr(config, "is_prompt_learning", False) for config in configs):
+            raise ArgumentError(
+                f"expected a model whose adapters lie in its layers to {verb}, got a {kind} that puts learned tokens "
+                "before each prompt, which Quire does not do; give model.get_base_model() to go without them"
+            )
+        base = get_base()
+        if isinstance(base, PreTrainedModel):
+            return base
+    if isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+        raise ArgumentError(
+            f"expected a transformers model to {verb}, got a {type(inner).__name__} that torch.compile has wrapped; "
+            "give the model itself, which is model._orig_mod: Quire's kernels need no compilation"
+        )
+    raise ArgumentError(f"expected a transformers model to {verb}, got {kind}")
+
+
+def not_plain(model: PreTrainedModel) -> str | None:
+    """Why Quire cannot compute with the model's weights themselves, in words; None where it can.
+
+    Weights of quantized models are tensors of classes of their own, or integers beside their scales.
+    """
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, HeldParameter)
+    for name, tensor in model.named_parameters():
+        if type(tensor) in plain and tensor.dtype in _FLOATS:
+            continue
+        quantization = getattr(getattr(model, "config", None), "quantization_config", None)
+        if isinstance(quantization, dict):
+            method = quantization.get("quant_method")
+        else:
+            method = getattr(quantization, "quant_method", None)
+        by = str(getattr(method, "value", method) or type(tensor).__module__.partition(".")[0])
+        kind = type(tensor).__name__ if type(tensor) not in plain else str(tensor.dtype)
+        return f"its weights are quantized by {by} ({name} is {kind}), which Quire does not compute with yet"
+    return None
+
+
+def _given(source: tuple[Any, ...], wanted: KVFormat | None) -> LoadedModel:
+    if len(source) != 2 or not isinstance(source[0], torch.nn.Module):
         raise ArgumentError(
             f"expected (PreTrainedModel, tokenizer or None), got ({', '.join(type(part).__name__ for part in source)})"
         )
-    model, tokenizer = source
-    if wanted is not None and wanted != model.dtype:
+    model, tokenizer = base_model(source[0], "run"), source[1]
+    if wanted is not None and wanted.torch_dtype != model.dtype:
         raise ArgumentError(
-            f"expected dtype='auto' or the loaded model's own {model.dtype}, got {wanted}; convert the model first"
+            f"expected dtype='auto' or the loaded model's own {model.dtype}, got {wanted.name}; convert the model first"
         )
-    name = Path(model.config.name_or_path).name or model.config.model_type
-    return _describe(model, tokenizer, name)
+    name = Path(model.config.name_or_path or "").name or model.config.model_type
+    return _describe(model, tokenizer, name, wanted)
 
 
-def _describe(model: PreTrainedModel, tokenizer: Any, name: str) -> LoadedModel:
+def _describe(
+    model: PreTrainedModel, tokenizer: Any, name: str, wanted: KVFormat | None = None
+) -> LoadedModel:
     config = model.config
     text = config.get_text_config(decoder=True)
     model_type = str(text.model_type or config.model_type)
@@ -154,12 +250,16 @@ def _describe(model: PreTrainedModel, tokenizer: Any, name: str) -> LoadedModel:
                 f"expected a model on the CPU, got {parameter} on {tensor.device}; Quire runs on the CPU for now, move "
                 "it with model.to('cpu')"
             )
-    dtype = str(model.dtype).removeprefix("torch.")
-    if dtype not in DTYPE_BYTES:
+    if (reason := not_plain(model)) is not None:
         raise UnsupportedModelError(
-            f"model type {model_type}: expected weights of {', '.join(sorted(DTYPE_BYTES))}, got {dtype}"
+            f"model type {model_type}: {reason}; dequantize the model, or use model.generate"
         )
-    spec = spec_of(config, dtype=dtype)
+    dtype = wanted.name if wanted else str(model.dtype).removeprefix("torch.")
+    if dtype not in FORMATS:
+        raise UnsupportedModelError(
+            f"model type {model_type}: expected weights of {', '.join(sorted(FORMATS))}, got {dtype}"
+        )
+    spec = KVSpec.from_config(config, dtype=dtype)
     embeddings = model.get_output_embeddings() or model.get_input_embeddings()
     weight = getattr(embeddings, "weight", None)
     vocab_size = int(weight.shape[0]) if isinstance(weight, torch.Tensor) else spec.vocab_size
@@ -167,7 +267,12 @@ def _describe(model: PreTrainedModel, tokenizer: Any, name: str) -> LoadedModel:
         raise UnsupportedModelError(
             f"model type {model_type}: expected a vocabulary, its config names no vocab_size"
         )
-    model.eval()
+    not_taken = _not_taken(config)
+    if not_taken:
+        _log.warning(
+            "%s (%s) is opened for text: %s not taken yet",
+            name, config.model_type, " and ".join(not_taken) + (" are" if not_taken != ("audio",) else " is"),
+        )  # fmt: skip
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -177,7 +282,43 @@ def _describe(model: PreTrainedModel, tokenizer: Any, name: str) -> LoadedModel:
         max_model_len=spec.max_model_len or 2**20,  # no positions to run out of
         vocab_size=vocab_size,
         eos_token_ids=_eos_token_ids(model, tokenizer),
+        source=LiveSource(model),
         sampling_defaults=_sampling_defaults(model),
+        not_taken=not_taken,
+    )
+
+
+def _attention(config: Any) -> dict[str, Any]:
+    """Eager for models that cap attention's scores: transformers 5.20 would choose sdpa, which drops the cap there."""
+    caps = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return {"attn_implementation": "eager"} if caps else {}
+
+
+def _auto_class(config: Any) -> Any:
+    """The class that loads the model: one that takes text alone, or one that takes text beside something else."""
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    for auto_class, types in (
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+        (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+    ):
+        if type(config) in types:
+            return auto_class
+    raise UnsupportedModelError(
+        f"model type {config.model_type}: expected a model that continues text (AutoModelForCausalLM, "
+        "AutoModelForImageTextToText), transformers has none of this type"
+    )
+
+
+def _not_taken(config: Any) -> tuple[str, ...]:
+    """What a model takes beside text, by the parts of its config and the tokens it has for them."""
+    said = [name for name in type(config).sub_configs if getattr(config, name, None) is not None]
+    said += [name for name, value in config.to_dict().items() if "_token_i" in name and value is not None]
+    return tuple(
+        what
+        for what, names in (("images", ("vision", "image", "vq_")), ("audio", ("audio", "speech")))
+        if any(name.startswith(names) for name in said)
     )
 
 
@@ -205,10 +346,15 @@ def _sampling_defaults(model: PreTrainedModel) -> dict[str, float | int]:
 
 
 def config_of(source: str | Path | None) -> Any:
-    """What `KVSpec.from_config` reads of a model that `load` would load: its folder, or a Hub id's config.
+    """What `KVSpec.from_config` reads of a model that `load` would load: its folder, or a file's or Hub id's config.
 
     *raises:* ArgumentError, LoadError: as `load` does.
     """
+    if (file := _gguf_file(source)) is not None:
+        stored = GGUFSource(file)
+        config = gguf_config(stored)
+        config.dtype = stored.dtype
+        return config
     where, local = _locate(source)
     if local:
         return Path(where)
@@ -218,6 +364,16 @@ def config_of(source: str | Path | None) -> Any:
         return AutoConfig.from_pretrained(where)
     except Exception as error:  # the Hub's and the file's many kinds
         raise LoadError(f"cannot load the config of {where}: {_one_line(error)}") from error
+
+
+def _gguf_file(source: str | Path | None) -> Path | None:
+    """The GGUF file that a source names; None where it names something else."""
+    if source is None or not str(source):
+        return None
+    path = Path(source).expanduser()
+    if path.suffix.lower() == ".gguf" and not path.exists():
+        raise ArgumentError(f"expected a GGUF file, got {str(source)!r}: there is no such file")
+    return path if is_gguf(path) else None
 
 
 def _locate(source: str | Path | None) -> tuple[str, bool]:
@@ -234,10 +390,12 @@ def _locate(source: str | Path | None) -> tuple[str, bool]:
         return str(path), True
     if text and path.exists():
         raise ArgumentError(
-            f"expected a model folder or a Hub id, got the file {text}; give the folder it lies in"
+            f"expected a model folder, a GGUF file or a Hub id, got the file {text}; give the folder it lies in"
         )
     if isinstance(source, Path) or not _HUB_ID.fullmatch(text):
-        raise ArgumentError(f"expected a model folder or a Hub id, got {text!r}: there is no such folder")
+        raise ArgumentError(
+            f"expected a model folder, a GGUF file or a Hub id, got {text!r}: there is no such folder"
+        )
     return text, False
 
 
@@ -250,6 +408,10 @@ def _check_folder(folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise LoadError(f"cannot read {folder / 'config.json'}: {_one_line(error)}") from error
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        if files := sorted(folder.glob("*.gguf")):
+            raise LoadError(
+                f"expected weights (*.safetensors) in the model folder {folder}, found GGUF; give the file: {files[0]}"
+            )
         raise LoadError(f"expected weights (*.safetensors) in the model folder {folder}, found none")
 
 
@@ -268,31 +430,13 @@ def _load_tokenizer(where: str, local: bool, options: dict[str, Any], source: An
         ) from error
 
 
-def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+def _format(dtype: str | torch.dtype) -> KVFormat | None:
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
         return None
-    if name not in DTYPE_BYTES:
-        raise ArgumentError(f"expected dtype auto, {', '.join(sorted(DTYPE_BYTES))}, got {name!r}")
-    return getattr(torch, name)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers and its Hub client without progress bars and warnings; as they were afterwards. A Hub that cannot
-    be reached is tried several times, and what failed is in the error."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    hub_verbosity = hub_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    hub_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
+    if name not in FORMATS:
+        raise ArgumentError(f"expected dtype auto, {', '.join(sorted(FORMATS))}, got {name!r}")
+    return format_of(name)
 
 
 def _shown(source: Any, where: str) -> str:

@@ -33,11 +33,6 @@ class MappedWeights:
         self._regions = _mapped_files(_SUFFIX)
         self._starts = [region.start for region in self._regions]
 
-    def path_of(self, weight: torch.Tensor) -> str | None:
-        """The file that the weight lies in; None where it is in none. (Other models' files may be mapped as well.)"""
-        region = self._region_of(weight)
-        return None if region is None else region.path
-
     def release(self, weight: torch.Tensor) -> None:
         """Gives the pages wholly inside `weight` back if they lie in one of the files; its bytes can still be read."""
         start = weight.data_ptr()
@@ -86,6 +81,9 @@ class Origin:
     path: str
     stamp: tuple[int, ...]  # size, mtime in ns, ctime in ns, inode
     offset: int  # of the bytes, from the beginning of the file
+    reckoned_by: str = (
+        ""  # where the weight is not those bytes but follows from them: the versions that say how
+    )
 
 
 @dataclass(frozen=True)

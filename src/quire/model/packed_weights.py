@@ -14,8 +14,8 @@ Invariants
     K1  the header follows from the weights asked for, before anything is read: a file is used only if it begins with
         exactly that header and has exactly its size. So nothing of a foreign file is interpreted, and anything that
         changes (a source file, the variant, the layout) is another file.
-    K2  only weights whose bytes stand unchanged in a safetensors file (`MappedWeights.origins`) are kept; the others
-        are packed in memory.
+    K2  only weights whose bytes stand unchanged in a safetensors file (`MappedWeights.origins`) are kept, and those
+        that follow from one tensor of a GGUF file (`WidenedWeights.origins`); the others are packed in memory.
     K3  a file appears under its name whole: written under another, synced, renamed. Of two writers the last one
         stays; both wrote the same. A file is never changed, only replaced or deleted: mappings stay good. (One that
         somebody else cuts short while it is mapped ends the process, as with any mapped file.)
@@ -48,6 +48,7 @@ import torch
 
 from quire.backends import native_module
 from quire.model.linear import DTYPE_NAMES, NativeWeight
+from quire.model.load_gguf import WidenedWeights
 from quire.model.mapped_weights import MappedWeights
 
 __all__ = ["KeptWeights"]
@@ -71,7 +72,9 @@ class KeptWeights:
     A context: inside, `pack` gives each weight's packed form; a file that was missing is there after it.
     """
 
-    def __init__(self, folder: Path, mapped: MappedWeights, weights: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, folder: Path, mapped: MappedWeights | WidenedWeights, weights: Sequence[torch.Tensor]
+    ) -> None:
         self._mapped_weights, self._weights = mapped, list(weights)
         self._offsets: dict[_Key, int] = {}
         self._header, self._num_bytes = self._plan()
@@ -118,14 +121,15 @@ class KeptWeights:
     def _plan(self) -> tuple[bytes, int]:
         """The header, and the size of the file; fills in the weights' places."""
         native = cast(Any, native_module())
-        files: dict[tuple[str, tuple[int, ...]], int] = {}
+        files: dict[tuple[str | tuple[int, ...], ...], int] = {}
         entries: list[list[Any]] = []
         position = 0  # from the end of the header
         origins = self._origins = self._mapped_weights.origins(self._weights)
         for weight, origin in zip(self._weights, origins, strict=True):
             if origin is None:
                 continue
-            file = files.setdefault((origin.path, origin.stamp), len(files))
+            reckoned_by = (origin.reckoned_by,) if origin.reckoned_by else ()
+            file = files.setdefault((origin.path, origin.stamp, *reckoned_by), len(files))
             dtype = DTYPE_NAMES[weight.dtype]
             num_bytes = native.packed_num_bytes(*weight.shape, dtype)
             self._offsets[_key(weight)] = position

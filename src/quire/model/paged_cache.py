@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DummyLayer
+from transformers.cache_utils import Cache
 
 from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan
 from quire.errors import ArgumentError, UnsupportedModelError
@@ -45,8 +45,15 @@ def tag_of(tensor: torch.Tensor) -> KVTag | None:
     return getattr(tensor, _TAG, None)
 
 
+class _InPages:
+    """A layer's place in transformers' list of them, an empty one: what it keeps lies in pages."""
+
+    is_initialized = False
+    keys = values = None
+
+
 class PagedCache(Cache):
-    """`past_key_values` of one forward after another, over one storage.
+    """The cache of one forward after another, over one storage.
 
     Args:
         spec: the model's KV shape.
@@ -56,17 +63,19 @@ class PagedCache(Cache):
     """
 
     def __init__(self, spec: KVSpec, storage: Storage, backend: AttentionBackend, model_type: str) -> None:
-        super().__init__(layers=[DummyLayer() for _ in spec.layers])
+        super().__init__(layers=[_InPages() for _ in spec.layers])  # type: ignore[list-item]
         self.spec = spec
         self.storage = storage
         self.backend = backend
         self.model_type = model_type
         self.options: dict[tuple[Any, ...], AttentionOptions] = {}  # of `attention_function`
         self.num_attended = 0  # attention calls of the current forward: what the probe counts
-        self.last_attended: tuple[int, AttentionOptions] | None = None  # layer and settings of the latest
-        self.last_updated: int | None = None  # layer of the latest update
+        self.attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] | None = (
+            None  # where it is asked for
+        )
         self._tags = [KVTag(self, layer) for layer in range(len(spec.layers))]
         self._table_of = {layer: storage.table_of(layer) for group in spec.groups for layer in group.layers}
+        self.compiled: Any = None  # what `FusedDecoder` has made over the views of this
         self._views: list[KVView] = []
         self._generation = -1
         self._step: ForwardStep | None = None
@@ -88,7 +97,7 @@ class PagedCache(Cache):
 
     def close(self) -> None:
         """Hold no memory of the storage any more, whoever still holds this."""
-        self._views, self._generation = [], -1
+        self._views, self._generation, self.compiled = [], -1, None
 
     def view(self, layer: int) -> KVView:
         return self._views[layer]
@@ -135,7 +144,6 @@ class PagedCache(Cache):
         self.backend.write(
             self._views[layer_idx], key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), slots
         )
-        self.last_updated = layer_idx
         for tensor in (key_states, value_states):
             setattr(tensor, _TAG, self._tags[layer_idx])
         return key_states, value_states
@@ -175,4 +183,4 @@ class PagedCache(Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        return [layer.retention.kind != "full" for layer in self.spec.layers]
+        return [layer.span.kind != "full" for layer in self.spec.layers]

@@ -1,26 +1,22 @@
-"""Reading the weights that a prepared model holds packed, as they were: for those who look at all of a model's weights.
+"""Reading the weights that a prepared model holds in another form, as they are: for those who look at all of them.
 
 Cost: unpacking, for each call of what is returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import nn
 
-from quire.model.experts import _PackedExperts  # pyright: ignore[reportPrivateUsage]
-from quire.model.linear import _PackedModule  # pyright: ignore[reportPrivateUsage]
+from quire.model.held_weight import HeldParameter
 
-__all__ = ["packed_weight"]
+__all__ = ["is_packed", "plain"]
 
 
-def packed_weight(module: nn.Module, name: str) -> tuple[object, Callable[[], torch.Tensor]] | None:
-    """The owner of the packed weight that stands for parameter `name` of `module` (one for all modules that share
-    it), and what unpacks it, bit for bit; None where it is not packed."""
-    if isinstance(module, _PackedModule) and name == "weight":
-        return module._packed, module._unpacked
-    if isinstance(module, _PackedExperts) and name in module._packed:
-        return module._packed[name], lambda: module._unpacked(name)
-    return None
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether the weight is held in another form and is still what it was packed from, as far as is known."""
+    return isinstance(tensor, HeldParameter) and tensor.held.dense is None
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The weight, dense, for reading."""
+    return tensor.held.read() if isinstance(tensor, HeldParameter) else tensor.detach()

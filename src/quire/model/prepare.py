@@ -4,7 +4,8 @@ Preparation holds rotary embeddings still (`rope`), packs the linear layers (`li
 (`experts`), and proves by a probe that the model so prepared answers as it did before (`probe`). The native back end
 also has every operator made a function of its row alone (`row_invariant`), which takes a second probe where something
 had to be replaced. The attention function is switched in only while `forward`
-runs, so between steps the model is an ordinary one.
+runs, so between steps the model is an ordinary one. It stands in the model's configs, which all threads see: whoever
+runs the model in other threads meanwhile holds `lock`.
 Not an engine: it computes one step for somebody who has allotted the slots.
 
 Invariants
@@ -19,6 +20,8 @@ probe's eleven small forwards, or none of them where a proof was kept.
 from __future__ import annotations
 
 import inspect
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -27,23 +30,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
-from quire.attention import AttentionBackend, reference
+from quire.attention import AttentionOptions, Backend
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.storage import Storage
 from quire.model import attention_function, rope, row_invariant
+from quire.model.as_generated import check_generate
+from quire.model.cache_keyword import cache_keyword
 from quire.model.experts import pack_experts
-from quire.model.holding import hold, let_go
 from quire.model.huge_pages import HugePageMove
 from quire.model.kept_proof import KeptProof
 from quire.model.linear import choose_packing, pack_linears, weights_to_pack
 from quire.model.load import LoadedModel
+from quire.model.missing import what_is_missing, why_not_called
+from quire.model.model_lock import hold, let_go
+from quire.model.overlay import below, install
 from quire.model.packed_weights import KeptWeights
 from quire.model.paged_cache import PagedCache
-from quire.model.probe import probe, rehearse
-from quire.model.step import ForwardStep
+from quire.model.prove.hooks import hooks_on, may_be_replaced
+from quire.model.prove.probe import Probe, rehearse
+from quire.model.prove.replaced import first_of_each, unproved
+from quire.model.prove.stamp import Stamp, facts
+from quire.model.step import ForwardStep, on_device
 from quire.model.watch import Record, watch_attention, watch_linears
+from quire.process import ForkSafeLock
 from quire.torch_threads import one_torch_thread
 
 if TYPE_CHECKING:
@@ -59,7 +71,8 @@ class PreparedModel:
 
     Args:
         loaded: what `quire.model.load` gave.
-        backend: of the attention: "python", "native" or None for the best there is.
+        backend: "python", "native", one that was registered (`quire.attention.backends`), or None for the best there
+            is.
         max_model_len: longest sequence that will be run. Not given: the model's own, or, for rotary embeddings that
             switch with the length (longrope, dynamic), the length up to which they do not. A longer one holds the long
             frequencies for all sequences.
@@ -79,69 +92,135 @@ class PreparedModel:
         max_model_len: int | None = None,
         packed_weights: Path | None = None,
     ) -> None:
+        self.backend: Backend = attention_backend(backend)
+        if loaded.dtype not in self.backend.dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.backend.dtypes)
+            raise ArgumentError(
+                f"expected a model of {known} for backend {self.backend.name!r}, got {loaded.dtype}; "
+                "choose it with `dtype`"
+            )
+        self._asked_length = max_model_len
+        self._cache: PagedCache | None = None
+        self._record: Record | None = None
+        self.lock = ForkSafeLock()  # for who runs the model in several threads; nobody else needs it
+        self._prepare(loaded, packed_weights)
+
+    def _prepare(self, loaded: LoadedModel, packed_weights: Path | None) -> None:
         self.loaded = loaded
         self.spec = loaded.spec
         self.vocab_size = loaded.vocab_size
-        self.max_model_len = _resolve_length(loaded, max_model_len)
-        self.attention: AttentionBackend = attention_backend(backend)
+        self.max_model_len = _resolve_length(loaded, self._asked_length)
         self._model: PreTrainedModel = loaded.model
-        self._cache: PagedCache | None = None
         self._watch: row_invariant.Watch | None = None
         self._proof: KeptProof | None = None
         self._kept_pages: np.ndarray | None = None  # the file that packed weights are mapped from
         self._undo: list[Callable[[], None]] = []
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
-        self._parameters = _forward_parameters(loaded)
+        self._parameters, self._cache_keyword = _forward_parameters(loaded)
         self._configs = _attention_configs(loaded.model)
+        self._switched_from: list[Any] | None = None  # the configs' own attention, while it is another one
+        _prepared.add(self)
         attention_function.register()
         hold(loaded.model, self, self._undo)
         try:
-            with self._threads():
+            with self._threads(), torch.autocast("cpu", enabled=False):
+                self._give_back_training = _eval(loaded.model)
+                self._undo.append(self._give_back_training)
                 self._change(loaded.model, packed_weights)
+                before = facts(loaded.model)
                 self._prove(loaded.model)
+                if not may_be_replaced(loaded.model) or hooks_on(loaded.model):
+                    self.decoder = None  # it calls no module, and would leave out what is on one
+            now = facts(loaded.model)
+            volatile = frozenset(name for name in before if before[name] != now.get(name))
+            self.stamp = Stamp(loaded.model, now, volatile)
+        except UnsupportedModelError as error:
+            self.restore()
+            missing = what_is_missing(loaded.model)
+            if missing is None:
+                raise
+            raise UnsupportedModelError(
+                f"model type {loaded.model_type}: {missing}; such models come in a later version"
+            ) from error
         except BaseException:
             self.restore()
             raise
 
-    def attach(self, storage: Storage | None) -> None:
-        """Run on `storage` from now on; its spec must be this model's. None lets go of it."""
+    def prepare_again(self, loaded: LoadedModel, storage: Storage) -> None:
+        """Follow what has been changed about the model: undo everything, prepare and prove it as it is now, and run on
+        `storage` again.
+
+        *raises:* as the constructor; the model is then as it would be without Quire, and this runs nothing.
+        """
+        self.restore()
+        self._prepare(loaded, None)
+        self.attach(storage)
+        if self._record is not None:
+            self.watch(self._record)
+
+    def give_back_training(self) -> None:
+        """Have the model's modules in the mode, training or not, that they were in; `restore` does so else."""
+        self._give_back_training()
+
+    def attach(
+        self,
+        storage: Storage | None,
+        attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] | None = None,
+    ) -> None:
+        """Run on `storage` from now on; its spec must be this model's. None lets go of it.
+
+        attended: is told layer and settings of each module of the model that calls attention.
+        """
         if self._cache is not None:
             self._cache.close()
-        if storage is None:
-            self._cache = None
-            return
+        self._cache = None if storage is None else self.cache_over(storage)
+        if self._cache is not None:
+            self._cache.attended = attended
+
+    def cache_over(self, storage: Storage) -> PagedCache:
+        """What `forward` may be given for a step on `storage`, whose spec must be this model's."""
         if storage.spec.layers != self.spec.layers:
             raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
-        self._cache = PagedCache(self.spec, storage, self.attention, self.loaded.model_type)
+        return PagedCache(self.spec, storage, self.backend, self.loaded.model_type)
 
     @property
     def num_attended(self) -> int:
         """Attention calls that read pages in the last forward."""
         return 0 if self._cache is None else self._cache.num_attended
 
-    def forward(self, step: ForwardStep) -> torch.Tensor:
+    def forward(self, step: ForwardStep, cache: PagedCache | None = None) -> torch.Tensor:
         """Compute a step: K and V of its tokens are in their slots afterwards.
 
+        Args:
+            step: in host memory.
+            cache: over the storage of the step; not given, over the one that is attached.
+
         Returns:
-            [R, vocab_size] in the model's dtype, the next-token logits of `step.logits_rows`.
+            [R, vocab_size] in the model's dtype, the next-token logits of `step.logits_rows`, in host memory.
         """
-        cache = self._cache
+        cache = self._cache if cache is None else cache
         if cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
+        if not self.backend.is_host:
+            return self.backend.to_host(self._forward(on_device(step, self.backend.to_device), cache))
+        return self._forward(step, cache)
+
+    def _forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:
         cache.begin(step)
         try:
-            if self.decoder is not None and (logits := self.decoder(step, cache)) is not None:
-                return logits
-            if self.fused is not None:
-                self.fused.active = True
-            with (
-                torch.inference_mode(),
-                self._switched(),
-                self._threads(),
-                self._watch or nullcontext(),
-            ):
-                return self._own_forward(step, cache)
+            with row_invariant.serving():
+                if self.decoder is not None and (logits := self.decoder(step, cache)) is not None:
+                    return logits
+                if self.fused is not None:
+                    self.fused.active = True
+                with (
+                    torch.inference_mode(),
+                    self._switched(),
+                    self._threads(),
+                    self._watch or nullcontext(),
+                ):
+                    return self._own_forward(step, cache)
         finally:
             cache.end()
             if self.fused is not None:
@@ -150,37 +229,45 @@ class PreparedModel:
     def _own_forward(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor:
         """The logits of a step by the model's own forward."""
         keeps = "logits_to_keep" in self._parameters
-        arguments: dict[str, Any] = {"logits_to_keep": step.logits_rows} if keeps else {}
+        arguments: dict[str, Any] = {self._cache_keyword: cache}
+        if keeps:
+            arguments["logits_to_keep"] = step.logits_rows
         output = self._model(
             input_ids=step.input_ids[None],
             position_ids=step.position_ids[None],
-            past_key_values=cache,
             use_cache=True,
             **arguments,
         )
         return output.logits[0] if keeps else output.logits[0][step.logits_rows]
 
-    def plain_forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The model's own answer for one sequence int64 [T]: its cache, its eager attention. float32 [T, vocab_size].
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Within it the model's forwards attend by its own eager attention; nothing is recorded for gradients."""
+        with torch.inference_mode(), self._switched("eager"):
+            yield
 
-        The probe's yardstick: linear layers and rotary embeddings are the prepared ones.
+    def own_logits(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, *, eager: bool = False
+    ) -> torch.Tensor:
+        """The model's own answer for sequences int64 [n, T], or one of [T]: [n, T, vocab_size].
+
+        Linear layers and rotary embeddings are the prepared ones, no module is fused. The attention is the one that
+        `generate` computes where nobody chose another (sdpa for most, which may attend otherwise than eager), or eager.
         """
-        from transformers import DynamicCache
-
-        with torch.inference_mode(), self._switched("eager"), self._threads():
-            output = self._model(
-                input_ids=input_ids[None],
-                position_ids=torch.arange(input_ids.numel())[None],
-                past_key_values=DynamicCache(config=self._model.config),
+        with self.eagerly() if eager else torch.inference_mode():
+            return self._model(
+                input_ids=input_ids.reshape(-1, positions.numel()),
+                position_ids=positions[None],
                 use_cache=True,
-            )
-        return output.logits[0].float()
+                **{self._cache_keyword: cache},
+            ).logits
 
     def watch(self, record: Record) -> None:
         """Have `record` told of linear layers and attention that torch computes, on the storage attached now."""
         if self._cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
-        self._cache.backend = watch_attention(self.attention, record)
+        self._cache.backend = watch_attention(self.backend, record)
+        self._record = record
         self._undo.append(watch_linears(self._model, record))
 
     def move_to_huge_pages(self, spare_bytes: int) -> HugePageMove | None:
@@ -203,71 +290,85 @@ class PreparedModel:
         let_go(self._model, self)
 
     def _change(self, model: PreTrainedModel, packed_weights: Path | None) -> None:
-        training = model.training
-        model.eval()
-        self._undo.append(lambda: model.train(training) and None)
         self._undo.append(rope.freeze(model, self.max_model_len))
-        if self.attention is not reference or choose_packing(self.loaded.dtype) != "native":
+        if self.backend.pack is not None:
+            release = None if self.loaded.mapped is None else self.loaded.mapped.release
+            self._undo.append(pack_linears(model, "device", release=release, pack=self.backend.pack))
+        elif not self.backend.is_native and choose_packing(self.loaded.dtype) == "native":
             # The python back end leaves the extension's kernels alone where they are built.
+            self._undo.append(pack_linears(model, "watched"))
+        else:
             undo, kept = _pack_linears(self.loaded, packed_weights)
             self._undo.append(undo)
             if kept is not None:
                 self._kept_pages = kept.pages
-                if kept.holds_all and self.attention is not reference:
+                if kept.holds_all and self.backend.is_native:
                     self._proof = KeptProof.of(kept.path, self.loaded, self.max_model_len)
-        if self.attention is reference:
-            return
-        self._undo.append(pack_experts(model))
-        if choose_packing(self.loaded.dtype) == "native":
-            from quire.model.fused import fuse
-
-            found = None if self._proof is None else self._proof.found
-            self.fused = fuse(model, self.loaded.dtype, None if found is None else found["fused"])
-            self._undo.append(self.fused.restore)
+        if self.backend.is_native:
+            self._undo.append(pack_experts(model))
 
     def _prove(self, model: PreTrainedModel) -> None:
-        """Probe, or take what an earlier probe found; keep what this one finds."""
+        """Prove what serves, or take what an earlier proof found; keep what this one finds."""
         proof = self._proof
-        if proof is None:
-            self._probe(model)
-        elif proof.found is None:
-            replaced = self._probe(model)
-            fused = None if self.fused is None else self.fused.found(model)
-            if fused is not None:
-                names = {module: name for name, module in model.named_modules()}
-                proof.keep({
-                    "fused": fused,
-                    "replaced": [names[module] for module in replaced],
-                    "decoder": self.decoder is not None,
-                })  # fmt: skip
-        else:
-            if replaced := [model.get_submodule(name) for name in proof.found["replaced"]]:
-                self._undo.append(row_invariant.replace(model, replaced))
-            if proof.found["decoder"] and self.fused is not None:
-                from quire.model.fused import match_decoder
+        if proof is not None and proof.found is not None:
+            self._take(model, proof.found)
+            return
+        attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] = {}
+        rehearse(self, attended)
+        if self.backend.is_native and choose_packing(self.loaded.dtype) == "native":
+            from quire.model.fused import fuse
 
-                self.decoder = match_decoder(model, self.fused)
+            self.fused = fuse(self, attended)
+            self._undo.append(self.fused.restore)
+        replaced = self._probe(model)
+        fused = None if self.fused is None else self.fused.found(model)
+        if proof is not None and fused is not None:
+            names = {module: name for name, module in model.named_modules()}
+            proof.keep({
+                "fused": fused,
+                "replaced": [names[module] for module in replaced],
+                "decoder": self.decoder is not None,
+            })  # fmt: skip
+
+    def _take(self, model: PreTrainedModel, found: dict[str, Any]) -> None:
+        """Serve as an earlier proof of this very model has found."""
+        from quire.model.fused import fuse_again, match_decoder
+
+        self.fused = fuse_again(model, self.loaded.dtype, found["fused"])
+        self._undo.append(self.fused.restore)
+        if replaced := [model.get_submodule(name) for name in found["replaced"]]:
+            self._undo.append(row_invariant.replace(model, replaced))
+        if found["decoder"]:
+            self.decoder = match_decoder(model, self.fused)
 
     def _probe(self, model: PreTrainedModel) -> list[torch.nn.Module]:
-        """Probe; with the native back end, find and replace what is not row-invariant, and probe again.
+        """Compare the logits of what serves; with the native back end, find and replace what is not row-invariant.
 
         Returns the modules whose forward was replaced.
         """
-        probe(self)
-        if self.attention is reference:
+        probe = Probe(self)
+        if not self.backend.is_native:
+            probe.require(rehearse(self))
+            check_generate(self.loaded, probe)
             return []
-        if self.fused is not None:
-            self.fused.keep_proved()
         self._watch = row_invariant.Watch(model)
         try:
             logits = rehearse(self)
             modules = list(self._watch.modules)
         finally:
             self._watch = None
+        probe.require(logits)
+        check_generate(self.loaded, probe)
         if modules:
+            own = {module: below(module, "forward") for module in first_of_each(modules)}
             self._undo.append(row_invariant.replace(model, modules))
-            probe(self)
+            if (module := unproved(self, own)) is not None:
+                raise UnsupportedModelError(
+                    f"model type {self.loaded.model_type}: expected {type(module).__name__} to compute the same by "
+                    "operators whose bits do not depend on the other rows, got something else; backend='python' runs it"
+                )
             logits = rehearse(self)
+            probe.require(logits)
         if self.fused is not None:
             from quire.model.fused import match_decoder
 
@@ -278,19 +379,57 @@ class PreparedModel:
 
     def _threads(self) -> AbstractContextManager[None]:
         """torch on one thread beside the kernels' pool."""
-        return nullcontext() if self.attention is reference else one_torch_thread()
+        return one_torch_thread() if self.backend.is_native else nullcontext()
 
     @contextmanager
     def _switched(self, name: str = attention_function.NAME) -> Iterator[None]:
         """Attention `name` in all of the model's configs, for the time of a forward."""
-        before = [config.__dict__.get(_IMPLEMENTATION) for config in self._configs]
+        self._switched_from = [config.__dict__.get(_IMPLEMENTATION) for config in self._configs]
         try:
             for config in self._configs:
                 config.__dict__[_IMPLEMENTATION] = name
             yield
         finally:
-            for config, value in zip(self._configs, before, strict=True):
-                config.__dict__[_IMPLEMENTATION] = value
+            self._switch_back()
+
+    def _switch_back(self) -> None:
+        before, self._switched_from = self._switched_from, None
+        for config, value in zip(self._configs, before or (), strict=before is not None):
+            config.__dict__[_IMPLEMENTATION] = value
+
+
+_prepared: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+
+
+def _switch_back_in_child() -> None:
+    """A forward that was under way in another thread when a child was forked never ends there."""
+    for prepared in list(_prepared):
+        prepared._switch_back()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_switch_back_in_child)
+
+
+def _eval(model: PreTrainedModel) -> Callable[[], None]:
+    """Have all modules in eval mode; returns what gives each its own back, unless somebody has chosen meanwhile."""
+    training = [module for module in model.modules() if module.training]
+    own = below(model, "train")
+
+    def train(mode: bool = True) -> Any:
+        training.clear()
+        return own(mode)
+
+    for module in training:
+        module.training = False
+    uninstall = install(model, train=train)
+
+    def undo() -> None:
+        uninstall()
+        while training:
+            training.pop().training = True
+
+    return undo
 
 
 def _pack_linears(loaded: LoadedModel, folder: Path | None) -> tuple[Callable[[], None], KeptWeights | None]:
@@ -318,16 +457,17 @@ def _attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(configs.values())
 
 
-def _forward_parameters(loaded: LoadedModel) -> frozenset[str]:
+def _forward_parameters(loaded: LoadedModel) -> tuple[frozenset[str], str]:
+    """What the model's forward takes, and what it calls the cache."""
     parameters = frozenset(inspect.signature(loaded.model.forward).parameters)
-    missing = {"input_ids", "position_ids", "past_key_values"} - parameters
-    if missing:
+    keyword = cache_keyword(loaded.model.forward)
+    missing = sorted({"input_ids", "position_ids"} - parameters) + ([] if keyword else ["cache"])
+    if missing or keyword is None:
         raise UnsupportedModelError(
-            f"model type {loaded.model_type}: expected a forward that takes input_ids, position_ids and "
-            f"past_key_values, {type(loaded.model).__name__} takes no {' and no '.join(sorted(missing))}; such models "
-            "come in a later version"
+            f"model type {loaded.model_type}: expected a forward that takes input_ids, position_ids and a cache, "
+            f"{why_not_called(loaded.model, missing, parameters)}; such models come in a later version"
         )
-    return parameters
+    return parameters, keyword
 
 
 def _resolve_length(loaded: LoadedModel, asked: int | None) -> int:

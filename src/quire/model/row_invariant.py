@@ -5,7 +5,8 @@ in the last bit), and its products and some of its sums add in an order that dep
 flattened row of many sequences both would make one request's answer depend on the others.
 
     watch     a forward under `Watch` finds the modules that call such operators in a shape where it matters;
-    replace   the forward of each of these modules, and of no other, has them replaced from then on.
+    replace   the forward of each of these modules, and of no other, has them replaced from then on, while somebody
+              is `serving`; any other call is the module's own.
 
 So a model whose layers are fused, or all of whose widths are whole vectors, pays nothing, and no list of model types
 is kept. What is replaced, and by what:
@@ -27,18 +28,24 @@ Cost: none for modules left alone; about 5 us per operator in a replaced forward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.model.held_weight import HeldParameter
 from quire.model.linear import NativeWeight, choose_packing
+from quire.model.overlay import below, install
 
-__all__ = ["Watch", "replace"]
+__all__ = ["Watch", "replace", "serving"]
 
 aten = torch.ops.aten
+_local = threading.local()
 _WHOLE = 64  # two vectors of the widest kind in 16-bit elements: torch's loops take two at a time
 
 # Functions of one element that torch computes in two ways. Exactly rounded ones (+, *, /, sqrt, comparisons) are not
@@ -93,23 +100,29 @@ class Watch:
 def replace(model: nn.Module, modules: Sequence[nn.Module]) -> Callable[[], None]:
     """Run the forwards of `modules`, parts of `model`, row-invariantly; returns what undoes that."""
     mode = _Exact(model)
-    before = [(module, module.__dict__.get("forward")) for module in modules]
-    for module in modules:
-        module.__dict__["forward"] = _under(mode, module.forward)
+    undos = [install(module, forward=_under(mode, below(module, "forward"))) for module in modules]
 
     def undo() -> None:
-        for module, forward in before:
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = forward
+        while undos:
+            undos.pop()()
 
     return undo
 
 
+@contextmanager
+def serving() -> Iterator[None]:
+    """Inside, in this thread, the forwards that were replaced are row-invariant; outside they are the models' own."""
+    before, _local.serving = getattr(_local, "serving", False), True
+    try:
+        yield
+    finally:
+        _local.serving = before
+
+
 def _under(mode: _Exact, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)  # `generate` and Quire read what a forward takes off its signature
     def exact_forward(*args: Any, **kwargs: Any) -> Any:
-        if mode.is_active:  # within another module's forward
+        if mode.is_active or not getattr(_local, "serving", False):  # or within another module's forward
             return forward(*args, **kwargs)
         mode.is_active = True
         try:
@@ -142,7 +155,8 @@ class _Exact(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.is_active = False
-        tensors = [*model.parameters(), *model.buffers()]
+        # A held weight's own modules compute with it; its memory, if it has any, is nobody's constant.
+        tensors = [t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, HeldParameter)]
         self._constants = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
         self._packed: dict[tuple[Any, ...], NativeWeight] = {}
 

@@ -11,14 +11,15 @@ Cost: none; it only holds tensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from quire.attention import AttentionPlan
 from quire.errors import ArgumentError
 
-__all__ = ["ForwardStep"]
+__all__ = ["ForwardStep", "on_device"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,3 +56,14 @@ class ForwardStep:
             raise ArgumentError(
                 f"expected one slot mapping per plan, got {len(self.slot_mappings)} for {len(self.plans)} plans"
             )
+
+
+def on_device(step: ForwardStep, to_device: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStep:
+    """The step with its tensors where a device's modules take them; its plans are the attention's to take."""
+    return replace(
+        step,
+        input_ids=to_device(step.input_ids),
+        position_ids=to_device(step.position_ids),
+        slot_mappings=tuple(map(to_device, step.slot_mappings)),
+        logits_rows=to_device(step.logits_rows),
+    )

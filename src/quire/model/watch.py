@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan, reference
+from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan, Backend
 from quire.memory.view import KVView
 from quire.model.linear import NativeWeight
 
@@ -55,9 +55,9 @@ class _WatchedAttention:
         return result
 
 
-def watch_attention(backend: AttentionBackend, record: Record) -> AttentionBackend:
+def watch_attention(backend: Backend, record: Record) -> AttentionBackend:
     """`backend`, its calls reported unless it is the native one, which records itself."""
-    return _WatchedAttention(backend, record) if backend is reference else backend
+    return backend if backend.is_native else _WatchedAttention(backend, record)
 
 
 def watch_linears(model: nn.Module, record: Record) -> Callable[[], None]:

@@ -5,4 +5,8 @@ schemas/   bodies of requests and answers       errors     an error as an answer
 service    requests into the engine, outputs back, bounded
 completions, chat, models, metrics              one router each
 app        all of it as an ASGI application     run        uvicorn, signals, draining
+
+Others may use
+    app, run            the ASGI application; the process that serves it
+    settings, tenants   what a config file says; whose keys are whose
 """

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import weakref
-from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, Response
 
 from quire.cache.pins import Pin
+from quire.cache.prefix_key import NamespaceKeywords, PrefixKey
 from quire.errors import ArgumentError, CapacityError
 from quire.server.dependencies import TheService, administrator, text_only
 from quire.server.errors import ApiError
@@ -34,7 +34,7 @@ from quire.server.schemas.admin import (
 )
 from quire.server.schemas.common import ERRORS
 from quire.server.service import Service
-from quire.server.tenants import ANYBODY, name_of_owner
+from quire.server.tenants import ANYBODY, Tenant, name_of_owner
 
 __all__ = ["router"]
 
@@ -57,15 +57,15 @@ def _id(pin: Pin) -> str:
 
 def _card(service: Service, pin: Pin) -> PinCard:
     """For the engine's thread."""
-    llm = service.engine.llm
+    core = service.engine.core
     return PinCard(
         id=_id(pin),
         owner=name_of_owner(pin.owner),
-        is_published=llm.engine.tenants.is_published(pin),
+        is_published=core.engine.tenants.is_published(pin),
         num_tokens=len(pin.tokens),
-        bytes=len(pin.units) * llm.cache.unit_bytes,
+        bytes=len(pin.block_ids) * core.cache.block_bytes,
         num_hits=pin.num_hits,
-        expires_in=None if pin.expires_at is None else max(0.0, pin.expires_at - llm.engine.pins.now()),
+        expires_in=None if pin.expires_at is None else max(0.0, pin.expires_at - core.engine.pins.now()),
     )
 
 
@@ -81,9 +81,8 @@ async def _tokens(service: Service, body: AdminPrompt) -> list[int]:
     return body.prompt or []
 
 
-def _whose(body: AdminPrompt) -> dict[str, Any]:
-    tenant = None if body.tenant in (None, "", ANYBODY.name) else body.tenant
-    return {"tenant": tenant, "cache_salt": body.cache_salt or None}
+def _whose(body: AdminPrompt) -> NamespaceKeywords:
+    return Tenant(body.tenant or ANYBODY.name).key(body.cache_salt)
 
 
 @router.post("/pins", status_code=201)
@@ -102,19 +101,19 @@ async def pin(body: PinRequest, service: TheService) -> PinCard:
 @router.get("/pins")
 async def pins(service: TheService) -> PinList:
     """Those there are, the oldest first."""
-    llm = service.engine.llm
-    return PinList(data=await service.engine.between_steps(lambda: [_card(service, one) for one in llm.pins]))
+    engine = service.engine
+    return PinList(data=await engine.between_steps(lambda: [_card(service, one) for one in engine.pins]))
 
 
 @router.delete("/pins/{pin_id}", status_code=204)
 async def unpin(pin_id: str, service: TheService) -> None:
     """Its content may be evicted from now on; what was published is so no more."""
-    llm = service.engine.llm
+    pins = service.engine.pins
 
     def remove() -> None:
-        for one in llm.pins:
+        for one in pins:
             if _id(one) == pin_id:
-                llm.unpin(one)
+                pins.remove(one)
                 return
         raise ApiError(404, "there is no such pin", code="pin_not_found")
 
@@ -123,37 +122,36 @@ async def unpin(pin_id: str, service: TheService) -> None:
 
 @router.post("/drop")
 async def drop(body: AdminPrompt, service: TheService) -> Dropped:
-    """Has memory forget everything that begins with a prompt; tiers keep what they have. What requests hold stays until
-    they end; 400 where some of it is pinned."""
-    tokens, llm = np.asarray(await _tokens(service, body), np.int64), service.engine.llm
+    """Has memory forget everything that begins with a prompt; tiers keep what they have. What requests hold is not
+    found from now on, and free when they end; 400 where some of it is pinned."""
+    tokens, core = np.asarray(await _tokens(service, body), np.int64), service.engine.core
 
-    def forget() -> int:
-        checked = llm.engine.check_tokens(tokens)
-        place = llm.engine.tenants.place(checked, **_whose(body))
-        for one in llm.pins:
-            num_common = one.num_common(checked, place.extra_keys)
-            if one.namespace == place.namespace and num_common == min(len(checked), len(one.tokens)):
-                raise ArgumentError(
-                    f"expected a prefix of which nothing is pinned, got one that {_id(one)} has; unpin that first"
-                )
-        return llm.cache.drop(checked, namespace=place.namespace, extra_keys=place.extra_keys)
+    def forget() -> Dropped:
+        checked = core.engine.check_tokens(tokens)
+        key = core.engine.tenants.resolve(PrefixKey.of(**_whose(body)), checked)
+        for one in core.cache.pins.in_what_begins_with(checked, **key.content):
+            raise ArgumentError(
+                f"expected a prefix of which nothing is pinned, got one that {_id(one)} has; unpin that first"
+            )
+        dropped = core.engine.drop(checked, key)
+        return Dropped(num_freed=dropped.num_freed, num_held=dropped.num_held)
 
-    return Dropped(num_freed=await service.engine.between_steps(forget))
+    return await service.engine.between_steps(forget)
 
 
 @router.post("/resize")
 async def resize(body: Resize, service: TheService) -> Memory:
     """Gives the cache another budget while requests run. 400 where floors, pins or the machine do not allow it."""
-    llm = service.engine.llm
+    budget = service.engine.core.budget
 
     def change() -> Memory:
         try:
-            llm.resize(body.kv_memory)
+            budget.resize(body.kv_memory)
         except (OSError, MemoryError, OverflowError) as error:
             raise ArgumentError(f"the system refuses a kv_memory of {body.kv_memory}: {error}") from error
         except CapacityError as error:  # no prompt is too long
             raise ArgumentError(str(error)) from error
-        return Memory(kv_memory_bytes=llm.kv_memory_bytes, num_blocks=llm.num_blocks, capacity=llm.capacity)
+        return Memory(kv_memory_bytes=budget.num_bytes, num_blocks=budget.num_blocks, capacity=str(budget))
 
     return await service.engine.between_steps(change)
 
@@ -178,19 +176,15 @@ async def report(service: TheService) -> Response:
 async def flush(service: TheService, body: Flush | None = None) -> Flushed:
     """Has the tiers hold all that memory does, and then, if asked to, memory forget what nobody holds."""
     body = body or Flush()  # type: ignore[call-arg]
-    llm = service.engine.llm
-    if body.tiers and (tiers := llm.tiers) is not None:
-        await asyncio.to_thread(
-            tiers.flush, lambda function: service.engine.submit_between_steps(function).result()
-        )
+    core = service.engine.core
+    if body.tiers:
+        await asyncio.to_thread(service.engine.llm.flush)
 
     def forget() -> int:
-        if not llm.cache.can_fork:
+        if not core.cache.can_fork:
             return 0  # a storage that keeps nothing once a request has ended
-        before = llm.cache.stats()["cached"]
-        llm.trim()
-        if not llm.cache.stats()["num_sequences"]:
-            llm.cache.reset()  # the one block that a cache has at least
-        return before - llm.cache.stats()["cached"]
+        before = core.cache.stats()["cached"]
+        core.budget.trim()
+        return before - core.cache.stats()["cached"]
 
     return Flushed(num_freed=await service.engine.between_steps(forget) if body.memory else 0)

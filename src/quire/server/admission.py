@@ -80,6 +80,13 @@ class Admitted:
     def leave_one(self) -> None:
         self._leave(1)
 
+    def withdraw(self) -> None:
+        """Leaves all, as if they had never been taken: the requests were wrong and count in no minute."""
+        recent = self._admission._recent.get(self.tenant.name, deque())
+        for _ in range(min(self._num_places, len(recent))):
+            recent.pop()
+        self._leave(self._num_places)
+
     def __enter__(self) -> Admitted:
         return self
 

@@ -10,9 +10,9 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from quire.engine.request import RequestOutput
-from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
@@ -55,10 +55,9 @@ async def chat_completions(
     params = chat_params(body, service)
     text = render(service.tokenizer, body.messages, service.settings.limits, tools)
     prompt = await service.encode(text, add_special_tokens=False)
-    with in_names_of_chats():
-        await service.check(tenant, body, prompt, params)
     one = ChatWriter(body, service, params, form_of(service.tokenizer) if tools else None)
-    admitted = service.admit(tenant, 1)
+    with in_names_of_chats():
+        admitted = await service.admit(tenant, body, [prompt], params)
     if body.stream:
         return await one.stream(admitted, service.outputs(admitted, body, prompt, params, one.id))
 

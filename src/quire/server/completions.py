@@ -11,8 +11,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from quire.engine.request import RequestOutput
-from quire.engine.sampling_params import SamplingParams
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
@@ -43,10 +43,8 @@ async def completions(
     given = _prompts(body, service)
     params = _params(body, service)
     prompts = [await _token_ids(service, prompt) for prompt in given]
-    for prompt in prompts:
-        await service.check(tenant, body, prompt, params)
     one = _Writer(body, service, params, _echoes(body, service, given))
-    admitted = service.admit(tenant, len(prompts))
+    admitted = await service.admit(tenant, body, prompts, params)
     if body.stream:
         return await one.stream(admitted, prompts)
 
@@ -97,7 +95,7 @@ def _echoes(body: CompletionRequest, service: Service, prompts: list[Any]) -> li
         return [""] * len(prompts)
     if service.tokenizer is None:
         raise ApiError(400, "expected no echo: this model has no tokenizer", param="echo")
-    vocab_size = service.engine.llm.vocab_size
+    vocab_size = service.engine.vocab_size
     if any(not isinstance(one, str) and max(one) >= vocab_size for one in prompts):
         raise ApiError(400, f"expected token ids below {vocab_size} - in `prompt`", param="prompt")
     return [one if isinstance(one, str) else service.tokenizer.decode(one) for one in prompts]

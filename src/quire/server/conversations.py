@@ -13,9 +13,8 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from quire.engine.async_conversation import AsyncConversation
-from quire.engine.request import RequestOutput
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.snapshot_files import NoSnapshotError, SnapshotExistsError
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
 from quire.server.chat import ChatWriter, chat_params, in_names_of_chats
 from quire.server.conversation_store import Talk
@@ -38,7 +37,7 @@ from quire.server.schemas.conversations import (
     Turn,
 )
 from quire.server.service import Answer, Service
-from quire.server.tenants import Tenant
+from quire.sessions.snapshot_files import NoSnapshotError, SnapshotExistsError
 
 __all__ = ["router"]
 
@@ -69,17 +68,15 @@ async def make(
     if given == "snapshot":
         name = body.snapshot or ""
         try:
-            found = await engine.resume(
-                name, tenant=tenant.in_engine, cache_salt=salt, recompute=body.recompute
-            )
+            found = await engine.resume(name, recompute=body.recompute, **tenant.key(salt))
         except NoSnapshotError as error:
             raise _no_snapshot(name, "snapshot") from error
         return _card(service.conversations.add(tenant, Talk(found, salt)))
-    state = engine.conversation(tenant=tenant.in_engine, cache_salt=salt)
+    state = engine.conversation(**tenant.key(salt))
     if given == "messages":  # kept as they are: what the first turn adds is framed with them
         text = render(service.tokenizer, body.messages or [], service.settings.limits)
         tokens = await service.encode(text, add_special_tokens=False)
-        service.engine.llm.engine.check_tokens(tokens)
+        await engine.between_steps(lambda: engine.core.engine.check_tokens(tokens))
     elif given is not None:
         state.append(await _plain_tokens(service, body, is_first=True))
     return _card(service.conversations.add(tenant, Talk(state, salt, body.messages or ())))
@@ -163,10 +160,9 @@ async def append(
     params = chat_params(body, service)
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
-    with in_names_of_chats():
-        await service.check(tenant, body, turn.token_ids, params)
     one = ChatWriter(body, service, params, more=lambda: {"conversation": _card(talk).model_dump()})
-    admitted = service.admit(tenant, 1)
+    with in_names_of_chats():
+        admitted = await service.admit(tenant, body, [turn.token_ids], params)
     outputs = _answered(service, admitted, talk, body, base, turn, params, one.id)
     if body.stream:
         return await one.stream(admitted, outputs)
@@ -227,7 +223,7 @@ async def _answered(
             params,
             priority=body.priority or 0,
             request_id=request_id,
-            retention=body.retention or "normal",
+            cache_priority=body.cache_priority or "normal",
             deltas=True,
         )
         counted = service.counted(admitted, body, turn.token_ids, generated)
@@ -267,7 +263,7 @@ async def snapshot(
 @router.get("/v1/snapshots")
 async def snapshots(service: TheService, tenant: TheTenant, cache_salt: str | None = None) -> SnapshotList:
     """Those of this tenant and salt."""
-    found = await service.engine.snapshots(namespace=_namespace(service, tenant, cache_salt))
+    found = await service.engine.snapshots(**tenant.key(cache_salt))
     return SnapshotList(data=[SnapshotCard.of(one) for one in found])
 
 
@@ -277,14 +273,10 @@ async def remove_snapshot(
 ) -> None:
     """Forgets one; its keys and values stay until their room is needed."""
     try:
-        await service.engine.remove_snapshot(name, namespace=_namespace(service, tenant, cache_salt))
+        await service.engine.remove_snapshot(name, **tenant.key(cache_salt))
     except NoSnapshotError as error:
         raise _no_snapshot(name, None) from error
 
 
 def _no_snapshot(name: str, param: str | None) -> ApiError:
     return ApiError(404, f"there is no snapshot {name!r}", param=param, code="snapshot_not_found")
-
-
-def _namespace(service: Service, tenant: Tenant, cache_salt: str | None) -> bytes:
-    return service.engine.llm.engine.tenants.namespace_of(tenant.in_engine, cache_salt or None)

@@ -84,12 +84,12 @@ async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -
     """The answer, or nothing of note once the client has gone: what was asked for is cancelled then."""
     answering = asyncio.ensure_future(answer)
 
-    async def watch() -> None:
+    async def monitor() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         answering.cancel()
 
-    watching = asyncio.create_task(watch())
+    watching = asyncio.create_task(monitor())
     try:
         return await answering
     except asyncio.CancelledError:

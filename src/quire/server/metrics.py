@@ -39,9 +39,14 @@ _COUNTERS = {
     "num_generated_tokens": ("vllm:generation_tokens", "Tokens generated."),
     "num_cached_tokens": ("quire:cached_prompt_tokens", "Tokens of prompts found in the cache."),
     "num_computed_tokens": ("quire:computed_tokens", "Tokens whose keys and values were computed."),
-    "num_parked": ("quire:parked", "Preempted sequences whose bytes were copied out."),
-    "num_restored_tokens": ("quire:restored_tokens", "Tokens of parked sequences that were copied back."),
+    "num_swapped": ("quire:swapped", "Preempted sequences whose bytes were copied out."),
+    "num_restored_tokens": (
+        "quire:restored_tokens",
+        "Tokens of swapped out sequences that were copied back.",
+    ),
 }
+# Names that a release has renamed, given beside the new ones until the next: dashboards may use them.
+_OLD_NAMES = {"quire:swapped": "quire:parked", "quire:swapped_bytes": "quire:parked_bytes"}
 _GAUGES = {
     "num_running": ("vllm:num_requests_running", "Sequences in the running batch."),
     "num_waiting": ("vllm:num_requests_waiting", "Sequences that wait."),
@@ -51,7 +56,7 @@ _GAUGES = {
     "pinned": ("quire:pinned_blocks", "Blocks that pins refer to."),
     "kv_memory_bytes": ("quire:kv_memory_bytes", "Memory the cache may have."),
     "kv_committed_bytes": ("quire:kv_committed_bytes", "Memory the cache has taken from the system."),
-    "parked_bytes": ("quire:parked_bytes", "Host memory that parked sequences take."),
+    "swapped_bytes": ("quire:swapped_bytes", "Host memory that swapped out sequences take."),
     "num_loading": ("quire:num_requests_loading", "Sequences whose prefix comes from a tier."),
 }
 # Of each tier, under `quire:tier_...`.
@@ -131,14 +136,14 @@ class Metrics:
     def collect(self) -> Iterator[Any]:
         """The engine's part, for the registry."""
         stats = self._engine_stats
-        for key, (name, text) in _COUNTERS.items():
-            if key in stats:
-                yield self._family(CounterMetricFamily, name, text, stats[key])
-        for key, (name, text) in _GAUGES.items():
-            if key in stats:
-                yield self._family(GaugeMetricFamily, name, text, stats[key])
+        for kind, families in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            for key, (name, text) in families.items():
+                if key in stats:
+                    yield self._family(kind, name, text, stats[key])
+                    if (old := _OLD_NAMES.get(name)) is not None:
+                        yield self._family(kind, old, f"The old name of {name}.", stats[key])
         if stats:
-            usage = (stats["held"] + stats["leased"] + stats["pinned"]) / stats["num_blocks"]
+            usage = (stats["held"] + stats["in_flight"] + stats["pinned"]) / stats["num_blocks"]
             yield self._family(
                 GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of blocks in use.", usage
             )

@@ -42,7 +42,7 @@ class DetokenizeAnswer(BaseModel):
 
 def _card(service: Service) -> ModelCard:
     return ModelCard(
-        id=service.model_name, created=service.created, max_model_len=service.engine.llm.max_model_len
+        id=service.model_name, created=service.created, max_model_len=service.engine.max_model_len
     )
 
 
@@ -68,13 +68,13 @@ async def tokenize(body: TokenizeRequest, service: TheService) -> TokenizeAnswer
         tokens = await service.encode(text, add_special_tokens=False)
     else:
         tokens = await service.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
-    return TokenizeAnswer(tokens=tokens, count=len(tokens), max_model_len=service.engine.llm.max_model_len)
+    return TokenizeAnswer(tokens=tokens, count=len(tokens), max_model_len=service.engine.max_model_len)
 
 
 @router.post("/detokenize", tags=["Tokens"])
 async def detokenize(body: DetokenizeRequest, service: TheService) -> DetokenizeAnswer:
     """The text of tokens."""
-    vocab_size = service.engine.llm.vocab_size
+    vocab_size = service.engine.vocab_size
     if any(token >= vocab_size for token in body.tokens):
         raise ApiError(400, f"expected token ids below {vocab_size}, got {max(body.tokens)}", param="tokens")
     if service.tokenizer is None:

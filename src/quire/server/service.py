@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.async_engine import AsyncEngine
-from quire.engine.request import RequestOutput
-from quire.engine.sampling_params import SamplingParams
 from quire.errors import ArgumentError, CapacityError
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request import RequestOutput
+from quire.scheduler.request_options import RequestOptions
 from quire.server.admission import Admission, Admitted
 from quire.server.conversation_store import Conversations
 from quire.server.errors import ApiError
@@ -87,20 +88,24 @@ class Service:
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
-        self.model_name = settings.served_model_name or engine.llm.name
+        self.model_name = settings.served_model_name or engine.name
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name)
-        self._admission = Admission(settings.limits.max_waiting + engine.llm.max_num_seqs, self.metrics)
+        self._admission = Admission(settings.limits.max_waiting + engine.max_num_seqs, self.metrics)
         self.draining = False
         self.conversations = Conversations(settings.limits.max_conversations)
         tenants = [*settings.tenants, *settings.keys.tenants]
         # Clients of chat seldom say how long an answer may be, and mean: to its end.
-        engine.llm.engine.use_default_max_tokens(engine.llm.max_model_len)
-        engine.submit_between_steps(lambda: install(engine.llm, tenants)).result()
+        engine.submit_between_steps(lambda: self._prepare(tenants)).result()
+
+    def _prepare(self, tenants: Sequence[Tenant]) -> None:
+        """In the engine's thread."""
+        self.engine.core.engine.use_default_max_tokens(self.engine.max_model_len)
+        install(self.engine.tenants, tenants)
 
     @property
     def tokenizer(self) -> Any:
-        return self.engine.llm.tokenizer
+        return self.engine.tokenizer
 
     # -- admission -------------------------------------------------------------------------------------
 
@@ -109,11 +114,23 @@ class Service:
         """Requests that run or wait."""
         return self._admission.num_open
 
-    def admit(self, tenant: Tenant, num_requests: int) -> Admitted:
-        """Refuses a request that would wait beyond the bound, or exceed what its tenant may do."""
+    async def admit(
+        self, tenant: Tenant, body: SamplingBody, prompts: Sequence[list[int]], params: SamplingParams
+    ) -> Admitted:
+        """A place for each prompt, once the engine has found all of them right.
+
+        Places come first: what would wait beyond the bound, or exceed what its tenant may do, is refused at once,
+        however long the engine's step takes, and no more than the bound wait for the engine's answer.
+        """
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
-        return self._admission.admit(tenant, num_requests)
+        admitted = self._admission.admit(tenant, len(prompts))
+        try:
+            await self._check(tenant, body, prompts, params)
+        except BaseException:
+            admitted.withdraw()
+            raise
+        return admitted
 
     # -- a request -------------------------------------------------------------------------------------
 
@@ -178,9 +195,9 @@ class Service:
             params,
             request_id=request_id,
             priority=body.priority or 0,
-            retention=body.retention or "normal",
+            cache_priority=body.cache_priority or "normal",
             deltas=True,
-            **_whose(admitted.tenant, body),
+            **admitted.tenant.key(body.cache_salt),
         )
         return self.counted(admitted, body, prompt, generated)
 
@@ -221,23 +238,25 @@ class Service:
 
     async def _check_kept(self, tenant: Tenant, body: SamplingBody, prompt: Any) -> None:
         """Refuses at once what could not be kept."""
-        llm, most = self.engine.llm, self.settings.limits.max_kept
+        pins, most = self.engine.pins, self.settings.limits.max_kept
 
         def check() -> None:
-            kept = sum(pin.ttl_s is not None and pin.owner == (tenant.in_engine or "") for pin in llm.pins)
+            kept = sum(pin.ttl_s is not None and pin.owner == (tenant.in_engine or "") for pin in pins)
             if kept >= most:
                 self._admission.refuse(
                     "too_many_kept", f"{kept} of your prompts are kept, at most {most} may be"
                 )
-            llm.check_pin(prompt, ttl=body.keep_for, **_whose(tenant, body))
+            pins.check(prompt, ttl=body.keep_for, **tenant.key(body.cache_salt))
 
         await self.engine.between_steps(check)
 
     async def _keep(self, tenant: Tenant, body: SamplingBody, prompt: list[int]) -> None:
         """Room that was there before may be gone by now: the answer comes all the same."""
-        llm, seconds = self.engine.llm, body.keep_for or 0.0
+        pins, seconds = self.engine.pins, body.keep_for or 0.0
         try:
-            await self.engine.between_steps(lambda: llm.keep_for(prompt, seconds, **_whose(tenant, body)))
+            await self.engine.between_steps(
+                lambda: pins.keep_for(prompt, seconds, **tenant.key(body.cache_salt))
+            )
         except (ArgumentError, CapacityError):
             self.metrics.not_kept.inc()
 
@@ -273,21 +292,24 @@ class Service:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
-    async def check(
-        self, tenant: Tenant, body: SamplingBody, token_ids: list[int], params: SamplingParams
+    async def _check(
+        self, tenant: Tenant, body: SamplingBody, prompts: Sequence[list[int]], params: SamplingParams
     ) -> None:
-        """Raises what the engine would: a prompt or parameters that can never be served. With a salt, it is the engine
-        that says so: only its thread may make a namespace."""
+        """Raises what the engine would: prompts or parameters that can never be served."""
         await self.engine.compile_grammar(params)
-        if body.cache_salt:
-            return
-        try:
-            self.engine.llm.engine.check(token_ids, params, tenant=tenant.in_engine)
-        except ArgumentError as error:
-            if len(token_ids) < self.engine.llm.max_model_len:
-                raise
-            # What OpenAI's clients know by a code of its own.
-            raise ApiError(400, str(error), code="context_length_exceeded") from error
+        engine, options = self.engine.core.engine, RequestOptions.of(params, **tenant.key(body.cache_salt))
+
+        def check() -> None:
+            for token_ids in prompts:
+                try:
+                    engine.check(token_ids, options)
+                except ArgumentError as error:
+                    if len(token_ids) < self.engine.max_model_len:
+                        raise
+                    # What OpenAI's clients know by a code of its own.
+                    raise ApiError(400, str(error), code="context_length_exceeded") from error
+
+        await self.engine.between_steps(check)
 
     def check_schema(self, schema: Any, param: str) -> None:
         """Refuses a JSON schema beyond the limits."""
@@ -300,10 +322,6 @@ class Service:
             raise ApiError(
                 400, f"expected a schema at most {limits.max_schema_depth} levels deep", param=param
             )
-
-
-def _whose(tenant: Tenant, body: SamplingBody) -> dict[str, Any]:
-    return {"tenant": tenant.in_engine, "cache_salt": body.cache_salt or None}
 
 
 def _depth(value: Any, most: int) -> int:

@@ -1,8 +1,9 @@
 """What a server is told: flags and a TOML file, checked before a model is loaded. Flags win over the file.
 
-    [model]                    # as the options of `quire serve` and of quire.LLM
+    [model]                    # any option of quire.config.EngineConfig
     model = "./my-model"
     kv_memory = "4GiB"
+    storage = "paged:32"
 
     [server]
     port = 8000
@@ -34,7 +35,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from quire.engine.tenants import check_secret
+from quire.config import EngineConfig, check_secret
 from quire.errors import ArgumentError
 from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 from quire.sizes import parse_size
@@ -160,7 +161,7 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         tenants=(ANYBODY, *(tenant for tenant, _ in tenants)),
         **server,
     )
-    return settings, _table(document, "model", path)
+    return settings, _model_table(document, path)
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def load_stored_as(path: str) -> StoredAs:
         _typed(entry, dict, f"[[tenants]] of {path}")
         _typed(entry.get("name"), str, f"name in [[tenants]] of {path}")
         names.append(entry["name"])
-    return StoredAs(_table(document, "model", path), _secret(secret, path), tuple(names))
+    return StoredAs(_model_table(document, path), _secret(secret, path), tuple(names))
 
 
 def _secret(text: Any, path: str | None) -> bytes | None:
@@ -275,6 +276,14 @@ def _table(document: Mapping[str, Any], name: str, path: str | None) -> dict[str
     table = document.get(name, {})
     _typed(table, dict, f"[{name}] of {path}")
     return dict(table)
+
+
+def _model_table(document: Mapping[str, Any], path: str | None) -> dict[str, Any]:
+    """Options of `EngineConfig`, their values unchecked: flags may win over them. `tenant_secret` is [server]'s."""
+    table = _table(document, "model", path)
+    options = EngineConfig.options()
+    _known(table, [name for name in options if not options[name].is_secret], f"[model] of {path}")
+    return table
 
 
 def _known(table: Mapping[str, Any], known: Any, where: str) -> None:

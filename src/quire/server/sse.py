@@ -73,14 +73,14 @@ class EventStream(Response):
         assert sending is not None
         left = False
 
-        async def watch() -> None:
+        async def monitor() -> None:
             nonlocal left
             while (await receive())["type"] != "http.disconnect":
                 pass
             left = True
             sending.cancel()
 
-        watching = asyncio.create_task(watch())
+        watching = asyncio.create_task(monitor())
         try:
             await self._send(send, self._first)
             async for data in self._events:

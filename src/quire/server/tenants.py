@@ -1,4 +1,4 @@
-"""Whose keys are whose. A tenant is a name, limits, and a tenant of the engine (`quire.engine.tenants`).
+"""Whose keys are whose. A tenant is a name, limits, and a tenant of the engine (`quire.scheduler.tenants`).
 
 The engine derives namespaces from its secret and the tenant's name, and enforces quota, floor and priority; here a key
 leads to a name and nothing more. Keys are kept as SHA-256 digests and compared in constant time, all of them each time;
@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.cache.prefix_key import NamespaceKeywords
 from quire.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from quire.engine.llm import LLM
+    from quire.engine.llm_tenants import LLMTenants
 
 __all__ = ["ADMIN", "ANYBODY", "KeyRing", "Tenant", "digest_of_key", "install", "name_of_owner"]
 
@@ -46,6 +47,10 @@ class Tenant:
         """What the engine calls it; None: nobody."""
         return None if self.name == ANYBODY.name else self.name
 
+    def key(self, cache_salt: str | None) -> NamespaceKeywords:
+        """Whose content a request of this tenant's is, with the salt that it brings."""
+        return {"tenant": self.in_engine, "cache_salt": cache_salt or None}
+
 
 ANYBODY = Tenant("default")
 ADMIN = Tenant("admin", is_admin=True)
@@ -56,27 +61,25 @@ def name_of_owner(owner: str | None) -> str:
     return owner or ANYBODY.name
 
 
-def install(llm: LLM, tenants: Sequence[Tenant]) -> None:
+def install(there: LLMTenants, tenants: Sequence[Tenant]) -> None:
     """Makes the engine's tenants these and no others; those that stay as they were keep their content.
 
     For the engine's thread. *raises:* ArgumentError, CapacityError: limits that cannot be, or a tenant to be removed or
     changed that has requests.
     """
     wanted = {tenant.name: tenant for tenant in tenants if tenant.in_engine is not None}
-    for there in llm.engine.tenants:
-        new = wanted.get(there.name)
+    for old in there:
+        new = wanted.get(old.name)
         if new is not None and (new.quota_bytes, new.floor_bytes, new.priority) == (
-            there.quota_bytes,
-            there.floor_bytes,
-            there.priority,
+            old.quota_bytes,
+            old.floor_bytes,
+            old.priority,
         ):
-            del wanted[there.name]
+            del wanted[old.name]
         else:
-            llm.remove_tenant(there.name)
+            there.remove(old.name)
     for tenant in wanted.values():
-        llm.add_tenant(
-            tenant.name, quota=tenant.quota_bytes, floor=tenant.floor_bytes, priority=tenant.priority
-        )
+        there.add(tenant.name, quota=tenant.quota_bytes, floor=tenant.floor_bytes, priority=tenant.priority)
 
 
 def digest_of_key(key: str) -> bytes:

@@ -1,4 +1,9 @@
-"""Requests from traces or made up, through the real scheduler, cache and storages; a clock where a model would be."""
+"""Requests from traces or made up, through the real scheduler, cache and storages; a clock where a model would be.
+
+Others may use the names below, and
+    compare, side_by_side   storages over the same requests: in a table, and step by step
+    plot                    a comparison as a picture
+"""
 
 from quire.simulate.cost_line import CostLine
 from quire.simulate.lengths import Lengths

@@ -7,13 +7,15 @@ moves along a cost line. A request that a storage can never hold is refused by i
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.config import OPTION_OF_STORAGE, EngineConfig
 from quire.engine.engine import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.storages import StorageOptions
+from quire.engine.storages import open_storage
 from quire.errors import CapacityError
+from quire.sampling.params import SamplingParams
 from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import Clock, Figures, Meter, SimulatedClock, SimulatedRunner
 from quire.simulate.workload import Workload
@@ -26,25 +28,25 @@ _VOCAB_SIZE = 2**31 - 2  # of the made-up ids where there is no model
 
 @dataclass(frozen=True)
 class Comparison:
-    """What all storages of a comparison have alike. max_batch_tokens, max_num_seqs: as of `quire.LLM`."""
+    """What all storages of a comparison have alike.
+
+    options: others of `EngineConfig`; one that only a single storage has goes to that.
+    """
 
     workload: Workload
     kv_memory: int
     max_model_len: int
-    block_size: int = 16
-    max_batch_tokens: int = 2048
-    max_num_seqs: int = 256
-    reservation: str = "max"
-    growth: str = "spread"
+    options: Mapping[str, Any] = field(default_factory=dict)
     at_once: bool = True  # or each at its time of arrival
 
-    def options(self, storage: str) -> StorageOptions:
-        return StorageOptions(
-            storage,
+    def config(self, storage: str) -> EngineConfig:
+        """Of a storage, its name alone or with its option: "growing:together:256"."""
+        of_others = {option for name, option in OPTION_OF_STORAGE.items() if name != storage}
+        return EngineConfig(
+            storage=storage,
             kv_memory=self.kv_memory,
-            block_size=self.block_size,
-            reservation=self.reservation,
-            growth=self.growth,
+            max_model_len=self.max_model_len,
+            **{name: value for name, value in self.options.items() if name not in of_others},
         )
 
 
@@ -63,13 +65,9 @@ class Run:
 
 
 def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: CostLine) -> Run:
-    """The scheduler, the cache and `storage` for real, `cost` in place of a model. Tokens a second are not told."""
-    opened = comparison.options(storage).open(
-        spec,
-        max_model_len=comparison.max_model_len,
-        max_num_seqs=comparison.max_num_seqs,
-        step_tokens=comparison.max_batch_tokens,
-    )
+    """The scheduler, the cache and `storage` for real, `cost` in place of a model; tokens/s are by its clock."""
+    config = comparison.config(storage)
+    opened = open_storage(config, spec, comparison.max_model_len)
     try:
         clock = SimulatedClock()
         runner = SimulatedRunner(opened.storage, cost, clock)
@@ -78,32 +76,22 @@ def run_simulated(comparison: Comparison, storage: str, spec: KVSpec, cost: Cost
             opened.cache,
             vocab_size=_VOCAB_SIZE,
             max_model_len=comparison.max_model_len,
-            max_batch_tokens=comparison.max_batch_tokens,
-            max_num_seqs=comparison.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            max_num_seqs=config.max_num_seqs,
             clock=clock,
         )
         meter = Meter(opened.cache, runner)
         totals = _drive(engine, comparison, meter, clock, _VOCAB_SIZE)
-        return _run(meter, totals, None)
+        return _run(meter, totals, totals.num_generated / clock() if clock() else None)
     finally:
         opened.storage.close()
 
 
-def run_model(comparison: Comparison, storage: str, **llm_options: Any) -> Run:
-    """The real engine with a model: `llm_options` as of `quire.LLM` (model, dtype, backend and the like)."""
+def run_model(comparison: Comparison, storage: str) -> Run:
+    """The real engine with a model."""
     from quire.engine.llm import LLM
 
-    options = comparison.options(storage)
-    own = {"paged": "block_size", "contiguous": "reservation", "growing": "growth"}.get(storage)
-    with LLM(
-        **llm_options,
-        **({} if own is None else {own: getattr(options, own)}),
-        storage=storage,
-        kv_memory=options.kv_memory,
-        max_model_len=comparison.max_model_len,
-        max_batch_tokens=comparison.max_batch_tokens,
-        max_num_seqs=comparison.max_num_seqs,
-    ) as llm:
+    with LLM(config=comparison.config(storage)) as llm:
         meter = Meter(llm.cache, llm.runner)
         clock = Clock()
         totals = _drive(llm.engine, comparison, meter, clock, llm.vocab_size)

@@ -16,7 +16,7 @@ from quire.errors import ArgumentError
 
 __all__ = ["CostLine"]
 
-_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_BLOCKS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _TERM = re.compile(r"\s*([0-9.]+)\s*(s|ms|us|ns)\s*(?:/\s*(token|context))?\s*")
 
 
@@ -36,7 +36,7 @@ class CostLine:
             match = _TERM.fullmatch(part)
             try:
                 assert match is not None
-                found[match[3] or ""] += float(match[1]) * _UNITS[match[2]]
+                found[match[3] or ""] += float(match[1]) * _BLOCKS[match[2]]
             except (AssertionError, ValueError):
                 raise ArgumentError(
                     f'expected a cost line such as "28ms + 2.4ms/token + 3.5us/context", got {text!r} at '

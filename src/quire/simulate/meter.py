@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from quire.cache.memory_use import MemoryUse
-from quire.engine.scheduled_step import ScheduledStep, StepRefusedError
+from quire.cache.protocol import KVCache
 from quire.errors import CapacityError
+from quire.scheduler.step import ScheduledStep, StepRefusedError
 from quire.simulate.cost_line import CostLine
 
 __all__ = ["Clock", "Figures", "Meter", "PreparingRunner", "SimulatedClock", "SimulatedRunner"]
@@ -106,7 +107,7 @@ class Figures:
 class Meter:
     """Takes a run's figures, one `step` after another. The cache's `reserve` is timed from now on."""
 
-    cache: Any
+    cache: KVCache
     runner: PreparingRunner
     running: list[int] = field(default_factory=list)
     uses: list[MemoryUse] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Two pictures of a comparison in one file: memory over time, and the memory of one sequence as it grows.
 
-Needs matplotlib (`pip install "quire[plot]"`); nothing else of Quire does.
+Needs matplotlib (`pip install "quire-kv[plot]"`); nothing else of Quire does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def require_plotting(path: str) -> None:
     try:
         import matplotlib  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise BackendError('expected matplotlib for --plot, found none; pip install "quire[plot]"') from None
+        raise BackendError(
+            'expected matplotlib for --plot, found none; pip install "quire-kv[plot]"'
+        ) from None
 
 
 def draw(path: str, comparison: Comparison, runs: dict[str, Run], spec: KVSpec) -> None:

@@ -4,7 +4,7 @@ As `compare.run_simulated`: the real scheduler, cache and storage, and a clock t
 a model. The pool is small (`MEMORY_TOKENS` tokens), so that one sees it fill. Everything told is read from the real
 cache; nothing is computed by formula.
 
-Not thread-safe. Cost: a step some 0.3 ms a storage; `state` O(units + open sequences).
+Not thread-safe. Cost: a step some 0.3 ms a storage; `state` O(blocks + open sequences).
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.row_cache import RowCache
-from quire.cache.unit_map import CACHED, LEASED
+from quire.baselines.row_cache import RowCache
+from quire.cache.block_map import CACHED, IN_FLIGHT
+from quire.config import STORAGES, EngineConfig
 from quire.engine.engine import Engine
-from quire.engine.sampling_params import SamplingParams
-from quire.engine.storages import STORAGES, StorageOptions
+from quire.engine.storages import open_storage
 from quire.errors import ArgumentError, CapacityError, QuireError
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request_options import RequestOptions
 from quire.simulate.cost_line import CostLine
 from quire.simulate.meter import SimulatedClock, SimulatedRunner
-from quire.spec import KVSpec, LayerSpec, Retention
+from quire.spec import KVSpec, LayerSpec, Span
 
 __all__ = ["MAX_MODEL_LEN", "MEMORY_TOKENS", "NUM_CELLS", "Asked", "SideBySide"]
 
 MAX_MODEL_LEN = 512
 MEMORY_TOKENS = 8 * MAX_MODEL_LEN
 NUM_CELLS = 256  # of a storage's map: 16 tokens each
-NOBODY, CACHED_CELL, LEASED_CELL = -1, -2, -3  # owners of cells that no request has
+NOBODY, CACHED_CELL, IN_FLIGHT_CELL = -1, -2, -3  # owners of cells that no request has
 
 _MAX_NUM_SEQS = 64
 _MAX_BATCH_TOKENS = 512
 _VOCAB_SIZE = 1 << 20
 # Two layers of one head of 32: 512 bytes a token, and pages of 4 KiB that hold 32 tokens of a layer's keys.
-_SPEC = KVSpec(layers=(LayerSpec(Retention(), 1, 32, 32),) * 2, dtype="float32")
+_SPEC = KVSpec(layers=(LayerSpec(Span(), 1, 32, 32),) * 2, dtype="float32")
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,17 @@ class Asked:
         return np.concatenate([shared, own])
 
 
-class _Lane:
+class _Side:
     """One storage with an engine of its own."""
 
-    def __init__(self, name: str) -> None:
-        options = StorageOptions(name, kv_memory=MEMORY_TOKENS * _SPEC.bytes_per_token, piece_size="4KiB")
-        opened = options.open(_SPEC, max_model_len=MAX_MODEL_LEN, max_num_seqs=_MAX_NUM_SEQS)
+    def __init__(self, name: str, block_size: int, reservation: str) -> None:
+        config = EngineConfig(
+            storage={"virtual": "virtual:4KiB", "contiguous": f"contiguous:{reservation}"}.get(name, name),
+            kv_memory=MEMORY_TOKENS * _SPEC.bytes_per_token,
+            block_size=block_size,
+            max_num_seqs=_MAX_NUM_SEQS,
+        )
+        opened = open_storage(config, _SPEC, MAX_MODEL_LEN)
         self.name = name
         self.storage, self.cache = opened.storage, opened.cache
         self.clock = SimulatedClock()
@@ -85,7 +92,7 @@ class _Lane:
     def add(self, number: int, asked: Asked) -> None:
         params = SamplingParams(max_tokens=asked.num_output_tokens, temperature=0, ignore_eos=True)
         try:
-            self.engine.submit(asked.tokens(number), params, request_id=str(number))
+            self.engine.submit(asked.tokens(number), RequestOptions(params, request_id=str(number)))
         except (CapacityError, ArgumentError):
             self.num_refused += 1  # it can never fit here
 
@@ -125,12 +132,12 @@ class _Lane:
             "generated": stats["num_generated_tokens"],
             "prefix_tokens": stats["num_cached_tokens"],
             "seconds": round(self.clock.now, 3),
-            "requests": [int(sample.request.request_id) for sample in scheduler.running],
+            "requests": [int(sequence.request.request_id) for sequence in scheduler.running],
         }
 
     def _cells(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each cell the request that has most of it, or NOBODY or the like, and percents computed."""
-        owners, filled = self._units()
+        owners, filled = self._block_ids()
         cells = np.arange(NUM_CELLS)
         starts = cells * len(owners) // NUM_CELLS
         stops = np.maximum(starts + 1, (cells + 1) * len(owners) // NUM_CELLS)
@@ -143,15 +150,15 @@ class _Lane:
             fill[cell] = round(100 * float(filled[start:stop].mean()))
         return owner, fill
 
-    def _units(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Of every unit: who has it, and what share of it is computed."""
+    def _block_ids(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Of every block: who has it, and what share of it is computed."""
         cache = self.cache
-        requests = {s.sequence.id: int(s.request.request_id) for s in self.engine.scheduler.running}
-        units = cache.unit_map()
-        owners = np.full(len(units.states), NOBODY, np.int64)
-        filled = np.zeros(len(units.states))
-        owners[units.states == CACHED], filled[units.states == CACHED] = CACHED_CELL, 1.0
-        owners[units.states == LEASED] = LEASED_CELL
+        requests = {s.cache_sequence.id: int(s.request.request_id) for s in self.engine.scheduler.running}
+        block_ids = cache.block_map()
+        owners = np.full(len(block_ids.states), NOBODY, np.int64)
+        filled = np.zeros(len(block_ids.states))
+        owners[block_ids.states == CACHED], filled[block_ids.states == CACHED] = CACHED_CELL, 1.0
+        owners[block_ids.states == IN_FLIGHT] = IN_FLIGHT_CELL
         if isinstance(cache, RowCache):
             for sequence_id, start, count in cache.spans():
                 if sequence_id in requests:
@@ -159,12 +166,12 @@ class _Lane:
                     done = cache.computed_share(sequence_id) * count
                     filled[start : start + count] = np.clip(done - np.arange(count), 0, 1)
             return owners, filled
-        for sample in self.engine.scheduler.running:
-            table = sample.sequence.block_table()
-            number = requests[sample.sequence.id]
+        for sequence in self.engine.scheduler.running:
+            table = sequence.cache_sequence.block_table()
+            number = requests[sequence.cache_sequence.id]
             # What several share is shown with the first of them.
             owners[table] = np.where(owners[table] >= 0, owners[table], number)
-            share = np.clip(sample.num_computed / cache.block_size - np.arange(len(table)), 0, 1)
+            share = np.clip(sequence.num_computed / cache.block_size - np.arange(len(table)), 0, 1)
             filled[table] = np.maximum(filled[table], share)
         return owners, filled
 
@@ -174,61 +181,70 @@ class _Lane:
 
 
 class SideBySide:
-    """All storages that this machine has, each with the same memory and the same requests."""
+    """All storages that this machine has, each with the same memory and the same requests.
 
-    def __init__(self, names: Sequence[str] = STORAGES) -> None:
-        self._lanes: list[_Lane] = []
+    block_size: of paged. reservation: of contiguous, "max", "pow2" or "exact".
+    """
+
+    def __init__(
+        self, names: Sequence[str] = STORAGES, *, block_size: int = 16, reservation: str = "max"
+    ) -> None:
+        self.block_size, self.reservation = block_size, reservation
+        self._sides: list[_Side] = []
         self._missing: dict[str, str] = {}
         self._names = tuple(names)
-        self._num_asked = 0
+        self._num_logit_rows = 0
         self.num_steps = 0
         for name in self._names:
             try:
-                self._lanes.append(_Lane(name))
+                self._sides.append(_Side(name, block_size, reservation))
             except QuireError as error:  # this machine cannot do it: said, and the others go on
                 self._missing[name] = str(error)
 
     def add(self, asked: Asked) -> int:
         """Gives every storage the request; its number."""
-        number = self._num_asked
-        self._num_asked += 1
-        for lane in self._lanes:
-            lane.add(number, asked)
+        number = self._num_logit_rows
+        self._num_logit_rows += 1
+        for side in self._sides:
+            side.add(number, asked)
         return number
 
     def finish(self, number: int) -> None:
         """Ends a request wherever it still runs or waits."""
-        for lane in self._lanes:
-            lane.finish(number)
+        for side in self._sides:
+            side.finish(number)
 
     def finish_all(self) -> None:
-        for lane in self._lanes:
-            for name in list(lane.engine.scheduler.requests):
-                lane.finish(int(name))
+        for side in self._sides:
+            for name in list(side.engine.scheduler.requests):
+                side.finish(int(name))
 
     @property
     def num_open(self) -> int:
         """Requests of the storage that has most of them left."""
-        return max((len(lane.engine.scheduler.requests) for lane in self._lanes), default=0)
+        return max((len(side.engine.scheduler.requests) for side in self._sides), default=0)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             self.num_steps += 1
-            for lane in self._lanes:
-                lane.step()
+            for side in self._sides:
+                side.step()
 
     def state(self) -> dict[str, Any]:
-        """{"steps", "asked", "open", "storages": one entry each, with "missing" saying why where it is not there}"""
-        states = {lane.name: lane.state() for lane in self._lanes}
+        """{"steps", "asked", "open", "block_size", "reservation", "storages": one entry each, with "missing" saying why
+        where it is not there}"""
+        states = {side.name: side.state() for side in self._sides}
         missing = {name: {"name": name, "missing": reason} for name, reason in self._missing.items()}
         return {
             "steps": self.num_steps,
-            "asked": self._num_asked,
+            "asked": self._num_logit_rows,
             "open": self.num_open,
+            "block_size": self.block_size,
+            "reservation": self.reservation,
             "storages": [(states | missing)[name] for name in self._names],
         }
 
     def close(self) -> None:
-        for lane in self._lanes:
-            lane.close()
-        self._lanes = []
+        for side in self._sides:
+            side.close()
+        self._sides = []

@@ -1,5 +1,26 @@
-"""What a token costs: the shape of a model's KV cache, and how a model's config says it."""
+"""What a token costs: the shape of a model's KV cache, and how a model's config says it.
 
-from quire.spec.kv_spec import DTYPE_BYTES, KVGroup, KVSpec, LayerSpec, Retention
+Others may use the names below, and
+    config     what a model's config says
+    formats    the formats of keys and values
+    payload    where the bytes of tokens lie when they leave the pool
+"""
 
-__all__ = ["DTYPE_BYTES", "KVGroup", "KVSpec", "LayerSpec", "Retention"]
+import warnings
+from typing import Any
+
+from quire.spec.formats import FORMATS, KVFormat, format_of
+from quire.spec.kv_spec import KVGroup, KVSpec
+from quire.spec.layer_spec import KINDS, LayerSpec, Span
+
+__all__ = ["FORMATS", "KINDS", "KVFormat", "KVGroup", "KVSpec", "LayerSpec", "Span", "format_of"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Retention":
+        warnings.warn("quire.spec.Retention is called Span now", DeprecationWarning, stacklevel=2)
+        return Span
+    if name == "DTYPE_BYTES":
+        warnings.warn("quire.spec.DTYPE_BYTES is quire.spec.FORMATS now", DeprecationWarning, stacklevel=2)
+        return {name: found.num_bytes for name, found in FORMATS.items()}
+    raise AttributeError(f"module 'quire.spec' has no attribute {name!r}")

@@ -3,7 +3,7 @@
 What it is: the only place that knows how configs spell heads, head sizes, windows, chunks and shared KV. The
 layers' kinds come from transformers itself (`get_layer_types_and_kwargs`, what its own `DynamicCache` is built
 from); the shapes from the per-layer fields. No model is built and no weights are read.
-What it is not: a promise that the model runs. `quire.model.probe` proves that on the model itself, and
+What it is not: a promise that the model runs. `quire.model.prove` proves that on the model itself, and
 `PagedCache` refuses K/V of another shape than stated here.
 
 Refused by name, since they keep something else than K and V per token: latent (MLA) layers, state layers
@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, LoadError, UnsupportedModelError
-from quire.spec.kv_spec import DTYPE_BYTES, KVSpec, LayerSpec, Retention
+from quire.spec.formats import FORMATS
+from quire.spec.layer_spec import LayerSpec, Span
 
-__all__ = ["max_length_of", "read_config", "spec_of"]
+__all__ = ["dtype_of", "layers_of", "max_length_of", "model_type_of", "read_config", "vocab_size_of"]
 
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_kv_heads", "n_head_kv")
 _HEADS = (
@@ -36,6 +37,15 @@ _HEADS = (
 )
 _HEAD_DIM = ("head_dim", "kv_channels", "d_kv", "dim_head")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+# What layers with a state keep, by how one of their config's fields begins: transformers calls them all the same.
+_STATES = (
+    (("kda_", "linear_head_dim"), "Kimi delta attention"),
+    (("linear_key_head_dim",), "gated delta net"),
+    (("linear_attn_",), "lightning attention"),
+    (("lru_",), "RG-LRU"),
+    (("mamba_", "ssm_", "state_size"), "Mamba"),
+    (("conv_kernel", "cca_"), "convolution"),
+)
 _LENGTH = (
     "max_position_embeddings",
     "n_positions",
@@ -46,29 +56,46 @@ _LENGTH = (
 )
 
 
-def spec_of(config: Any | str | Path | Mapping[str, Any], *, dtype: str | None = None) -> KVSpec:
-    """The `KVSpec` of a transformers config, a model folder, a `config.json` or its dict.
+def model_type_of(config: Any) -> str:
+    """What transformers calls this kind of model; "unnamed" where the config does not say."""
+    text = config.get_text_config(decoder=True)
+    return str(getattr(text, "model_type", "") or getattr(config, "model_type", "") or "unnamed")
 
-    `dtype` overrides the config's own; a config that names none counts as float32, as transformers does.
-    raises: ConfigError naming the field; UnsupportedModelError for layers that do not keep K and V per token;
-    LoadError where the file cannot be read.
+
+def layers_of(config: Any) -> tuple[LayerSpec, ...]:
+    """What each decoder layer keeps.
+
+    raises: ConfigError naming the field; UnsupportedModelError for layers that do not keep K and V per token.
     """
-    whole = read_config(config)
-    text = whole.get_text_config(decoder=True)
-    model_type = str(getattr(text, "model_type", "") or getattr(whole, "model_type", "") or "unnamed")
-    return KVSpec(
-        layers=_layers(text, model_type),
-        dtype=dtype or _dtype(text, whole, model_type),
-        max_model_len=_optional(text, _LENGTH, model_type),
-        vocab_size=_optional(text, ("vocab_size",), model_type),
-        name=model_type,
-    )
+    return _layers(config.get_text_config(decoder=True), model_type_of(config))
+
+
+def dtype_of(config: Any) -> str:
+    """The config's own dtype; one that names none counts as float32, as in transformers. *raises:* ConfigError."""
+    for part in (config.get_text_config(decoder=True), config):
+        value = getattr(part, "dtype", None)
+        if value is not None:
+            name = str(value).removeprefix("torch.")
+            if name not in FORMATS:
+                raise ConfigError(
+                    f"expected dtype of {sorted(FORMATS)} in the config of {model_type_of(config)}, got {name!r}; "
+                    "pass dtype= for the KV cache"
+                )
+            return name
+    return "float32"
+
+
+def vocab_size_of(config: Any) -> int | None:
+    """Token ids of the (text) model; None where the config does not say."""
+    return _optional(config.get_text_config(decoder=True), ("vocab_size",), model_type_of(config))
 
 
 def max_length_of(config: Any) -> int | None:
     """Positions the (text) model of a transformers config has; None where it names no limit."""
     text = config.get_text_config(decoder=True)
-    return _optional(text, _LENGTH, str(getattr(text, "model_type", "") or "unnamed"))
+    if any(getattr(text, name, None) == -1 for name in _LENGTH):  # XLNet's way to say so
+        return None
+    return _optional(text, _LENGTH, model_type_of(config))
 
 
 def read_config(config: Any | str | Path | Mapping[str, Any]) -> Any:
@@ -139,24 +166,38 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
             f"expected layer fields transformers can interpret in the config of {model_type}, "
             f"got {type(error).__name__}: {_one_line(error)}"
         ) from error
-    producers = _producers(text, kinds, num_layers, model_type)
+    missing = num_layers - len(kinds)  # transformers before 5.23 leaves out layers that store nothing
+    kinds, options = [*kinds, *["dummy"] * missing], [*options, *[{}] * missing]
     later = Counter(
         k for k in kinds if k not in ("full_attention", "sliding_attention", "chunked_attention", "dummy")
     )
     if later:
-        listed = ", ".join(f"{count} {kind}" for kind, count in sorted(later.items()))
+        listed = ", ".join(f"{count} {_described(kind, text)}" for kind, count in sorted(later.items()))
         raise UnsupportedModelError(
             f"model type {model_type}: expected full, sliding or chunked attention in every layer, got {listed} "
             f"of {num_layers} layers; state, indexed and compressed layers come in a later version"
         )
+    _refuse_without_heads(text, model_type)
+    producers = _producers(text, kinds, num_layers, model_type)
     layers = []
     for index in range(num_layers):
         producer = producers[index]
         source = index if producer is None else producer
-        retention = _retention(kinds[source], options[source].get("sliding_window"), model_type)
-        heads, k_dim, v_dim = _shape(configs[source], source, retention.kind == "window", model_type)
-        layers.append(LayerSpec(retention, heads, k_dim, v_dim, producer))
+        span = _span(kinds[source], options[source].get("sliding_window"), model_type)
+        heads, k_dim, v_dim = _shape(configs[source], source, span.kind == "window", model_type)
+        layers.append(LayerSpec(span, heads, k_dim, v_dim, producer))
     return tuple(layers)
+
+
+def _described(kind: str, text: Any) -> str:
+    """A kind of layer, and where several models mean different things by it, what this one means."""
+    if kind not in ("linear_attention", "hybrid", "hybrid_sliding"):
+        return kind
+    fields = text.to_dict()
+    what = next(
+        (name for prefixes, name in _STATES if any(field.startswith(prefixes) for field in fields)), ""
+    )
+    return f"{kind} ({what})" if what else kind
 
 
 def _refuse_other_state(text: Any, model_type: str) -> None:
@@ -172,17 +213,37 @@ def _refuse_other_state(text: Any, model_type: str) -> None:
         )
 
 
+def _refuse_without_heads(text: Any, model_type: str) -> None:
+    """Of a type that transformers knows, whose configs have no attention heads: nothing was forgotten."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    known = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] is type(text)
+    if known and not any(hasattr(text, name) for name in _HEADS):
+        raise UnsupportedModelError(
+            f"model type {model_type}: its layers have no attention heads, they keep a state of their own in place of "
+            "K and V; such layers come in a later version"
+        )
+
+
 def _producers(text: Any, kinds: list[str], num_layers: int, model_type: str) -> list[int | None]:
     """For each layer the layer whose KV it reads instead of storing its own, or None."""
-    modes = list(getattr(text, "kv_sharing_modes", None) or [None] * num_layers)
+    num_sharing = int(
+        getattr(text, "num_kv_shared_layers", None) or 0
+    )  # the last ones; before 5.23 all that is said
+    modes = list(
+        getattr(text, "kv_sharing_modes", None)
+        or [None] * (num_layers - num_sharing) + ["reuse"] * num_sharing
+    )
     declared = list(getattr(text, "layer_types", None) or kinds)
     sources = getattr(text, "kv_source_layers", None)
     producers: list[int | None] = []
     for index in range(num_layers):
         if modes[index] != "reuse":
             if kinds[index] == "dummy":
+                kind = declared[index] if index < len(declared) else "dummy"
                 raise UnsupportedModelError(
-                    f"model type {model_type}: layer {index} has no attention; such layers come in a later version"
+                    f"model type {model_type}: layer {index} has no attention (its kind is {kind}); such layers come "
+                    "in a later version"
                 )
             producers.append(None)
         elif sources is not None:
@@ -198,11 +259,11 @@ def _producers(text: Any, kinds: list[str], num_layers: int, model_type: str) ->
     return producers
 
 
-def _retention(kind: str, size: Any, model_type: str) -> Retention:
+def _span(kind: str, size: Any, model_type: str) -> Span:
     if kind == "full_attention":
-        return Retention()
+        return Span()
     field = "sliding_window" if kind == "sliding_attention" else "attention_chunk_size"
-    return Retention("window" if field == "sliding_window" else "chunked", _positive(size, field, model_type))
+    return Span("window" if field == "sliding_window" else "chunked", _positive(size, field, model_type))
 
 
 def _shape(layer: Any, index: int, windowed: bool, model_type: str) -> tuple[int, int, int]:
@@ -266,20 +327,6 @@ def _positive(value: Any, name: str, model_type: str) -> int:
             f"expected a positive integer as {name} in the config of {model_type}, got {value!r}"
         )
     return value
-
-
-def _dtype(text: Any, whole: Any, model_type: str) -> str:
-    for config in (text, whole):
-        value = getattr(config, "dtype", None)
-        if value is not None:
-            name = str(value).removeprefix("torch.")
-            if name not in DTYPE_BYTES:
-                raise ConfigError(
-                    f"expected dtype of {sorted(DTYPE_BYTES)} in the config of {model_type}, got {name!r}; "
-                    "pass dtype= for the KV cache"
-                )
-            return name
-    return "float32"
 
 
 def _one_line(error: BaseException) -> str:

@@ -6,8 +6,8 @@ A `KVSpec` knows no tensors and no blocks in use; it is arithmetic over a model'
 Invariants
     K1  every layer that stores KV belongs to exactly one group; a layer that reads another layer's KV
         (`shares_kv_with`) belongs to none and costs nothing.
-    K2  the layers of a group have one retention rule and one shape.
-    K3  `unit_bytes(block_size)` is the largest `bytes_per_block` of any group, so that one pool of units of
+    K2  the layers of a group have one span rule and one shape.
+    K3  `block_bytes(block_size)` is the largest `bytes_per_block` of any group, so that one pool of blocks of
         that size serves them all.
 
 Cost: every call is O(number of layers).
@@ -18,72 +18,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from quire.errors import ArgumentError
+from quire.spec.config import dtype_of, layers_of, max_length_of, model_type_of, read_config, vocab_size_of
+from quire.spec.formats import format_of
+from quire.spec.layer_spec import LayerSpec, Span
 
-__all__ = ["DTYPE_BYTES", "KVGroup", "KVSpec", "LayerSpec", "Retention"]
-
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which past tokens a layer still needs.
-
-    `full`: all. `window`: a query at position q sees keys k with q - k < size. `chunked`: those with
-    k // size == q // size.
-    """
-
-    kind: Literal["full", "window", "chunked"] = "full"
-    size: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("full", "window", "chunked"):
-            raise ArgumentError(f"expected full, window or chunked, got {self.kind!r} as a retention kind")
-        if (self.kind == "full") != (self.size == 0) or self.size < 0:
-            raise ArgumentError(
-                f"expected a positive size for a window or chunk and 0 for full, got {self.kind} of {self.size}"
-            )
-
-    def first_needed(self, position: int) -> int:
-        """First token position that the query at `position` may read."""
-        if self.kind == "window":
-            return max(0, position - self.size + 1)
-        if self.kind == "chunked":
-            return position - position % self.size
-        return 0
-
-    def num_kept(self, num_tokens: int) -> int:
-        """Most tokens a layer has to hold at once for a sequence of `num_tokens` tokens."""
-        return num_tokens if self.kind == "full" else min(num_tokens, self.size)
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """One decoder layer's KV: its retention and shape (elements), or whose KV it reads instead."""
-
-    retention: Retention
-    num_kv_heads: int
-    k_head_dim: int
-    v_head_dim: int
-    shares_kv_with: int | None = None
-
-    @property
-    def elements_per_token(self) -> int:
-        """Elements of K and V together that one token adds to this layer; 0 for a shared layer."""
-        if self.shares_kv_with is not None:
-            return 0
-        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim)
+__all__ = ["KVGroup", "KVSpec"]
 
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers with one retention rule and one shape, which share a block table."""
+    """Layers with one span rule and one shape, which share a block table."""
 
     index: int
     layers: tuple[int, ...]
-    retention: Retention
+    span: Span
     num_kv_heads: int
     k_head_dim: int
     v_head_dim: int
@@ -98,7 +49,7 @@ class KVGroup:
 
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes this group has to keep for one sequence of `num_tokens` (a window keeps its window)."""
-        return self.bytes_per_token * self.retention.num_kept(num_tokens)
+        return self.bytes_per_token * self.span.num_kept(num_tokens)
 
 
 @dataclass(frozen=True)
@@ -115,8 +66,7 @@ class KVSpec:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ArgumentError(f"expected a dtype of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
+        format_of(self.dtype)
         if not any(layer.shares_kv_with is None for layer in self.layers):
             raise ArgumentError("expected at least one layer that stores KV, got none")
 
@@ -128,38 +78,43 @@ class KVSpec:
         raises: ConfigError naming the field; UnsupportedModelError for layers that keep something else than
         K and V per token (latent, state); LoadError where the file cannot be read.
         """
-        from quire.spec.config import spec_of
-
-        return spec_of(config, dtype=dtype)
+        model = read_config(config)
+        return cls(
+            layers=layers_of(model),
+            dtype=dtype or dtype_of(model),
+            max_model_len=max_length_of(model),
+            vocab_size=vocab_size_of(model),
+            name=model_type_of(model),
+        )
 
     @classmethod
     def uniform(cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> KVSpec:
         """A spec of equal full-attention layers."""
-        layer = LayerSpec(Retention(), num_kv_heads, head_dim, head_dim)
+        layer = LayerSpec(Span(), num_kv_heads, head_dim, head_dim)
         return cls(layers=(layer,) * num_layers, dtype=dtype)
 
     @cached_property
     def groups(self) -> tuple[KVGroup, ...]:
         """The groups, full-attention ones first (group 0 is a full one where the model has any).
 
-        A group has as many layers as the rarest kind of layer has, so that the units of all groups have
-        about equal bytes; where that does not divide, a kind's last group is smaller (its unit is padded).
+        A group has as many layers as the rarest kind of layer has, so that the blocks of all groups have
+        about equal bytes; where that does not divide, a kind's last group is smaller (its block is padded).
         """
-        kinds: dict[tuple[Retention, int, int, int], list[int]] = {}
+        kinds: dict[tuple[Span, int, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer.shares_kv_with is None:
-                kind = (layer.retention, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim)
+                kind = (layer.span, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim)
                 kinds.setdefault(kind, []).append(index)
         size = min(len(members) for members in kinds.values())
         full_first = sorted(kinds.items(), key=lambda item: item[0][0].kind != "full")
         groups: list[KVGroup] = []
-        for (retention, num_kv_heads, k_head_dim, v_head_dim), members in full_first:
+        for (span, num_kv_heads, k_head_dim, v_head_dim), members in full_first:
             for start in range(0, len(members), size):
                 groups.append(
                     KVGroup(
                         index=len(groups),
                         layers=tuple(members[start : start + size]),
-                        retention=retention,
+                        span=span,
                         num_kv_heads=num_kv_heads,
                         k_head_dim=k_head_dim,
                         v_head_dim=v_head_dim,
@@ -168,9 +123,19 @@ class KVSpec:
                 )
         return tuple(groups)
 
+    def stored_in(self, layer: int) -> int:
+        """The layer whose KV decoder layer `layer` reads: itself, or the one it shares with.
+
+        *raises:* ArgumentError: there is no such layer.
+        """
+        if not 0 <= layer < len(self.layers):
+            raise ArgumentError(f"expected a layer of 0 to {len(self.layers) - 1}, got {layer}")
+        owner = self.layers[layer].shares_kv_with
+        return layer if owner is None else owner
+
     @property
     def dtype_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+        return format_of(self.dtype).num_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -185,6 +150,6 @@ class KVSpec:
         """Bytes one sequence of `num_tokens` has to keep in all layers together."""
         return sum(group.bytes_for(num_tokens) for group in self.groups)
 
-    def unit_bytes(self, block_size: int) -> int:
-        """Bytes of one unit of the pool (K3): a block of any one group."""
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of the pool (K3): a block of any one group."""
         return max(group.bytes_per_block(block_size) for group in self.groups)

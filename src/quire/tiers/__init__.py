@@ -1,9 +1,8 @@
 """Keys and values kept below the pool: in host memory, in a folder, on a Redis server.
 
-keys      what a segment is called: a chained hash of model, namespace and tokens
-names     a key and what it stands for; the chain of them that a prompt is
+names     what a segment is called, and what it stands for; the chain of them that a prompt is
 segment   what it looks like as bytes, checked on every load
-tier      the contract: values by key
+tier      the contract: values by key; by_url: which one a URL means
 host      in this process's memory
 remote    on a Redis server, shared by engines; breaker: what gives it a rest after a failure
 stack     all of them together, asynchronous: what an engine talks to; transfer: a load or a lookup under way
@@ -12,4 +11,11 @@ disk      in a folder, for good: disk_index, an SQLite index; disk_schema, its t
           read_buffers, what they are read into; extents, what is free in them; disk_writer, who changes them;
           shared_stores, those who store at the same time; files, the system calls; folder_lock; disk_folder, all of it
           checked or removed
+
+Others may use
+    tier, stack, guarded, transfer       the contract; all tiers together; one of them; a load under way
+    disk, host, remote, by_url           the tiers; which one a URL means
+    disk_folder, disk_index              what is in a folder
+    names, segment, stored_prefix        what a segment is called, its bytes; how far a prompt is stored
+    speed, niceness, files               what was measured; threads that give way; system calls
 """

@@ -36,7 +36,7 @@ from pathlib import Path
 from quire.errors import ArgumentError
 from quire.sizes import format_size
 from quire.tiers.disk_errors import errors_in_use, errors_of_opening
-from quire.tiers.disk_index import DiskIndex, Place, StoredEntry, StoredRoot, is_damage
+from quire.tiers.disk_index import DiskIndex, SlabRange, StoredEntry, StoredRoot, is_damage
 from quire.tiers.disk_schema import FILE_NAME
 from quire.tiers.disk_writer import LOG_SHARE, MIN_CAP, DiskWriter, StoreCall
 from quire.tiers.files import Buffer, Files
@@ -101,7 +101,7 @@ class DiskTier:
         self._clock = clock
         self._uses = RecentUses()
         # Where `contains` found it, for the load that follows; may be old (K3).
-        self._seen: dict[bytes, Place] = {}
+        self._seen: dict[bytes, SlabRange] = {}
         self._stats = TierStats(0, 0)
         self._counting = threading.Lock()  # of the two before it
         self._stores = SharedStores(self._store_in_turn)
@@ -156,7 +156,7 @@ class DiskTier:
                 values.append(value)
         return values[: self.confirm(keys, places[: len(values)])]
 
-    def locate(self, keys: Sequence[bytes]) -> list[Place]:
+    def locate(self, keys: Sequence[bytes]) -> list[SlabRange]:
         with self._clear_errors("look up values"):
             seen = {key: place for key in keys if (place := self._seen.pop(key, None)) is not None}
             if unseen := [key for key in keys if key not in seen]:
@@ -165,7 +165,7 @@ class DiskTier:
             return [place for place in found if place is not None]
 
     def read_now(
-        self, places: Sequence[Place], parts: Sequence[Sequence[Buffer]]
+        self, places: Sequence[SlabRange], parts: Sequence[Sequence[Buffer]]
     ) -> list[tuple[memoryview, int]]:
         wanted: list[tuple[int, int, memoryview, Sequence[Buffer]]] = []
         for place, some in zip(places, parts, strict=True):
@@ -177,7 +177,7 @@ class DiskTier:
             digests = self._slabs.read_now(wanted)
         return [(front, digest) for (_, _, front, _), digest in zip(wanted, digests, strict=False)]
 
-    def confirm(self, keys: Sequence[bytes], places: Sequence[Place]) -> int:
+    def confirm(self, keys: Sequence[bytes], places: Sequence[SlabRange]) -> int:
         keys = keys[: len(places)]
         with self._clear_errors("look up values"):
             same = len(keys)
@@ -278,10 +278,10 @@ class DiskTier:
         with self._turn, self._clear_errors("name a root"), self._index.transaction():
             self._index.describe(root, description)
 
-    def set_retention(self, keys: Sequence[bytes], retention: int) -> None:
+    def set_cache_priority(self, keys: Sequence[bytes], cache_priority: int) -> None:
         """How these values are kept from now on, those that are here; for good on return."""
         with self._turn, self._clear_errors("set how values are kept"), self._index.transaction():
-            self._index.set_retention(keys, retention)
+            self._index.set_cache_priority(keys, cache_priority)
 
     def use(self) -> DiskUse:
         with self._clear_errors("measure the folder"):
@@ -381,14 +381,14 @@ class DiskTier:
 
     # Loading
 
-    def _read(self, place: Place) -> tuple[memoryview | None, bool]:
+    def _read(self, place: SlabRange) -> tuple[memoryview | None, bool]:
         """The bytes, None where they are not there, and whether the whole file is gone."""
         try:
             return self._slabs.read(place.slab, place.offset, place.num_bytes), False
         except FileNotFoundError:
             return None, True
 
-    def _drop_damaged(self, key: bytes, place: Place, *, lost: bool) -> None:
+    def _drop_damaged(self, key: bytes, place: SlabRange, *, lost: bool) -> None:
         """The slab's file is gone or ends before the value: a miss, counted and removed."""
         self._count(failures=1)
         with self._turn:

@@ -34,14 +34,14 @@ from quire.tiers.files import Files
 from quire.tiers.folder_lock import WriteLock
 from quire.tiers.tier import SegmentInfo
 
-__all__ = ["DiskIndex", "Place", "StoredEntry", "StoredRoot", "is_damage"]
+__all__ = ["DiskIndex", "SlabRange", "StoredEntry", "StoredRoot", "is_damage"]
 
 _MAX_VARIABLES = 30_000
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a value lies."""
+class SlabRange:
+    """The bytes of a slab that a value fills."""
 
     id: int
     slab: int
@@ -169,21 +169,21 @@ class DiskIndex:
 
     # Reading: from any thread, sees what was committed last
 
-    def find(self, key: bytes) -> Place | None:
+    def find(self, key: bytes) -> SlabRange | None:
         row = self._row("SELECT id, slab, offset, num_bytes FROM entry WHERE key = ?", key)
-        return None if row is None else Place(*row)
+        return None if row is None else SlabRange(*row)
 
-    def find_all(self, keys: Sequence[bytes]) -> dict[bytes, Place]:
+    def find_all(self, keys: Sequence[bytes]) -> dict[bytes, SlabRange]:
         """`find` for many keys: those that are there."""
-        found: dict[bytes, Place] = {}
+        found: dict[bytes, SlabRange] = {}
         for first in range(0, len(keys), _MAX_VARIABLES):
             some = keys[first : first + _MAX_VARIABLES]
             marks = ",".join("?" * len(some))
             query = f"SELECT key, id, slab, offset, num_bytes FROM entry WHERE key IN ({marks})"
-            found.update((row[0], Place(*row[1:])) for row in self._rows(query, *some))
+            found.update((row[0], SlabRange(*row[1:])) for row in self._rows(query, *some))
         return found
 
-    def are_there(self, places: Sequence[Place]) -> bool:
+    def are_there(self, places: Sequence[SlabRange]) -> bool:
         """Whether every one of these is still a value's place (D2), by one row read; False, too, where they are too
         many to ask at once."""
         ids = {place.id for place in places}
@@ -246,9 +246,9 @@ class DiskIndex:
             f"FROM entry e JOIN content c ON c.id = e.id {where}",
             *given,
         ):
-            key, root, parent, start, tokens, extra, retention, owner, num_bytes, made_at, used_at = row
+            key, root, parent, start, tokens, extra, cache_priority, owner, num_bytes, made_at, used_at = row
             extra_keys = tuple((position, bytes.fromhex(value)) for position, value in json.loads(extra))
-            info = SegmentInfo(root, parent, start, tokens, extra_keys, retention, owner)
+            info = SegmentInfo(root, parent, start, tokens, extra_keys, cache_priority, owner)
             yield StoredEntry(key, info, num_bytes, made_at, used_at)
 
     def _rows(self, query: str, *given: object) -> list[tuple]:
@@ -261,12 +261,12 @@ class DiskIndex:
 
     # Changing: within a transaction
 
-    def place_of(self, key: bytes) -> Place | None:
+    def place_of(self, key: bytes) -> SlabRange | None:
         """`find` as this transaction sees it."""
         row = self._writer.execute(
             "SELECT id, slab, offset, num_bytes FROM entry WHERE key = ?", (key,)
         ).fetchone()
-        return None if row is None else Place(*row)
+        return None if row is None else SlabRange(*row)
 
     def next_number(self) -> int:
         """One more than was ever given before (D2, D3)."""
@@ -291,7 +291,7 @@ class DiskIndex:
                 slab,
                 offset,
                 num_bytes,
-                info.retention,
+                info.cache_priority,
                 children,
                 number,
                 now,
@@ -303,14 +303,14 @@ class DiskIndex:
         sql("INSERT INTO content VALUES (?, ?, ?)", (number, info.tokens, extra))
         sql("UPDATE entry SET children = children + 1 WHERE key = ?", (info.parent,))
 
-    def touch(self, key: bytes, now: float, retention: int = 0) -> None:
+    def touch(self, key: bytes, now: float, cache_priority: int = 0) -> None:
         """It was used; it is kept as well as the best of its users wants. Nothing where it is not."""
         self._writer.execute(
             "UPDATE entry SET used = ?, used_at = ?, retention = max(retention, ?) WHERE key = ?",
-            (self.next_number(), now, retention, key),
+            (self.next_number(), now, cache_priority, key),
         )
 
-    def remove(self, key: bytes) -> Place | None:
+    def remove(self, key: bytes) -> SlabRange | None:
         """Its row is gone; where it was, so that the owner gives the pages back."""
         row = self._writer.execute(
             "DELETE FROM entry WHERE key = ? RETURNING id, slab, offset, num_bytes, parent", (key,)
@@ -319,32 +319,32 @@ class DiskIndex:
             return None
         self._writer.execute("DELETE FROM content WHERE id = ?", (row[0],))
         self._writer.execute("UPDATE entry SET children = children - 1 WHERE key = ?", (row[4],))
-        return Place(*row[:4])
+        return SlabRange(*row[:4])
 
-    def set_retention(self, keys: Sequence[bytes], retention: int) -> None:
+    def set_cache_priority(self, keys: Sequence[bytes], cache_priority: int) -> None:
         self._writer.executemany(
             "UPDATE entry SET retention = ? WHERE key = ? AND retention <> ?",
-            [(retention, key, retention) for key in keys],
+            [(cache_priority, key, cache_priority) for key in keys],
         )
 
-    def victim(self, retention: int) -> bytes | None:
+    def victim(self, cache_priority: int) -> bytes | None:
         """The key to go next: a leaf, of the lowest retention, used longest ago; none above `retention`."""
         row = self._writer.execute(
             "SELECT key FROM entry WHERE children = 0 AND retention <= ? ORDER BY retention, used LIMIT 1",
-            (retention,),
+            (cache_priority,),
         ).fetchone()
         return None if row is None else row[0]
 
-    def behind(self, slab: int, offset: int) -> list[tuple[bytes, Place]]:
+    def behind(self, slab: int, offset: int) -> list[tuple[bytes, SlabRange]]:
         """The values of a slab that end behind `offset`, first one first."""
         rows = self._writer.execute(
             "SELECT key, id, slab, offset, num_bytes FROM entry WHERE slab = ? AND offset + num_bytes > ? "
             "ORDER BY offset",
             (slab, offset),
         )
-        return [(row[0], Place(*row[1:])) for row in rows]
+        return [(row[0], SlabRange(*row[1:])) for row in rows]
 
-    def move(self, place: Place, slab: int, offset: int) -> None:
+    def move(self, place: SlabRange, slab: int, offset: int) -> None:
         """Its bytes lie there now. It gets a new id (D2): a reader that began before reads once more."""
         number, sql = self.next_number(), self._writer.execute
         sql("UPDATE entry SET id = ?, slab = ?, offset = ? WHERE id = ?", (number, slab, offset, place.id))

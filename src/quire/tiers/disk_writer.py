@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.tiers.disk_index import DiskIndex, Place
+from quire.tiers.disk_index import DiskIndex, SlabRange
 from quire.tiers.disk_schema import PAGE_SIZE
 from quire.tiers.slabs import PAGE, Slabs, pages_of
 from quire.tiers.tier import Reason, SegmentInfo, TierError
@@ -108,7 +108,7 @@ class DiskWriter:
                     if call.key in placed:
                         continue
                     if self._index.place_of(call.key) is not None:
-                        self._index.touch(call.key, now, call.info.retention)
+                        self._index.touch(call.key, now, call.info.cache_priority)
                     # Once one has found none the later ones wait too: the room made next is the first one's.
                     elif not without_room and (place := self._place(call, made)) is not None:
                         placed[call.key] = (call, *place)
@@ -179,7 +179,7 @@ class DiskWriter:
                     victim = (
                         None
                         if found and free >= self._spare(length)
-                        else self._index.victim(call.info.retention)
+                        else self._index.victim(call.info.cache_priority)
                     )
                     if victim is None:
                         break
@@ -200,7 +200,7 @@ class DiskWriter:
 
     # Removing
 
-    def remove(self, key: bytes, only: Place | None = None) -> bool:
+    def remove(self, key: bytes, only: SlabRange | None = None) -> bool:
         """Whether it was there. only: not if it lies elsewhere meanwhile."""
         with self._index.transaction():
             if only is not None and self._index.place_of(key) != only:
@@ -286,7 +286,7 @@ class DiskWriter:
             self._slabs.remove(slab)
         return removed
 
-    def _read(self, place: Place) -> memoryview | None:
+    def _read(self, place: SlabRange) -> memoryview | None:
         with suppress(FileNotFoundError):
             return self._slabs.read(place.slab, place.offset, place.num_bytes)
         return None

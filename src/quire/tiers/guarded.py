@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from quire.spec.payload import PayloadLayout
 from quire.tiers.names import SegmentName
 from quire.tiers.notices import Notices
 from quire.tiers.outgoing import Outgoing
-from quire.tiers.segment import SegmentError, SegmentShape, check_parts, decode
+from quire.tiers.segment import SegmentError, check_parts, decode
 from quire.tiers.speed import Speed
 from quire.tiers.tier import (
     DamagedError,
@@ -103,7 +104,7 @@ class GuardedTier:
         self._clock = clock
         self._notices = notices
         self._lock = threading.Lock()
-        self._speed = Speed()
+        self._round_trip, self._loading = Speed(), Speed()  # each; of a byte, checks and delivery included
         self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
         self._waiting: dict[bytes, Outgoing] = {}  # what is queued
         self._refused: bytes | None = None  # the last one the tier said no to
@@ -121,7 +122,7 @@ class GuardedTier:
             if there is not None:
                 found.update(key for key, is_there in zip(rest, there, strict=True) if is_there)
                 with self._lock:
-                    self._speed.add_round_trip(self._clock() - started)
+                    self._round_trip.add(self._clock() - started)
                 if self._notices.is_on:
                     absent = [key for key in rest if key not in found]
                     self._notices.gone(self.name, absent, "missing", seen)
@@ -133,12 +134,12 @@ class GuardedTier:
             raise ValueError(f"expected an answer for each of {len(keys)} keys, got {len(found)}")
         return found
 
-    def fetch(self, name: SegmentName, shape: SegmentShape) -> Fetched | None:
+    def fetch(self, name: SegmentName, layout: PayloadLayout) -> Fetched | None:
         """A segment, verified; None: a miss."""
         seen = self._notices.mark()
         with self._lock:
             queued = self._waiting.get(name.key)
-        if queued is not None and queued.payload.nbytes == len(name.tokens) * shape.bytes_per_token:  # L3
+        if queued is not None and queued.payload.nbytes == layout.num_bytes(len(name.tokens)):  # L3
             self.count("hits")
             self.count("loaded_bytes", queued.payload.nbytes)
             return Fetched(queued.payload, queued.num_bytes, queued.parts, was_queued=True)
@@ -155,9 +156,9 @@ class GuardedTier:
             self.count("misses")
             self._notices.gone(self.name, (name.key,), "missing", seen)
             return None
-        return self._checked(name, value, shape, seen)
+        return self._checked(name, value, layout, seen)
 
-    def fetch_some(self, names: Sequence[SegmentName], shape: SegmentShape) -> list[Fetched]:
+    def fetch_some(self, names: Sequence[SegmentName], layout: PayloadLayout) -> list[Fetched]:
         """`fetch` of the leading ones, of as many as the tier gives at once; none: the first is a miss."""
         with self._lock:
             is_waiting = any(name.key in self._waiting for name in names)
@@ -170,19 +171,19 @@ class GuardedTier:
                 self.report_failure("load", error)  # and one by one, as far as that goes
             found: list[Fetched] = []
             for name, value in zip(names, values, strict=False):
-                fetched = self._checked(name, value, shape, seen)
+                fetched = self._checked(name, value, layout, seen)
                 if fetched is None:
                     return found
                 found.append(fetched)
             if found:
                 return found
-        fetched = self.fetch(names[0], shape)
+        fetched = self.fetch(names[0], layout)
         return [] if fetched is None else [fetched]
 
     def fetch_in_place(
         self,
         names: Sequence[SegmentName],
-        shape: SegmentShape,
+        layout: PayloadLayout,
         writing: AbstractContextManager[bool],
         place: Callable[[int], Sequence[Any] | None],
     ) -> int:
@@ -199,13 +200,13 @@ class GuardedTier:
         try:
             located = self.tier.locate(keys)
             with writing as is_wanted:
-                count = self._read_now(names, located, place, shape) if is_wanted else 0
+                count = self._read_now(names, located, place, layout) if is_wanted else 0
             count = self.tier.confirm(keys, located[:count]) if count else 0
         except Exception as error:
             self.report_failure("load", error)
             return 0
         self.count("hits", count)
-        self.count("loaded_bytes", shape.bytes_per_token * sum(len(name.tokens) for name in names[:count]))
+        self.count("loaded_bytes", layout.bytes_per_token * sum(len(name.tokens) for name in names[:count]))
         for name in names[:count]:
             self._notices.held(self.name, name, seen)
         return count
@@ -215,7 +216,7 @@ class GuardedTier:
         names: Sequence[SegmentName],
         located: Sequence[Any],
         place: Callable[[int], Sequence[Any] | None],
-        shape: SegmentShape,
+        layout: PayloadLayout,
     ) -> int:
         """How many of the leading segments were at hand, are where they are wanted, and are whole."""
         assert isinstance(self.tier, LoadsInPlace)
@@ -227,17 +228,23 @@ class GuardedTier:
             num_bytes = sum(map(len, some))
             try:
                 check_parts(
-                    front, num_bytes, digest, key=name.key, tokens=name.tokens, start=name.start, shape=shape
+                    front,
+                    num_bytes,
+                    digest,
+                    key=name.key,
+                    tokens=name.tokens,
+                    start=name.start,
+                    layout=layout,
                 )
             except SegmentError:
                 return count  # `fetch` sees it too, counts it and has it removed
         return len(read)
 
-    def _checked(self, name: SegmentName, value: Any, shape: SegmentShape, seen: int) -> Fetched | None:
+    def _checked(self, name: SegmentName, value: Any, layout: PayloadLayout, seen: int) -> Fetched | None:
         """What a tier gave, if it is the segment (L2)."""
         try:
             view = memoryview(value).cast("B").toreadonly()
-            payload = decode(view, key=name.key, tokens=name.tokens, start=name.start, shape=shape)
+            payload = decode(view, key=name.key, tokens=name.tokens, start=name.start, layout=layout)
         except Exception as error:
             self.count("damaged")
             self.count("misses")
@@ -253,21 +260,21 @@ class GuardedTier:
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """A load took so long, delivery included."""
         with self._lock:
-            self._speed.add_load(num_bytes, seconds)
+            self._loading.add(seconds, num_bytes)
 
     def store(self, outgoing: Outgoing, *, promoted: bool = False) -> bool:
         """Queues it; whether it is queued, now or already. A full queue drops it."""
-        key, retention = outgoing.name.key, outgoing.info.retention
+        key, cache_priority = outgoing.name.key, outgoing.info.cache_priority
         with self._lock:
             queued = self._waiting.get(key)
-            if queued is not None and queued.info.retention >= retention:
+            if queued is not None and queued.info.cache_priority >= cache_priority:
                 return True
             self._waiting[key] = outgoing
         if self.writer.submit(lambda: self._store_now(outgoing, promoted), outgoing.num_bytes):
             return True
         with self._lock:
             if queued is not None:
-                self._waiting[key] = queued  # with the lower retention, but there
+                self._waiting[key] = queued  # with the lower cache priority, but there
             else:
                 self._waiting.pop(key, None)
         self.count("dropped")
@@ -322,7 +329,8 @@ class GuardedTier:
 
     def seconds(self, num_bytes: int) -> float | None:
         with self._lock:
-            return self._speed.seconds(num_bytes)
+            each = self._loading.seconds_each
+            return None if each is None else (self._round_trip.seconds_each or 0.0) + each * num_bytes
 
     @property
     def num_unanswered(self) -> int:
@@ -339,8 +347,8 @@ class GuardedTier:
                 bytes=own.num_bytes,
                 evicted=own.evicted,
                 waiting_bytes=self.writer.num_bytes,
-                latency_s=self._speed.latency_s,
-                bytes_per_s=self._speed.bytes_per_s,
+                latency_s=self._round_trip.seconds_each or 0.0,
+                bytes_per_s=1 / each if (each := self._loading.seconds_each) else 0.0,
                 **self._counts,
             )
 

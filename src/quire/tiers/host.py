@@ -1,8 +1,8 @@
 """Values in this process's own memory.
 
 Evicted is a value that no other value here continues (a chain loses its tail first: a tail without its head cannot be
-used), of those the ones of the lowest retention, of those the one used longest ago. A value is never evicted for one of
-lower retention, nor for the one that continues it.
+used), of those the ones of the lowest cache priority, of those the one used longest ago. A value is never evicted for
+one of lower cache priority, nor for the one that continues it.
 
 Invariants (T1 to T3, and)
     H1  the bytes of all values are at most `max_bytes` at any time; those still referred to by who loaded them live on
@@ -30,7 +30,7 @@ __all__ = ["HostTier"]
 class _Entry:
     value: memoryview
     info: SegmentInfo
-    retention: int  # the highest that it was stored with
+    cache_priority: int  # the highest that it was stored with
     used: int  # the number of its last use among all uses
 
 
@@ -46,7 +46,7 @@ class HostTier:
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
         self._num_continued: dict[bytes, int] = {}  # by key, there or not: how many values here go on from it
-        # (retention, used, key) of every value that none continues, and stale ones, told apart when popped.
+        # (cache priority, used, key) of every value that none continues, and stale ones, told apart when popped.
         self._evictable: list[tuple[int, int, bytes]] = []
         self._num_uses = 0
         self._stats = TierStats(0, 0)
@@ -71,15 +71,15 @@ class HostTier:
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
-                entry.retention = max(entry.retention, info.retention)
+                entry.cache_priority = max(entry.cache_priority, info.cache_priority)
                 self._use(key, entry)
                 return True
             # Its parent is continued from now on, so that it does not make room for its own child.
             self._continue(info.parent)
-            if not self._make_room(num_bytes, info.retention):
+            if not self._make_room(num_bytes, info.cache_priority):
                 self._release(info.parent)
                 return False
-            entry = _Entry(_joined(value, num_bytes), info, info.retention, 0)
+            entry = _Entry(_joined(value, num_bytes), info, info.cache_priority, 0)
             self._entries[key] = entry
             self._use(key, entry)
             self._add(num_values=1, num_bytes=num_bytes, stored=1)
@@ -118,11 +118,11 @@ class HostTier:
         """Names a value for eviction, if none continues it."""
         if key in self._num_continued:
             return
-        heapq.heappush(self._evictable, (entry.retention, entry.used, key))
+        heapq.heappush(self._evictable, (entry.cache_priority, entry.used, key))
         if len(self._evictable) > 2 * len(self._entries) + 64:
             # Most are stale, of values used again and again.
             self._evictable = [
-                (other.retention, other.used, name)
+                (other.cache_priority, other.used, name)
                 for name, other in self._entries.items()
                 if name not in self._num_continued
             ]
@@ -138,12 +138,13 @@ class HostTier:
             if parent in self._entries:
                 self._offer(parent, self._entries[parent])
 
-    def _make_room(self, num_bytes: int, retention: int) -> bool:
-        """Evicts for a value of this retention; False: what may go is not enough (what went on the way is gone)."""
+    def _make_room(self, num_bytes: int, cache_priority: int) -> bool:
+        """Evicts for a value of this cache priority; False: what may go is not enough (what went on the way is
+        gone)."""
         if num_bytes > self.max_bytes:
             return False
         while self._stats.num_bytes + num_bytes > self.max_bytes:
-            key = self._next_to_go(retention)
+            key = self._next_to_go(cache_priority)
             if key is None:
                 return False
             self._remove(key)
@@ -151,13 +152,13 @@ class HostTier:
             self.on_removed((key,), "evicted")
         return True
 
-    def _next_to_go(self, retention: int) -> bytes | None:
+    def _next_to_go(self, cache_priority: int) -> bytes | None:
         while self._evictable:
             rank, used, key = self._evictable[0]
             entry = self._entries.get(key)
-            current = entry is not None and (entry.retention, entry.used) == (rank, used)
+            current = entry is not None and (entry.cache_priority, entry.used) == (rank, used)
             if current and key not in self._num_continued:
-                return key if rank <= retention else None
+                return key if rank <= cache_priority else None
             heapq.heappop(self._evictable)
         return None
 

@@ -1,6 +1,6 @@
 """Which segment: its key and all that the key stands for, and the chain of them that a prompt is.
 
-Cost: `segment_names` is one pass of SHA-256 over the tokens (see `keys`).
+Cost: `segment_names` is one pass of SHA-256 over the tokens (see `chained_key`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.cache.block_hash import chained_key
 from quire.errors import ArgumentError
-from quire.tiers.keys import chained_key
 from quire.tiers.tier import SegmentInfo
 
 __all__ = ["SegmentName", "chain_names", "segment_names"]
@@ -37,9 +37,9 @@ class SegmentName:
         """The position behind its last token."""
         return self.start + len(self.tokens)
 
-    def info(self, *, retention: int = 1, owner: str = "") -> SegmentInfo:
+    def info(self, *, cache_priority: int = 1, owner: str = "") -> SegmentInfo:
         tokens = np.ascontiguousarray(self.tokens, "<i4").tobytes()
-        return SegmentInfo(self.root, self.parent, self.start, tokens, self.extra_keys, retention, owner)
+        return SegmentInfo(self.root, self.parent, self.start, tokens, self.extra_keys, cache_priority, owner)
 
 
 def segment_names(

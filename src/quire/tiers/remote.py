@@ -279,7 +279,7 @@ def _index_entry(info: SegmentInfo) -> bytes:
             "start": info.start,
             "tokens": base64.b64encode(info.tokens).decode(),
             "extra_keys": [[position, key.hex()] for position, key in info.extra_keys],
-            "retention": info.retention,
+            "cache_priority": info.cache_priority,
             "owner": info.owner,
         }
     ).encode()
@@ -352,6 +352,6 @@ def _redis() -> Any:
         import redis.retry
     except ImportError:
         raise BackendError(
-            'expected redis-py for a remote cache, it is not installed: pip install "quire[redis]"'
+            'expected redis-py for a remote cache, it is not installed: pip install "quire-kv[redis]"'
         ) from None
     return redis

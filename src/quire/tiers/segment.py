@@ -5,14 +5,13 @@
     8 bytes   XXH3-64 of the header
     header    JSON: version, key, parent, start, num_tokens, SHA-256 of the token ids, dtype, layers' shapes, payload's
               length and XXH3-64, when it was made
-    payload   for each layer that stores KV, in the order of layers: for each of its KV heads the keys
-              [tokens, k_head_dim], then the values [tokens, v_head_dim], little endian
+    payload   see `quire.spec.payload`
 
-The payload is the same whatever the pool's layout, storage or block size is. XXH3 finds damage, not forgery: who can
-write into a tier is trusted (a remote one's access is its server's business), and a key tells nothing about content.
+XXH3 finds damage, not forgery: who can write into a tier is trusted (a remote one's access is its server's business),
+and a key tells nothing about content.
 
 Invariants
-    G1  `decode` returns bytes that were encoded for this key, this shape and this many tokens, or raises SegmentError.
+    G1  `decode` returns bytes that were encoded for this key, this layout and this many tokens, or raises SegmentError.
 
 Cost: `encode` and `decode` one pass of XXH3 over the payload (about 10 GB/s and more); neither copies it.
 """
@@ -21,67 +20,42 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from quire.errors import QuireError
-from quire.spec import KVSpec
+from quire.spec.payload import PayloadLayout
 
-__all__ = ["Segment", "SegmentError", "SegmentShape", "check_parts", "decode", "encode", "read_header"]
+__all__ = ["Segment", "SegmentError", "check_parts", "decode", "encode", "read_header", "segment_tokens"]
 
 _MAGIC = b"QUIRESEG"
 _FRONT = len(_MAGIC) + 4 + 8
 _MAX_HEADER = 1 << 20
 VERSION = 1
-# Bytes of a segment that its size is chosen for.
-MIN_BYTES, MAX_BYTES = 512 << 10, 2 << 20
+MAX_BYTES = 2 << 20  # of a segment of several blocks
 
 
 class SegmentError(QuireError):
     """A value that is not the segment it is said to be: cut short, damaged, of another shape or key."""
 
 
-@dataclass(frozen=True)
-class SegmentShape:
-    """What the segments of one model have in common.
-
-    dtype: of the elements. layers: (num_kv_heads, k_head_dim, v_head_dim) of each layer that stores KV, in order.
-    """
-
-    dtype: str
-    layers: tuple[tuple[int, int, int], ...]
-    dtype_bytes: int
-
-    @classmethod
-    def of(cls, spec: KVSpec) -> SegmentShape:
-        layers = tuple(
-            (layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim)
-            for layer in spec.layers
-            if layer.shares_kv_with is None
-        )
-        return cls(spec.dtype, layers, spec.dtype_bytes)
-
-    @cached_property
-    def bytes_per_token(self) -> int:
-        return self.dtype_bytes * sum(heads * (k + v) for heads, k, v in self.layers)
-
-    def segment_tokens(self, block_size: int) -> int:
-        """Tokens of a whole segment: a power of two of blocks, as many as take at most 2 MiB; one block at least."""
-        tokens = block_size
-        while 2 * tokens * self.bytes_per_token <= MAX_BYTES:
-            tokens *= 2
-        return tokens
+def segment_tokens(layout: PayloadLayout, block_size: int) -> int:
+    """Tokens of a whole segment: a power of two of blocks, as many as take at most 2 MiB; one block at least."""
+    tokens = block_size
+    while layout.num_bytes(2 * tokens) <= MAX_BYTES:
+        tokens *= 2
+    return tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
     """Keys and values of `tokens`, which begin at position `start` of a sequence.
 
-    key: `keys.chained_key`. parent: the key of the segment before, or the root. payload: uint8, see the module's text.
+    key: `keys.chained_key`. parent: the key of the segment before, or the root. payload: uint8.
     """
 
     key: bytes
@@ -91,10 +65,10 @@ class Segment:
     payload: np.ndarray
 
 
-def encode(segment: Segment, shape: SegmentShape, *, made_at: float) -> list[memoryview]:
+def encode(segment: Segment, layout: PayloadLayout, *, made_at: float) -> list[memoryview]:
     """The value of a segment: its front and its payload, to be written one after the other. made_at: seconds, Unix."""
     payload = np.ascontiguousarray(segment.payload).view(np.uint8).reshape(-1).data
-    expected = len(segment.tokens) * shape.bytes_per_token
+    expected = layout.num_bytes(len(segment.tokens))
     if len(payload) != expected:
         raise SegmentError(f"expected {expected} bytes of {len(segment.tokens)} tokens, got {len(payload)}")
     header = json.dumps(
@@ -105,8 +79,8 @@ def encode(segment: Segment, shape: SegmentShape, *, made_at: float) -> list[mem
             "start": segment.start,
             "num_tokens": len(segment.tokens),
             "tokens_sha256": _token_digest(segment.tokens),
-            "dtype": shape.dtype,
-            "layers": shape.layers,
+            "dtype": layout.dtype,
+            "layers": layout.shapes,
             "payload_bytes": len(payload),
             "payload_xxh3": xxhash.xxh3_64_hexdigest(payload),
             "made_at": made_at,
@@ -117,13 +91,13 @@ def encode(segment: Segment, shape: SegmentShape, *, made_at: float) -> list[mem
     return [memoryview(front), payload]
 
 
-def decode(value: Any, *, key: bytes, tokens: np.ndarray, start: int, shape: SegmentShape) -> np.ndarray:
-    """The payload of a value, uint8, not copied: that of these tokens at this position, of this shape.
+def decode(value: Any, *, key: bytes, tokens: np.ndarray, start: int, layout: PayloadLayout) -> np.ndarray:
+    """The payload of a value, uint8, not copied: that of these tokens at this position, of this layout.
 
     *raises:* SegmentError: it is not, or was damaged; nothing of it may be used then.
     """
     header, payload = _parts(value)
-    _check_header(header, key=key, tokens=tokens, start=start, shape=shape)
+    _check_header(header, key=key, tokens=tokens, start=start, layout=layout)
     _check_payload(header, len(payload), xxhash.xxh3_64_intdigest(payload))
     return np.frombuffer(payload, np.uint8)
 
@@ -136,11 +110,11 @@ def check_parts(
     key: bytes,
     tokens: np.ndarray,
     start: int,
-    shape: SegmentShape,
+    layout: PayloadLayout,
 ) -> None:
     """As `decode`, of a value whose payload lies elsewhere: so many bytes with this XXH3-64. *raises:* SegmentError."""
     header, rest = _parts(front)
-    _check_header(header, key=key, tokens=tokens, start=start, shape=shape)
+    _check_header(header, key=key, tokens=tokens, start=start, layout=layout)
     _check_payload(header, len(rest) + num_bytes, digest)
 
 
@@ -173,16 +147,16 @@ def _parts(value: Any) -> tuple[dict[str, Any], memoryview]:
 
 
 def _check_header(
-    header: dict[str, Any], *, key: bytes, tokens: np.ndarray, start: int, shape: SegmentShape
+    header: dict[str, Any], *, key: bytes, tokens: np.ndarray, start: int, layout: PayloadLayout
 ) -> None:
     expected = {
         "key": key.hex(),
         "start": start,
         "num_tokens": len(tokens),
         "tokens_sha256": _token_digest(tokens),
-        "dtype": shape.dtype,
-        "layers": [list(layer) for layer in shape.layers],
-        "payload_bytes": len(tokens) * shape.bytes_per_token,
+        "dtype": layout.dtype,
+        "layers": layout.shapes,
+        "payload_bytes": layout.num_bytes(len(tokens)),
     }
     for name, wanted in expected.items():
         if header.get(name) != wanted:
@@ -200,3 +174,11 @@ def _check_payload(header: dict[str, Any], num_bytes: int, digest: int) -> None:
 
 def _token_digest(tokens: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").data).hexdigest()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SegmentShape":
+        text = "quire.tiers.segment.SegmentShape is called quire.spec.payload.PayloadLayout now"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return PayloadLayout
+    raise AttributeError(f"module 'quire.tiers.segment' has no attribute {name!r}")

@@ -9,8 +9,8 @@ only refreshed). A load goes top down, segment by segment; what a lower tier gav
 What it is not: a policy. When to store (on eviction, through), and whether to load or to recompute, is the engine's
 business; `estimate_seconds` helps.
 
-A load has as many turns under way as there are workers: while one waits for the medium another checks or copies. A turn
-brings up one segment, or up to `_TURN_BYTES` of them where a tier gives several at once (`LoadsMany`).
+A load has as many fetch batches under way as there are workers: while one waits for the medium another checks or
+copies. A batch brings up one segment, or up to `_BATCH_BYTES` of them where a tier gives several at once (`LoadsMany`).
 
 Threads: `workers` of them load and look up, one for each tier stores; daemons, joined by `close`. workers=0: everything
 is done inside the call, `on_done` included, in an order that depends on nothing else: for the laws and the simulator.
@@ -40,19 +40,20 @@ from typing import Any
 import numpy as np
 
 from quire.errors import ArgumentError
+from quire.spec.payload import PayloadLayout
 from quire.tiers.guarded import Fetched, GuardedTier, TierCounts
 from quire.tiers.names import SegmentName
 from quire.tiers.notices import Notices
 from quire.tiers.outgoing import Outgoing
-from quire.tiers.segment import Segment, SegmentShape, encode
+from quire.tiers.segment import Segment, encode
 from quire.tiers.tier import LoadsMany, Reason, SegmentInfo, Tier
 from quire.tiers.transfer import Load, Lookup
 from quire.tiers.workers import Workers
 
 __all__ = ["StackStats", "TierStack"]
 
-# Payload that a turn of a load brings up where a tier gives several values at once, and of that what it copies.
-_TURN_BYTES, _COPIED_BYTES = 32 << 20, 8 << 20
+# Payload that a fetch batch of a load brings up where a tier gives several values at once, and of that what it copies.
+_BATCH_BYTES, _COPIED_BYTES = 32 << 20, 8 << 20
 _MAX_LOSSES = 65536  # values given up by tiers that are remembered
 
 
@@ -71,15 +72,15 @@ class StackStats:
 class TierStack:
     """See the module's text.
 
-    tiers: top down, fastest first; names all different; the stack closes them. shape: of the segments. promote: whether
-    what a lower tier gave is stored in those above it. clock: seconds that pass, for measurements; wall_clock: seconds
-    since 1970, written into headers.
+    tiers: top down, fastest first; names all different; the stack closes them. layout: of their payloads.
+    promote: whether what a lower tier gave is stored in those above it. clock: seconds that pass, for measurements;
+    wall_clock: seconds since 1970, written into headers.
     """
 
     def __init__(
         self,
         tiers: Sequence[Tier],
-        shape: SegmentShape,
+        layout: PayloadLayout,
         *,
         workers: int = 2,
         max_bytes_in_flight: int = 64 << 20,
@@ -95,7 +96,7 @@ class TierStack:
                 "expected workers of 0 or more and max_bytes_in_flight of 1 or more, "
                 f"got {workers} and {max_bytes_in_flight}"
             )
-        self.shape = shape
+        self.layout = layout
         self.tier_names = tuple(names)
         self._workers = workers
         self._promote = promote
@@ -106,7 +107,7 @@ class TierStack:
         self._tiers = [
             GuardedTier(tier, min(workers, 1), max_bytes_in_flight, clock, self.notices) for tier in tiers
         ]
-        self._turn_bytes = _TURN_BYTES if any(isinstance(tier, LoadsMany) for tier in tiers) else 0
+        self._batch_bytes = _BATCH_BYTES if any(isinstance(tier, LoadsMany) for tier in tiers) else 0
         self._readers = Workers("quire-tiers", workers, spread=True)
         self._lock = threading.Lock()
         self._losses: OrderedDict[bytes, dict[str, float]] = OrderedDict()  # when which tier gave a value up
@@ -119,7 +120,7 @@ class TierStack:
         self._num_cancelled = 0
 
     def store(
-        self, segments: Sequence[tuple[SegmentName, np.ndarray]], *, retention: int = 1, owner: str = ""
+        self, segments: Sequence[tuple[SegmentName, np.ndarray]], *, cache_priority: int = 1, owner: str = ""
     ) -> int:
         """Queues segments and their payloads (uint8, `segment` module) for every tier; how many some tier has queued.
 
@@ -130,7 +131,7 @@ class TierStack:
         for name, payload in segments:
             outgoing = Outgoing(
                 name,
-                name.info(retention=retention, owner=owner),
+                name.info(cache_priority=cache_priority, owner=owner),
                 payload,
                 partial(self._encode, name, payload),
             )
@@ -166,7 +167,7 @@ class TierStack:
         into: Callable[[int, np.ndarray], None] | None = None,
         places: Callable[[int], Sequence[Any] | None] | None = None,
         on_done: Callable[[Load], None] | None = None,
-        retention: int = 1,
+        cache_priority: int = 1,
         owner: str = "",
     ) -> Load:
         """Loads a chain, a few segments at a time, until one is in no tier.
@@ -179,16 +180,16 @@ class TierStack:
         tier that can (`LoadsInPlace`) reads to there what it has at hand, and `into` is not called for it; of a
         segment that did not arrive they may hold anything. X2 holds for them as for `into`.
 
-        retention, owner: of what is promoted; with retention 0 (discard) nothing is. Loads under way
+        cache_priority, owner: of what is promoted; with cache priority 0 (discard) nothing is. Loads under way
         take turns, see the module's text.
         """
-        load = Load(chain, self.shape.bytes_per_token, into, places, self._ended, on_done)
+        load = Load(chain, self.layout.bytes_per_token, into, places, self._ended, on_done)
         with self._lock:
             self._num_loads += 1
             self._running.add(load)
         load._settle()  # where the chain is empty
-        for _ in range(self._num_turns(load)):
-            self._go_on(load, retention, owner)
+        for _ in range(self._num_batches(load)):
+            self._go_on(load, cache_priority, owner)
         return load
 
     def evict(self, keys: Sequence[bytes]) -> None:
@@ -277,7 +278,7 @@ class TierStack:
 
     def _encode(self, name: SegmentName, payload: np.ndarray) -> list[memoryview]:
         segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
-        return encode(segment, self.shape, made_at=self._wall_clock())
+        return encode(segment, self.layout, made_at=self._wall_clock())
 
     def _try(self, handle: Load | Lookup, job: Callable[[], None]) -> None:
         """Whatever happens, nobody waits for ever."""
@@ -302,37 +303,37 @@ class TierStack:
         lookup.where = tuple(name for name in takewhile(bool, where) if name)
         lookup._end("complete")
 
-    def _num_turns(self, load: Load) -> int:
-        """Segments of a load that are under way at once."""
+    def _num_batches(self, load: Load) -> int:
+        """Fetch batches of a load that are under way at once."""
         return min(len(load.chain), max(1, self._workers))
 
-    def _go_on(self, load: Load, retention: int, owner: str) -> None:
+    def _go_on(self, load: Load, cache_priority: int, owner: str) -> None:
         if not self._readers.submit(
-            partial(self._try, load, lambda: self._take_turn(load, retention, owner))
+            partial(self._try, load, lambda: self._fetch_batch(load, cache_priority, owner))
         ):
             load._end("closed")
 
-    def _take_turn(self, load: Load, retention: int, owner: str) -> None:
+    def _fetch_batch(self, load: Load, cache_priority: int, owner: str) -> None:
         """One segment of a load, or a few where a tier gives several at once."""
-        num_turns = self._num_turns(load)
-        indices = load._take(self._turn_bytes, num_turns)
+        num_batches = self._num_batches(load)
+        indices = load._take(self._batch_bytes, num_batches)
         if not indices:
             return
-        if self._fetch(load, indices, retention, owner):
-            self._go_on(load, retention, owner)
+        if self._fetch(load, indices, cache_priority, owner):
+            self._go_on(load, cache_priority, owner)
         load._settle()
 
-    def _fetch(self, load: Load, indices: range, retention: int, owner: str) -> bool:
+    def _fetch(self, load: Load, indices: range, cache_priority: int, owner: str) -> bool:
         """Brings segments up; whether all were delivered."""
         while indices:
             started = self._clock()
             names = load.chain[indices.start : indices.stop]
             found: list[Fetched] = []
             for depth, tier in enumerate(self._tiers):
-                above = self._tiers[:depth] if self._promote and retention else []
+                above = self._tiers[:depth] if self._promote and cache_priority else []
                 if not above and (count := self._fetch_in_place(load, indices, tier)):
                     break
-                count = len(found := tier.fetch_some(self._some(names), self.shape))
+                count = len(found := tier.fetch_some(self._some(names), self.layout))
                 if found:
                     break
                 if load.outcome is not None:
@@ -342,12 +343,12 @@ class TierStack:
                 return False
             if not self._hand_over(load, indices, found, tier.name):
                 return False
-            num_bytes = self.shape.bytes_per_token * sum(len(name.tokens) for name in names[:count])
+            num_bytes = self.layout.bytes_per_token * sum(len(name.tokens) for name in names[:count])
             num_bytes -= sum(one.payload.nbytes for one in found if one.was_queued)
             if num_bytes:  # others of the load have shared the time
-                tier.loaded(num_bytes, (self._clock() - started) / self._num_turns(load))
+                tier.loaded(num_bytes, (self._clock() - started) / self._num_batches(load))
             for name, fetched in zip(names, found, strict=False):
-                info = name.info(retention=retention, owner=owner)
+                info = name.info(cache_priority=cache_priority, owner=owner)
                 outgoing = Outgoing(name, info, fetched.payload, fetched.make, fetched.num_bytes)
                 for one in above:
                     one.store(outgoing, promoted=True)
@@ -358,7 +359,7 @@ class TierStack:
         """The leading ones, of `_COPIED_BYTES` together or one alone."""
         num_tokens = accumulate(len(name.tokens) for name in names)
         return names[
-            : max(1, sum(self.shape.bytes_per_token * count <= _COPIED_BYTES for count in num_tokens))
+            : max(1, sum(self.layout.bytes_per_token * count <= _COPIED_BYTES for count in num_tokens))
         ]
 
     def _fetch_in_place(self, load: Load, indices: range, tier: GuardedTier) -> int:
@@ -367,9 +368,9 @@ class TierStack:
             return 0
         names = load.chain[indices.start : indices.stop]
         writing = load._writing_from(indices.start)
-        count = tier.fetch_in_place(names, self.shape, writing, lambda at: load._place(indices[at]))
+        count = tier.fetch_in_place(names, self.layout, writing, lambda at: load._place(indices[at]))
         for index in indices[:count]:
-            load._arrive(index, self.shape.bytes_per_token * len(load.chain[index].tokens), tier.name)
+            load._arrive(index, self.layout.bytes_per_token * len(load.chain[index].tokens), tier.name)
         return count
 
     def _hand_over(self, load: Load, indices: range, found: list[Fetched], tier: str) -> bool:

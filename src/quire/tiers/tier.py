@@ -7,8 +7,8 @@ Invariants
     T1  `load` returns the very bytes that `store` was given for this key, or None; a value whose writing was cut
         off is not there. (Damage of the medium is found by `segment.decode`.)
     T2  the values of a tier never take more than its cap, at no moment; what it needs room for, it makes room for by
-        evicting: of the values that none of its others continues, those of the lowest retention, of those the one used
-        longest ago; none for a value of lower retention. (A server that others share has its own order.)
+        evicting: of the values that none of its others continues, those of the lowest cache priority, of those the
+        one used longest ago; none for a value of lower cache priority. (A server that others share has its own order.)
     T3  a call that fails raises TierError, and leaves the tier as it was or without the value concerned.
 """
 
@@ -57,7 +57,7 @@ class SegmentInfo:
     """What a tier may index beside a value; enough to rebuild the tree of what is stored without reading values.
 
     root: `keys.root_key`. parent: the key of the segment before it, or the root. tokens: its own, int32 little
-    endian. extra_keys: (position, key) within it. retention: 0 discard, 1 normal, 2 keep. owner: whose it is, for
+    endian. extra_keys: (position, key) within it. cache_priority: 0 discard, 1 normal, 2 keep. owner: whose it is, for
     lists; may be "".
     """
 
@@ -66,7 +66,7 @@ class SegmentInfo:
     start: int
     tokens: bytes
     extra_keys: tuple[tuple[int, bytes], ...] = ()
-    retention: int = 1
+    cache_priority: int = 1
     owner: str = ""
 
 

@@ -145,17 +145,17 @@ class Load(_Handle["Load"]):
                 self._written.wait_for(lambda: not self._writing)  # X2
         return super()._end(outcome)
 
-    def _take(self, max_bytes: int, num_turns: int) -> range:
+    def _take(self, max_bytes: int, num_batches: int) -> range:
         """The next segments to be fetched and delivered, of `max_bytes` of payload together or one alone.
 
-        Fewer towards the end, so that all who take turns have something to do until then, but not so few that beginning
-        a turn takes long beside them.
+        Fewer towards the end, so that all workers have something to do until then, but not so few that beginning
+        a batch takes long beside them.
         """
         with self._lock:
             first = self._next
             if self._ending or first >= self._stop:
                 return range(0)
-            share = first + (self._stop - first) // (2 * num_turns)
+            share = first + (self._stop - first) // (2 * num_batches)
             num_bytes = 0
             while self._next < self._stop:
                 num_bytes += self._bytes_per_token * len(self.chain[self._next].tokens)

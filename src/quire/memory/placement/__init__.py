@@ -1,4 +1,4 @@
-"""Memory that is mapped where it is needed: units in heaps, address ranges, and the machine behind both."""
+"""Memory that is mapped where it is needed: blocks in heaps, address ranges, and the machine behind both."""
 
 from quire.memory.placement.address_range import AddressRange
 from quire.memory.placement.backend import MappingBudget, PlacementBackend
@@ -6,7 +6,6 @@ from quire.memory.placement.heap import DEFAULT_PIECE_BYTES, PlacementHeap
 from quire.memory.placement.mapping import Change
 from quire.memory.placement.memfd import MemfdBackend
 from quire.memory.placement.probe import why_not
-from quire.memory.placement.simulated import SimulatedBackend
 
 __all__ = [
     "DEFAULT_PIECE_BYTES",
@@ -16,6 +15,5 @@ __all__ = [
     "MemfdBackend",
     "PlacementBackend",
     "PlacementHeap",
-    "SimulatedBackend",
     "why_not",
 ]

@@ -1,20 +1,22 @@
-"""Reserved addresses, lane by lane, and which unit is mapped at each position of them.
+"""Reserved addresses, layer buffer by layer buffer, and which block is mapped at each position of them.
 
 Not an owner of memory: what lies behind an address is the heap's. `PlacementHeap.reserve` makes ranges, `map` and
 `unmap` change them.
 
-A range has a *lane* for each of the heap's lanes it uses (the keys of a layer, say): `num_positions` pieces of
-addresses in a row. Position p of every lane is mapped together, to one unit's piece of that lane; so what was stored
-one position after another is one contiguous tensor in each lane. The lanes lie one after another in one reservation,
-between two margins where nothing is ever mapped: tensors may begin before a lane and end behind it.
+A range has a *layer buffer* for each of the heap's layer buffers it uses (the keys of a layer, say): `num_positions`
+pieces of addresses in a row. Position p of every layer buffer is mapped together, to one block's piece of that layer
+buffer; so what was stored one position after another is one contiguous tensor in each layer buffer. The layer buffers
+lie one after another in one reservation, between two margins where nothing is ever mapped: tensors may begin before a
+layer buffer and end behind it.
 
 Invariants
     A1  an address never changes; tensors made of a range keep its reservation, also after `PlacementHeap.release`.
-    A2  an address with no unit behind it must not be touched: the process would die. Making tensors touches nothing.
+    A2  an address with no block behind it must not be touched: the process would die. Making tensors touches nothing.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 
 from quire.errors import ArgumentError
-from quire.memory.placement.backend import MappingBudget, PlacementBackend
+from quire.memory.placement.backend import PlacementBackend
 
 __all__ = ["AddressRange"]
 
@@ -36,20 +38,22 @@ class _Reservation:
         self.num_mappings = [1]
         backend.budget.add(1)
         release = weakref.finalize(
-            self, _release, backend, self.address, num_bytes, backend.budget, self.num_mappings
+            self, _release, backend, self.address, num_bytes, self.num_mappings, os.getpid()
         )
         release.atexit = False  # the process's end gives all back, and a tensor may still be there
 
 
 def _release(
-    backend: PlacementBackend, address: int, num_bytes: int, budget: MappingBudget, num_mappings: list[int]
+    backend: PlacementBackend, address: int, num_bytes: int, num_mappings: list[int], process_id: int
 ) -> None:
-    backend.release(address, num_bytes)
-    budget.add(-num_mappings[0])
+    if os.getpid() == process_id:  # in a child other things may lie there by now
+        backend.release(address, num_bytes)
+        backend.budget.add(-num_mappings[0])
 
 
 class AddressRange:
-    """Made by `PlacementHeap.reserve`. piece_bytes: bytes of a position in each lane of the heap, 0 where unused."""
+    """Made by `PlacementHeap.reserve`. piece_bytes: bytes of a position in each layer buffer of the heap, 0 where
+    unused."""
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class AddressRange:
         self._backend = backend
         self._reservation = _Reservation(backend, num_bytes, alignment)
         self.address = self._reservation.address
-        # Of each position the unit's number plus one, 0 for none, between two zeros: neighbours always exist, and
+        # Of each position the block's number plus one, 0 for none, between two zeros: neighbours always exist, and
         # what was never used costs no memory.
         self.entries = np.zeros(num_positions + 2, np.int32)
         self.leaving = np.zeros(num_positions, bool)  # unmapped once a step under way has ended
@@ -88,29 +92,32 @@ class AddressRange:
 
     @property
     def num_mapped(self) -> int:
-        """Positions with a unit behind them."""
+        """Positions with a block behind them."""
         return int(np.count_nonzero(self.entries))
 
-    def units(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """int32, the unit mapped at each position of [start, stop), -1 where there is none."""
+    def block_ids(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """int32, the block mapped at each position of [start, stop), -1 where there is none."""
         stop = self.num_positions if stop is None else stop
         return self.entries[start + 1 : stop + 1] - 1
 
-    def tensor(self, lane: int, dtype: torch.dtype, *, before: int = 0, behind: int = 0) -> torch.Tensor:
-        """All addresses of a lane as one 1-D tensor, num_positions x piece_bytes[lane] bytes; touches none of them.
+    def tensor(
+        self, layer_buffer: int, dtype: torch.dtype, *, before: int = 0, behind: int = 0
+    ) -> torch.Tensor:
+        """All addresses of a layer buffer as one 1-D tensor, num_positions x piece_bytes[layer_buffer] bytes; touches
+        none of them.
 
-        It sees whatever is mapped, now and later. before, behind: bytes in front of the lane and after it that the
-        tensor names too, up to the range's margin; they are other lanes' or nobody's.
+        It sees whatever is mapped, now and later. before, behind: bytes in front of the layer buffer and after it that
+        the tensor names too, up to the range's margin; they are other layer buffers' or nobody's.
         """
         if not (0 <= before <= self._margin_bytes and 0 <= behind <= self._margin_bytes):
             raise ArgumentError(
-                f"expected up to {self._margin_bytes} bytes before and behind a lane, got {before} and {behind}"
+                f"expected up to {self._margin_bytes} bytes before and behind a layer buffer, got {before} and {behind}"
             )
-        if not 0 <= lane < len(self.piece_bytes) or not self.piece_bytes[lane]:
+        if not 0 <= layer_buffer < len(self.piece_bytes) or not self.piece_bytes[layer_buffer]:
             used = [index for index, size in enumerate(self.piece_bytes) if size]
-            raise ArgumentError(f"expected a lane that the range uses, of {used}, got {lane}")
-        num_bytes = before + self.num_positions * self.piece_bytes[lane] + behind
-        buffer: Any = self._backend.buffer(self.address + self.offsets[lane] - before, num_bytes)
+            raise ArgumentError(f"expected a layer buffer that the range uses, of {used}, got {layer_buffer}")
+        num_bytes = before + self.num_positions * self.piece_bytes[layer_buffer] + behind
+        buffer: Any = self._backend.buffer(self.address + self.offsets[layer_buffer] - before, num_bytes)
         buffer.reservation = (
             self._reservation
         )  # A1: the tensor keeps the buffer, and that keeps the addresses

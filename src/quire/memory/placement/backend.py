@@ -1,7 +1,7 @@
 """What a placement heap needs of a machine: address ranges, memory, and mapping the one onto the other.
 
 Few calls, such that a device can offer them too; aliasing is mapping the same bytes of a heap at two addresses.
-Back ends: `memfd` (Linux) and `simulated` (bookkeeping, for policies).
+Back ends: `memfd` (Linux), and in the tests one that only keeps books (`tests/support/simulated_heap.py`).
 
 Not counted here: who uses what. `heap.PlacementHeap` counts references and mappings and undoes what fails half way.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from quire.errors import CapacityError
+from quire.tally import Tally
 
 __all__ = ["MappingBudget", "PlacementBackend"]
 
@@ -23,23 +24,30 @@ __all__ = ["MappingBudget", "PlacementBackend"]
 class MappingBudget:
     """How many mappings may be had, and how many there are. Shared by all heaps that draw on one limit.
 
+    Any thread may ask and add. Threads that ask at once may together go beyond the limit by one change each.
+
     limit: mappings at most; None for as many as one likes. what: what is limited and what to do, for messages.
     """
 
     def __init__(self, limit: int | None, what: str = "mappings") -> None:
         self.limit = limit
         self.what = what
-        self.used = 0
+        self._used = Tally()
+
+    @property
+    def used(self) -> int:
+        return self._used.value
 
     def check(self, more: int) -> None:
         """*raises:* CapacityError if `more` mappings do not fit."""
-        if self.limit is not None and more > 0 and self.used + more > self.limit:
+        if self.limit is not None and more > 0 and (used := self.used) + more > self.limit:
             raise CapacityError(
-                f"expected room for {more} more {self.what}: {self.used} of {self.limit} are in use"
+                f"expected room for {more} more {self.what}: {used} of {self.limit} are in use"
             )
 
     def add(self, more: int) -> None:
-        self.used += more
+        """From a finalizer too."""
+        self._used.add(more)
 
 
 class PlacementBackend(Protocol):

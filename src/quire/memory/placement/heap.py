@@ -1,27 +1,27 @@
-"""A pool of reference-counted units of memory that are mapped into address ranges: many ranges, many heaps, one unit in
-several of them.
+"""A pool of reference-counted blocks of memory that are mapped into address ranges: many ranges, many heaps, one
+block in several of them.
 
-Not a cache: it knows no tokens. `VirtualStorage` and the drop-in cache of `generate()` decide what a unit holds.
+Not a cache: it knows no tokens. `VirtualStorage` and the drop-in cache of `generate()` decide what a block holds.
 
-A *unit* has a *piece* in every *lane*: the keys of layer 0, its values, those of layer 1, ... The pieces of a lane lie
-side by side in a heap, unit after unit, so that consecutive units at consecutive positions are one mapping in each
-lane. A heap holds `units_per_heap` units: unit u is in heap u // units_per_heap. Heaps are made when the first of
-their units is used, and given back by `trim` when none is.
+A *block* has a *piece* in every *layer buffer*: the keys of layer 0, its values, those of layer 1, ... The pieces of a
+layer buffer lie side by side in a heap, block after block, so that consecutive blocks at consecutive positions are one
+mapping in each layer buffer. A heap holds `blocks_per_heap` blocks: block u is in heap u // blocks_per_heap. Heaps are
+made when the first of their blocks is used, and given back by `trim` when none is.
 
     held    somebody took it (`allocate`, `claim`, `hold`): one reference for each time
     mapped  one reference for each position of a range that leads to it
     free    no reference; its memory stays with the heap until `trim`
 
 Invariants
-    P1  a unit's references are its holds and the positions it is mapped at; a free unit is mapped nowhere.
-    P2  a call that fails leaves every reference, range and mapping as before; memory it had taken for a free unit is
-        kept like that of any free unit.
+    P1  a block's references are its holds and the positions it is mapped at; a free block is mapped nowhere.
+    P2  a call that fails leaves every reference, range and mapping as before; memory it had taken for a free block is
+        kept like that of any free block.
     P3  the mappings counted are never fewer than those the operating system has; no `map` takes them beyond the budget
         (unmapping the middle of a mapping may: it makes two of one).
     P4  what is freed or unmapped with a step goes when `complete` has been called with that step, not before.
 
-Cost: `map` a call to the machine for each run of neighbours and lane; bookkeeping is numpy over the positions given;
-`allocate` is O(units of all heaps).
+Cost: `map` a call to the machine for each run of neighbours and layer buffer; bookkeeping is numpy over the positions
+given; `allocate` is O(blocks of all heaps).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _MAX_HEAPS = 64  # each is an open file and a mapping
 
 
 class PlacementHeap:
-    """Units of one piece in each lane.
+    """Blocks of one piece in each layer buffer.
 
-    piece_bytes: of each lane, a multiple of the machine's page. max_units: units at most; as many as the machine's
-        memory holds if not given. units_per_heap: by default so many that a heap has at least 256 MiB.
+    piece_bytes: of each layer buffer, a multiple of the machine's page. max_blocks: blocks at most; as many as the
+        machine's memory holds if not given. blocks_per_heap: by default so many that a heap has at least 256 MiB.
     backend: memory of this machine (memfd) if not given.
 
     *raises:* ArgumentError: a size out of range.
@@ -63,55 +63,55 @@ class PlacementHeap:
         self,
         piece_bytes: Sequence[int],
         *,
-        max_units: int | None = None,
-        units_per_heap: int | None = None,
+        max_blocks: int | None = None,
+        blocks_per_heap: int | None = None,
         backend: PlacementBackend | None = None,
     ) -> None:
         backend = MemfdBackend() if backend is None else backend
         self.piece_bytes = tuple(piece_bytes)
         check_piece_bytes(self.piece_bytes, backend.page_bytes)
-        self.unit_bytes = sum(self.piece_bytes)
-        if max_units is None:
-            max_units = max(1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.unit_bytes)
-        if units_per_heap is None:
-            heap_bytes = max(_HEAP_BYTES, -(-max_units * self.unit_bytes // _MAX_HEAPS))
-            units_per_heap = min(max(8, -(-heap_bytes // self.unit_bytes)), max_units)
-            # Whole huge pages in each lane; a file is sparse, so that it may be larger than what is used of it.
+        self.block_bytes = sum(self.piece_bytes)
+        if max_blocks is None:
+            max_blocks = max(1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.block_bytes)
+        if blocks_per_heap is None:
+            heap_bytes = max(_HEAP_BYTES, -(-max_blocks * self.block_bytes // _MAX_HEAPS))
+            blocks_per_heap = min(max(8, -(-heap_bytes // self.block_bytes)), max_blocks)
+            # Whole huge pages in each layer buffer; a file is sparse, so that it may be larger than what is used of it.
             whole = max(
                 (backend.huge_bytes // size for size in self.piece_bytes if backend.huge_bytes % size == 0),
                 default=1,
             )
-            units_per_heap = -(-units_per_heap // max(whole, 1)) * max(whole, 1)
-        elif units_per_heap > max_units:
-            units_per_heap = max_units
-        if max_units < 1 or units_per_heap < 1:
+            blocks_per_heap = -(-blocks_per_heap // max(whole, 1)) * max(whole, 1)
+        elif blocks_per_heap > max_blocks:
+            blocks_per_heap = max_blocks
+        if max_blocks < 1 or blocks_per_heap < 1:
             raise ArgumentError(
-                f"expected at least 1 unit and 1 unit in a heap, got {max_units} and {units_per_heap}"
+                f"expected at least 1 block and 1 block in a heap, got {max_blocks} and {blocks_per_heap}"
             )
-        self.max_units = max_units
-        self.units_per_heap = units_per_heap
+        self.max_blocks = max_blocks
+        self.blocks_per_heap = blocks_per_heap
         self._backend = backend
         self._budget = backend.budget
-        self._files = HeapFiles(self.piece_bytes, max_units, self.units_per_heap, backend)
-        self._references = References(max_units)
+        self._files = HeapFiles(self.piece_bytes, max_blocks, self.blocks_per_heap, backend)
+        self._references = References(max_blocks)
         self._ranges: list[AddressRange] = []
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._completed = 0
 
     @property
-    def frame_units(self) -> int:
-        """So many units, from a multiple of it on at positions from one on, may be a huge page; 1: none is."""
-        return max(1, *self._files.frame_units)
+    def frame_blocks(self) -> int:
+        """So many blocks, from a multiple of it on at positions from one on, may be a huge page; 1: none is."""
+        return max(1, *self._files.frame_blocks)
 
     # Address ranges
 
     def reserve(
         self, num_positions: int, piece_bytes: Sequence[int] | None = None, *, margin_bytes: int = 0
     ) -> AddressRange:
-        """Addresses for `num_positions` units in a row, nothing mapped; `margin_bytes` more before and behind all.
+        """Addresses for `num_positions` blocks in a row, nothing mapped; `margin_bytes` more before and behind all.
 
-        piece_bytes: what of each lane's piece is mapped, whole pages, 0 for a lane that is not used; all of it if not
-        given.
+        piece_bytes: what of each layer buffer's piece is mapped, whole pages, 0 for a layer buffer that is not used;
+        all of it if not given.
 
         *raises:* CapacityError: the address space is not to be had.
         """
@@ -119,13 +119,13 @@ class PlacementHeap:
         sizes = self.piece_bytes if piece_bytes is None else tuple(piece_bytes)
         if num_positions < 1 or len(sizes) != len(self.piece_bytes) or not any(sizes):
             raise ArgumentError(
-                f"expected at least 1 position and sizes for {len(self.piece_bytes)} lanes, got {num_positions} "
-                f"and {list(sizes)}"
+                f"expected at least 1 position and sizes for {len(self.piece_bytes)} layer buffers, got "
+                f"{num_positions} and {list(sizes)}"
             )
         for size, full in zip(sizes, self.piece_bytes, strict=True):
             if not 0 <= size <= full or size % page:
                 raise ArgumentError(
-                    f"expected whole pages of {page} bytes up to {full} for a lane, got {size}"
+                    f"expected whole pages of {page} bytes up to {full} for a layer buffer, got {size}"
                 )
         self._budget.check(1)
         try:
@@ -148,100 +148,102 @@ class PlacementHeap:
             self._ranges.remove(address_range)
             address_range.open = False
 
-    # Units
+    # Blocks
 
     def allocate(self, count: int, after: int = -1) -> np.ndarray:
-        """`count` free units, held once each: int32, the lowest above `after` first, then the lowest there are.
+        """`count` free blocks, held once each: int32, the lowest above `after` first, then the lowest there are.
 
         *raises:* CapacityError: there are not so many, or no memory for another heap; nothing has changed then.
         """
-        found = self._free_units()
+        found = self._free_blocks()
         made: list[int] = []
         try:
             while len(found) < count and (index := self._files.next_index()) is not None:
                 self._files.make(index)
                 made.append(index)
-                found = self._free_units()
+                found = self._free_blocks()
             if len(found) < count:
                 raise CapacityError(
-                    f"expected {count} free units of {self.unit_bytes} bytes, got {len(found)} of {self.max_units}; "
+                    f"expected {count} free blocks of {self.block_bytes} bytes, got {len(found)} of {self.max_blocks}; "
                     "close sequences or raise the memory"
                 )
         except CapacityError:
             self._files.drop(made)
             raise
         split = int(np.searchsorted(found, after + 1))
-        units = np.concatenate([found[split : split + count], found[: max(0, count - (len(found) - split))]])
-        self._references.add_holds(units, 1)
-        return units
+        block_ids = np.concatenate(
+            [found[split : split + count], found[: max(0, count - (len(found) - split))]]
+        )
+        self._references.add_holds(block_ids, 1)
+        return block_ids
 
-    def claim(self, units: Any) -> None:
-        """Hold these very units, which must be free: for an owner that chooses their numbers itself.
+    def claim(self, block_ids: Any) -> None:
+        """Hold these very blocks, which must be free: for an owner that chooses their numbers itself.
 
         *raises:* CapacityError: no memory for another heap; nothing has changed then.
         """
-        units = self._references.units(units)
-        if len(np.unique(units)) != len(units) or self._references.counts[units].any():
-            taken = units[self._references.counts[units] > 0]
+        block_ids = self._references.block_ids(block_ids)
+        if len(np.unique(block_ids)) != len(block_ids) or self._references.counts[block_ids].any():
+            taken = block_ids[self._references.counts[block_ids] > 0]
             raise ArgumentError(
-                f"expected distinct free units to claim, got {units.tolist()}, {taken.tolist()} taken"
+                f"expected distinct free blocks to claim, got {block_ids.tolist()}, {taken.tolist()} taken"
             )
         made: list[int] = []
         try:
-            for index in np.unique(units // self.units_per_heap).tolist():
+            for index in np.unique(block_ids // self.blocks_per_heap).tolist():
                 if index not in self._files.files:
                     self._files.make(index)
                     made.append(index)
         except CapacityError:
             self._files.drop(made)
             raise
-        self._references.add_holds(units, 1)
+        self._references.add_holds(block_ids, 1)
 
-    def hold(self, units: Any) -> None:
-        """One more reference to each of these units, none of which is free."""
-        units = self._references.live(units)
-        self._references.add_holds(units, 1)
+    def hold(self, block_ids: Any) -> None:
+        """One more reference to each of these blocks, none of which is free."""
+        block_ids = self._references.live(block_ids)
+        self._references.add_holds(block_ids, 1)
 
-    def free(self, units: Any, *, step: int | None = None) -> None:
-        """Give up a hold of each unit: at once, or when `step` has been completed. Mapped positions keep a unit."""
-        units = self._references.units(units)
-        self._references.check_held(units)
+    def free(self, block_ids: Any, *, step: int | None = None) -> None:
+        """Give up a hold of each block: at once, or when `step` has been completed. Mapped positions keep a block."""
+        block_ids = self._references.block_ids(block_ids)
+        self._references.check_held(block_ids)
         if step is None or step <= self._completed:
-            self._references.add_holds(units, -1)
+            self._references.add_holds(block_ids, -1)
         else:
-            self._when(step, lambda: self._free_promised(units))
-            self._references.promise(units, 1)
+            self._when(step, lambda: self._free_promised(block_ids))
+            self._references.promise(block_ids, 1)
 
-    def references(self, units: Any) -> np.ndarray:
-        """int32, holds and mapped positions of each unit: 1 means that whoever asks is the only one."""
-        return self._references.counts[self._references.units(units)]
+    def references(self, block_ids: Any) -> np.ndarray:
+        """int32, holds and mapped positions of each block: 1 means that whoever asks is the only one."""
+        return self._references.counts[self._references.block_ids(block_ids)]
 
     # Mapping
 
     def map(self, changes: Iterable[Change], *, populate: bool = True) -> None:
-        """Have units behind positions of ranges, in place of what was there: all of it or nothing.
+        """Have blocks behind positions of ranges, in place of what was there: all of it or nothing.
 
-        A unit may be mapped at any number of positions; -1 is none. Positions that lead there already cost nothing.
+        A block may be mapped at any number of positions; -1 is none. Positions that lead there already cost nothing.
         populate: enter the pages into the page table now; otherwise the threads that touch them first do.
 
         *raises:* CapacityError: no memory, or more mappings than the budget; nothing has changed then.
         """
         checked: list[Change] = []
-        for address_range, positions, units in changes:
+        for address_range, positions, block_ids in changes:
             positions, order = self._position_array(address_range, positions)
-            units = np.atleast_1d(np.asarray(units, np.int64))
-            self._references.live(units[units != -1])
-            if len(units) != len(positions):
+            block_ids = np.atleast_1d(np.asarray(block_ids, np.int64))
+            self._references.live(block_ids[block_ids != -1])
+            if len(block_ids) != len(positions):
                 raise ArgumentError(
-                    f"expected a unit for each of {len(positions)} positions, got {len(units)}"
+                    f"expected a block for each of {len(positions)} positions, got {len(block_ids)}"
                 )
             if address_range.leaving[positions].any():
                 raise ArgumentError(
                     "expected positions to map that do not wait to be unmapped; complete the step"
                 )
-            checked.append((address_range, positions, units[order]))
-        for address_range, _, units in checked:
-            self._files.commit(units[units >= 0], address_range.piece_bytes)
+            checked.append((address_range, positions, block_ids[order]))
+        for address_range, _, block_ids in checked:
+            self._files.commit(block_ids[block_ids >= 0], address_range.piece_bytes)
         self._change(checked, populate)
 
     def unmap(self, address_range: AddressRange, positions: Any, *, step: int | None = None) -> None:
@@ -264,31 +266,32 @@ class PlacementHeap:
     # Bytes
 
     def copy(self, source: int, target: int, num_bytes: Sequence[int]) -> None:
-        """Copy the first `num_bytes[lane]` bytes of the pieces of one unit to those of another, mapped or not.
+        """Copy the first `num_bytes[layer_buffer]` bytes of the pieces of one block to those of another, mapped or not.
 
         *raises:* CapacityError: no memory behind the target.
         """
-        units = self._references.live([source, target])
+        block_ids = self._references.live([source, target])
         for size, full in zip(num_bytes, self.piece_bytes, strict=True):
             if not 0 <= size <= full:
                 raise ArgumentError(f"expected to copy up to {full} bytes of a piece, got {size}")
         page = self._backend.page_bytes
-        self._files.commit(units[1:], [-(-size // page) * page for size in num_bytes])
+        self._files.commit(block_ids[1:], [-(-size // page) * page for size in num_bytes])
         self._files.copy(source, target, num_bytes)
 
-    def commit(self, units: Any, piece_bytes: Sequence[int]) -> None:
-        """Have memory behind the first `piece_bytes[lane]` bytes of these units' pieces, which are not free.
+    def commit(self, block_ids: Any, piece_bytes: Sequence[int]) -> None:
+        """Have memory behind the first `piece_bytes[layer_buffer]` bytes of these blocks' pieces, which are not free.
 
         *raises:* CapacityError: there is none.
         """
-        self._files.commit(self._references.live(units), piece_bytes)
+        self._files.commit(self._references.live(block_ids), piece_bytes)
 
-    def addresses(self, units: Any, lane: int) -> np.ndarray:
-        """int64, where these units' pieces of a lane can be reached whether mapped or not; none of them is free."""
-        return self._files.addresses(self._references.live(units), lane)
+    def addresses(self, block_ids: Any, layer_buffer: int) -> np.ndarray:
+        """int64, where these blocks' pieces of a layer buffer can be reached whether mapped or not; none of them is
+        free."""
+        return self._files.addresses(self._references.live(block_ids), layer_buffer)
 
     def trim(self) -> None:
-        """Give back the memory of every free unit, and every heap none of whose units is in use."""
+        """Give back the memory of every free block, and every heap none of whose blocks is in use."""
         for index in list(self._files.files):
             start, stop = self._files.span(index)
             unused = self._references.free_in(start, stop)
@@ -313,7 +316,7 @@ class PlacementHeap:
 
     @property
     def num_used(self) -> int:
-        """Units that are not free."""
+        """Blocks that are not free."""
         return int(np.count_nonzero(self._references.counts))
 
     def check(self) -> None:
@@ -329,14 +332,14 @@ class PlacementHeap:
                 )
         wrong = np.flatnonzero(references != self._references.counts)
         if len(wrong):
-            unit = int(wrong[0])
+            block_id = int(wrong[0])
             raise InvariantError(
-                f"P1: unit {unit} counts {self._references.counts[unit]} references, has {references[unit]}; "
-                f"{len(wrong)} units differ"
+                f"P1: block {block_id} counts {self._references.counts[block_id]} references, has "
+                f"{references[block_id]}; {len(wrong)} blocks differ"
             )
-        for unit in np.flatnonzero(self._references.counts).tolist():
-            if unit // self.units_per_heap not in self._files.files:
-                raise InvariantError(f"P1: unit {unit} is in use, its heap is not there")
+        for block_id in np.flatnonzero(self._references.counts).tolist():
+            if block_id // self.blocks_per_heap not in self._files.files:
+                raise InvariantError(f"P1: block {block_id} is in use, its heap is not there")
 
     def close(self) -> None:
         """Unmap all ranges and give all memory back. Tensors over the ranges must not be touched any more."""
@@ -349,21 +352,21 @@ class PlacementHeap:
     # How
 
     def _change(self, changes: list[Change], populate: bool = True) -> None:
-        for (_, _, units), before in zip(
+        for (_, _, block_ids), before in zip(
             changes, change(self._files, changes, populate=populate), strict=True
         ):
-            self._references.moved(before, units)
+            self._references.moved(before, block_ids)
 
-    def _free_units(self) -> np.ndarray:
+    def _free_blocks(self) -> np.ndarray:
         parts = [np.zeros(0, np.int32)]
         for index in sorted(self._files.files):
             start, stop = self._files.span(index)
             parts.append(self._references.free_in(start, stop).astype(np.int32))
         return np.concatenate(parts)
 
-    def _free_promised(self, units: np.ndarray) -> None:
-        self._references.promise(units, -1)
-        self._references.add_holds(units, -1)
+    def _free_promised(self, block_ids: np.ndarray) -> None:
+        self._references.promise(block_ids, -1)
+        self._references.add_holds(block_ids, -1)
 
     def _when(self, step: int, act: Callable[[], None]) -> None:
         if self._waiting and step < self._waiting[-1][0]:
@@ -397,7 +400,7 @@ def check_piece_bytes(piece_bytes: Sequence[int], page_bytes: int) -> None:
     """*raises:* ArgumentError unless every size is whole pages and at most 2 MiB (one page, if that is more)."""
     most = max(MAX_PIECE_BYTES, page_bytes)
     if not piece_bytes:
-        raise ArgumentError("expected a piece size for at least one lane, got none")
+        raise ArgumentError("expected a piece size for at least one layer buffer, got none")
     for size in piece_bytes:
         if size < page_bytes or size % page_bytes or size > most:
             raise ArgumentError(

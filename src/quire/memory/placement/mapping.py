@@ -1,4 +1,4 @@
-"""How positions of address ranges come to lead to other units: extents, counted mappings, and undoing what failed.
+"""How positions of address ranges come to lead to other blocks: extents, counted mappings, and undoing what failed.
 
 Not an owner: it keeps no references, and takes no memory. `heap` calls it with units that have memory behind them.
 
@@ -6,13 +6,13 @@ An *extent* is a run of positions that lead to a run of neighbours in a file, or
 and one mapping of the operating system's.
 
 Invariants
-    M1  a range's `num_mappings` is 1 and the number of places in its lanes where two extents meet: never fewer than the
-        machine has, because the machine may merge what lies in different lanes too.
+    M1  a range's `num_mappings` is 1 and the number of places in its layer buffers where two extents meet: never fewer
+        than the machine has, because the machine may merge what lies in different layer buffers too.
     M2  a change that fails leaves entries, counts and mappings as before.
-    M3  positions that lead to all units of a huge page, in its order and from an address on that is a multiple of its
+    M3  positions that lead to all blocks of a huge page, in its order and from an address on that is a multiple of its
         size, were mapped by one call: so the page is translated as one. The call that completes it maps all of it.
 
-Cost: one call to the machine for each extent and lane that differ; numpy over the positions given.
+Cost: one call to the machine for each extent and layer buffer that differ; numpy over the positions given.
 """
 
 from __future__ import annotations
@@ -30,47 +30,51 @@ __all__ = ["Change", "change", "num_edges"]
 
 _ATTEMPTS = 4  # to undo: a call that fails once may be one that succeeds the next time
 
-# A range, positions of it (distinct integers) and the unit for each of them, -1 for none.
+# A range, positions of it (distinct integers) and the block for each of them, -1 for none.
 Change: TypeAlias = tuple[AddressRange, Any, Any]
 
 
 def change(files: HeapFiles, changes: list[Change], *, populate: bool = True) -> list[np.ndarray]:
-    """Lead positions (ascending) to units; which units they led to before, -1 for none. `populate` as in `map`.
+    """Lead positions (ascending) to blocks; which blocks they led to before, -1 for none. `populate` as in `map`.
 
     *raises:* CapacityError: the machine refuses, or the budget does not allow it (giving up is always allowed).
     """
     budget = files.backend.budget
     old: list[np.ndarray] = []
     growth: list[int] = []
-    for address_range, positions, units in changes:
+    for address_range, positions, block_ids in changes:
         edges = np.union1d(positions, positions + 1)
         before = num_edges(files, address_range, edges)
         old.append(address_range.entries[positions + 1] - 1)
-        address_range.entries[positions + 1] = units + 1
+        address_range.entries[positions + 1] = block_ids + 1
         growth.append(num_edges(files, address_range, edges) - before)
-    done: list[tuple[AddressRange, int, int, int]] = []  # lane, and [start, stop) of positions
+    done: list[tuple[AddressRange, int, int, int]] = []  # layer buffer, and [start, stop) of positions
     try:
-        if any((units >= 0).any() for _, _, units in changes):
+        if any((block_ids >= 0).any() for _, _, block_ids in changes):
             budget.check(sum(growth))
-        for number, (address_range, positions, units) in enumerate(changes):
-            moved = np.flatnonzero(old[number] != units)
-            extents: dict[bool, list[tuple[int, int, int]]] = {}  # the same in all lanes that merge alike
-            for lane, size in enumerate(address_range.piece_bytes):
-                merging = _merges(files, lane, size)
+        for number, (address_range, positions, block_ids) in enumerate(changes):
+            moved = np.flatnonzero(old[number] != block_ids)
+            extents: dict[
+                bool, list[tuple[int, int, int]]
+            ] = {}  # the same in all layer buffers that merge alike
+            for layer_buffer, size in enumerate(address_range.piece_bytes):
+                merging = _merges(files, layer_buffer, size)
                 if merging not in extents:
                     extents[merging] = [
-                        (int(positions[moved[start]]), int(units[moved[start]]), stop - start)
-                        for start, stop in _extents(files, positions[moved], units[moved], merging=merging)
+                        (int(positions[moved[start]]), int(block_ids[moved[start]]), stop - start)
+                        for start, stop in _extents(
+                            files, positions[moved], block_ids[moved], merging=merging
+                        )
                     ]
-                for position, unit, count in extents[merging] if size else []:
-                    whole = _whole_pages(files, address_range, lane, position, unit, count)
-                    done.append((address_range, lane, whole[0], whole[0] + whole[2]))
-                    taking(_lead, files, address_range, lane, *whole, populate)
+                for position, block_id, count in extents[merging] if size else []:
+                    whole = _whole_pages(files, address_range, layer_buffer, position, block_id, count)
+                    done.append((address_range, layer_buffer, whole[0], whole[0] + whole[2]))
+                    taking(_lead, files, address_range, layer_buffer, *whole, populate)
     except BaseException:
         for (address_range, positions, _), before in zip(reversed(changes), reversed(old), strict=True):
             address_range.entries[positions + 1] = before + 1
-        for address_range, lane, start, stop in reversed(done):
-            _restore(files, address_range, lane, start, stop)
+        for address_range, layer_buffer, start, stop in reversed(done):
+            _restore(files, address_range, layer_buffer, start, stop)
         raise
     for (address_range, _, _), more in zip(changes, growth, strict=True):
         address_range.num_mappings += more
@@ -79,40 +83,40 @@ def change(files: HeapFiles, changes: list[Change], *, populate: bool = True) ->
 
 
 def num_edges(files: HeapFiles, address_range: AddressRange, edges: np.ndarray) -> int:
-    """Of these edges (edge e is before position e), those where two extents meet, over all lanes."""
+    """Of these edges (edge e is before position e), those where two extents meet, over all layer buffers."""
     left, right = address_range.entries[edges] - 1, address_range.entries[edges + 1] - 1
-    num_lanes = {True: 0, False: 0}  # whose neighbours merge, and whose do not
-    for lane, size in enumerate(address_range.piece_bytes):
+    num_layer_buffers = {True: 0, False: 0}  # whose neighbours merge, and whose do not
+    for layer_buffer, size in enumerate(address_range.piece_bytes):
         if size:
-            num_lanes[_merges(files, lane, size)] += 1
+            num_layer_buffers[_merges(files, layer_buffer, size)] += 1
     return sum(
-        lanes * int(np.count_nonzero(~_joined(files, left, right, merging=merging)))
-        for merging, lanes in num_lanes.items()
-        if lanes
+        layer_buffers * int(np.count_nonzero(~_joined(files, left, right, merging=merging)))
+        for merging, layer_buffers in num_layer_buffers.items()
+        if layer_buffers
     )
 
 
 def _joined(files: HeapFiles, left: np.ndarray, right: np.ndarray, *, merging: bool) -> np.ndarray:
-    """Whether neighbouring positions that lead to these units are of one extent."""
+    """Whether neighbouring positions that lead to these blocks are of one extent."""
     joined = (left < 0) & (right < 0)
     if merging:
         joined |= (left >= 0) & files.adjacent(left, right)
     return joined
 
 
-def _merges(files: HeapFiles, lane: int, size: int) -> bool:
-    """A lane's neighbours lie side by side in the file only where the range maps all of each piece."""
-    return files.backend.merges and size == files.piece_bytes[lane]
+def _merges(files: HeapFiles, layer_buffer: int, size: int) -> bool:
+    """A layer buffer's neighbours lie side by side in the file only where the range maps all of each piece."""
+    return files.backend.merges and size == files.piece_bytes[layer_buffer]
 
 
 def _extents(
-    files: HeapFiles, positions: np.ndarray, units: np.ndarray, *, merging: bool
+    files: HeapFiles, positions: np.ndarray, block_ids: np.ndarray, *, merging: bool
 ) -> Iterator[tuple[int, int]]:
     """Cut [0, len) where one call to the machine does not suffice."""
     if not len(positions):
         return
     joined = np.diff(positions) == 1
-    joined &= _joined(files, units[:-1], units[1:], merging=merging)
+    joined &= _joined(files, block_ids[:-1], block_ids[1:], merging=merging)
     if not files.backend.merges:
         joined[:] = False
     cuts = (np.flatnonzero(~joined) + 1).tolist()
@@ -122,63 +126,69 @@ def _extents(
 def _lead(
     files: HeapFiles,
     address_range: AddressRange,
-    lane: int,
+    layer_buffer: int,
     position: int,
-    unit: int,
+    block_id: int,
     count: int,
     populate: bool,
 ) -> None:
-    """One extent: positions from `position` on to neighbours from `unit` on, or, if that is -1, to none."""
-    size = address_range.piece_bytes[lane]
-    address = address_range.address + address_range.offsets[lane] + position * size
-    if unit < 0:
+    """One extent: positions from `position` on to neighbours from `block_id` on, or, if that is -1, to none."""
+    size = address_range.piece_bytes[layer_buffer]
+    address = address_range.address + address_range.offsets[layer_buffer] + position * size
+    if block_id < 0:
         files.backend.unmap(address, count * size)
     else:
-        files.backend.map(address, count * size, *files.place(unit, lane), populate=populate)
+        files.backend.map(address, count * size, *files.place(block_id, layer_buffer), populate=populate)
 
 
 def _whole_pages(
-    files: HeapFiles, address_range: AddressRange, lane: int, position: int, unit: int, count: int
+    files: HeapFiles, address_range: AddressRange, layer_buffer: int, position: int, block_id: int, count: int
 ) -> tuple[int, int, int]:
-    """The extent (position, unit, number), and what lies before and behind it of huge pages that it completes (M3)."""
-    each = files.frame_units[lane]
+    """The extent (position, block, number), and what lies before and behind it of huge pages that it completes (M3)."""
+    each = files.frame_blocks[layer_buffer]
     if (
-        unit < 0
+        block_id < 0
         or not each
-        or (position - unit) % each
-        or address_range.piece_bytes[lane] != files.piece_bytes[lane]
+        or (position - block_id) % each
+        or address_range.piece_bytes[layer_buffer] != files.piece_bytes[layer_buffer]
     ):
-        return position, unit, count
+        return position, block_id, count
     stop = position + count
     first, last = position // each * each, -(-stop // each) * each
-    if first < position and not _is_completed(files, address_range, lane, first, unit - position + first):
+    if first < position and not _is_completed(
+        files, address_range, layer_buffer, first, block_id - position + first
+    ):
         first = position
     if last > stop and not _is_completed(
-        files, address_range, lane, last - each, unit - position + last - each
+        files, address_range, layer_buffer, last - each, block_id - position + last - each
     ):
         last = stop
-    return first, unit - position + first, last - first
+    return first, block_id - position + first, last - first
 
 
-def _is_completed(files: HeapFiles, address_range: AddressRange, lane: int, position: int, unit: int) -> bool:
-    """Whether positions from this one on lead to all of the frame that begins with the unit, and it is a huge page."""
-    each = files.frame_units[lane]
-    if not files.is_huge[lane][unit // each] or position + each > address_range.num_positions:
+def _is_completed(
+    files: HeapFiles, address_range: AddressRange, layer_buffer: int, position: int, block_id: int
+) -> bool:
+    """Whether positions from this one on lead to all of the frame that begins with the block, and it is a huge page."""
+    each = files.frame_blocks[layer_buffer]
+    if not files.is_huge[layer_buffer][block_id // each] or position + each > address_range.num_positions:
         return False
     entries = address_range.entries[position + 1 : position + 1 + each]
     # Its ends first: they tell most of the time, as a sequence that grows has nothing at the last yet.
-    return bool(entries[0] == unit + 1 and entries[-1] == unit + each and (np.diff(entries) == 1).all())
+    return bool(
+        entries[0] == block_id + 1 and entries[-1] == block_id + each and (np.diff(entries) == 1).all()
+    )
 
 
-def _restore(files: HeapFiles, address_range: AddressRange, lane: int, start: int, stop: int) -> None:
+def _restore(files: HeapFiles, address_range: AddressRange, layer_buffer: int, start: int, stop: int) -> None:
     """Lead positions [start, stop) where the entries say again; if the machine refuses again and again, its word
     stands: it has kept what was there (B1)."""
-    merging = _merges(files, lane, address_range.piece_bytes[lane])
-    units = address_range.units(start, stop)
-    for first, last in _extents(files, np.arange(start, stop), units, merging=merging):
-        extent = start + first, int(units[first]), last - first
-        whole = _whole_pages(files, address_range, lane, *extent)
+    merging = _merges(files, layer_buffer, address_range.piece_bytes[layer_buffer])
+    block_ids = address_range.block_ids(start, stop)
+    for first, last in _extents(files, np.arange(start, stop), block_ids, merging=merging):
+        extent = start + first, int(block_ids[first]), last - first
+        whole = _whole_pages(files, address_range, layer_buffer, *extent)
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(OSError):
-                _lead(files, address_range, lane, *whole, True)
+                _lead(files, address_range, layer_buffer, *whole, True)
                 break

@@ -11,6 +11,9 @@ Where free memory lies scattered the kernel first moves pages about, which may t
 one; and a virtual machine's host may first have to find the memory (5 ms a huge page were seen). What that takes is
 bounded, in all to a twentieth of the time and at once to a tenth of a second; beyond it small pages have to do.
 
+A child of `os.fork` gets none of the mappings (MADV_DONTFORK), closes the files, and gives nothing back: at those
+addresses something of its own may lie by then.
+
 Cost (64 KiB pieces, measured in docs/virtual-memory.md): map about 10 us, unmap about 8 us, commit about 1 us a page.
 Entering pages is 25 us a MiB of small ones, nearly nothing of huge ones.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -36,6 +40,7 @@ _BUDGET_SHARE = 0.75  # of the process's mappings: malloc, threads and libraries
 _HUGE_S = 1e-3  # to make a huge page where one is free: 0.2 to 0.6 ms were measured
 _MOVING_SHARE, _MOVING_S = 0.05, 0.1  # of the time, and at once, for what takes longer
 _process_budget: MappingBudget | None = None
+_heaps: weakref.WeakSet[_Memfd] = weakref.WeakSet()  # of this process
 
 
 def process_budget() -> MappingBudget:
@@ -72,13 +77,30 @@ class _Memfd:
             calls.map(self.address, num_bytes, self.fd, 0, populate=False)
             calls.keep_from_children(self.address, num_bytes)
             undo.pop_all()
-        self.drop = weakref.finalize(self, _drop, calls, self.fd, start, reserved)
+        self.calls = calls
+        self.drop = weakref.finalize(self, _drop, calls, self.fd, start, reserved, os.getpid())
         self.drop.atexit = False  # the process's end gives all back, and somebody may still look
+        _heaps.add(self)
 
 
-def _drop(calls: SystemCalls, fd: int, address: int, num_bytes: int) -> None:
-    calls.munmap(address, num_bytes)
-    calls.close(fd)
+def _drop(calls: SystemCalls, fd: int, address: int, num_bytes: int, process_id: int) -> None:
+    if os.getpid() == process_id:
+        calls.munmap(address, num_bytes)
+        calls.close(fd)
+
+
+def _forget_parent() -> None:
+    """In a child: its own mappings count from 0, and the parent's files are held open by the parent alone."""
+    global _process_budget
+    _process_budget = None
+    for heap in list(_heaps):
+        if heap.drop.alive:
+            heap.calls.close(heap.fd)
+    _heaps.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)
 
 
 class MemfdBackend:

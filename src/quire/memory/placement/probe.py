@@ -1,13 +1,13 @@
 """Whether this machine can map one piece of memory at several addresses of our choice.
 
-Cost: some twenty system calls, about 100 us; the answer for the real calls is kept.
+Cost: some twenty system calls, about 100 us; that the real calls work is kept (that they do not may be for want of
+memory or descriptors, and change).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import mmap
 import os
 import sys
@@ -16,15 +16,17 @@ from quire.memory.placement.calls import SystemCalls
 
 __all__ = ["why_not"]
 
+_works = False  # tried with the real calls
+
 
 def why_not(calls: SystemCalls | None = None) -> str | None:
     """None if placement heaps work here, else the reason in one sentence for people."""
-    return _known() if calls is None else _try(calls)
-
-
-@functools.cache
-def _known() -> str | None:
-    return _try(SystemCalls())
+    global _works
+    if calls is not None:
+        return _try(calls)
+    reason = None if _works else _try(SystemCalls())
+    _works = reason is None
+    return reason
 
 
 def _try(calls: SystemCalls) -> str | None:

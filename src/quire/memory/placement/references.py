@@ -1,12 +1,12 @@
-"""`References`: who needs each unit of a heap: holds, positions that lead there, holds that end with a step.
+"""`References`: who needs each block of a heap: holds, positions that lead there, holds that end with a step.
 
-No memory is touched here. A unit is free while nothing refers to it.
+No memory is touched here. A block is free while nothing refers to it.
 
 Invariants
-    N1  a unit's references are its holds and the positions it is mapped at.
+    N1  a block's references are its holds and the positions it is mapped at.
     N2  of its holds at least those that were promised to a step are there: `check_held` refuses what goes beyond.
 
-Cost: O(units given).
+Cost: O(blocks given).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ __all__ = ["References"]
 
 
 class References:
-    """Of units 0 .. num_units - 1; arrays that cost memory only where units are used."""
+    """Of blocks 0 .. num_blocks - 1; arrays that cost memory only where blocks are used."""
 
-    def __init__(self, num_units: int) -> None:
-        self.num_units = num_units
-        self.holds = np.zeros(num_units, np.int32)
-        self.counts = np.zeros(num_units, np.int32)
-        self._promised = np.zeros(num_units, np.int32)  # holds that end with a step
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.holds = np.zeros(num_blocks, np.int32)
+        self.counts = np.zeros(num_blocks, np.int32)
+        self._promised = np.zeros(num_blocks, np.int32)  # holds that end with a step
 
-    def add_holds(self, units: np.ndarray, by: int) -> None:
-        """`by` more holds of each unit, one for each time that it is given."""
-        np.add.at(self.holds, units, by)
-        np.add.at(self.counts, units, by)
+    def add_holds(self, block_ids: np.ndarray, by: int) -> None:
+        """`by` more holds of each block, one for each time that it is given."""
+        np.add.at(self.holds, block_ids, by)
+        np.add.at(self.counts, block_ids, by)
 
-    def promise(self, units: np.ndarray, by: int) -> None:
+    def promise(self, block_ids: np.ndarray, by: int) -> None:
         """One hold of each will end with a step (1), or does so now (-1)."""
-        np.add.at(self._promised, units, by)
+        np.add.at(self._promised, block_ids, by)
 
     def moved(self, before: np.ndarray, after: np.ndarray) -> None:
         """Positions that led to `before` lead to `after`; -1 is nowhere."""
@@ -48,31 +48,31 @@ class References:
             counts[:] = 0
 
     def free_in(self, start: int, stop: int) -> np.ndarray:
-        """int64, the free units of start .. stop - 1 in order."""
+        """int64, the free blocks of start .. stop - 1 in order."""
         return np.flatnonzero(self.counts[start:stop] == 0) + start
 
     # Arguments
 
-    def units(self, units: Any) -> np.ndarray:
-        """int64 [n]. *raises:* ArgumentError: there are no such units."""
-        units = np.atleast_1d(np.asarray(units, np.int64))
-        if len(units) and (units.min() < 0 or units.max() >= self.num_units):
-            raise ArgumentError(f"expected units of 0 to {self.num_units - 1}, got {units.tolist()}")
-        return units
+    def block_ids(self, block_ids: Any) -> np.ndarray:
+        """int64 [n]. *raises:* ArgumentError: there are no such blocks."""
+        block_ids = np.atleast_1d(np.asarray(block_ids, np.int64))
+        if len(block_ids) and (block_ids.min() < 0 or block_ids.max() >= self.num_blocks):
+            raise ArgumentError(f"expected blocks of 0 to {self.num_blocks - 1}, got {block_ids.tolist()}")
+        return block_ids
 
-    def live(self, units: Any) -> np.ndarray:
+    def live(self, block_ids: Any) -> np.ndarray:
         """The same, *raises:* ArgumentError also where one is free."""
-        units = self.units(units)
-        if len(units) and not self.counts[units].all():
-            free = units[self.counts[units] == 0]
-            raise ArgumentError(f"expected units in use, got {free.tolist()}, which are free")
-        return units
+        block_ids = self.block_ids(block_ids)
+        if len(block_ids) and not self.counts[block_ids].all():
+            free = block_ids[self.counts[block_ids] == 0]
+            raise ArgumentError(f"expected blocks in use, got {free.tolist()}, which are free")
+        return block_ids
 
-    def check_held(self, units: np.ndarray) -> None:
+    def check_held(self, block_ids: np.ndarray) -> None:
         """*raises:* ArgumentError unless each is held as often as it is given, promised holds not counted."""
-        counts = np.bincount(units) if len(units) else np.zeros(0, int)
+        counts = np.bincount(block_ids) if len(block_ids) else np.zeros(0, int)
         over = np.flatnonzero(counts > (self.holds - self._promised)[: len(counts)])
         if len(over):
             raise ArgumentError(
-                f"expected units that are held, got {over.tolist()}, which are not (so often)"
+                f"expected blocks that are held, got {over.tolist()}, which are not (so often)"
             )

@@ -1,6 +1,6 @@
 """Common decoder layers run in a few native calls: matched by structure, proved on the model itself, reversible.
 
-`fuse(model, dtype)` looks at every module and installs a fused forward on those it knows the structure of:
+`fuse(prepared, attended)` looks at every module and installs a fused forward on those it knows the structure of:
 
     norm.py       RMS and layer norms
     mlp.py        gate, up, activation, down - or up, activation, down
@@ -8,10 +8,11 @@
     layer.py      a whole layer of those: norm, attention, residual, norm, MLP, residual
     decoder.py    all layers in one call, where nothing else stands between embedding and vocabulary
 
-What a module is, is decided by its parts and by what its `forward` names, never by the name of its class or model;
-what it computes is then compared with the original: norms and MLPs on random rows as soon as they are matched,
-attention and whole layers in the probe's forwards (`Fused.proving`). A module that does not pass keeps its own
-forward; the others go on. The originals are the plain twins of the kernels.
+    proof.py      which of the candidates a module is (F1), and that the kernel loses no more than the module (F2)
+
+What a module may be is decided by its parts and by what its `forward` names, never by the name of its class or model;
+what it is, by the proof. A module that does not pass keeps its own forward; the others go on. The originals are the
+plain twins of the kernels.
 
 Invariants
     U1  a fused forward serves exactly while `Fused.active` (within `PreparedModel.forward`) and answers only calls it
@@ -20,6 +21,6 @@ Invariants
 """
 
 from quire.model.fused.decoder import FusedDecoder, match_decoder
-from quire.model.fused.fuse import Fused, fuse
+from quire.model.fused.fuse import Fused, fuse, fuse_again
 
-__all__ = ["Fused", "FusedDecoder", "fuse", "match_decoder"]
+__all__ = ["Fused", "FusedDecoder", "fuse", "fuse_again", "match_decoder"]

@@ -1,14 +1,15 @@
 """Attention in one native call: q, k and v, their norms, rotary embedding, K and V to their slots, attention, output.
 
 Matched by structure: q, k, v and output as packed linear layers (or q, k and v as one), norms named for q and k, and a
-forward that names nothing beyond the usual. How the embedding turns (halves, pairs, not at all) is what is left open;
-it is found in the probe's forwards, where every way that gives the original's answer stays in the race.
-The layer's settings (scale, window, soft cap, sinks) are those of the original's own call of the attention function.
+forward that names nothing beyond the usual. How the embedding turns (halves, pairs, not at all) is what is left open:
+the proof finds one of `rotations` (`fuse`). The layer's number and settings (scale, window, soft cap, sinks) are those
+of the original's own call of the attention function (`PagedCache.attended`).
 Cost of a call: the products, the attention, and about 8 us.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import nn
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.attention import AttentionOptions
 from quire.attention.native import handles
-from quire.model.fused.norm import RowNorm, match_norm
-from quire.model.fused.structure import PackedLayer, agrees, forward_names, packed_layers
+from quire.model.fused.norm import RowNorm
+from quire.model.fused.structure import PackedLayer, forward_names, packed_layers
 from quire.model.paged_cache import PagedCache
+from quire.spec import LayerSpec
 
 __all__ = ["FusedAttention", "match_attention", "rotary_table"]
 
@@ -66,25 +68,21 @@ class FusedAttention:
     k_norm: RowNorm | None
 
     def __post_init__(self) -> None:
-        self.rotations = list(_ROTATIONS)  # that every answer so far agrees with
+        self.rotation: str | None = None  # how the embedding turns, once it is proved
         self.layer: int | None = None
         self.options: AttentionOptions | None = None
         self.num_q_heads = self.head_dim = 0
         self._alone: Any = None
 
     @property
-    def proved(self) -> bool:
-        return self.options is not None and bool(self.rotations)
-
-    @property
     def found(self) -> dict[str, Any] | None:
-        """What the probe has found out, JSON, for `match_attention` of a later start; None with sinks, a tensor."""
+        """What the proof has found out, JSON, for `match_attention` of a later start; None with sinks, a tensor."""
         if self.options is None or self.options.sinks is not None:
             return None
         settings = asdict(self.options)
         del settings["sinks"]
         return {
-            "rotations": self.rotations,
+            "rotation": self.rotation,
             "layer": self.layer,
             "options": settings,
             "heads": [self.num_q_heads, self.head_dim],
@@ -93,7 +91,7 @@ class FusedAttention:
 
     def take(self, found: dict[str, Any]) -> None:
         """What `found` was in an earlier proof of the same module."""
-        self.rotations, self.layer = list(found["rotations"]), found["layer"]
+        self.rotation, self.layer = found["rotation"], found["layer"]
         self.options = AttentionOptions(**found["options"])
         self.num_q_heads, self.head_dim = found["heads"]
 
@@ -138,7 +136,7 @@ class FusedAttention:
         cache.num_attended += 1
         return out
 
-    def serves(self, hidden: Any, cache: Any, mask: Any) -> bool:
+    def serves(self, hidden: Any, cache: object, mask: Any) -> bool:
         return (
             type(cache) is PagedCache
             and mask is None
@@ -151,56 +149,32 @@ class FusedAttention:
     def __call__(self, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]) -> torch.Tensor:
         """The module's answer [1, T, width]. table: of `rotary_table`."""
         if self._alone is None:
-            self._alone = self.block(_native.Surroundings(None, None, None), self.rotations[0])
+            self._alone = self.block(_native.Surroundings(None, None, None), self.proved_rotation)
         return self.run(self._alone, hidden, cache, table)
 
-    def prove(
-        self, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int] | None, original: Any
-    ) -> Any:
-        """The original's answer to this call, or the fused one if it is the same; `original` makes the call.
+    @property
+    def proved_rotation(self) -> str:
+        assert self.rotation is not None
+        return self.rotation
 
-        Every rotation that does not agree is out for good. K and V are left as the one returned wrote them.
-        """
-        cache.last_updated = cache.last_attended = None
-        count = cache.num_attended
-        result = original()
-        want = result[0] if isinstance(result, tuple) and len(result) == 2 and result[1] is None else None
-        if want is None or table is None or not self._learn(cache, table):
-            self.rotations = []
-            return result
-        agreed: dict[str, torch.Tensor] = {}
-        latest = ""
-        for rotation in self.rotations:
-            turned = table[2] * (2 if rotation == "halves_short_table" else 1)
-            if rotation != "none" and not 0 < turned <= self.head_dim:
-                continue  # nothing to turn, or nothing to turn by
-            answer, latest = self._turned(rotation, hidden, cache, table), rotation
-            if agrees(answer, want):
-                agreed[rotation] = answer
-        self.rotations = list(agreed)
-        if not agreed:
-            result = original()
-        elif latest == self.rotations[0]:
-            result = agreed[latest], None
-        else:  # once more, since K and V are of the latest
-            result = self._turned(self.rotations[0], hidden, cache, table), None
-        cache.num_attended = count + 1
-        return result
+    def rotations(self, table_width: int) -> list[str]:
+        """How an embedding whose table has so many columns may turn q and k; 0: there is no table."""
+        fitting = []
+        for rotation in _ROTATIONS:
+            turned = table_width * (2 if rotation == "halves_short_table" else 1)
+            if rotation == "none" or 0 < turned <= self.head_dim:
+                fitting.append(rotation)
+        return fitting
 
-    def _turned(
+    def turned(
         self, rotation: str, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]
     ) -> torch.Tensor:
+        """`__call__` with an embedding that turns in this way."""
         block = self.block(_native.Surroundings(None, None, None), rotation)
         return self.run(block, hidden, cache, table)
 
-    def _learn(self, cache: PagedCache, table: tuple[int, int, int]) -> bool:
-        """Takes the layer's number and settings from the original's call; False if they do not fit."""
-        if cache.last_attended is None:
-            return False
-        layer, options = cache.last_attended
-        if cache.last_updated != layer or (self.layer is not None and self.layer != layer):
-            return False
-        shape = cache.spec.layers[layer]
+    def fit(self, layer: int, options: AttentionOptions, shape: LayerSpec) -> bool:
+        """Take the layer's number and settings; False, and nothing is taken, if the parts do not fit its shape."""
         kv_width = shape.num_kv_heads * (shape.k_head_dim + shape.v_head_dim)
         num_q_heads, rest = divmod(self._all_width() - kv_width, shape.k_head_dim)
         if (
@@ -208,8 +182,6 @@ class FusedAttention:
             or num_q_heads < 1
             or num_q_heads % shape.num_kv_heads
             or self.output.num_inputs != num_q_heads * shape.v_head_dim
-            or table[2] > shape.k_head_dim
-            or cache.view(layer).k.dtype is not self.output.dtype
         ):
             return False
         if self.q_norm is not None and self.k_norm is not None:
@@ -226,20 +198,24 @@ class FusedAttention:
         return sum(layer.num_outputs for layer in self.qkv)
 
 
-def match_attention(module: nn.Module, found: dict[str, Any] | None = None) -> FusedAttention | None:
+def match_attention(
+    module: nn.Module, norms: Mapping[nn.Module, RowNorm], found: dict[str, Any] | None = None
+) -> FusedAttention | None:
     """The module as fused attention, to be proved; None if it is something else.
 
-    found: what an earlier proof of the same module found: nothing is left to be proved.
+    norms: what stands for norms, of q and k among them. found: what an earlier proof of the same module found.
     """
     layers = packed_layers(module)
     if len(layers) not in (2, 4) or forward_names(module) - set(layers) - _FORWARD_NAMES:
         return None
     names = next((pair for pair in _NORM_NAMES if all(hasattr(module, name) for name in pair)), ())
-    norms = {name: getattr(module, name) for name in names if isinstance(getattr(module, name), nn.Module)}
+    own_norms = {
+        name: getattr(module, name) for name in names if isinstance(getattr(module, name), nn.Module)
+    }
     others = [
         name
         for name, child in module.named_children()
-        if name not in layers and name not in norms and not isinstance(child, nn.Dropout | nn.Identity)
+        if name not in layers and name not in own_norms and not isinstance(child, nn.Dropout | nn.Identity)
     ]
     if others:
         return None
@@ -247,15 +223,12 @@ def match_attention(module: nn.Module, found: dict[str, Any] | None = None) -> F
     if output_name is None:
         return None
     output = layers.pop(output_name)
-    kinds = [None] * len(norms) if found is None else found["norms"]
-    matched = [
-        match_norm(norm, output.dtype, kind) for norm, kind in zip(norms.values(), kinds, strict=False)
-    ]
-    if any(norm is None for norm in matched) or any(
+    matched = [norms.get(norm) for norm in own_norms.values()]
+    if any(norm is None or norm.dtype is not output.dtype for norm in matched) or any(
         layer.dtype is not output.dtype for layer in layers.values()
     ):
         return None
-    q_norm, k_norm = matched if matched else (None, None)
+    q_norm, k_norm = matched if len(matched) == 2 else (None, None)
     attention = FusedAttention(list(layers.values()), output, q_norm, k_norm)
     if found is not None:
         attention.take(found)

@@ -13,13 +13,14 @@ rows (Gemma's is scaled) does a module of the model run, before that call.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.attention.native import batch_handle, handles
+from quire.model.cache_keyword import CACHE_KEYWORDS
 from quire.model.fused.fuse import Fused
 from quire.model.fused.layer import FusedLayer
 from quire.model.fused.norm import RowNorm
@@ -40,9 +41,18 @@ _BASE_NAMES = frozenset({
 })  # fmt: skip
 _HEAD_NAMES = frozenset({
     "lm_head", "model", "config", "vocab_size", "slice_logits_to_keep", "slice", "isinstance", "int", "loss_function",
-    "last_hidden_state", "hidden_states", "past_key_values", "attentions",
+    "last_hidden_state", "hidden_states", "attentions", *CACHE_KEYWORDS,
 })  # fmt: skip
 _OUTPUTS = "OutputWithPast"  # what the classes of their outputs are called, in the end
+
+
+class _Compiled(NamedTuple):
+    """A native decoder over a cache's views. kept: what it refers to; the native side keeps nothing alive."""
+
+    decoder: FusedDecoder
+    generation: int
+    native: Any
+    kept: Any
 
 
 class FusedDecoder:
@@ -51,7 +61,7 @@ class FusedDecoder:
     def __init__(
         self,
         embedding: nn.Module,
-        rotary: nn.Module,
+        rotary: RotaryRows,
         layers: list[FusedLayer],
         norm: RowNorm,
         head: PackedLayer,
@@ -60,12 +70,9 @@ class FusedDecoder:
         packed = embedding.__dict__.get("_packed")
         is_plain = type(embedding) is PackedEmbedding and isinstance(packed, NativeWeight)
         self._packed_embedding = packed if is_plain else None
-        self._rotary = RotaryRows(rotary, norm.dtype)
+        self._rotary = rotary
         self._layers = [layer.attention for layer in layers]
         self._blocks = [layer.blocks for layer in layers]
-        self._over: tuple[PagedCache, int] | None = None  # what the native decoder was made for
-        self._native: Any = None
-        self._kept: Any = None
 
     def __call__(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor | None:
         """Logits [R, vocab_size] of `step.logits_rows`; None where the rotary table is not of the usual form."""
@@ -99,8 +106,9 @@ class FusedDecoder:
             return self._embedding(ids).contiguous()
 
     def _over_views(self, cache: PagedCache) -> Any:
-        """The native decoder over the views that `cache` has now."""
-        if self._over != (cache, cache.generation):
+        """The native decoder over the views that `cache` has now, which keeps it."""
+        compiled = cache.compiled
+        if compiled is None or compiled.decoder is not self or compiled.generation != cache.generation:
             views, options, tables = [], [], []
             for attention in self._layers:
                 layer, settings = attention.place
@@ -108,13 +116,12 @@ class FusedDecoder:
                 views.append(view)
                 options.append(option)
                 tables.append(cache.table_of(layer))
-            self._kept = (views, options)  # the native side keeps nothing alive
             embedding = None if self._packed_embedding is None else self._packed_embedding.native
-            self._native = _native.Decoder(
+            native = _native.Decoder(
                 self._blocks, views, options, tables, embedding, self._norm.native, *self._head.product
             )
-            self._over = (cache, cache.generation)
-        return self._native
+            cache.compiled = compiled = _Compiled(self, cache.generation, native, (views, options))
+        return compiled.native
 
 
 def match_decoder(model: nn.Module, fused: Fused) -> FusedDecoder | None:
@@ -134,11 +141,10 @@ def match_decoder(model: nn.Module, fused: Fused) -> FusedDecoder | None:
     if not isinstance(norm, RowNorm) or head is None or head.dtype is not norm.dtype:
         return None
     found = [layer for layer in layers if isinstance(layer, FusedLayer)]
-    if len(found) != len(layers) or not found:
+    rotary = RotaryRows(base.get_submodule("rotary_emb"), norm.dtype)
+    if len(found) != len(layers) or not found or not rotary.is_proved():
         return None
-    return FusedDecoder(
-        base.get_submodule("embed_tokens"), base.get_submodule("rotary_emb"), found, norm, head
-    )
+    return FusedDecoder(base.get_submodule("embed_tokens"), rotary, found, norm, head)
 
 
 def _names_only(module: nn.Module, known: frozenset[str]) -> bool:

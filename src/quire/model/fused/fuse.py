@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from quire.attention import AttentionOptions
+from quire.model.cache_keyword import cache_keyword, given_cache
 from quire.model.fused.attention import FusedAttention, match_attention, rotary_table
 from quire.model.fused.layer import FusedLayer, match_layer
-from quire.model.fused.mlp import FusedMlp, match_mlp
-from quire.model.fused.norm import RowNorm, match_norm
+from quire.model.fused.mlp import FusedMlp, mlp_candidates
+from quire.model.fused.norm import RowNorm, norm_candidates
+from quire.model.fused.proof import Findings, Proof
+from quire.model.overlay import below, install
+from quire.model.prove.alike import kind_of
+from quire.model.prove.calls import record
+from quire.model.prove.hooks import may_be_replaced
+from quire.model.prove.model import ModelToProve
 
-__all__ = ["Fused", "fuse"]
+__all__ = ["Fused", "fuse", "fuse_again"]
 
 _KINDS = {"norm": RowNorm, "mlp": FusedMlp, "attention": FusedAttention, "layer": FusedLayer}
+_Answer = TypeVar("_Answer")
 
 
 class Fused:
     """The fused forwards of one model.
 
-    active: whether they serve now. proving: whether attention and layers compare themselves with the originals;
-    `keep_proved` ends that. counts: how many modules of each kind are fused, by kind.
+    active: whether they serve now, in this thread. counts: how many modules of each kind are fused, by kind.
     """
 
     def __init__(self) -> None:
-        self.active = False
-        self.proving = True
+        self._here = threading.local()
         self._installed: list[tuple[nn.Module, FusedAttention | FusedLayer | FusedMlp | RowNorm]] = []
+        self._undo: dict[nn.Module, Callable[[], None]] = {}
+
+    @property
+    def active(self) -> bool:
+        return getattr(self._here, "active", False)
+
+    @active.setter
+    def active(self, value: bool) -> None:
+        self._here.active = value
 
     @property
     def counts(self) -> dict[str, int]:
@@ -41,7 +58,7 @@ class Fused:
         return next((part for owner, part in self._installed if owner is module), None)
 
     def found(self, model: nn.Module) -> dict[str, dict[str, Any]] | None:
-        """What the proof of `model` has found, JSON, for `fuse` of a later start: kind, module name, findings.
+        """What the proof of `model` has found, JSON, for `fuse_again` of a later start: kind, module name, findings.
 
         None if some of it cannot be written down.
         """
@@ -52,24 +69,27 @@ class Fused:
             found[kind][names[module]] = True if isinstance(part, FusedLayer) else part.found
         return None if None in found["attention"].values() else found
 
-    def keep_proved(self) -> None:
-        """Ends the proof: attention and layers that did not pass get their own forwards back."""
-        self.proving = False
-        for module, part in list(self._installed):
-            passed = not isinstance(part, FusedAttention | FusedLayer) or part.proved
-            if isinstance(part, FusedLayer):
-                passed = passed and part.attention.proved
-            if not passed:
-                self._uninstall(module, part)
-
     def restore(self) -> None:
         """Gives every module its own forward back. Done twice, nothing happens."""
         for module, part in list(self._installed):
             self._uninstall(module, part)
 
-    def install_rows(self, module: nn.Module, part: RowNorm | FusedMlp) -> None:
-        """`part`, proved, serves for `module`: rows in, rows out."""
-        original = module.forward
+    def install(
+        self,
+        norms: Mapping[nn.Module, RowNorm],
+        mlps: Mapping[nn.Module, FusedMlp],
+        attentions: Mapping[nn.Module, FusedAttention],
+        layers: Mapping[nn.Module, FusedLayer],
+    ) -> None:
+        """These parts, proved, serve for those modules."""
+        for module, part in [*norms.items(), *mlps.items()]:
+            self._install_rows(module, part)
+        for module, part in [*attentions.items(), *layers.items()]:
+            self._install_attending(module, part)
+
+    def _install_rows(self, module: nn.Module, part: RowNorm | FusedMlp) -> None:
+        """`part` serves for `module`: rows in, rows out."""
+        original = below(module, "forward")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.active and len(args) == 1 and not kwargs and part.serves(args[0]):
@@ -78,25 +98,20 @@ class Fused:
 
         self._install(module, part, forward)
 
-    def install_attending(self, module: nn.Module, part: FusedAttention | FusedLayer) -> None:
-        """`part` serves for `module` once it is proved: hidden rows in, and the cache among the keywords."""
-        original = module.forward
+    def _install_attending(self, module: nn.Module, part: FusedAttention | FusedLayer) -> None:
+        """`part` serves for `module`: hidden rows in, and the cache among the keywords."""
+        original = below(module, "forward")
+        keyword = cache_keyword(original)
         pair = isinstance(part, FusedAttention)  # it answers (rows, no weights)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if len(args) == 1 and "hidden_states" not in kwargs:
                 kwargs["hidden_states"], args = args[0], ()
-            hidden, cache = kwargs.get("hidden_states"), kwargs.get("past_key_values")
+            hidden, cache = kwargs.get("hidden_states"), given_cache(keyword, kwargs)
             if not self.active or args or not part.serves(hidden, cache, kwargs.get("attention_mask")):
                 return original(*args, **kwargs)
             # None where the table is not one it was proved for.
             table = rotary_table(kwargs.get("position_embeddings"), hidden.shape[1], hidden.dtype)  # type: ignore[union-attr]
-            if self.proving:
-
-                def again(rows: torch.Tensor = hidden) -> Any:  # type: ignore[assignment]  # served: a tensor
-                    return original(**{**kwargs, "hidden_states": rows})
-
-                return part.prove(hidden, cache, table, again)  # type: ignore[arg-type]
             if table is None:
                 return original(**kwargs)
             rows = part(hidden, cache, table)  # type: ignore[arg-type]
@@ -105,62 +120,97 @@ class Fused:
         self._install(module, part, forward)
 
     def _install(self, module: nn.Module, part: Any, forward: Any) -> None:
-        module.__dict__["forward"] = forward
+        self._undo[module] = install(module, forward=forward)
         self._installed.append((module, part))
 
     def _uninstall(self, module: nn.Module, part: Any) -> None:
-        del module.__dict__["forward"]
+        self._undo.pop(module)()
         self._installed.remove((module, part))
 
 
-def fuse(model: nn.Module, dtype: torch.dtype, found: dict[str, dict[str, Any]] | None = None) -> Fused:
-    """Installs a fused forward on every module of `model` that has a known structure; its linear layers are packed.
+def fuse(prepared: ModelToProve, attended: Mapping[nn.Module, tuple[int, AttentionOptions]]) -> Fused:
+    """Installs a fused forward on every module of the model that has a known structure and is proved (`proof`).
 
-    dtype: of the rows that pass through the model. found: what `Fused.found` gave after the proof of this very model:
-    then those modules are fused, as they were, and nothing is left to be proved.
+    attended: of each module that called attention, its layer and settings.
     """
-    if found is not None:
-        return _fuse_again(model, dtype, found)
+    model, dtype = prepared.loaded.model, prepared.loaded.dtype
+    modules = [module for module in model.modules() if may_be_replaced(module)]
+    norms = [module for module in modules if norm_candidates(module, dtype)]
+    mlps = [module for module in modules if module not in norms and mlp_candidates(module)]
+    around = [module for module in modules if any(child in attended for child in module.children())]
+    layers_of = {module: layer for module, (layer, _) in attended.items()}
+    settings_of = dict(attended.values())
+    for module in around:
+        layers_of[module] = next(layers_of[child] for child in module.children() if child in attended)
+
+    def kind(module: nn.Module) -> Hashable:
+        layer = layers_of.get(module)
+        if layer is None:
+            return kind_of(module)
+        settings = settings_of[layer]
+        beside = (settings.scale, settings.window, settings.chunk, settings.softcap, settings.sinks is None)
+        return kind_of(module, prepared.spec.layers[layer], *beside)
+
+    asked = [*norms, *mlps, *(module for module in modules if module in attended), *around]
+    first_of = {kind(module): module for module in reversed(asked)}
+    near, far = record(prepared, first_of.values(), layers_of)
+    proof, found = Proof(prepared, near, far), Findings()
+
+    def each(kinds: Iterable[nn.Module], ask: Callable[[nn.Module], _Answer]) -> dict[nn.Module, _Answer]:
+        """What `ask` answers for each module, asked of one of those that are alike."""
+        answers: dict[Hashable, _Answer] = {}
+        for module in (kinds := list(kinds)):
+            if kind(module) not in answers:
+                answers[kind(module)] = ask(module)
+        return {module: answers[kind(module)] for module in kinds}
+
+    found.norms.update(_known(each(norms, proof.norm)))
+    found.mlps.update(_known(each(mlps, proof.mlp)))
+    row_norms = {module: norm_candidates(module, dtype)[name] for module, name in found.norms.items()}
+    candidates = {}
+    for module, (layer, options) in attended.items():
+        part = match_attention(module, row_norms) if may_be_replaced(module) else None
+        if part is not None and part.fit(layer, options, prepared.spec.layers[layer]):
+            candidates[module] = part
+    turns = each(candidates, lambda module: proof.attention(module, candidates[module], found.norms))
+    for module, rotation in _known(turns).items():
+        candidates[module].rotation = rotation
+        found.attentions[module] = candidates[module]
+    fused_mlps = {module: mlp_candidates(module)[order] for module, order in found.mlps.items()}
+    layers = {}
+    for module in around:
+        if (part := match_layer(module, found.attentions, fused_mlps, row_norms)) is not None:
+            layers[module] = part
+    proved = each(layers, lambda module: proof.layer(module, found))
     fused = Fused()
-    norms: dict[nn.Module, RowNorm] = {}
-    mlps: dict[nn.Module, FusedMlp] = {}
-    attentions: dict[nn.Module, FusedAttention] = {}
-    layers: list[tuple[nn.Module, FusedLayer]] = []
-    modules = [module for module in model.modules() if "forward" not in module.__dict__]  # nobody's hook
-    for module in modules:
-        if (norm := match_norm(module, dtype)) is not None:
-            norms[module] = norm
-        elif (attention := match_attention(module)) is not None:
-            attentions[module] = attention
-        elif (mlp := match_mlp(module)) is not None:
-            mlps[module] = mlp
-    for module in modules:
-        if (layer := match_layer(module, attentions, mlps, norms)) is not None:
-            layers.append((module, layer))
-    for module, part in [*norms.items(), *mlps.items()]:
-        fused.install_rows(module, part)
-    for module, part in [*attentions.items(), *layers]:
-        fused.install_attending(module, part)
+    fused.install(
+        row_norms,
+        fused_mlps,
+        found.attentions,
+        {module: layer for module, layer in layers.items() if proved[module]},
+    )
     return fused
 
 
-def _fuse_again(model: nn.Module, dtype: torch.dtype, found: dict[str, dict[str, Any]]) -> Fused:
-    fused = Fused()
-    fused.proving = False
+def _known(answers: Mapping[nn.Module, _Answer | None]) -> dict[nn.Module, _Answer]:
+    return {module: answer for module, answer in answers.items() if answer is not None}
+
+
+def fuse_again(model: nn.Module, dtype: torch.dtype, found: Mapping[str, Mapping[str, Any]]) -> Fused:
+    """The same modules fused as they were, from what `Fused.found` gave after the proof of this very model."""
     modules = dict(model.named_modules())
 
-    def matched(kind: str, match: Callable[[nn.Module, Any], Any]) -> dict[nn.Module, Any]:
+    def matched(kind: str, match: Callable[[nn.Module, Any], _Answer | None]) -> dict[nn.Module, _Answer]:
         parts = {modules[name]: match(modules[name], what) for name, what in found[kind].items()}
-        if None in parts.values():
+        known = _known(parts)
+        if len(known) < len(parts):
             raise ValueError(f"expected every {kind} that was found before, got another structure")
-        return parts
+        return known
 
-    norms = matched("norm", lambda module, what: match_norm(module, dtype, what))
-    mlps = matched("mlp", match_mlp)
-    attentions = matched("attention", match_attention)
+    norms = matched("norm", lambda module, what: norm_candidates(module, dtype).get(what))
+    mlps = matched("mlp", lambda module, what: mlp_candidates(module).get(what))
+    attentions = matched("attention", lambda module, what: match_attention(module, norms, what))
     layers = matched("layer", lambda module, _: match_layer(module, attentions, mlps, norms))
-    for module, part in [*norms.items(), *mlps.items()]:
-        fused.install_rows(module, part)
-    for module, part in [*attentions.items(), *layers.items()]:
-        fused.install_attending(module, part)
+    fused = Fused()
+    fused.install(norms, mlps, attentions, layers)
     return fused

@@ -1,15 +1,14 @@
 """A whole decoder layer: norm, attention, norm, residual; norm, MLP, norm, residual. Two native calls.
 
 Matched by structure: an attention and an MLP that are fused each, norms whose names say where they stand, perhaps a
-factor on what is added to the residual, dropouts, nothing else. Compared with the layer's own forward in the probe's
-forwards, in the first one also with the hidden rows scaled down to the size of what the layer adds, so that the
-residual does not hide it.
+factor on what is added to the residual, dropouts, nothing else. The proof compares what it adds to the residual, on
+rows no larger than that, so that the residual does not hide it (`proof`).
 Cost of a call: the two native calls and about 12 us.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.model.fused.attention import FusedAttention
 from quire.model.fused.mlp import FusedMlp
 from quire.model.fused.norm import RowNorm
-from quire.model.fused.structure import agrees, forward_names
+from quire.model.fused.structure import forward_names
 from quire.model.paged_cache import PagedCache
 
 __all__ = ["FusedLayer", "match_layer"]
@@ -44,7 +43,7 @@ _FORWARD_NAMES = frozenset({"residual_multiplier", "use_parallel_residual"})
 
 @dataclass
 class FusedLayer:
-    """The parts of a decoder layer, and whether the probe has found them to be all of it."""
+    """The parts of a decoder layer."""
 
     attention: FusedAttention
     mlp: FusedMlp
@@ -52,11 +51,9 @@ class FusedLayer:
     residual_scale: float
 
     def __post_init__(self) -> None:
-        self.proved = True  # until an answer differs
-        self._scaled = False  # whether the comparison with scaled rows has been made
         self._blocks: tuple[Any, Any] | None = None
 
-    def serves(self, hidden: Any, cache: Any, mask: Any) -> bool:
+    def serves(self, hidden: Any, cache: object, mask: Any) -> bool:
         return self.attention.serves(hidden, cache, mask)
 
     def __call__(self, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]) -> torch.Tensor:
@@ -67,46 +64,8 @@ class FusedLayer:
     def blocks(self) -> tuple[Any, Any]:
         """The native calls of its two halves, once they are proved."""
         if self._blocks is None:
-            self._blocks = self._build(self.attention.rotations[0])
+            self._blocks = self._build(self.attention.proved_rotation)
         return self._blocks
-
-    def prove(
-        self,
-        hidden: torch.Tensor,
-        cache: PagedCache,
-        table: tuple[int, int, int] | None,
-        original: Callable[[torch.Tensor], Any],
-    ) -> Any:
-        """The original's answer to this call, or the fused one if it is the same.
-
-        original: the layer's own forward of other hidden rows. K and V are left as the answer returned wrote them.
-        """
-        count = cache.num_attended
-        want = original(hidden)
-        if not (
-            self.proved and isinstance(want, torch.Tensor) and table is not None and self.attention.proved
-        ):
-            self.proved = False
-            return want
-        compared = [(hidden, want)]
-        if not self._scaled:
-            added = (want.float() - hidden.float()).norm() / hidden.float().norm()
-            small = (hidden.float() * added).to(hidden.dtype)
-            compared.insert(0, (small, original(small)))  # the call itself last: its K and V stay
-            self._scaled = True
-        blocks = self._build(self.attention.rotations[0])
-        answer = want
-        for rows, own in compared:
-            answer = self._run(blocks, rows, cache, table)
-            if not (
-                self.attention.proved  # of its own comparison within the original
-                and agrees(answer.float() - rows.float(), own.float() - rows.float(), (rows, own))
-            ):
-                self.proved = False
-                answer = original(hidden)
-                break
-        cache.num_attended = count + 1
-        return answer
 
     def _build(self, rotation: str) -> tuple[Any, Any]:
         before, after, before_mlp, after_mlp = (None if norm is None else norm.native for norm in self.norms)
@@ -127,9 +86,9 @@ class FusedLayer:
 
 def match_layer(
     module: nn.Module,
-    attention: dict[nn.Module, FusedAttention],
-    mlps: dict[nn.Module, FusedMlp],
-    norms: dict[nn.Module, RowNorm],
+    attention: Mapping[nn.Module, FusedAttention],
+    mlps: Mapping[nn.Module, FusedMlp],
+    norms: Mapping[nn.Module, RowNorm],
 ) -> FusedLayer | None:
     """The module as a fused layer of parts that are matched already, to be proved; None if it is something else."""
     children = dict(module.named_children())

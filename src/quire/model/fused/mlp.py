@@ -1,7 +1,7 @@
 """An MLP in one native call: gate and up, activation, down; or up, activation, down.
 
 Matched by structure: two or three packed linear layers whose widths fit, one activation the kernels know, nothing else
-but dropouts. Gate before up, up before gate: found by comparing with the module itself (`found`).
+but dropouts. Gate before up or up before gate is what is left open: the candidates, of which `proof` finds one.
 Cost of a call: the products, and about 3 us.
 """
 
@@ -15,15 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.model.fused.structure import (
-    PackedLayer,
-    agrees,
-    forward_names,
-    packed_layers,
-    random_rows,
-)
+from quire.model.fused.structure import PackedLayer, forward_names, packed_layers
 
-__all__ = ["FusedMlp", "match_mlp"]
+__all__ = ["FusedMlp", "mlp_candidates"]
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -78,14 +72,11 @@ class FusedMlp:
 
 
 @torch.inference_mode()
-def match_mlp(module: nn.Module, found: bool | None = None) -> FusedMlp | None:
-    """The module as a fused MLP, proved on random rows; None if it is something else.
-
-    found: what an earlier proof of the same module found; there is none then.
-    """
+def mlp_candidates(module: nn.Module) -> dict[bool, FusedMlp]:
+    """The module as a fused MLP, by what it may be (`FusedMlp.found`); empty if it is something else."""
     layers = packed_layers(module)
     if len(layers) not in (2, 3) or forward_names(module) - set(module._modules) - _FORWARD_NAMES:
-        return None
+        return {}
     activation = _activation_of(module)
     others = [
         child
@@ -93,27 +84,20 @@ def match_mlp(module: nn.Module, found: bool | None = None) -> FusedMlp | None:
         if name not in layers and name not in _ACTIVATION_NAMES and not isinstance(child, nn.Dropout)
     ]
     if activation is None or others:
-        return None
+        return {}
     *inputs, output = layers.values()
     hidden, inner = output.num_outputs, output.num_inputs
     if any(layer.num_inputs != hidden or layer.dtype is not output.dtype for layer in inputs):
-        return None
+        return {}
     widths = [layer.num_outputs for layer in inputs]
     candidates: list[tuple[list[PackedLayer], bool]] = []
     if widths == [inner, inner]:
         candidates = [(inputs, True), (inputs[::-1], True)]
     elif widths in ([2 * inner], [inner]):
         candidates = [(inputs, widths == [2 * inner])]
-    if not candidates:
-        return None
-    mlps = [FusedMlp(*candidate, activation, output, bool(i)) for i, candidate in enumerate(candidates)]
-    if found is not None:
-        return next((mlp for mlp in mlps if mlp.found is found), None)
-    x = random_rows(hidden, output.dtype)
-    want = module(x)
-    if not isinstance(want, torch.Tensor):
-        return None
-    return next((mlp for mlp in mlps if agrees(mlp(x), want)), None)
+    return {
+        bool(i): FusedMlp(*candidate, activation, output, bool(i)) for i, candidate in enumerate(candidates)
+    }
 
 
 def _activation_of(module: nn.Module) -> str | None:

@@ -50,6 +50,15 @@ class RotaryRows:
         self._cos, self._sin = tables
         return Angles(self._cos, self._sin, positions)
 
+    def is_proved(self) -> bool:
+        """Whether the rows kept are the module's own answers at positions up to 512, bit for bit, in any order."""
+        positions = torch.tensor([511, 0, 1, 300, 17, 64, 255, 256, 5, 509, 130])
+        angles, own = self(positions), self._tables(positions)
+        if angles is None or own is None:
+            return False
+        kept = angles.cos[angles.rows], angles.sin[angles.rows]
+        return all(torch.equal(table, want) for table, want in zip(kept, own, strict=True))
+
     def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         with torch.inference_mode(), one_torch_thread():
             answer = self._module(self._like, positions[None])

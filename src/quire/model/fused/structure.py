@@ -1,4 +1,4 @@
-"""How modules are looked at: their packed linear layers, the names their forward uses, and how near two answers are.
+"""How modules are looked at: their packed linear layers, the names their forward uses, and rows to ask them on.
 
 Not a parser of models: a module whose forward names anything beyond what a fused one understands is left alone.
 """
@@ -6,7 +6,6 @@ Not a parser of models: a module whose forward names anything beyond what a fuse
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -14,11 +13,7 @@ from torch import nn
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.model.linear import NativeWeight
 
-__all__ = ["PackedLayer", "agrees", "forward_names", "packed_layer", "packed_layers", "random_rows"]
-
-# Largest relative distance |fused - original| / |original| that rounding explains: the original rounds after each
-# of its operators, the fused one once at the end of each.
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.05}
+__all__ = ["PackedLayer", "forward_names", "packed_layer", "packed_layers", "random_rows"]
 
 
 class PackedLayer:
@@ -56,24 +51,13 @@ def forward_names(module: nn.Module) -> frozenset[str]:
     return frozenset(code.co_names) if code is not None else frozenset({"?"})
 
 
-def random_rows(width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Five rows [1, 5, width], neither centred nor of one size, the same at every call."""
-    rows = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(width))
-    return (rows * torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0])[:, None] + 0.25).to(dtype)
+def random_rows(width: int, epsilon: float = 0.0, count: int = 16) -> torch.Tensor:
+    """float32 [1, count, width], the same at every call: rows neither centred nor of one size.
 
-
-def agrees(got: torch.Tensor, want: torch.Tensor, beside: Sequence[torch.Tensor] = ()) -> bool:
-    """Whether `got` is `want` but for rounding.
-
-    beside: the sums that both were taken out of, a residual's: computed by the same operators otherwise, they may
-    differ by a rounding of what was added and one of the sum, no more.
+    epsilon: where given, every fourth row has a variance of about that, which is where a norm's epsilon matters.
     """
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return False
-    tolerance = _TOLERANCE[want.dtype]
-    if beside:
-        tolerance = max(tolerance, torch.finfo(beside[0].dtype).eps / 2)
-    allowed = tolerance * want.float().norm()
-    for tensor in beside:
-        allowed = allowed + torch.finfo(tensor.dtype).eps / 2 * tensor.float().norm()
-    return bool((got.float() - want.float()).norm() <= allowed)  # False for NaN
+    rows = torch.randn(1, count, width, generator=torch.Generator().manual_seed(width))
+    sizes = torch.tensor([0.5, 1.0, 2.0, 3.0]).repeat(-(-count // 4))[:count]
+    if epsilon:
+        sizes[1::4] = epsilon**0.5
+    return (rows + 0.25) * sizes[:, None]

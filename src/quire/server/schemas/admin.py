@@ -55,7 +55,10 @@ class PinList(BaseModel):
 
 
 class Dropped(BaseModel):
-    num_freed: int = Field(description="Blocks made free.")
+    num_freed: int = Field(description="Blocks made free at once.")
+    num_held: int = Field(
+        description="Blocks that running requests hold: not found from now on, free when these end."
+    )
 
 
 class Resize(Body):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 __all__ = ["Body", "ErrorBody", "ModelCard", "ModelList", "SamplingBody", "StreamOptions", "Usage"]
 
@@ -50,12 +50,21 @@ class SamplingBody(Body):
     priority: int | None = Field(
         None, ge=0, le=2**20, description="Ours: smaller is served first, within what the tenant may have."
     )
-    retention: Literal["keep", "normal", "discard"] | None = Field(
-        None, description="Ours: how long its content stays cached, beside others'."
+    cache_priority: Literal["keep", "normal", "discard"] | None = Field(
+        None,
+        validation_alias=AliasChoices("cache_priority", "retention"),  # the second is its old name
+        description="Ours: how long its content stays cached, beside others'.",
     )
     keep_for: float | None = Field(
         None, gt=0, le=30 * 86400, description="Ours: seconds for which its prompt's content is pinned."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name(cls, data: Any) -> Any:
+        if isinstance(data, dict) and {"cache_priority", "retention"} <= data.keys():
+            raise ValueError("expected cache_priority alone, got retention too, which is its old name")
+        return data
 
 
 class PromptTokensDetails(BaseModel):

@@ -3,7 +3,7 @@
 snapshot.py         what is taken from the engine between two steps, and what is sent of it
 prefix_summary.py   the prefix tree as some rows
 feed.py             one snapshot for all who watch, as often as its cost allows
-details.py          one unit, one sequence
+details.py          one block, one sequence
 routes.py           the page and its events over HTTP
 storages.py         the comparison's sessions over HTTP
 page/               HTML, CSS and scripts as they are served; nothing is built, nothing comes from elsewhere

@@ -18,12 +18,15 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import numpy as np
+
 from quire.errors import CancelledError
 from quire.server.errors import ApiError
 from quire.server.service import Service
 from quire.server.sse import event
-from quire.server.window.prefix_summary import Births, Known, summarize
-from quire.server.window.snapshot import Painter, Snapshot, collect
+from quire.server.window.details import first_words
+from quire.server.window.prefix_summary import Births, Known, Words, summarize
+from quire.server.window.snapshot import NUM_WORD_TOKENS, Painter, Snapshot, collect, idle_cells
 
 __all__ = ["MAX_SHARE", "Feed"]
 
@@ -68,7 +71,7 @@ class Feed:
     def num_watchers(self) -> int:
         return sum(self._num_watchers.values())
 
-    async def watch(self, is_admin: bool) -> AsyncGenerator[bytes]:
+    async def monitor(self, is_admin: bool) -> AsyncGenerator[bytes]:
         """Events, the first with all there is; ends when the server stops."""
         if self.num_watchers >= _MAX_WATCHERS:
             raise ApiError(
@@ -127,11 +130,11 @@ class Feed:
     async def _update(self) -> None:
         is_private = self._num_watchers[True] > 0
         is_due = time.monotonic() >= self._next_slow
-        tiers = await asyncio.to_thread(self._service.engine.llm.tier_counts)  # no step waits for a disk
+        tiers = await asyncio.to_thread(self._service.engine.monitor.tier_counts)  # no step waits for a disk
 
         def take() -> Snapshot:
             return collect(
-                self._service.engine.llm,
+                self._service.engine.core,
                 tiers,
                 with_sequences=is_private,
                 with_tree=is_private and is_due,
@@ -150,8 +153,8 @@ class Feed:
 
     def _known(self, snapshot: Snapshot) -> Known:
         """Ages of nodes by the mirror, whose blocks are looked up one by one while it goes on."""
-        watch = self._service.engine.llm.watch
-        blocks = {} if watch is None else watch.mirror.by_id
+        monitor = self._service.engine.core.monitor
+        blocks = {} if monitor is None else monitor.mirror.by_id
 
         def known(node: int) -> tuple[float, float] | None:
             block = blocks.get(node)
@@ -161,6 +164,17 @@ class Feed:
             return max(0.0, now - block.made_at), max(0.0, now - block.used_at)
 
         return known
+
+    def _words(self, snapshot: Snapshot) -> Words:
+        monitor = self._service.engine.core.monitor
+        blocks = {} if monitor is None else monitor.mirror.by_id
+
+        def words(node: int) -> str | None:
+            block = blocks.get(node)
+            tokens = snapshot.beginnings.get(node) if block is None else block.tokens[:NUM_WORD_TOKENS]
+            return None if tokens is None else first_words(tokens.tolist(), self._service.tokenizer)
+
+        return words
 
     def _paint(self, snapshot: Snapshot, is_private: bool) -> tuple[float, float]:
         """(processor seconds, those of the tree, which has its own share)."""
@@ -176,9 +190,13 @@ class Feed:
             private = self._painter.private(snapshot)
             if snapshot.tree is not None:
                 tree_began = time.thread_time()
+                known = self._known(snapshot)
                 private["tree"] = summarize(
-                    snapshot.tree, snapshot.owners, self._births, snapshot.at, self._known(snapshot)
+                    snapshot.tree, snapshot.owners, self._births, snapshot.at, known, self._words(snapshot)
                 )
+                spans = (known(node) for node in snapshot.tree.node_ids.tolist())
+                idle_s = np.array([np.nan if span is None else span[1] for span in spans])
+                private["idle"] = idle_cells(snapshot.tree, idle_s, len(snapshot.blocks.states))
                 tree_s = time.thread_time() - tree_began
             self._parts[True].update(public | private, self.number + 1)
         return time.thread_time() - began - tree_s, tree_s

@@ -17,10 +17,13 @@ import numpy as np
 from quire.cache.tree_view import STATES, TreeView
 from quire.server.tenants import name_of_owner
 
-__all__ = ["Births", "Known", "summarize"]
+__all__ = ["Births", "Known", "Words", "summarize"]
 
 Known: TypeAlias = Callable[[int], tuple[float, float] | None]
 """(seconds since it was made, since it was last used) of a node, where that is known exactly."""
+
+Words: TypeAlias = Callable[[int], str | None]
+"""The first words of a node, where they are known."""
 
 _MAX_ROWS = 200
 _MAX_POINTS = 512
@@ -55,7 +58,12 @@ class Births:
 
 
 def summarize(
-    tree: TreeView, owners: Mapping[bytes, str], births: Births, now: float, known: Known = lambda _: None
+    tree: TreeView,
+    owners: Mapping[bytes, str],
+    births: Births,
+    now: float,
+    known: Known = lambda _: None,
+    words: Words = lambda _: None,
 ) -> dict[str, Any]:
     """{"rows": [...], "nodes": all of the tree's, "hidden": nodes that no row tells of}. owners: of namespaces."""
     n = len(tree)
@@ -89,7 +97,7 @@ def summarize(
             chain += only
         below.setdefault(parent, []).append(len(shown))
         put(children.get(chain[-1], []), len(shown))
-        shown.append(_row(tree, chain, sizes[row], births, now, owners, known))
+        shown.append(_row(tree, chain, sizes[row], births, now, owners, known, words))
         num_told += len(chain)
 
     salts: dict[int, int] = {}
@@ -122,17 +130,19 @@ def _row(
     now: float,
     owners: Mapping[bytes, str],
     known: Known,
+    words: Words,
 ) -> dict[str, Any]:
     states = np.bincount(tree.states[chain].ravel(), minlength=len(STATES))
-    units = tree.units[chain[-1]]
+    block_ids = tree.block_ids[chain[-1]]
     node = int(tree.node_ids[chain[0]])
     age, is_older = births.age(node, now)
     idle = None
     if (spans := known(node)) is not None:
         (age, idle), is_older = spans, False
-    there = units[units >= 0]
+    there = block_ids[block_ids >= 0]
     return {
         "node": node,
+        "words": words(node),
         "tenant": name_of_owner(owners.get(tree.namespaces[int(tree.namespace_index[chain[0]])])),
         "namespace": int(tree.namespace_index[chain[0]]),
         "blocks": len(chain),
@@ -142,7 +152,7 @@ def _row(
         "cached": int(states[STATES.index("cached")]),
         "gone": int(states[STATES.index("gone")]),
         "readers": int(tree.num_references[chain].max(initial=0)),
-        "unit": int(there[0]) if len(there) else None,
+        "block": int(there[0]) if len(there) else None,
         "age": round(age, 1),
         "older": is_older,
         "idle": None if idle is None else round(idle, 1),

@@ -2,7 +2,7 @@
 
     /, /compare, /window/FILE                        the page: fixed files, for everybody
     /window/events                                   server-sent events, for whoever is let in
-    /window/units/N, /window/sequences/ID/INDEX      for the administrator
+    /window/blocks/N, /window/sequences/ID/INDEX      for the administrator
 
 Everything is sent with a content security policy that allows scripts, styles and connections of this server and nothing
 else; no file has a script or a style inline. The page brings no key: whoever has one types it in, and it stays in that
@@ -22,7 +22,7 @@ from quire.server.errors import ApiError
 from quire.server.schemas.common import ERRORS
 from quire.server.service import Service
 from quire.server.sse import EventStream
-from quire.server.window.details import readable, sequence_details, unit_details
+from quire.server.window.details import block_details, readable, sequence_details
 from quire.server.window.feed import Feed
 
 __all__ = ["router"]
@@ -105,17 +105,17 @@ async def events(request: Request, service: TheService) -> Response:
     is_admin = _is_administrator(request, service)
     if not is_admin:
         tenant_of(request, service)
-    watching = _feed(request, service).watch(is_admin)
+    watching = _feed(request, service).monitor(is_admin)
     first = await anext(watching)  # its errors become a status
     return EventStream(first, watching, {"X-Quire-Admin": "1" if is_admin else "0"})
 
 
-@router.get("/window/units/{unit}", dependencies=[Depends(administrator)])
-async def unit(
-    service: TheService, unit: int = Path(ge=0, lt=2**31), last: int | None = Query(None, ge=0, lt=2**31)
+@router.get("/window/blocks/{block_id}", dependencies=[Depends(administrator)])
+async def block(
+    service: TheService, block_id: int = Path(ge=0, lt=2**31), last: int | None = Query(None, ge=0, lt=2**31)
 ) -> Response:
-    """A unit of the cache: its state, who holds it, and its tokens. last: of a range, of tokens or pages."""
-    details = await service.engine.between_steps(lambda: unit_details(service.engine.llm, unit, last))
+    """A block of the cache: its state, who holds it, and its tokens. last: of a range, of tokens or pages."""
+    details = await service.engine.between_steps(lambda: block_details(service.engine.core, block_id, last))
     return _shown(details, service)
 
 
@@ -123,7 +123,7 @@ async def unit(
 async def sequence(service: TheService, request_id: str, index: int = Path(ge=0, lt=2**31)) -> Response:
     """A running sequence: its whole block table and its newest tokens."""
     details = await service.engine.between_steps(
-        lambda: sequence_details(service.engine.llm, request_id, index)
+        lambda: sequence_details(service.engine.core, request_id, index)
     )
     return _shown(details, service)
 

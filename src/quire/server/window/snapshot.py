@@ -4,11 +4,13 @@
 
 Who may see what
     anybody let in      counts, rates, the map by state, memory by tier: what `/metrics` tells, drawn
-    the administrator   also tenants (the map's owners), the sequences with their block tables, the prefix tree
+    the administrator   also tenants (the map's owners), the sequences with their block tables, the prefix tree with
+                        the first words of its branches, for how long cached blocks have not been used
 
-No token, no text, no key and no salt is in either part; tokens are told one unit at a time (`details.py`).
+No key and no salt is in either part. Of the content only those first words are, in the administrator's part; tokens are
+told one block at a time (`details.py`).
 
-Cost, of 100 000 units: some 5 ms together (benchmarks/window.py), the tree apart (`prefix_summary.py`).
+Cost, of 100 000 blocks: some 5 ms together (benchmarks/window.py), the tree apart (`prefix_summary.py`).
 """
 
 from __future__ import annotations
@@ -22,25 +24,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cache.row_cache import RowCache
-from quire.cache.tree_view import TreeView
-from quire.cache.unit_map import CACHED, HELD, LEASED, PINNED, UnitMap
-from quire.engine.llm import LLM
-from quire.engine.request import Sample
+from quire.baselines.row_cache import RowCache
+from quire.cache.block_map import CACHED, HELD, IN_FLIGHT, PINNED, BlockMap
+from quire.cache.protocol import shares_prefixes
+from quire.cache.tree_view import STATES, TreeView
+from quire.engine.core import EngineCore
+from quire.scheduler.request import RequestSequence
 from quire.server.tenants import name_of_owner
 from quire.tiers.guarded import TierCounts
 
-__all__ = ["MAX_CELLS", "Painter", "Snapshot", "collect", "runs_of"]
+__all__ = ["MAX_CELLS", "NUM_WORD_TOKENS", "Painter", "Snapshot", "collect", "idle_cells", "runs_of"]
 
 MAX_CELLS = 4096
 _MAX_SEQUENCES = 64
 _MAX_RUNS = 24  # of a block table that are sent
 _MAX_TENANTS = 14  # with a colour of their own
 _NOBODY = 255
+NUM_WORD_TOKENS = 12  # with which a branch of the tree is named
+_MAX_PARTIAL = 32  # nodes without a full block, the newest, that are named
+_CACHED_NODE = STATES.index("cached")
+_IDLE_STEPS_S = (10.0, 60.0, 600.0, 3600.0)  # idle times told apart; page/map.js has the same
 
 _COUNTS = (
-    "num_blocks", "free", "cached", "held", "leased", "pinned", "num_running", "num_waiting", "num_finished_requests",
-    "num_preemptions", "evicted_blocks", "copied_blocks", "deduplicated_blocks", "num_steps",
+    "num_blocks", "free", "cached", "held", "in_flight", "pinned", "num_running", "num_waiting",
+    "num_finished_requests", "num_preemptions", "evicted_blocks", "copied_blocks", "deduplicated_blocks", "num_steps",
 )  # fmt: skip
 
 
@@ -64,41 +71,47 @@ class Snapshot:
     """Copies: nothing in it changes any more. owners: whose each namespace is.
 
     committed_bytes: that the cache has taken from the system, if asked. mirror_now: of the clock by which the cache's
-    mirror notes times.
+    mirror notes times. beginnings: by node id, the first tokens of some nodes that the mirror does not know (partial
+    blocks).
 
     cpu_s, slow_cpu_s: what taking it has cost; the second of the tree and the committed bytes."""
 
     at: float
     stats: dict[str, Any]
-    units: UnitMap
+    blocks: BlockMap
     owners: dict[bytes, str]
-    unit_bytes: int
+    block_bytes: int
     block_size: int
-    unit: str
+    block_name: str
     committed_bytes: int | None
-    sequences: list[SequenceRow]
+    cache_sequences: list[SequenceRow]
     tiers: list[tuple[str, int]]
     tree: TreeView | None
+    beginnings: dict[int, NDArray[np.int32]]
     mirror_now: float
     cpu_s: float
     slow_cpu_s: float
 
 
-def table_of(llm: LLM, sample: Sample) -> NDArray[np.int32]:
-    """All units that a running sample has, as its block tables name them, those behind a window left out; of a storage
+def table_of(core: EngineCore, sequence: RequestSequence) -> NDArray[np.int32]:
+    """All blocks that a running sample has, as its block tables name them, those behind a window left out; of a storage
     that keeps a sequence in one piece: those of its place."""
-    cache = llm.cache
+    cache = core.cache
     if isinstance(cache, RowCache):
         spans = cache.spans()
-        found = [np.arange(first, first + count) for row, first, count in spans if row == sample.sequence.id]
+        found = [
+            np.arange(first, first + count)
+            for row, first, count in spans
+            if row == sequence.cache_sequence.id
+        ]
         return np.concatenate(found).astype(np.int32) if found else np.empty(0, np.int32)
-    tables = [sample.sequence.block_table(group) for group in range(cache.num_groups)]
+    tables = [sequence.cache_sequence.block_table(group) for group in range(cache.num_groups)]
     table = tables[0] if len(tables) == 1 else np.concatenate(tables)
     return table[table >= 0]
 
 
 def collect(
-    llm: LLM,
+    core: EngineCore,
     tiers: Sequence[TierCounts],
     *,
     with_sequences: bool,
@@ -110,48 +123,63 @@ def collect(
     with_committed: the system is asked about every page of the pool, which takes a millisecond a GiB.
     """
     began = time.thread_time()
-    scheduler, now = llm.engine.scheduler, llm.engine.scheduler.clock()
-    sequences = [
+    scheduler, now = core.engine.scheduler, core.engine.scheduler.clock()
+    cache_sequences = [
         SequenceRow(
-            id=sample.request.request_id,
-            index=sample.index,
-            tenant=name_of_owner(sample.request.tenant),
-            num_prompt_tokens=len(sample.request.prompt_token_ids),
-            num_tokens=sample.num_tokens,
-            num_computed=sample.num_computed,
-            num_cached=sample.request.num_cached_tokens,
-            age_s=now - sample.request.arrival_s,
-            table=table_of(llm, sample),
+            id=sequence.request.request_id,
+            index=sequence.index,
+            tenant=name_of_owner(sequence.request.tenant),
+            num_prompt_tokens=len(sequence.request.prompt_token_ids),
+            num_tokens=sequence.num_tokens,
+            num_computed=sequence.num_computed,
+            num_cached=sequence.request.num_cached_tokens,
+            age_s=now - sequence.request.arrival_s,
+            table=table_of(core, sequence),
         )
-        for sample in (scheduler.running if with_sequences else ())
-        if sample.sequence is not None
+        for sequence in (scheduler.running if with_sequences else ())
+        if sequence.cache_sequence is not None
     ]
-    cache = llm.cache
+    cache = core.cache
     slow_began = time.thread_time()
     mirror_now = 0.0
-    if with_tree and llm.watch is not None:
-        llm.watch.feed.collect()
-        mirror_now = llm.watch.mirror.clock()
-    committed_bytes = llm.kv_committed_bytes if with_committed else None
-    tree = cache.tree() if with_tree and cache.can_fork else None
+    if with_tree and core.monitor is not None:
+        core.monitor.feed.collect()
+        mirror_now = core.monitor.mirror.clock()
+    committed_bytes = core.bytes_committed if with_committed else None
+    tree = cache.tree() if with_tree and shares_prefixes(cache) else None
+    beginnings = {} if tree is None else _beginnings(core, tree)
     slow_cpu_s = time.thread_time() - slow_began
-    units = cache.unit_map()
+    blocks = cache.block_map()
     return Snapshot(
         at=time.time(),
-        stats=llm.engine.stats(),
-        units=units,
-        owners={namespace: llm.engine.tenants.owner_of(namespace) for namespace in units.namespaces},
-        unit_bytes=cache.unit_bytes,
+        stats=core.engine.stats(),
+        blocks=blocks,
+        owners={namespace: core.engine.tenants.owner_of(namespace) for namespace in blocks.namespaces},
+        block_bytes=cache.block_bytes,
         block_size=cache.block_size,
-        unit=cache.unit,
+        block_name=cache.block_name,
         committed_bytes=committed_bytes,
-        sequences=sequences,
+        cache_sequences=cache_sequences,
         tiers=[(tier.name, tier.bytes) for tier in tiers],
         tree=tree,
+        beginnings=beginnings,
         mirror_now=mirror_now,
         cpu_s=time.thread_time() - began - slow_cpu_s,
         slow_cpu_s=slow_cpu_s,
     )
+
+
+def _beginnings(core: EngineCore, tree: TreeView) -> dict[int, NDArray[np.int32]]:
+    """Of the newest partial blocks. O(tokens before each)."""
+    partial = np.flatnonzero(tree.num_tokens < core.cache.block_size)
+    newest = partial[np.argsort(tree.node_ids[partial])[-_MAX_PARTIAL:]]
+    found = {}
+    for node, block_ids in zip(tree.node_ids[newest].tolist(), tree.block_ids[newest], strict=True):
+        there = block_ids[block_ids >= 0]
+        content = core.cache.content_of(int(there[0])) if len(there) else None
+        if content is not None:
+            found[node] = content.tokens[len(content.tokens) - content.num_own :][:NUM_WORD_TOKENS]
+    return found
 
 
 class Painter:
@@ -169,29 +197,29 @@ class Painter:
         stats, at = snapshot.stats, snapshot.at
         if snapshot.committed_bytes is not None:
             self._committed_bytes = snapshot.committed_bytes
-        used_units = stats["held"] + stats["leased"] + stats["pinned"]
+        used_blocks = stats["held"] + stats["in_flight"] + stats["pinned"]
         return {
             "at": round(at, 3),
-            "unit": snapshot.unit,
+            "block": snapshot.block_name,
             "block_size": snapshot.block_size,
             "counts": {name: stats[name] for name in _COUNTS},
             "rates": self._rates(snapshot, first_tokens),
             "memory": {
-                "total": stats["num_blocks"] * snapshot.unit_bytes,
-                "used": used_units * snapshot.unit_bytes,
-                "cached": stats["cached"] * snapshot.unit_bytes,
+                "total": stats["num_blocks"] * snapshot.block_bytes,
+                "used": used_blocks * snapshot.block_bytes,
+                "cached": stats["cached"] * snapshot.block_bytes,
                 "committed": self._committed_bytes,
                 "tiers": [{"name": name, "bytes": size} for name, size in snapshot.tiers],
             },
-            "map": state_cells(snapshot.units.states),
+            "map": state_cells(snapshot.blocks.states),
         }
 
     def private(self, snapshot: Snapshot) -> dict[str, Any]:
         """Owners of the map's cells, and the sequences."""
         return {
             **self._owners(snapshot),
-            "sequences": [_row(one) for one in snapshot.sequences[:_MAX_SEQUENCES]],
-            "num_sequences": len(snapshot.sequences),
+            "sequences": [_row(one) for one in snapshot.cache_sequences[:_MAX_SEQUENCES]],
+            "num_sequences": len(snapshot.cache_sequences),
         }
 
     def _rates(self, snapshot: Snapshot, first_tokens: tuple[float, float]) -> dict[str, float | None]:
@@ -213,17 +241,17 @@ class Painter:
         }
 
     def _owners(self, snapshot: Snapshot) -> dict[str, Any]:
-        """The tenant that has most of each cell's units, as bytes; 255: nobody has any, 254: one without a colour."""
-        units = snapshot.units
-        names = [name_of_owner(snapshot.owners.get(namespace)) for namespace in units.namespaces]
-        running = [one.tenant for one in snapshot.sequences]
+        """The tenant that has most of each cell's blocks, as bytes; 255: nobody has any, 254: one without a colour."""
+        blocks = snapshot.blocks
+        names = [name_of_owner(snapshot.owners.get(namespace)) for namespace in blocks.namespaces]
+        running = [one.tenant for one in snapshot.cache_sequences]
         for name in (*names, *running):
             if name not in self._tenants:  # they keep their colours
                 self._tenants.append(name)
         place = {name: min(i, _MAX_TENANTS) for i, name in enumerate(self._tenants)}
         of_namespace = np.array([place[name] for name in names] + [_NOBODY], np.uint8)
-        owners = of_namespace[units.namespace_index]  # -1 is the last
-        for one, name in zip(snapshot.sequences, running, strict=True):
+        owners = of_namespace[blocks.namespace_index]  # -1 is the last
+        for one, name in zip(snapshot.cache_sequences, running, strict=True):
             mine = one.table[owners[one.table] == _NOBODY]
             owners[mine] = place[name]
         num_tenants = min(len(self._tenants), _MAX_TENANTS + 1)
@@ -267,25 +295,41 @@ class _Recent:
 
 
 def state_cells(states: NDArray[np.uint8]) -> dict[str, Any]:
-    """The map: for each cell the shares of its units that are cached, held, leased and pinned, 0 .. 255, four bytes
+    """The map: for each cell the shares of its blocks that are cached, held, in flight and pinned, 0 .. 255, four bytes
     a cell."""
     per_cell, num_cells = _cells(len(states))
     cells = np.empty((num_cells, 4), np.uint8)
     sizes = np.full(num_cells, per_cell)
     sizes[-1] = len(states) - per_cell * (num_cells - 1)
-    for column, state in enumerate((CACHED, HELD, LEASED, PINNED)):
-        # Rounded up, so that one unit of many shows.
+    for column, state in enumerate((CACHED, HELD, IN_FLIGHT, PINNED)):
+        # Rounded up, so that one block of many shows.
         cells[:, column] = -(-_per_cell(states == state, per_cell) * 255 // sizes)
-    return {"units": len(states), "per_cell": per_cell, "cells": _base64(cells)}
+    return {"blocks": len(states), "per_cell": per_cell, "cells": _base64(cells)}
 
 
-def _cells(num_units: int) -> tuple[int, int]:
-    per_cell = -(-num_units // MAX_CELLS)
-    return per_cell, -(-num_units // per_cell)
+def idle_cells(tree: TreeView, idle_s: NDArray[np.float64], num_blocks: int) -> str:
+    """For each cell the longest time for which one of its cached blocks has not been used, as a step of
+    `_IDLE_STEPS_S`: 0 below the first, 4 above the last, 255 where nothing is known.
+
+    idle_s: seconds [n], of the tree's nodes; NaN: not known."""
+    per_cell, num_cells = _cells(num_blocks)
+    longest = np.full(num_cells, -1.0)
+    nodes, groups = np.nonzero(
+        (tree.states == _CACHED_NODE) & (tree.block_ids >= 0) & ~np.isnan(idle_s)[:, None]
+    )
+    np.maximum.at(longest, tree.block_ids[nodes, groups] // per_cell, idle_s[nodes])
+    steps = np.searchsorted(_IDLE_STEPS_S, longest, side="right").astype(np.uint8)
+    steps[longest < 0] = _NOBODY
+    return _base64(steps)
+
+
+def _cells(num_blocks: int) -> tuple[int, int]:
+    per_cell = -(-num_blocks // MAX_CELLS)
+    return per_cell, -(-num_blocks // per_cell)
 
 
 def _per_cell(is_counted: NDArray[np.bool_], per_cell: int) -> NDArray[np.int64]:
-    """How many units of each cell are."""
+    """How many blocks of each cell are."""
     if per_cell == 1:
         return is_counted.astype(np.int64)
     starts = np.arange(0, len(is_counted), per_cell)

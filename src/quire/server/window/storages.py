@@ -1,6 +1,6 @@
 """The comparison's sessions: one small simulation each, made, stepped and looked at with JSON.
 
-    POST   /window/storages                {"id", ...state}
+    POST   /window/storages                {"id", ...state}; block size and reservation may be given
     POST   /window/storages/ID/requests    add some
     POST   /window/storages/ID/step        go on; the new state
     POST   /window/storages/ID/finish      end one request, or all
@@ -16,7 +16,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
@@ -36,6 +36,11 @@ _MAX_SESSIONS = 16
 _IDLE_S = 300.0
 _MAX_STEPS = 64
 _MAX_OPEN = 256  # requests of one simulation
+
+
+class Start(Body):
+    block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512] = Field(16, description="Of paged.")
+    reservation: Literal["max", "pow2", "exact"] = Field("max", description="Of contiguous.")
 
 
 class AddRequests(Body):
@@ -83,6 +88,8 @@ class StoragesState(BaseModel):
     steps: int
     asked: int
     open: int
+    block_size: int
+    reservation: str
     storages: list[StorageState]
 
 
@@ -102,13 +109,15 @@ class _Sessions:
         self._by_id: dict[str, _Session] = {}
         self._making = asyncio.Lock()
 
-    async def make(self) -> StoragesState:
+    async def make(self, start: Start) -> StoragesState:
         async with self._making:  # else many at once would be more than there may be
             now = time.monotonic()
             for one in sorted(self._by_id.values(), key=lambda one: one.used):
                 if len(self._by_id) >= _MAX_SESSIONS or one.used < now - _IDLE_S:
                     await self.close(one.id)
-            simulation = await asyncio.to_thread(SideBySide)
+            simulation = await asyncio.to_thread(
+                lambda: SideBySide(block_size=start.block_size, reservation=start.reservation)
+            )
             session = _Session(secrets.token_urlsafe(12), simulation, time.monotonic())
             self._by_id[session.id] = session
         return await self.use(session.id, lambda simulation: None)
@@ -150,9 +159,9 @@ def _sessions(request: Request) -> _Sessions:
 
 
 @router.post("")
-async def make(request: Request) -> StoragesState:
+async def make(request: Request, body: Start | None = None) -> StoragesState:
     """A comparison of its own, with nothing in it."""
-    return await _sessions(request).make()
+    return await _sessions(request).make(Start.model_validate({}) if body is None else body)
 
 
 @router.post("/{session_id}/requests")

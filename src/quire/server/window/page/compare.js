@@ -12,12 +12,19 @@ let isRunning = true;
 let state = null;
 let chain = Promise.resolve(); // one call at a time, in order
 
-const TELLS = {
-  paged: "blocks of 16 tokens, anywhere; prefixes shared",
-  contiguous: "one range for each request, as long as it may ever become",
-  growing: "a buffer for each layer, replaced by a larger one when full",
-  virtual: "pieces of 32 tokens mapped behind each other; prefixes shared",
+const RESERVED = {
+  max: "as long as it may ever become",
+  pow2: "the next power of two; what is free may lie in gaps",
+  exact: "just what it will need; what is free may lie in gaps",
 };
+const TELLS = {
+  paged: (s) => `blocks of ${s.block_size} ${s.block_size === 1 ? "token" : "tokens"}, anywhere; prefixes shared`,
+  contiguous: (s) => `one range for each request, ${RESERVED[s.reservation]}`,
+  growing: () => "a buffer for each layer, replaced by a larger one when full",
+  virtual: () => "pieces of 32 tokens mapped behind each other; prefixes shared",
+};
+// Requests, prompt, output and shared tokens: short ones between long ones, so that ranges that end leave gaps.
+const DEMO = [[2, 40, 60, 0], [2, 280, 60, 0], [3, 60, 20, 0], [8, 168, 80, 128], [2, 300, 180, 0], [4, 40, 30, 0], [6, 200, 150, 0]];
 const ROWS = [
   ["Running now", (s) => number(s.running), (s) => s.running],
   ["Running, mean", (s) => number(s.running_mean, 1), (s) => s.running_mean],
@@ -27,19 +34,22 @@ const ROWS = [
   ["Preempted", (s) => number(s.preemptions)],
   ["Reserved", (s) => bytes(s.reserved)],
   ["Used of it", (s) => bytes(s.used)],
-  ["Reserved and empty", (s) => percent(s.waste_share), (s) => -s.waste_share],
-  ["Cut off beside it", (s) => bytes(s.external)],
+  ["Reserved and empty (internal)", (s) => percent(s.waste_share), (s) => -s.waste_share],
+  ["Free, but in gaps too small (external)", (s) => bytes(s.external)],
   ["Cached", (s) => bytes(s.cached)],
   ["Prompt tokens not computed", (s) => number(s.prefix_tokens), (s) => s.prefix_tokens],
   ["Tokens generated", (s) => number(s.generated), (s) => s.generated],
   ["Simulated time", (s) => `${number(s.seconds, 1)} s`],
 ];
 
+// path: behind the session's own, which is the one there is when its turn comes; null: of no session yet.
 function call(method, path, body) {
   const next = chain.then(async () => {
+    if (path !== null && !session) return;
     try {
-      const answer = await send(method, `/window/storages${path}`, body);
+      const answer = await send(method, `/window/storages${path === null ? "" : `/${session}${path}`}`, body);
       if (answer) take(answer);
+      else session = null; // it is deleted
     } catch (error) {
       setStatus(error.message, "lost");
       if (error.status === 401 || error.status === 403) openKey();
@@ -57,11 +67,25 @@ function setStatus(text, kind) {
   $("status").className = kind;
 }
 
-async function start() {
-  if (session) await call("DELETE", `/${session}`);
-  session = null;
-  await call("POST", "");
+let starting = Promise.resolve();
+function start() {
+  starting = starting.then(begin);
+  return starting;
 }
+
+async function begin() {
+  await call("DELETE", "");
+  $("storages").replaceChildren(); // what they tell of themselves depends on the settings
+  await call("POST", null, { block_size: Number($("block-size").value), reservation: $("reservation").value });
+  for (const one of DEMO) await add(...one);
+}
+
+async function add(count, prompt, output, shared) {
+  await call("POST", "/requests", { count, prompt_tokens: prompt, output_tokens: output, shared_tokens: shared });
+}
+
+const tellAll = () => state && announce(state.storages.filter((one) => one.missing === null)
+  .map((one) => `${one.name}: ${one.running} running, ${one.waiting} waiting, ${one.refused} refused`).join("; "));
 
 function take(answer) {
   state = answer;
@@ -74,7 +98,7 @@ function take(answer) {
 function draw() {
   if (!$("storages").children.length)
     $("storages").replaceChildren(...state.storages.map((one) => make("section", { className: "storage", id: `storage-${one.name}`,
-      "aria-label": one.name }, make("h2", {}, one.name), make("p", { className: "muted" }, TELLS[one.name]),
+      "aria-label": one.name }, make("h2", {}, one.name), make("p", { className: "muted" }, TELLS[one.name](state)),
     make("div", { className: "big" }), make("canvas", { role: "img" }))));
   const there = state.storages.filter((one) => one.missing === null);
   for (const one of state.storages) drawStorage($(`storage-${one.name}`), one);
@@ -98,7 +122,7 @@ function drawStorage(section, one) {
   }
   const tell = (value, name) => make("div", {}, make("b", {}, value), make("span", {}, name));
   big.replaceChildren(tell(number(one.running), "running"), tell(number(one.waiting), "waiting"), tell(number(one.done), "done"),
-    tell(one.reserved ? percent(one.waste_share) : "–", "reserved, empty"), tell(number(one.refused), "refused"));
+    tell(one.reserved ? percent(one.waste_share) : "–", "reserved, empty"), tell(bytes(one.external), "free, in gaps"), tell(number(one.refused), "refused"));
   canvas.setAttribute("aria-label", `${one.name}: ${one.running} running, ${one.waiting} waiting, ${bytes(one.used)} used of `
     + `${bytes(one.reserved)} reserved of ${bytes(one.total)}`);
   const width = canvas.clientWidth;
@@ -111,11 +135,11 @@ function drawStorage(section, one) {
   const paint = canvas.getContext("2d");
   paint.scale(ratio, ratio);
   const inks = Array.from({ length: 14 }, (_, i) => colour(`--c${i}`));
-  const [free, cached, leased] = [colour("--free"), colour("--gone"), colour("--leased")];
+  const [free, cached, in_flight] = [colour("--free"), colour("--gone"), colour("--in_flight")];
   const full = size - 1.5;
   one.owners.forEach((owner, at) => {
     const [x, y] = [(at % COLUMNS) * size, Math.floor(at / COLUMNS) * size];
-    paint.fillStyle = owner === CACHED ? cached : owner < NOBODY ? leased : free;
+    paint.fillStyle = owner === CACHED ? cached : owner < NOBODY ? in_flight : free;
     paint.fillRect(x, y, full, full);
     if (owner < 0) return;
     const ink = inks[owner % inks.length];
@@ -149,16 +173,18 @@ function setRunning(value) {
 for (const button of document.querySelectorAll("button[data-count]"))
   button.addEventListener("click", () => {
     const { count, prompt, output, shared = "0" } = button.dataset;
-    if (!session) return;
-    call("POST", `/${session}/requests`, { count: Number(count), prompt_tokens: Number(prompt),
-      output_tokens: Number(output), shared_tokens: Number(shared) }).then(() => {
-      announce(state.storages.filter((one) => one.missing === null)
-        .map((one) => `${one.name}: ${one.running} running, ${one.waiting} waiting, ${one.refused} refused`).join("; "));
-    });
+    add(Number(count), Number(prompt), Number(output), Number(shared)).then(tellAll);
   });
-$("finish").addEventListener("click", () => session && call("POST", `/${session}/finish`, {}));
+$("own").addEventListener("submit", (event) => {
+  event.preventDefault();
+  add(...["count", "prompt", "output", "shared"].map((name) => Number($(`own-${name}`).value))).then(tellAll);
+});
+$("own-prompt").addEventListener("input", () => { $("own-shared").max = $("own-prompt").value; });
+$("demo").addEventListener("click", async () => { for (const one of DEMO) await add(...one); tellAll(); });
+for (const name of ["block-size", "reservation"]) $(name).addEventListener("change", start);
+$("finish").addEventListener("click", () => call("POST", "/finish", {}));
 $("run").addEventListener("click", () => setRunning(!isRunning));
-$("one-step").addEventListener("click", () => { setRunning(false); if (session) call("POST", `/${session}/step`, { steps: 1 }); });
+$("one-step").addEventListener("click", () => { setRunning(false); call("POST", "/step", { steps: 1 }); });
 $("reset").addEventListener("click", start);
 $("speed").addEventListener("input", () => { $("speed-value").textContent = $("speed").value; });
 addEventListener("resize", () => state && draw());
@@ -169,7 +195,7 @@ async function tick() {
     const speed = Number($("speed").value);
     const steps = Math.max(1, Math.round(speed / 8));
     const began = performance.now();
-    if (isRunning && session && state.open && !document.hidden) await call("POST", `/${session}/step`, { steps });
+    if (isRunning && session && state.open && !document.hidden) await call("POST", "/step", { steps });
     await new Promise((resolve) => setTimeout(resolve, Math.max(30, (1000 * steps) / speed - (performance.now() - began))));
   }
 }

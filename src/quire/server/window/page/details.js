@@ -34,21 +34,21 @@ function tokenText(before, texts, tokens) {
 }
 
 // A cell of the map: one block, or many of which one is to be chosen; of tokens or pages all that it stands for.
-export async function showUnits(first, last, kind = "block") {
+export async function showBlocks(first, last, kind = "block") {
   const Kind = kind[0].toUpperCase() + kind.slice(1);
   if (last > first && kind === "block") {
-    const units = Array.from({ length: Math.min(MOST_LISTED, last - first + 1) }, (_, i) => first + i);
+    const blocks = Array.from({ length: Math.min(MOST_LISTED, last - first + 1) }, (_, i) => first + i);
     show(`Blocks ${first} to ${last}`, [[first, last - first + 1]], make("p", {}, "A cell of many blocks; choose one:"),
-      make("div", { className: "row" }, ...units.map((unit) => {
-        const button = make("button", { type: "button" }, `${unit}`);
-        button.addEventListener("click", () => showUnits(unit, unit));
+      make("div", { className: "row" }, ...blocks.map((block) => {
+        const button = make("button", { type: "button" }, `${block}`);
+        button.addEventListener("click", () => showBlocks(block, block));
         return button;
       })));
     return;
   }
   const title = last > first ? `${Kind}s ${first} to ${last}` : `${Kind} ${first}`;
   try {
-    const it = await get(`/window/units/${first}${last > first ? `?last=${last}` : ""}`);
+    const it = await get(`/window/blocks/${first}${last > first ? `?last=${last}` : ""}`);
     const held = it.holders.length
       ? it.holders.flatMap((one, i) => [i ? ", " : "", holderLink(one)])
       : [it.state === "cached" ? "nobody: it may be given up when room is needed" : "nobody"];
@@ -59,7 +59,7 @@ export async function showUnits(first, last, kind = "block") {
       rows.push(["Tokens", `${it.tokens.length}, from position ${number(it.first_position)}`]);
     if (it.place) rows.push(["Its sequence's place", `${kind}s ${runs([it.place])}`]);
     rows.push(["Memory", bytes(it.bytes)]);
-    show(title, [it.place ?? [it.unit, 1]], facts(...rows),
+    show(title, [it.place ?? [it.block, 1]], facts(...rows),
       it.tokens.length ? tokenText(it.before, it.texts, it.tokens) : make("p", { className: "muted" }, "No known content."));
   } catch (error) {
     announce(error.message);

@@ -7,10 +7,10 @@ export function number(value, digits = 0) {
 
 export function bytes(value) {
   if (value < 0) return "–";
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const blocks = ["B", "KiB", "MiB", "GiB", "TiB"];
   let place = 0;
-  while (value >= 1024 && place < units.length - 1) { value /= 1024; place += 1; }
-  return `${number(value, place && value < 100 ? 1 : 0)} ${units[place]}`;
+  while (value >= 1024 && place < blocks.length - 1) { value /= 1024; place += 1; }
+  return `${number(value, place && value < 100 ? 1 : 0)} ${blocks[place]}`;
 }
 
 export function seconds(value) {

@@ -4,7 +4,7 @@ import { drawLines } from "./charts.js";
 import { announce, bytes, fillRows, make, number, percent, runs, seconds } from "./format.js";
 import { BlockMap, drawLegend } from "./map.js";
 import { Refused, keyDialog, stream } from "./server.js";
-import { showSequence, showUnits } from "./details.js";
+import { showSequence, showBlocks } from "./details.js";
 import { Prompt } from "./prompt.js";
 
 const MOST_POINTS = 480;
@@ -14,7 +14,7 @@ let isAdmin = false;
 let connection = new AbortController();
 
 const map = new BlockMap($("map"), (first, last) => {
-  if (isAdmin) showUnits(first, last, state.unit);
+  if (isAdmin) showBlocks(first, last, state.block);
   else announce("Tokens and holders are shown to the administrator only.");
 });
 const openKey = keyDialog(() => connection.abort());
@@ -26,9 +26,11 @@ const FIGURES = [
   ["Generated", (s) => [number(s.rates.generated_per_s, 0), "tokens/s"], 1, "--c0"],
   ["First token, lately", (s) => [seconds(s.rates.first_token_s), ""], 2, "--c1"],
   ["Hit rate, lately", (s) => [percent(s.rates.hit_rate), "of prompts"], 3, "--c2", 1],
-  ["Running, waiting", (s) => [`${number(s.counts.num_running)}, ${number(s.counts.num_waiting)}`, ""]],
-  ["In use", (s) => [percent((s.counts.held + s.counts.leased + s.counts.pinned) / s.counts.num_blocks), `of ${s.unit}s`]],
-  ["Preempted, evicted", (s) => [`${number(s.counts.num_preemptions)}, ${number(s.counts.evicted_blocks)}`, ""]],
+  ["Running", (s) => [number(s.counts.num_running), "sequences"]],
+  ["Waiting", (s) => [number(s.counts.num_waiting), "requests"]],
+  ["In use", (s) => [percent((s.counts.held + s.counts.in_flight + s.counts.pinned) / s.counts.num_blocks), `of ${s.block}s`]],
+  ["Preempted", (s) => [number(s.counts.num_preemptions), "times"]],
+  ["Evicted", (s) => [number(s.counts.evicted_blocks), `${s.block}s`]],
 ];
 
 function makeFigures() {
@@ -40,8 +42,8 @@ function makeFigures() {
 function drawFigures() {
   FIGURES.forEach(([, read, column, ink, top], i) => {
     const figure = $("figures").children[i];
-    const [value, unit] = read(state);
-    figure.querySelector("dd").replaceChildren(value, " ", make("small", {}, unit));
+    const [value, block] = read(state);
+    figure.querySelector("dd").replaceChildren(value, " ", make("small", {}, block));
     const canvas = figure.querySelector("canvas");
     if (canvas) drawLines(canvas, [{ values: state.history.map((point) => point[column]), ink }], { top: top ?? null });
   });
@@ -70,30 +72,38 @@ function drawMemory() {
 
 // -- the map --------------------------------------------------------------------------------------------------
 
+const UNIT_IS = {
+  block: (size) => `A block is the room for the keys and values of ${number(size)} consecutive ${size === 1 ? "token" : "tokens"}: `
+    + "memory is handed out, shared and given back by blocks.",
+  token: () => "This storage hands out one range of tokens to each sequence. A token's place holds its keys and values in all layers.",
+  page: () => "This storage hands out buffers to each sequence, one for each layer. A page is a piece of such a buffer.",
+};
+
 function drawMapText() {
-  const { per_cell: perCell, units } = state.map;
-  const each = perCell === 1 ? `a cell is a ${state.unit}` : `a cell is ${number(perCell)} ${state.unit}s`;
-  const size = state.unit === "block" ? ` of ${state.block_size} tokens` : "";
-  const Unit = state.unit[0].toUpperCase() + state.unit.slice(1);
-  setText($("map-title"), `${Unit}s`);
-  setText($("map-table-unit"), `${Unit}s`);
-  setText($("find-label"), `${Unit} number`);
-  setText($("map-help"), `Click a ${state.unit} to see its tokens and who holds it. With the keyboard: arrow keys move, Enter opens.`);
-  $("map-size").textContent = `${number(units)} ${state.unit}s${size}; ${each}`;
-  drawLegend($("legend"), $("map-table"), state.counts, state.tenants ?? [], map.byTenant);
+  const { per_cell: perCell, blocks } = state.map;
+  const each = perCell === 1 ? `a cell is a ${state.block}` : `a cell is ${number(perCell)} ${state.block}s`;
+  const size = state.block === "block" ? ` of ${state.block_size} tokens` : "";
+  const Block = state.block[0].toUpperCase() + state.block.slice(1);
+  setText($("map-title"), `${Block}s`);
+  setText($("map-table-block"), `${Block}s`);
+  setText($("find-label"), `${Block} number`);
+  setText($("map-help"), `Click a ${state.block} to see its tokens and who holds it. With the keyboard: arrow keys move, Enter opens.`);
+  setText($("block-is"), UNIT_IS[state.block]?.(state.block_size) ?? "");
+  $("map-size").textContent = `${number(blocks)} ${state.block}s${size}; ${each}`;
+  drawLegend($("legend"), $("map-table"), state.counts, state.tenants ?? [], map.colours);
 }
 
 for (const input of document.querySelectorAll("input[name=colours]"))
   input.addEventListener("change", () => {
-    map.byTenant = input.value === "tenant";
+    map.colours = input.value;
     map.draw();
     drawMapText();
   });
 
 $("find").addEventListener("submit", (event) => {
   event.preventDefault();
-  const unit = Number($("find-unit").value);
-  showUnits(unit, unit, state.unit);
+  const block = Number($("find-block").value);
+  showBlocks(block, block, state.block);
 });
 $("details-close").addEventListener("click", () => { $("details").hidden = true; map.mark([]); $("map").focus(); });
 document.addEventListener("quire-mark", (event) => map.mark(event.detail));
@@ -128,47 +138,49 @@ function drawSequences() {
     const button = make("button", { type: "button", className: "link name", title: one.id },
       one.index ? `${one.id} #${one.index}` : one.id);
     button.addEventListener("click", () => showSequence(one.id, one.index));
-    return make("tr", {}, make("th", { scope: "row" }, button), make("td"), make("td", { className: "number" }),
-      make("td", { className: "number" }), make("td", { className: "number" }), make("td", { className: "runs" }));
+    return make("tr", {}, make("th", { scope: "row" }, button), make("td"),
+      ...Array.from({ length: 4 }, () => make("td", { className: "number" })), make("td", { className: "runs" }));
   }, (row, one) => {
-    const [, tenant, tokens, cached, age, table] = cells(row);
+    const [, tenant, tokens, computed, cached, age, table] = cells(row);
     setText(tenant, one.tenant);
-    setText(tokens, `${number(one.computed)} of ${number(one.tokens)}`);
+    setText(tokens, number(one.tokens));
+    setText(computed, number(one.computed));
     setText(cached, number(one.cached));
     setText(age, seconds(one.age));
     setText(table, (one.hidden_runs ? "… " : "") + runs(one.runs));
   });
   if (!sequences.length && !$("sequences").children.length)
-    $("sequences").append(make("tr", {}, make("td", { colSpan: 6, className: "muted" }, "Nothing runs.")));
+    $("sequences").append(make("tr", {}, make("td", { colSpan: 7, className: "muted" }, "Nothing runs.")));
 }
 
 function drawTree() {
   const { rows, nodes, hidden } = state.tree ?? { rows: [], nodes: 0, hidden: 0 };
   $("tree-count").textContent = `${number(nodes)} blocks${hidden ? `, ${number(hidden)} of them in branches not shown` : ""}`;
   keepRows($("tree"), rows, (one) => `${one.node}`, () => make("tr", {}, make("th", { scope: "row" }), make("td"),
-    ...Array.from({ length: 3 }, () => make("td", { className: "number" })), make("td"),
-    ...Array.from({ length: 2 }, () => make("td", { className: "number" }))),
+    ...Array.from({ length: 8 }, () => make("td", { className: "number" }))),
   (row, one) => {
-    const [name, tenant, blocks, tokens, size, held, age, idle] = row.children;
+    const [name, tenant, blocks, tokens, size, held, cached, readers, age, idle] = row.children;
     name.style.paddingLeft = `${Math.min(one.level, 12) * 0.9}rem`;
-    const label = `${one.level ? "└ " : ""}node ${one.node}`;
-    if (one.unit === null) setText(name, `${label} (given up)`);
-    else if (name.dataset.unit !== `${one.unit}` || name.textContent !== label) {
-      name.dataset.unit = `${one.unit}`;
-      const button = make("button", { type: "button", className: "link" }, label);
-      button.addEventListener("click", () => showUnits(one.unit, one.unit));
+    const label = `${one.level ? "└ " : ""}${one.words ?? `node ${one.node}`}`;
+    if (one.block === null) setText(name, `${label} (given up)`);
+    else if (name.dataset.block !== `${one.block}` || name.textContent !== label) {
+      name.dataset.block = `${one.block}`;
+      const button = make("button", { type: "button", className: "link name", title: `node ${one.node}` }, label);
+      button.addEventListener("click", () => showBlocks(one.block, one.block));
       name.replaceChildren(button);
     }
     setText(tenant, one.namespace ? `${one.tenant} (namespace ${one.namespace})` : one.tenant);
     setText(blocks, number(one.blocks));
     setText(tokens, number(one.tokens));
     setText(size, number(one.size));
-    setText(held, `${number(one.held)}, ${number(one.cached)}${one.readers > 1 ? `, shared by ${one.readers}` : ""}`);
+    setText(held, number(one.held));
+    setText(cached, number(one.cached));
+    setText(readers, one.readers > 1 ? number(one.readers) : "–");
     setText(age, `${one.older ? "> " : ""}${seconds(one.age)}`);
     setText(idle, one.held ? "in use" : seconds(one.idle));
   });
-  if (!rows.length) $("tree").replaceChildren(make("tr", {}, make("td", { colSpan: 8, className: "muted" },
-    state.unit === "block" ? "Nothing is known yet." : "This storage finds no prefix again: paged and virtual do.")));
+  if (!rows.length) $("tree").replaceChildren(make("tr", {}, make("td", { colSpan: 10, className: "muted" },
+    state.block === "block" ? "Nothing is known yet." : "This storage finds no prefix again: paged and virtual do.")));
 }
 
 // -- events ---------------------------------------------------------------------------------------------------
@@ -193,15 +205,15 @@ function take(message) {
       ...memory.tiers.map((tier) => tier.bytes)]);
   if (state.history.length > MOST_POINTS) state.history.splice(0, state.history.length - MOST_POINTS);
   setText($("model"), state.model);
-  map.unit = state.unit;
+  map.block = state.block;
   map.update(message);
   drawFigures();
   drawMemory();
   drawMapText();
   if (isAdmin) {
     drawSequences();
-    if (message.tree || state.unit !== "block") drawTree();
-    prompt.follow(state.sequences ?? [], state.unit);
+    if (message.tree || state.block !== "block") drawTree();
+    prompt.follow(state.sequences ?? [], state.block);
   }
   document.body.dataset.number = state.number;
 }
@@ -214,8 +226,8 @@ async function watch() {
       const [headers, events] = await stream("/window/events", { signal: connection.signal });
       isAdmin = headers.get("X-Quire-Admin") === "1";
       showRights();
-      for (const name of ["owners", "tenants", "sequences", "tree"]) delete state[name];
-      map.owners = null;
+      for (const name of ["owners", "tenants", "sequences", "tree", "idle"]) delete state[name];
+      map.owners = map.idle = null;
       for await (const data of events) {
         take(JSON.parse(data));
         setStatus("live", "live");

@@ -2,27 +2,29 @@
 
 import { announce, colour, fillRows, make, number, percent } from "./format.js";
 
-const STATES = ["free", "cached", "held", "leased", "pinned"];
+const STATES = ["free", "cached", "held", "in_flight", "pinned"];
 const NOBODY = 255;
 const TENANT_COLOURS = 15;
+const IDLE_STEPS = ["less than 10 s", "10 s to 1 min", "1 to 10 min", "10 min to 1 h", "1 h or more"]; // as snapshot.py's
 
 const decode = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 
 export class BlockMap {
-  // open(unit): somebody wants to see it
+  // open(block): somebody wants to see it
   constructor(canvas, open) {
     this.canvas = canvas;
     this.open = open;
-    this.units = 0;
+    this.blocks = 0;
     this.perCell = 1;
     this.cells = new Uint8Array(0);
     this.owners = null;
     this.tenants = [];
-    this.byTenant = false;
+    this.idle = null; // a cell's step, or NOBODY
+    this.colours = "state"; // or "tenant", "idle"
     this.marked = new Set(); // cells
     this.markedRuns = [];
     this.cursor = -1;
-    this.unit = "block";
+    this.block = "block";
     canvas.addEventListener("click", (event) => this.#click(event));
     canvas.addEventListener("keydown", (event) => this.#key(event));
     canvas.addEventListener("blur", () => { this.cursor = -1; this.draw(); });
@@ -32,19 +34,20 @@ export class BlockMap {
 
   get numCells() { return this.cells.length / 4; }
 
-  update({ map, owners, tenants }) {
+  update({ map, owners, tenants, idle }) {
     if (map) {
-      this.units = map.units;
+      this.blocks = map.blocks;
       this.perCell = map.per_cell;
       this.cells = decode(map.cells);
       this.#remark();
     }
     if (owners) this.owners = decode(owners);
+    if (idle) this.idle = decode(idle);
     if (tenants) this.tenants = tenants;
     this.draw();
   }
 
-  // runs: [[first, length], ...] of units to be outlined
+  // runs: [[first, length], ...] of blocks to be outlined
   mark(runs) {
     this.markedRuns = runs;
     this.#remark();
@@ -82,20 +85,23 @@ export class BlockMap {
     const gap = size >= 6 ? 1 : 0;
     const full = size - gap;
     const inks = STATES.map((name) => colour(`--${name}`));
+    const idleInks = IDLE_STEPS.map((_, i) => colour(`--i${i}`));
     const tenantInks = Array.from({ length: TENANT_COLOURS }, (_, i) => colour(`--c${i}`));
     for (let at = 0; at < this.numCells; at++) {
       const x = (at % columns) * size + 1;
       const y = Math.floor(at / columns) * size + 1;
       paint.fillStyle = inks[0];
       paint.fillRect(x, y, full, full);
-      const [cached, held, leased, pinned] = this.cells.subarray(4 * at, 4 * at + 4);
-      const owner = this.byTenant && this.owners ? this.owners[at] : NOBODY;
+      const [cached, held, in_flight, pinned] = this.cells.subarray(4 * at, 4 * at + 4);
+      const owner = this.colours === "tenant" && this.owners ? this.owners[at] : NOBODY;
+      const idle = this.colours === "idle" && this.idle ? this.idle[at] : NOBODY;
       let bottom = y + full;
-      for (const [share, state] of [[pinned, 4], [held, 2], [leased, 3], [cached, 1]]) {
+      for (const [share, state] of [[pinned, 4], [held, 2], [in_flight, 3], [cached, 1]]) {
         if (!share) continue;
         const high = Math.min(bottom - y, Math.max(1, (full * share) / 255));
         paint.globalAlpha = owner !== NOBODY && state === 1 ? 0.42 : 1;
-        paint.fillStyle = owner === NOBODY ? inks[state] : tenantInks[Math.min(owner, TENANT_COLOURS - 1)];
+        if (state === 1 && this.colours === "idle") paint.fillStyle = idleInks[idle] ?? colour("--gone");
+        else paint.fillStyle = owner === NOBODY ? inks[state] : tenantInks[Math.min(owner, TENANT_COLOURS - 1)];
         paint.fillRect(x, bottom - high, full, high);
         paint.globalAlpha = 1;
         bottom -= high;
@@ -116,15 +122,16 @@ export class BlockMap {
 
   describe(cell) {
     const first = cell * this.perCell;
-    const last = Math.min(first + this.perCell, this.units) - 1;
-    const [cached, held, leased, pinned] = this.cells.subarray(4 * cell, 4 * cell + 4);
+    const last = Math.min(first + this.perCell, this.blocks) - 1;
+    const [cached, held, in_flight, pinned] = this.cells.subarray(4 * cell, 4 * cell + 4);
     const owner = this.owners && this.owners[cell] !== NOBODY ? this.tenants[this.owners[cell]]?.name : null;
-    const of = owner ? `, of ${owner}` : "";
+    const idle = cached && this.idle ? IDLE_STEPS[this.idle[cell]] : undefined;
+    const of = (owner ? `, of ${owner}` : "") + (idle ? `, unused for ${idle}` : "");
     if (this.perCell === 1) {
-      const state = pinned ? "pinned" : leased ? "leased" : held ? "held" : cached ? "cached" : "free";
-      return `${this.unit} ${first}, ${state}${of}`;
+      const state = pinned ? "pinned" : in_flight ? "in_flight" : held ? "held" : cached ? "cached" : "free";
+      return `${this.block} ${first}, ${state}${of}`;
     }
-    return `${this.unit}s ${first} to ${last}: ${percent(held / 255)} held, ${percent(cached / 255)} cached, ${percent(pinned / 255)} pinned${of}`;
+    return `${this.block}s ${first} to ${last}: ${percent(held / 255)} held, ${percent(cached / 255)} cached, ${percent(pinned / 255)} pinned${of}`;
   }
 
   #click(event) {
@@ -153,20 +160,23 @@ export class BlockMap {
   }
 
   #choose(cell) {
-    this.open(cell * this.perCell, Math.min((cell + 1) * this.perCell, this.units) - 1);
+    this.open(cell * this.perCell, Math.min((cell + 1) * this.perCell, this.blocks) - 1);
   }
 }
 
-export function drawLegend(list, table, counts, tenants, byTenant) {
+export function drawLegend(list, table, counts, tenants, colours) {
   const states = STATES.map((name) => [name, counts[name], `--${name}`]);
-  const shown = byTenant
-    ? tenants.map((one, i) => [one.name, one.blocks, `--c${Math.min(i, TENANT_COLOURS - 1)}`])
-    : states;
+  const shown = {
+    state: states,
+    tenant: tenants.map((one, i) => [one.name, one.blocks, `--c${Math.min(i, TENANT_COLOURS - 1)}`]),
+    idle: [...states.filter(([name]) => name !== "cached"),
+      ...IDLE_STEPS.map((name, i) => [`unused for ${name}`, null, `--i${i}`]), ["cached, time not known", null, "--gone"]],
+  }[colours];
   list.replaceChildren(...shown.map(([name, count, ink]) => {
     const swatch = make("i", { className: "swatch" });
     swatch.style.background = `var(${ink})`;
-    return make("li", {}, swatch, `${name} ${number(count)}`);
-  }), ...(byTenant ? [make("li", { className: "muted" }, "paler: cached, held by nobody")] : []));
+    return make("li", {}, swatch, count === null ? name : `${name} ${number(count)}`);
+  }), ...(colours === "tenant" ? [make("li", { className: "muted" }, "paler: cached, held by nobody")] : []));
   const row = (name, count) => [name, number(count), percent(counts.num_blocks ? count / counts.num_blocks : 0)];
   fillRows(table, [...states.map(([name, count]) => row(name, count)),
     ...tenants.map((one) => row(`tenant ${one.name}`, one.blocks))]);

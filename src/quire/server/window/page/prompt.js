@@ -11,7 +11,7 @@ export class Prompt {
     this.mark = mark;
     this.id = null;
     this.seen = null;
-    this.unit = "block"; // or what else the storage hands out
+    this.block = "block"; // or what else the storage hands out
     this.running = null;
     $("try").addEventListener("submit", (event) => { event.preventDefault(); this.#send(); });
     $("stop").addEventListener("click", () => this.running?.abort());
@@ -21,10 +21,10 @@ export class Prompt {
   }
 
   // The sequences of an update: ours among them?
-  follow(sequences, unit) {
+  follow(sequences, block) {
     const mine = sequences.find((one) => one.id === this.id);
     if (!mine) return;
-    this.unit = unit;
+    this.block = block;
     this.seen = mine;
     this.mark(mine.runs);
     this.#tell();
@@ -32,7 +32,7 @@ export class Prompt {
 
   #tell() {
     const one = this.seen;
-    const blocks = one ? ` in ${number(one.blocks)} ${this.unit}s: ${one.hidden_runs ? "… " : ""}${runs(one.runs)}` : "";
+    const blocks = one ? ` in ${number(one.blocks)} ${this.block}s: ${one.hidden_runs ? "… " : ""}${runs(one.runs)}` : "";
     const cached = this.cached ? `, ${number(this.cached)} of the prompt's from the cache` : "";
     $("try-status").textContent = `${number(this.count)} tokens generated${cached}${blocks}${this.end}`;
   }

@@ -1,0 +1,107 @@
+"""The contiguous storage: one arena of tokens, in which every sequence has one range for good.
+
+Not an allocator: which range is whose comes with the plan (`quire.baselines.arena`).
+
+Every layer has a line of K and one of V for each kv head, `[kv_head, arena token, head_dim]`: a head's tokens are one
+linear stream, as kernels read them. The view makes rows of it that overlap: entry e of a table is the row that begins
+at token e of the arena, so that block_stride = token_stride, and
+
+    address of a slot = (slot // row_tokens + slot % row_tokens) * token_stride
+
+Invariants
+    N1  rows reach `row_tokens` beyond the arena's last token: that much address space is reserved behind the last line,
+        so that every address a view names is the heap's. Nothing is written there, nothing committed.
+    N2  memory is committed where a token was written, and stays: a range given up is the arena's, not the system's.
+
+Cost: `prepare` O(new tokens); nothing is ever copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.errors import ArgumentError
+from quire.memory.heap import Heap
+from quire.memory.storage import Capabilities, Placement
+from quire.memory.view import KVView
+from quire.spec import KVSpec, format_of
+
+__all__ = ["ContiguousStorage"]
+
+_MOST_TOKENS = 2**31 - 1  # a table's entry is an int32
+
+
+class ContiguousStorage:
+    """Keys and values of all layers of `spec` for `num_tokens` tokens, in ranges of at most `row_tokens`.
+
+    *raises:* ArgumentError for an argument out of range, CapacityError where address space cannot be reserved.
+    """
+
+    capabilities = Capabilities(shares_prefix=False, elastic=False)
+    num_tables = 1
+    generation = 0
+
+    def __init__(self, spec: KVSpec, num_tokens: int, row_tokens: int) -> None:
+        if not 1 <= num_tokens <= _MOST_TOKENS or not 1 <= row_tokens <= _MOST_TOKENS:
+            raise ArgumentError(
+                f"expected an arena and rows of 1 to {_MOST_TOKENS} tokens, got {num_tokens} and {row_tokens}"
+            )
+        self.spec = spec
+        self.dtype = format_of(spec.dtype).torch_dtype
+        self.num_blocks = num_tokens
+        self.row_tokens = row_tokens
+        self._offsets: dict[
+            int, tuple[int, int]
+        ] = {}  # first element of K and V of each layer that stores KV
+        elements = widest = 0
+        for index, layer in enumerate(spec.layers):
+            if layer.shares_kv_with is None:
+                k_elements = layer.num_kv_heads * layer.k_head_dim * num_tokens
+                self._offsets[index] = (elements, elements + k_elements)
+                elements += k_elements + layer.num_kv_heads * layer.v_head_dim * num_tokens
+                widest = max(widest, layer.k_head_dim, layer.v_head_dim)
+        self._num_elements = elements
+        self._heap = Heap((elements + row_tokens * widest) * self.dtype.itemsize)  # N1
+        self._heap.prefer_huge_pages(0, elements * self.dtype.itemsize)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return self._num_elements // self.num_blocks * self.dtype.itemsize
+
+    @property
+    def bytes_committed(self) -> int:
+        """Bytes of memory the storage really takes now, as the operating system tells it."""
+        return self._heap.committed_bytes()
+
+    def table_of(self, layer: int) -> int:
+        return 0
+
+    def view(self, layer: int) -> KVView:
+        """The keys and values of decoder layer `layer` (of the layer whose KV it shares), a row for each entry."""
+        owner = self.spec.stored_in(layer)
+        shape, elements = self.spec.layers[owner], self._heap.tensor(self.dtype)
+        k, v = (
+            elements.as_strided(
+                (self.num_blocks, shape.num_kv_heads, self.row_tokens, dim),
+                (dim, self.num_blocks * dim, dim, 1),
+                offset,
+            )
+            for dim, offset in zip((shape.k_head_dim, shape.v_head_dim), self._offsets[owner], strict=True)
+        )
+        return KVView(k, v, self.row_tokens)
+
+    def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
+        """The plan's own table: memory comes as it is written."""
+        return [Placement(plan.block_tables, plan.slot_mapping)]
+
+    def forget(self, sequence_ids: Any) -> None:
+        """Nothing is kept for a sequence."""
+
+    def fill(self, value: float) -> None:
+        """Set every element of the arena, which commits it."""
+        self._heap.tensor(self.dtype)[: self._num_elements] = value
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._heap.close()

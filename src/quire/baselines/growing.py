@@ -1,0 +1,176 @@
+"""The growing storage: a buffer for every sequence and layer, filled in place, its past copied when it is replaced.
+
+Not an allocator: which buffers a sequence has, when it outgrows them and what is free comes with the plan
+(`quire.baselines.buffers`).
+
+Every layer has, for each kv head, a line of K and one of V: `[kv_head, token, head_dim]`, as in the contiguous storage,
+but the line is address space only (a *layer buffer*, many times what memory can fill), and every layer has a table of
+its own. A buffer is the same range of tokens in all lines of its layer. It begins on a page in each of them, so the
+memory of a buffer given up goes back to the operating system whole.
+
+Invariants
+    G1  a step in which no buffer is replaced copies no byte of the past (`copied_bytes` stays).
+    G2  an old buffer is released when the plan says so, which is after the step that copied from it.
+    G3  views reach `row_tokens` beyond a layer buffer: into the next line, or the space reserved behind the last one.
+
+Cost: `prepare` O(tables), and for each buffer replaced one copy of its tokens and 2 kv heads calls to give memory back.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from quire.errors import ArgumentError
+from quire.memory.heap import Heap
+from quire.memory.storage import Capabilities, Placement
+from quire.memory.view import KVView
+from quire.spec import KVSpec, LayerSpec, format_of
+
+__all__ = ["GrowingStorage", "granule"]
+
+_MOST_TOKENS = 2**31 - 1  # a table's entry is an int32
+_SPACE = 8  # address space, in multiples of what memory can fill: room for ranges that do not fit into gaps
+
+
+def granule(layer: LayerSpec, itemsize: int) -> tuple[int, int]:
+    """The fewest tokens that fill whole pages in each line of a layer, and the pages they take over all its lines."""
+    page = mmap.PAGESIZE
+    tokens = math.lcm(
+        *(page // math.gcd(page, dim * itemsize) for dim in (layer.k_head_dim, layer.v_head_dim))
+    )
+    return tokens, layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) * itemsize * tokens // page
+
+
+class GrowingStorage:
+    """Keys and values of all layers of `spec` in at most `num_pages` pages, for sequences of at most `row_tokens`.
+
+    copied_bytes: copied so far because buffers were replaced.
+
+    *raises:* ArgumentError for an argument out of range, CapacityError where address space cannot be reserved.
+    """
+
+    capabilities = Capabilities(shares_prefix=False, elastic=False)
+    generation = 0
+    block_bytes = mmap.PAGESIZE
+
+    def __init__(self, spec: KVSpec, num_pages: int, row_tokens: int) -> None:
+        if num_pages < 1 or not 1 <= row_tokens <= _MOST_TOKENS:
+            raise ArgumentError(
+                f"expected at least 1 page and rows of 1 to {_MOST_TOKENS} tokens, got {num_pages} and {row_tokens}"
+            )
+        self.spec = spec
+        self.dtype = format_of(spec.dtype).torch_dtype
+        self.num_blocks = num_pages
+        self.row_tokens = row_tokens
+        self.copied_bytes = 0
+        itemsize = self.dtype.itemsize
+        self.layers = [index for index, layer in enumerate(spec.layers) if layer.shares_kv_with is None]
+        self._table_of = {layer: table for table, layer in enumerate(self.layers)}
+        self.granules = [granule(spec.layers[layer], itemsize) for layer in self.layers]
+        # If all sequences are alike, a layer's share of the pages holds as many tokens as every other's.
+        fair_tokens = max(1, num_pages * mmap.PAGESIZE // spec.bytes_per_token)
+        self._fair_tokens = min(fair_tokens, _MOST_TOKENS)
+        self.buffer_tokens: list[int] = []
+        self._lines: list[tuple[int, int]] = []  # first element of a layer's K lines and of its V lines
+        self._tops = [0] * len(self.layers)
+        elements = widest = 0
+        for layer, (tokens, _) in zip(self.layers, self.granules, strict=True):
+            shape = spec.layers[layer]
+            buffer_tokens = min(
+                -(-_SPACE * self._fair_tokens // tokens) * tokens, _MOST_TOKENS // tokens * tokens
+            )
+            # At least one granule more than the pages hold, whatever the rounding.
+            self.buffer_tokens.append(max(buffer_tokens, tokens))
+            k_elements = shape.num_kv_heads * shape.k_head_dim * self.buffer_tokens[-1]
+            self._lines.append((elements, elements + k_elements))
+            elements += k_elements + shape.num_kv_heads * shape.v_head_dim * self.buffer_tokens[-1]
+            widest = max(widest, shape.k_head_dim, shape.v_head_dim)
+        self._heap = Heap((elements + row_tokens * widest) * itemsize)  # G3
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.layers)
+
+    @property
+    def bytes_committed(self) -> int:
+        """Bytes of memory the storage really takes now, as the operating system tells it."""
+        return sum(
+            self._heap.committed_bytes(start, stop)
+            for table, top in enumerate(self._tops)
+            for start, stop in self._byte_ranges(table, 0, top)
+        )
+
+    def table_of(self, layer: int) -> int:
+        return self._table_of[layer]
+
+    def view(self, layer: int) -> KVView:
+        """The keys and values of decoder layer `layer` (of the layer whose KV it shares), a row for each entry."""
+        return self._view(layer, self.row_tokens)
+
+    def token_view(self, layer: int) -> KVView:
+        """The same bytes as blocks of one token: what a beam's table (`quire.memory.beam`) reads."""
+        return self._view(layer, 1)
+
+    def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
+        """Give back what nobody reads any more, and copy the past of the buffers that this step replaces."""
+        self._tops = [max(pair) for pair in zip(self._tops, plan.tops.tolist(), strict=True)]
+        for table, start, stop in plan.released.tolist():
+            for first, last in self._byte_ranges(table, start, stop):
+                self._heap.release(first, last)
+        for table, source, destination, num_tokens in plan.all_copies.tolist():
+            for lines in self._tensors(table):
+                lines[:, destination : destination + num_tokens] = lines[:, source : source + num_tokens]
+                self.copied_bytes += lines.shape[0] * num_tokens * lines.shape[2] * self.dtype.itemsize
+        tables = map(plan.group, range(plan.num_groups))
+        return [Placement(table.block_tables, table.slot_mapping) for table in tables]
+
+    def forget(self, sequence_ids: Any) -> None:
+        """Nothing is kept for a sequence: what it leaves comes with a plan."""
+
+    def fill(self, value: float) -> None:
+        """Set what as many tokens as memory holds would take at the start of every line, which commits it."""
+        for table, buffer_tokens in enumerate(self.buffer_tokens):
+            for lines in self._tensors(table):
+                lines[:, : min(self._fair_tokens, buffer_tokens)] = value
+            self._tops[table] = max(self._tops[table], min(self._fair_tokens, buffer_tokens))
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._heap.close()
+
+    def _view(self, layer: int, row_tokens: int) -> KVView:
+        k, v = self._tensors(self._table_of[self.spec.stored_in(layer)])
+        k, v = (
+            lines.as_strided(
+                (lines.shape[1], lines.shape[0], row_tokens, lines.shape[2]),
+                (lines.stride(1), lines.stride(0), lines.stride(1), 1),
+            )
+            for lines in (k, v)
+        )
+        return KVView(k, v, row_tokens)
+
+    def _tensors(self, table: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer: [kv_head, buffer_tokens, head_dim]."""
+        shape, buffer_tokens = self.spec.layers[self.layers[table]], self.buffer_tokens[table]
+        elements = self._heap.tensor(self.dtype)
+        k, v = (
+            elements[first : first + shape.num_kv_heads * buffer_tokens * dim].view(-1, buffer_tokens, dim)
+            for first, dim in zip(self._lines[table], (shape.k_head_dim, shape.v_head_dim), strict=True)
+        )
+        return k, v
+
+    def _byte_ranges(self, table: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where tokens [start, stop) of a layer lie: a range of bytes for each line. Ends are rounded up to pages."""
+        shape, buffer_tokens = self.spec.layers[self.layers[table]], self.buffer_tokens[table]
+        tokens = self.granules[table][0]
+        stop = -(-stop // tokens) * tokens
+        for first, dim in zip(self._lines[table], (shape.k_head_dim, shape.v_head_dim), strict=True):
+            token_bytes = dim * self.dtype.itemsize
+            for head in range(shape.num_kv_heads):
+                line = first * self.dtype.itemsize + head * buffer_tokens * token_bytes
+                yield line + start * token_bytes, line + stop * token_bytes

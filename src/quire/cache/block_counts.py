@@ -1,0 +1,65 @@
+"""How many blocks a pool has and a sequence needs, by arithmetic alone: what admission and capacity rest on."""
+
+from __future__ import annotations
+
+from quire.cache import arguments
+from quire.errors import ArgumentError
+from quire.sizes import format_size, parse_size
+from quire.spec import KVGroup, KVSpec
+
+__all__ = ["UNBOUNDED", "max_tokens_for", "num_blocks_for", "num_blocks_in"]
+
+DEFAULT_MEMORY = "256MiB"
+
+UNBOUNDED = 2**40  # tokens of a sequence whose layers all have windows
+
+
+def num_blocks_for(spec: KVSpec, num_tokens: int, block_size: int) -> int:
+    """Blocks that one sequence of `num_tokens` holds at most while its tokens are computed one by one."""
+    return sum(_group_blocks(group, num_tokens, block_size) for group in spec.groups)
+
+
+def max_tokens_for(spec: KVSpec, num_blocks: int, block_size: int) -> int:
+    """The longest sequence that can be computed alone in `num_blocks` blocks."""
+    low, high = 0, num_blocks * block_size
+    if num_blocks_for(spec, UNBOUNDED, block_size) <= num_blocks:
+        return UNBOUNDED
+    while low < high:
+        middle = (low + high + 1) // 2
+        if num_blocks_for(spec, middle, block_size) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _group_blocks(group: KVGroup, num_tokens: int, block_size: int) -> int:
+    whole = -(-num_tokens // block_size)
+    span = group.span
+    if span.kind == "full":
+        return whole
+    # What is kept begins at a multiple of the step, which is one of the block size only if that divides it.
+    offset = 0 if span.step % block_size == 0 else block_size - 1
+    return min(whole, -(-(span.most_kept + offset) // block_size))
+
+
+def num_blocks_in(spec: KVSpec, num_blocks: int | None, memory: str | int | None, block_size: int) -> int:
+    """Blocks of a pool: as given, or what a size in bytes holds; at most one of the two is given, 256 MiB if neither.
+
+    *raises:* ArgumentError: both, or not enough for one block.
+    """
+    if num_blocks is not None and memory is not None:
+        raise ArgumentError(
+            f"expected either num_blocks or memory, got num_blocks={num_blocks!r} and memory={memory!r}"
+        )
+    if num_blocks is None:
+        memory = DEFAULT_MEMORY if memory is None else memory
+        block_bytes = spec.block_bytes(block_size)
+        memory_bytes = parse_size(memory)
+        num_blocks = memory_bytes // block_bytes
+        if num_blocks < 1:
+            raise ArgumentError(
+                f"expected memory for at least one block of {block_size} tokens, {format_size(block_bytes)}, "
+                f"got {memory!r} ({memory_bytes} bytes); give more memory or a smaller block_size"
+            )
+    return arguments.count(num_blocks, "num_blocks", 1, 2**31 - 1)

@@ -1,0 +1,1 @@
+"""The block manager in plain Python: pool, prefix tree, reserve, commit, evict."""

@@ -1,0 +1,50 @@
+"""Carrying out a step that `reserve.py` has decided and the pool has room for: blocks change hands here.
+
+Cost: O(new blocks) per group.
+"""
+
+from __future__ import annotations
+
+from quire.cache.manager.blocks import Blocks
+from quire.cache.manager.reserve import Copy, Request, blocks_of
+from quire.cache.manager.sequence import GIVEN_UP
+
+__all__ = ["allocate", "write_in_place"]
+
+
+def write_in_place(blocks: Blocks, request: Request) -> None:
+    """No room for a copy and nobody else to wait for: the tree forgets the block, which is then ours."""
+    for group, table in enumerate(request.sequence.tables):
+        block_id = table[request.start // blocks.tree.block_size]
+        if blocks.node_of[block_id] is not None:
+            blocks.write_in_place(block_id, group, request.sequence.owner_id)
+    request.copies = False
+
+
+def allocate(
+    blocks: Blocks, request: Request, copies: list[list[Copy]], sources: list[tuple[int, int]]
+) -> None:
+    """Give one sequence its blocks; the copies' sources are let go at the end of the call."""
+    sequence = request.sequence
+    block, offset = divmod(request.start, blocks.tree.block_size)
+    # All that has to go goes first, so that what is freed together is handed out in runs.
+    blocks.make_room(sequence, blocks_of(request, blocks.tree.block_size))
+    for group, table in enumerate(sequence.tables):
+        if request.copies:
+            source = table[block]
+            table[block] = _allocate(blocks, request, group, block)
+            copies[group].append((source, table[block], offset))
+            sources.append((source, sequence.id))
+        elif offset:
+            blocks.pool.writer[table[block]] = sequence.id
+        for new in range(len(table), -(-request.end // blocks.tree.block_size)):
+            is_needed = new >= request.first_blocks[group]
+            table.append(_allocate(blocks, request, group, new) if is_needed else GIVEN_UP)
+    sequence.reserved = request.end
+
+
+def _allocate(blocks: Blocks, request: Request, group: int, block: int) -> int:
+    sequence = request.sequence
+    if blocks.spans[group].kind != "full":
+        return blocks.allocate(sequence, GIVEN_UP, GIVEN_UP)
+    return blocks.allocate(sequence, sequence.tables[group][block - 1] if block else GIVEN_UP, block)

@@ -1,0 +1,376 @@
+"""The block manager in plain Python: what the literature calls by that name, in one readable piece.
+
+A sequence is a list of token ids and, per group of layers, a *block table*: entry b names the block in which
+tokens b * block_size .. are kept. The life of a request:
+
+    open      the longest known prefix is found in the tree, its blocks are named by the new table
+    reserve   blocks for the next tokens are taken, and the one about to be written is copied if others see it
+    (the engine computes K and V of those tokens into the slots)
+    commit    those tokens are computed: their blocks become nodes of the tree, for others to find
+    close     the table lets go; what the tree knows stays findable until the room is needed
+
+This is the `python` back end of `backend.BlockManager`, and the oracle of the native one: every rule below is
+written down in docs/contracts.md, "The cache". Not thread-safe. Invariants: `invariants.py`.
+
+Cost: open O(blocks of the prompt), reserve and commit O(new blocks + sequences), close and fork O(blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.cache.events import EventArrays
+from quire.cache.manager.apply import allocate, write_in_place
+from quire.cache.manager.blocks import Blocks
+from quire.cache.manager.branch import forget_from, share_computed
+from quire.cache.manager.commit import make_findable, release_behind_windows
+from quire.cache.manager.content import ExtraKeys
+from quire.cache.manager.eviction import policy_of
+from quire.cache.manager.forget import drop, withdraw
+from quire.cache.manager.groups import explain_hit, find_hit
+from quire.cache.manager.invariants import check_invariants
+from quire.cache.manager.owners import NOBODY
+from quire.cache.manager.plan import PythonStepPlan
+from quire.cache.manager.refresh_hit import refresh_hit
+from quire.cache.manager.reserve import Copy, Request, blocks_by_owner, decide, make_plan
+from quire.cache.manager.sequence import SequenceState
+from quire.cache.manager.views import block_map, content_of, tree_arrays
+from quire.cache.tree_view import TreeArrays
+from quire.cache.types import NORMAL, Int32Array, Int64Array
+from quire.spec import Span
+
+__all__ = ["PythonBlockManager"]
+
+
+class PythonBlockManager:
+    """See the module docstring, `backend.BlockManager` for each call, `quire.Cache` for its users."""
+
+    def __init__(
+        self,
+        spans: SequenceOf[tuple[str, int]],
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        watermark_blocks: int,
+        overlapped_steps: bool,
+        run_blocks: int,
+        eviction: str = "lru",
+    ) -> None:
+        self.spans = [Span(kind, size) for kind, size in spans]  # type: ignore[arg-type]
+        self.num_groups = len(self.spans)
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.watermark_blocks = watermark_blocks
+        self.blocks = Blocks(
+            self.spans, num_blocks, block_size, overlapped_steps, run_blocks, policy_of(eviction)
+        )
+        self.sequences: dict[int, SequenceState] = {}
+        self.num_opened = 0
+        self.num_admitted = 0
+        self.num_hit_tokens = self.num_query_tokens = 0
+        self.num_copied = self.num_deduplicated = 0
+        self.most_blocks = 0
+
+    # Finding a prefix
+
+    def match(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> int:
+        root = self.blocks.tree.roots.get(namespace)
+        extra_keys = ExtraKeys(key_positions.tolist(), keys)
+        return find_hit(self.blocks.tree, self.spans, root, tokens, extra_keys).num_tokens
+
+    def explain(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> tuple[int, int, Int32Array]:
+        root = self.blocks.tree.roots.get(namespace)
+        extra_keys = ExtraKeys(key_positions.tolist(), keys)
+        num_hit = find_hit(self.blocks.tree, self.spans, root, tokens, extra_keys).num_tokens
+        return num_hit, *explain_hit(self.blocks.tree, root, tokens, extra_keys)
+
+    def open(
+        self,
+        tokens: Int32Array,
+        namespace: bytes,
+        key_positions: Int64Array,
+        keys: list[bytes],
+        owner_id: int = NOBODY,
+        cache_priority: int = NORMAL,
+    ) -> int:
+        extra_keys = ExtraKeys(key_positions.tolist(), list(keys))
+        sequence = SequenceState(
+            self.num_opened, tokens, extra_keys, self.num_groups, owner_id, cache_priority
+        )
+        self.num_opened += 1
+        self.sequences[sequence.id] = sequence
+        if self.prefix_caching:
+            sequence.node = self.blocks.tree.root(namespace)
+            sequence.node.num_sequences += 1
+            refresh_hit(self.blocks, sequence)
+        return sequence.id
+
+    # What is known of a sequence
+
+    def append(self, sequence: int, tokens: Int32Array) -> None:
+        self.sequences[sequence].append(tokens)
+
+    def tokens(self, sequence: int) -> Int32Array:
+        return self.sequences[sequence].tokens.copy()
+
+    def num_tokens(self, sequence: int) -> int:
+        return self.sequences[sequence].num_tokens
+
+    def num_cached_tokens(self, sequence: int) -> int:
+        state = self.sequences[sequence]
+        refresh_hit(self.blocks, state)
+        return state.num_cached
+
+    def num_computed_tokens(self, sequence: int) -> int:
+        state = self.sequences[sequence]
+        refresh_hit(self.blocks, state)
+        return state.num_computed
+
+    def block_table(self, sequence: int, group: int) -> Int32Array:
+        return self.sequences[sequence].tables[group].block_ids.copy()
+
+    # Reserving
+
+    def num_blocks_needed(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> int:
+        requests = self._decide(sequences, num_new_tokens, num_lookahead)
+        return sum(blocks_by_owner(requests, self.block_size).values())
+
+    def reserve(
+        self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int
+    ) -> PythonStepPlan | None:
+        return self._apply(self._decide(sequences, num_new_tokens, num_lookahead))
+
+    def num_blocks_to_restore(self, sequence: int, num_computed_tokens: int) -> int:
+        requests = self._decide_to_restore(sequence, num_computed_tokens)
+        return sum(blocks_by_owner(requests, self.block_size).values())
+
+    def restore(self, sequence: int, num_computed_tokens: int) -> PythonStepPlan | None:
+        plan = self._apply(self._decide_to_restore(sequence, num_computed_tokens))
+        if plan is not None:
+            self.sequences[sequence].restored_to = num_computed_tokens
+        return plan
+
+    def _decide_to_restore(self, sequence: int, num_computed_tokens: int) -> list[Request]:
+        state = self.sequences[sequence]
+        if not state.num_computed < num_computed_tokens <= state.num_tokens:
+            raise ValueError(
+                f"expected {state.num_computed + 1} .. {state.num_tokens} computed tokens for sequence {sequence} "
+                f"({state.num_computed} computed, {state.num_tokens} known), got {num_computed_tokens} in restore"
+            )
+        num_new = num_computed_tokens - state.num_computed
+        return decide(self.blocks, [state], [num_new], 0, restores=True)
+
+    def _apply(self, requests: list[Request]) -> PythonStepPlan | None:
+        needs = blocks_by_owner(requests, self.block_size)
+        new = [request.sequence for request in requests if not request.sequence.admitted]
+        num_others = self.num_admitted - (len(requests) - len(new))
+        alone = len(requests) == 1 and num_others == 0
+        takes_over = alone and requests[0].can_write_in_place and not self.blocks.pool.fits(needs, 0)
+        if takes_over:
+            needs[requests[0].sequence.owner_id] -= self.num_groups
+        if not self.blocks.pool.fits(needs, self.watermark_blocks if new and not alone else 0):
+            return None
+
+        if takes_over:
+            write_in_place(self.blocks, requests[0])
+        for number in needs:
+            if needs[number]:
+                self.blocks.keep_quota(number)
+        self.blocks.newest_step += 1
+        copies: list[list[Copy]] = [[] for _ in range(self.num_groups)]
+        sources: list[tuple[int, int]] = []
+        for request in requests:
+            allocate(self.blocks, request, copies, sources)
+        for block_id, holder in sources:
+            self.blocks.release(block_id, holder)
+        self.num_copied += sum(len(rows) for rows in copies)
+        for sequence in new:
+            sequence.admitted = True
+            self.num_admitted += 1
+            self.num_hit_tokens += sequence.num_cached
+            self.num_query_tokens += sequence.num_tokens
+        pool = self.blocks.pool
+        self.most_blocks = max(self.most_blocks, pool.num_held + len(pool.in_flight))
+        return make_plan(requests, copies, self.blocks.newest_step, self.block_size)
+
+    def _decide(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> list[Request]:
+        states = [self.sequences[sequence] for sequence in sequences.tolist()]
+        return decide(self.blocks, states, num_new_tokens.tolist(), num_lookahead)
+
+    # Committing
+
+    def commit(self, sequence: int, num_computed_tokens: int) -> None:
+        state = self.sequences[sequence]
+        most = min(state.reserved, state.num_tokens)
+        if not state.num_computed <= num_computed_tokens <= most:
+            raise ValueError(
+                f"expected {state.num_computed} .. {most} computed tokens for sequence {sequence} "
+                f"({state.reserved} reserved, {state.num_tokens} known), got {num_computed_tokens} in commit"
+            )
+        if num_computed_tokens == state.num_computed:
+            return
+        if state.restored_to:
+            if num_computed_tokens != state.restored_to:
+                raise ValueError(
+                    f"expected {state.restored_to} computed tokens for sequence {sequence}, which was restored to "
+                    f"these, got {num_computed_tokens} in commit"
+                )
+            # What lies behind the windows was not written: it goes before nodes are made.
+            release_behind_windows(self.blocks, state, num_computed_tokens)
+            state.restored_to = 0
+        if state.node is not None:
+            self.num_deduplicated += make_findable(self.blocks, state, num_computed_tokens)
+        state.num_computed = num_computed_tokens
+        release_behind_windows(self.blocks, state, num_computed_tokens)
+
+    def advance(self, sequences: Int64Array, num_computed_tokens: Int64Array, tokens: Int32Array) -> None:
+        for index, (sequence, count) in enumerate(
+            zip(sequences.tolist(), num_computed_tokens.tolist(), strict=True)
+        ):
+            self.commit(sequence, count)
+            self.append(sequence, tokens[index : index + 1])
+
+    def complete(self, step: int) -> None:
+        if not 1 <= step <= self.blocks.newest_step:
+            raise ValueError(f"expected a step of 1 .. {self.blocks.newest_step}, got {step} in complete")
+        if self.blocks.overlapped_steps:
+            self.blocks.complete(step)
+
+    # Forking, rewinding, closing
+
+    def fork(self, sequence: int) -> int:
+        parent = self.sequences[sequence]
+        child = SequenceState(
+            self.num_opened,
+            parent.tokens,
+            parent.extra_keys,
+            self.num_groups,
+            parent.owner_id,
+            parent.cache_priority,
+        )
+        self.num_opened += 1
+        self.sequences[child.id] = child
+        share_computed(self.blocks, parent, child)
+        self.num_admitted += child.admitted
+        return child.id
+
+    def rewind(self, sequence: int, position: int) -> int:
+        state = self.sequences[sequence]
+        if not 0 <= position <= state.num_tokens:
+            raise ValueError(
+                f"expected a position of 0 .. {state.num_tokens} for sequence {sequence}, got {position} in rewind"
+            )
+        return forget_from(self.blocks, state, position)
+
+    def close(self, sequence: int) -> None:
+        state = self.sequences.pop(sequence)
+        for block_id in state.kept_blocks(0):
+            self.blocks.release(block_id, state.id)
+        self.num_admitted -= state.admitted
+        withdraw(self.blocks.tree, state)
+
+    # Owners
+
+    def set_limits(self, owner_id: int, floor_blocks: int, quota_blocks: int) -> None:
+        owner_ids = self.blocks.pool.owner_ids
+        others = owner_ids.sum_of_other_floors(owner_id)
+        if others + floor_blocks > self.blocks.pool.num_blocks:
+            raise ValueError(
+                f"expected floors of at most {self.blocks.pool.num_blocks} blocks together, got {floor_blocks} for "
+                f"owner {owner_id} beside {others} of the others in set_limits"
+            )
+        owner_ids.set_limits(owner_id, floor_blocks, quota_blocks)
+
+    def owner_counts(self, owner_id: int) -> tuple[int, int, int]:
+        return self.blocks.pool.owner_counts(owner_id)
+
+    def num_available(self, owner_id: int) -> int:
+        return self.blocks.pool.num_available_to(owner_id)
+
+    def max_blocks(self, owner_id: int) -> int:
+        return self.blocks.pool.max_blocks(owner_id)
+
+    # The whole
+
+    def drop(
+        self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
+    ) -> tuple[int, int]:
+        root = self.blocks.tree.roots.get(namespace)
+        extra_keys = ExtraKeys(key_positions.tolist(), keys)
+        return drop(self.blocks, self.sequences.values(), root, tokens, extra_keys)
+
+    def withdraw(self, sequence: int) -> None:
+        withdraw(self.blocks.tree, self.sequences[sequence])
+
+    def is_findable(self, sequence: int) -> bool:
+        return self.sequences[sequence].node is not None
+
+    def record_events(self, is_on: bool) -> None:
+        self.blocks.record_events(is_on)
+
+    @property
+    def num_events(self) -> int:
+        return len(self.blocks.events)
+
+    def take_events(self) -> EventArrays:
+        return self.blocks.events.take()
+
+    def tree(self) -> TreeArrays:
+        return tree_arrays(self.blocks)
+
+    def block_map(self) -> tuple[NDArray[np.uint8], Int32Array]:
+        return block_map(self.blocks)
+
+    def content_of(self, block_id: int) -> tuple[bytes, Int32Array, int] | None:
+        return content_of(self.blocks, block_id)
+
+    def namespaces(self) -> list[bytes]:
+        return sorted(self.blocks.tree.roots)
+
+    def reset(self) -> None:
+        if self.sequences:
+            raise ValueError(
+                f"expected no open sequence in reset, got {len(self.sequences)}; close them first"
+            )
+        self.blocks.reset()
+
+    def resize(self, num_blocks: int, watermark_blocks: int) -> Int32Array:
+        pool = self.blocks.pool
+        if pool.num_blocks - num_blocks > pool.num_available:
+            raise ValueError(
+                f"expected at least {pool.num_blocks - pool.num_available} blocks in resize, as {pool.num_held} are "
+                f"held and {len(pool.in_flight)} in flight, got {num_blocks}"
+            )
+        self.watermark_blocks = watermark_blocks
+        return np.array(self.blocks.resize(num_blocks), np.int32)
+
+    def counts(self) -> tuple[int, int, int, int]:
+        pool = self.blocks.pool
+        return len(pool.free), len(pool.cached), pool.num_held, len(pool.in_flight)
+
+    def stats(self) -> dict[str, int]:
+        free, cached, held, in_flight = self.counts()
+        return {
+            "num_blocks": self.blocks.pool.num_blocks,
+            "free": free,
+            "cached": cached,
+            "held": held,
+            "in_flight": in_flight,
+            "num_sequences": len(self.sequences),
+            "num_nodes": self.blocks.tree.num_nodes,
+            "hit_tokens": self.num_hit_tokens,
+            "query_tokens": self.num_query_tokens,
+            "evicted_blocks": self.blocks.num_evicted,
+            "copied_blocks": self.num_copied,
+            "deduplicated_blocks": self.num_deduplicated,
+        }
+
+    def check(self) -> None:
+        check_invariants(self.blocks, self.sequences)

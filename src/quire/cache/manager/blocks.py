@@ -1,0 +1,294 @@
+"""Blocks with content: the pool and the prefix tree joined by the four moves everything else is made of.
+
+    take      a table names the block of a node
+    allocate  a table gets a block of its own, once the least recently used content has been evicted if it must
+    release   a table names it no more: it stays findable if the tree knows its content
+    remove    the tree forgets a node
+
+The order in which these put blocks on the lists decides every later block id; docs/contracts.md, "The
+cache", states it, and the native back end follows it too. Cost: O(groups) per move and O(log siblings).
+
+Invariant: `node_of[block_id]` is the node that has `block_id` as the block of some group, or None; one node at most.
+"""
+
+from __future__ import annotations
+
+from quire.cache.manager.event_log import EventLog
+from quire.cache.manager.eviction import NO_KEY, EvictionPolicy
+from quire.cache.manager.owners import NO_QUOTA, NOBODY
+from quire.cache.manager.pool import NO_WRITER, Pool
+from quire.cache.manager.prefix import HOLE, Node, PrefixTree
+from quire.cache.manager.sequence import SequenceState
+from quire.spec import Span
+
+__all__ = ["Blocks"]
+
+
+class Blocks:
+    """The pool and the tree of one cache, and the clock of its steps."""
+
+    def __init__(
+        self,
+        spans: list[Span],
+        num_blocks: int,
+        block_size: int,
+        overlapped_steps: bool,
+        run_blocks: int,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        self.spans = spans
+        self.pool = Pool(num_blocks, run_blocks, policy)
+        self.tree = PrefixTree(block_size)
+        self.node_of: list[Node | None] = [None] * num_blocks
+        self.overlapped_steps = overlapped_steps
+        self.newest_step = 0
+        self.completed_step = 0
+        self.num_evicted = 0
+        self.events = EventLog(len(spans), block_size)
+
+    # Steps
+
+    @property
+    def flight(self) -> int:
+        """The step that has to complete before a block let go of now may be reused; 0 for none."""
+        under_way = self.overlapped_steps and self.newest_step > self.completed_step
+        return self.newest_step if under_way else 0
+
+    def complete(self, step: int) -> None:
+        """Step `step` and all before it have ended: their blocks in flight are settled, oldest first."""
+        self.completed_step = max(self.completed_step, step)
+        while (oldest := self.pool.oldest_flight()) and oldest[1] <= step:
+            block_id = oldest[0]
+            del self.pool.in_flight[block_id]
+            self._park(block_id, flight=0)
+
+    # The four moves
+
+    def take(self, block_id: int, cache_priority: int) -> None:
+        """One more table names the block of a node."""
+        self.pool.take(block_id, cache_priority)
+
+    def make_room(self, sequence: SequenceState, num_blocks: int) -> None:
+        """Evict until so many blocks are free, which must be available to the sequence's owner."""
+        while len(self.pool.free) < num_blocks:
+            block_id = self._next_victim()
+            assert block_id is not None
+            self._evict(block_id, sequence.owner_id, "evicted")
+
+    def allocate(self, sequence: SequenceState, before: int, block: int) -> int:
+        """A block without content for the sequence to write its block, behind the one that has the block `before`."""
+        block_id = self.pool.pop_free(sequence.owner_id, sequence.cache_priority, before, block)
+        self.pool.writer[block_id] = sequence.id
+        return block_id
+
+    def keep_quota(self, number: int) -> None:
+        """Evict the owner's own content until what it needs fits into its quota."""
+        owner_id = self.pool.owner_ids[number]
+        while owner_id.quota != NO_QUOTA and owner_id.num_owned + owner_id.need > owner_id.quota:
+            block_id = self.pool.cached.first([number])
+            assert block_id is not None
+            self._evict(block_id, number, "evicted")
+
+    def resize(self, num_blocks: int) -> list[int]:
+        """Have `num_blocks` blocks from now on; the blocks given up, which must have been available.
+
+        Floors are kept while anything else can go, and then yield: it is not another owner that takes the room."""
+        given_up: list[int] = []
+        self.pool.owner_ids.need({})
+        while self.pool.num_blocks > num_blocks:
+            if not self.pool.free:
+                block_id = self._next_victim()
+                if block_id is None:
+                    block_id = next(iter(self.pool.cached))
+                self._evict(block_id, NOBODY, "forgotten")
+            given_up.append(self.pool.give_up())
+        self.pool.grow(num_blocks)
+        self.node_of += [None] * (self.pool.num_ids - len(self.node_of))
+        return given_up
+
+    def release(self, block_id: int, sequence: int) -> None:
+        """The table of `sequence` names the block no more."""
+        pool = self.pool
+        if pool.writer[block_id] == sequence:
+            pool.writer[block_id] = NO_WRITER
+        flight = self.flight
+        if flight:
+            pool.busy_until[block_id] = flight
+        pool.num_references[block_id] -= 1
+        if pool.num_references[block_id]:
+            return
+        node = self.node_of[block_id]
+        if node is not None and self.is_unheld_partial(node) and self.tree.is_prefix_of_sibling(node):
+            self.remove(node)
+        self._park(block_id, flight)
+
+    def remove(self, node: Node) -> None:
+        """The tree forgets a node that has no children; its cached blocks are free."""
+        for group, block_id in enumerate(node.block_ids):
+            if block_id != HOLE:
+                self.make_hole(node, group)
+                self.pool.uncache(block_id)
+        self.tree.prune(node)
+
+    # Parts of them
+
+    def _park(self, block_id: int, flight: int) -> None:
+        node = self.node_of[block_id]
+        least_key = NO_KEY if node is None or flight else self._highest_key_below(node, block_id)
+        self.pool.park(block_id, is_known=node is not None, flight=flight, least_key=least_key)
+
+    def _highest_key_below(self, node: Node, block_id: int) -> float:
+        """For a policy: of the cached full-attention blocks that have to go before this one of the node."""
+        cached, highest = self.pool.cached, NO_KEY
+        if cached.policy is None or self.spans[node.block_ids.index(block_id)].kind != "full":
+            return highest
+        below = list(node.children)
+        for child in below:
+            groups = zip(self.spans, child.block_ids, strict=True)
+            tails = [block for span, block in groups if span.kind == "full" and block in cached]
+            highest = max([highest, *(cached.rank_of(block)[0] for block in tails)])
+            if not tails:  # a gap: an owner may keep what lies below it
+                below += child.children
+        return highest
+
+    def _next_victim(self) -> int | None:
+        """The block that is evicted next, of those owners that may still lose one in this call."""
+        owner_ids = self.pool.owner_ids.by_number
+        return self.pool.cached.first(number for number, owner_id in owner_ids.items() if owner_id.budget > 0)
+
+    def _evict(self, victim: int, owner_id: int, reason: str) -> None:
+        """Give up cached content. A full-attention block takes its node along, a window's leaves a hole.
+
+        What another owner may not lose stays in the node, and so do the nodes below."""
+        node = self.node_of[victim]
+        assert node is not None
+        num_free = len(self.pool.free)
+        takes_all = self.spans[node.block_ids.index(victim)].kind == "full"
+        left = [HOLE] * len(node.block_ids)
+        self._charge(victim)
+        for group, block_id in enumerate(node.block_ids):
+            if block_id == HOLE or (block_id != victim and not (takes_all and self._may_leave(block_id))):
+                continue
+            left[group] = block_id
+            self.make_hole(node, group)
+            self.pool.uncache(block_id)
+        self.num_evicted += len(self.pool.free) - num_free
+        self._note_removed(node, left, owner_id, reason)
+        self.tree.prune(node)
+
+    def _may_leave(self, block_id: int) -> bool:
+        """Whether a block may go along with another of its node; if its owner loses it by that, it is charged."""
+        if block_id not in self.pool.cached:
+            return True
+        if self.pool.owner_ids[self.pool.cached.owner_id[block_id]].budget <= 0:
+            return False
+        self._charge(block_id)
+        return True
+
+    def _charge(self, block_id: int) -> None:
+        self.pool.owner_ids[self.pool.cached.owner_id[block_id]].budget -= 1
+
+    def forget(self, node: Node) -> int:
+        """Nothing of the node is found any more; how many of its blocks are in use still."""
+        left = list(node.block_ids)
+        num_free = len(self.pool.free)
+        for group, block_id in enumerate(left):
+            if block_id != HOLE:
+                self.make_hole(node, group)
+                self.pool.uncache(block_id)
+        num_left = len(left) - left.count(HOLE)
+        if num_left:
+            self._note_removed(node, left, NOBODY, "forgotten")
+            self.tree.prune(node)
+        return num_left - (len(self.pool.free) - num_free)
+
+    def write_in_place(self, block_id: int, group: int, owner_id: int) -> None:
+        """The tree forgets a block that somebody holds and will write."""
+        node = self.node_of[block_id]
+        assert node is not None
+        self.make_hole(node, group)
+        self._note_removed(
+            node,
+            [block_id if at == group else HOLE for at in range(len(node.block_ids))],
+            owner_id,
+            "evicted",
+        )
+        self.tree.prune(node)
+
+    def make_hole(self, node: Node, group: int) -> None:
+        self.node_of[node.block_ids[group]] = None
+        node.block_ids[group] = HOLE
+
+    def supply(self, node: Node, group: int, block_id: int) -> None:
+        """Fill a hole."""
+        node.block_ids[group] = block_id
+        self.node_of[block_id] = node
+        self.tree.version += 1
+
+    def is_unheld_partial(self, node: Node) -> bool:
+        """A partial node that no table names: it is kept only while no sibling says the same and more."""
+        return node.num_tokens < self.tree.block_size and not any(
+            block_id != HOLE and self.pool.num_references[block_id] for block_id in node.block_ids
+        )
+
+    def insert(self, parent: Node, content: bytes, num_tokens: int, block_ids: list[int]) -> Node:
+        """A new node made of `block_ids`, holes among them; the partial node it makes redundant goes."""
+        node = self.tree.insert(parent, content, num_tokens, block_ids)
+        for block_id in block_ids:
+            if block_id != HOLE:
+                self.node_of[block_id] = node
+        self.note_stored(node, block_ids)
+        self._remove_redundant_neighbour(node)
+        return node
+
+    def extend(self, node: Node, content: bytes, num_tokens: int) -> None:
+        """More tokens for a partial node; the partial node it makes redundant goes."""
+        self.tree.extend(node, content, num_tokens)
+        self.note_stored(node, node.block_ids)
+        self._remove_redundant_neighbour(node)
+
+    def note_stored(self, node: Node, block_ids: list[int]) -> None:
+        """For the events: these blocks of the node are found from now on; of none there is nothing to tell."""
+        if self.events.is_on and any(block_id != HOLE for block_id in block_ids):
+            first = next(block_id for block_id in block_ids if block_id != HOLE)
+            self.events.stored(
+                node, block_ids, self.pool.cached.owner_id[first], self._highest_cache_priority(block_ids)
+            )
+
+    def _note_removed(self, node: Node, left: list[int], owner_id: int, reason: str) -> None:
+        """For the events: these blocks are the node's no more."""
+        if self.events.is_on:
+            self.events.removed(
+                node, left, owner_id, reason, self._highest_cache_priority([*left, *node.block_ids])
+            )
+
+    def _highest_cache_priority(self, block_ids: list[int]) -> int:
+        return max(self.pool.cached.cache_priority[block_id] for block_id in block_ids if block_id != HOLE)
+
+    def record_events(self, is_on: bool) -> None:
+        """Turned on, the log begins with what is there."""
+        if is_on and not self.events.is_on:
+            self.tree.start_numbering()
+            self.events.turn_on()
+            for node in self.tree.all_nodes():
+                if any(block_id != HOLE for block_id in node.block_ids):
+                    self.note_stored(node, node.block_ids)
+        elif not is_on:
+            self.events.turn_off()
+
+    def _remove_redundant_neighbour(self, node: Node) -> None:
+        # An unheld partial node has no sibling that starts with it, so if it is a prefix of the new content
+        # nothing can stand between the two: looking at one neighbour is enough.
+        left = self.tree.left_neighbour(node)
+        if left is not None and self.is_unheld_partial(left) and node.content.startswith(left.content):
+            self.remove(left)
+
+    def reset(self) -> None:
+        """Forget all content. No block may be held."""
+        for block_id in range(self.pool.num_ids):
+            self.node_of[block_id] = None
+        before = self.tree
+        self.tree = PrefixTree(before.block_size)
+        self.tree.version, self.tree.next_id = before.version, before.next_id
+        self.pool.reset()
+        self.events.cleared()

@@ -1,0 +1,63 @@
+"""Forking and rewinding: a second table over the same blocks, and a table that goes back to a token before.
+
+Cost: O(blocks of the sequence).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.cache.manager.blocks import Blocks
+from quire.cache.manager.commit import move_to
+from quire.cache.manager.groups import longest_valid_hit
+from quire.cache.manager.pool import NO_WRITER
+from quire.cache.manager.sequence import GIVEN_UP, SequenceState
+
+__all__ = ["forget_from", "share_computed"]
+
+
+def share_computed(blocks: Blocks, parent: SequenceState, child: SequenceState) -> None:
+    """The child, new and of the parent's tokens, has the parent's computed blocks too."""
+    for source, table in zip(parent.tables, child.tables, strict=True):
+        for block_id in source.block_ids[: -(-parent.num_computed // blocks.tree.block_size)].tolist():
+            if block_id != GIVEN_UP:
+                blocks.take(block_id, child.cache_priority)
+            table.append(block_id)
+    child.first_kept = list(parent.first_kept)
+    child.num_computed = child.reserved = parent.num_computed
+    child.num_cached = parent.num_cached
+    child.looked_at = parent.looked_at
+    child.admitted = parent.admitted
+    child.node = parent.node
+    if child.node is not None:
+        child.node.num_sequences += 1
+
+
+def forget_from(blocks: Blocks, state: SequenceState, position: int) -> int:
+    """Forget a sequence's tokens from `position` on, which it has; the tokens computed then: fewer than `position`
+    where a window has given up what the next query would read."""
+    size, pool = blocks.tree.block_size, blocks.pool
+    state.forget_tokens(position)
+    wanted = min(position, state.num_computed)
+    block_ids = np.stack([table.block_ids[: -(-wanted // size)] for table in state.tables])
+    kept = longest_valid_hit(blocks.spans, block_ids, wanted, size)
+    released = state.kept_blocks(-(-kept // size))
+    for group, table in enumerate(state.tables):
+        table.truncate(-(-kept // size))
+        state.first_kept[group] = min(state.first_kept[group], len(table))
+    if kept < state.num_computed and kept % size:
+        for table in state.tables:
+            if pool.writer[table[kept // size]] == state.id:
+                pool.writer[table[kept // size]] = NO_WRITER
+    for block_id in released:
+        blocks.release(block_id, state.id)
+    state.num_computed = state.reserved = kept
+    state.restored_to = 0
+    state.num_cached = min(state.num_cached, kept)
+    if state.node is not None:
+        node = state.node
+        while node.depth > kept // size:
+            assert node.parent is not None
+            node = node.parent
+        move_to(blocks.tree, state, node)
+    return kept

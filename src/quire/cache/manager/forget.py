@@ -1,0 +1,78 @@
+"""Forgetting content on purpose: all that begins with given tokens, whoever holds it.
+
+Of every node at or below their end all blocks leave the node, deepest nodes first. A cached block is free at once; one
+that is held or in flight when nobody uses it any more. A sequence that has computed such content is *withdrawn*: it
+goes on over its blocks, its node is None from then on, and what it commits makes no nodes. So nothing of it is found
+again, and what it holds beside what others may find is free when it ends.
+
+Cost: O(nodes at and below x log siblings + open sequences).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.cache.manager.blocks import Blocks
+from quire.cache.manager.content import ExtraKeys, encode
+from quire.cache.manager.prefix import Node, PrefixTree
+from quire.cache.manager.sequence import SequenceState
+from quire.cache.types import Int32Array
+
+__all__ = ["drop", "withdraw"]
+
+
+def drop(
+    blocks: Blocks,
+    sequences: Iterable[SequenceState],
+    root: Node | None,
+    tokens: Int32Array,
+    extra_keys: ExtraKeys,
+) -> tuple[int, int]:
+    """Forget what begins with the tokens below `root`: blocks made free, and blocks that others still use.
+
+    sequences: the open ones."""
+    num_free, num_used = len(blocks.pool.free), 0
+    size = blocks.tree.block_size
+    start = (len(tokens) - 1) // size * size if len(tokens) else 0
+    above = _node_of(blocks.tree, root, tokens[:start], extra_keys)
+    if above is None:
+        return 0, 0
+    rest = encode(tokens, extra_keys, start, len(tokens))
+    found = blocks.tree.children_starting_with(above, rest)
+    for node in found:
+        found.extend(node.children)
+    gone = {id(node) for node in found}
+    for sequence in sequences:
+        if id(sequence.node) in gone or (
+            sequence.node is above and _begins_with(sequence, start, len(tokens), rest)
+        ):
+            withdraw(blocks.tree, sequence)
+    for node in reversed(found):
+        num_used += blocks.forget(node)
+    return len(blocks.pool.free) - num_free, num_used
+
+
+def withdraw(tree: PrefixTree, sequence: SequenceState) -> None:
+    """Nothing that the sequence commits from now on is found. Twice does nothing."""
+    left, sequence.node = sequence.node, None
+    if left is not None:
+        left.num_sequences -= 1
+        tree.prune(left)
+
+
+def _node_of(tree: PrefixTree, node: Node | None, tokens: Int32Array, extra_keys: ExtraKeys) -> Node | None:
+    """Where so many whole blocks below the node end."""
+    for start in range(0, len(tokens), tree.block_size):
+        if node is None:
+            return None
+        node = tree.equal_child(node, encode(tokens, extra_keys, start, start + tree.block_size))
+    return node
+
+
+def _begins_with(sequence: SequenceState, start: int, stop: int, rest: bytes) -> bool:
+    """Whether what the sequence has computed of the block at `start` begins with `rest`, the tokens up to `stop`.
+
+    There need not be a node of it: a sibling may say the same."""
+    if sequence.num_computed < max(stop, 1):
+        return False
+    return encode(sequence.tokens, sequence.extra_keys, start, stop) == rest

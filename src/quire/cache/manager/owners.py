@@ -1,0 +1,61 @@
+"""Owners: whose memory a block counts in, and how much of it the others must leave or nobody may exceed.
+
+A block counts in the owner of the sequence it was allocated for until it is free again, whoever uses it meanwhile.
+Account 0 is nobody's: it has no limits. Of the others,
+
+    floor   blocks below which no eviction for another's need brings the owner
+    quota   blocks that it may own; its own cached ones go before it would own more
+
+A call of `reserve` is decided as a whole, before anything changes, so that nothing fails in its middle. With `need`
+blocks wanted by an owner in the call, it may lose
+
+    budget = need + max(0, owned - floor)
+
+cached blocks by evictions, its own included: so it ends with no fewer than min(owned, floor). What the call may take is
+then free + the sum over owners of min(cached, budget), in whichever order the sequences come.
+
+Cost: O(owners) for each decision, O(1) for each block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["NOBODY", "NO_QUOTA", "Owner", "Owners"]
+
+NOBODY = 0
+NO_QUOTA = -1
+
+
+@dataclass
+class Owner:
+    """Limits, what it owns now, and what it needs and may lose in the call under way."""
+
+    floor: int = 0
+    quota: int = NO_QUOTA
+    num_owned: int = 0  # held + cached + in flight blocks
+    need: int = 0
+    budget: int = 0
+
+
+class Owners:
+    """By number; one is made when it is first mentioned."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, Owner] = {NOBODY: Owner()}
+
+    def __getitem__(self, number: int) -> Owner:
+        return self.by_number.setdefault(number, Owner())
+
+    def set_limits(self, number: int, floor: int, quota: int) -> None:
+        owner_id = self[number]
+        owner_id.floor, owner_id.quota = floor, quota
+
+    def need(self, needs: dict[int, int]) -> None:
+        """Begin a call in which the owners need so many blocks."""
+        for number, owner_id in self.by_number.items():
+            owner_id.need = needs.get(number, 0)
+            owner_id.budget = owner_id.need + max(0, owner_id.num_owned - owner_id.floor)
+
+    def sum_of_other_floors(self, number: int) -> int:
+        return sum(owner_id.floor for other, owner_id in self.by_number.items() if other != number)

@@ -1,0 +1,150 @@
+"""Deciding a step before anything is changed: which blocks must be copied, how many blocks that takes.
+
+`reserve` is all or nothing, so the decision is a pure function of the state; `apply.py` does it
+only if the blocks suffice. Writing the plan down afterwards is here too.
+
+When a block that is partly computed may be written in place: the sequence is its writer already; or nobody else
+names it, nobody finds tokens in it beyond our position, and no step under way uses it. Else it is copied.
+
+Cost: O(sequences + new blocks) per group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from quire.cache.manager.blocks import Blocks
+from quire.cache.manager.plan import PythonGroupPlan, PythonStepPlan
+from quire.cache.manager.sequence import SequenceState
+
+__all__ = ["Copy", "Request", "blocks_by_owner", "blocks_of", "decide", "make_plan"]
+
+Copy: TypeAlias = tuple[int, int, int]  # source block, destination block, tokens
+
+
+@dataclass
+class Request:
+    """One sequence's part of a step."""
+
+    sequence: SequenceState
+    start: int
+    stop: int  # lookahead not counted
+    end: int  # lookahead counted
+    copies: bool  # the block that holds `start` is copied, in every group
+    can_write_in_place: bool  # ... only because the tree finds more tokens in it
+    first_blocks: list[
+        int
+    ]  # by group: blocks before this one get no block; behind the windows of a `restore`
+
+
+def decide(
+    blocks: Blocks,
+    sequences: list[SequenceState],
+    num_new_tokens: list[int],
+    num_lookahead: int,
+    *,
+    restores: bool = False,
+) -> list[Request]:
+    """Check the arguments against the state and decide what is copied. Changes nothing.
+
+    Raises ValueError for a sequence given twice, for more new tokens than are known, or after a `restore` that has
+    not been committed.
+    """
+    requests: list[Request] = []
+    seen: set[int] = set()
+    # References of a block once the earlier sequences of this call have copied theirs.
+    num_left: dict[int, int] = {}
+    for sequence, num_new in zip(sequences, num_new_tokens, strict=True):
+        if sequence.id in seen:
+            raise ValueError(f"expected each sequence once in reserve, got sequence {sequence.id} twice")
+        seen.add(sequence.id)
+        if sequence.restored_to:
+            raise ValueError(
+                f"expected a commit of all {sequence.restored_to} tokens that sequence {sequence.id} was restored "
+                "to, or a rewind, got another reserve"
+            )
+        num_known = sequence.num_tokens - sequence.num_computed
+        if not 1 <= num_new <= num_known:
+            raise ValueError(
+                f"expected 1 .. {num_known} new tokens for sequence {sequence.id} ({sequence.num_tokens} "
+                f"known, {sequence.num_computed} computed), got {num_new} in reserve; append them first"
+            )
+        start, stop = sequence.num_computed, sequence.num_computed + num_new
+        size = blocks.tree.block_size
+        first_blocks = [span.first_needed(stop) // size if restores else 0 for span in blocks.spans]
+        copies = can_write_in_place = False
+        if start % size:
+            copies, can_write_in_place = _must_copy(
+                blocks, sequence, num_left, start // size < max(first_blocks)
+            )
+        end = stop + num_lookahead
+        requests.append(Request(sequence, start, stop, end, copies, can_write_in_place, first_blocks))
+    return requests
+
+
+def _must_copy(
+    blocks: Blocks, sequence: SequenceState, num_left: dict[int, int], is_given_up: bool
+) -> tuple[bool, bool]:
+    """Whether the partial block must be copied, and whether only its node stands against writing in place.
+
+    is_given_up: not all its blocks will be written, as it lies behind a window at the end of a `restore`; so its node
+    must not come to say more."""
+    pool = blocks.pool
+    block, offset = divmod(sequence.num_computed, blocks.tree.block_size)
+    block_ids = [table[block] for table in sequence.tables]
+    is_findable_beyond, is_in_use = False, is_given_up
+    for block_id in block_ids:
+        if pool.writer[block_id] != sequence.id:
+            node = blocks.node_of[block_id]
+            is_findable_beyond |= node is not None and node.num_tokens > offset
+            is_in_use |= num_left.get(block_id, pool.num_references[block_id]) > 1
+            is_in_use |= pool.busy_until[block_id] > blocks.completed_step
+    copies = is_findable_beyond or is_in_use
+    if copies:
+        for block_id in block_ids:
+            num_left[block_id] = num_left.get(block_id, pool.num_references[block_id]) - 1
+    return copies, is_findable_beyond and not is_in_use
+
+
+def blocks_by_owner(requests: list[Request], block_size: int) -> dict[int, int]:
+    """Blocks the requests take, over all groups, for each owner of theirs."""
+    needs: dict[int, int] = {}
+    for request in requests:
+        owner_id = request.sequence.owner_id
+        needs[owner_id] = needs.get(owner_id, 0) + blocks_of(request, block_size)
+    return needs
+
+
+def blocks_of(request: Request, block_size: int) -> int:
+    """Blocks one request takes, over all groups."""
+    num_blocks, had = -(-request.end // block_size), request.sequence.num_blocks
+    num_new = sum(max(0, num_blocks - max(had, first)) for first in request.first_blocks)
+    return len(request.sequence.tables) * request.copies + num_new
+
+
+def make_plan(
+    requests: list[Request], copies: list[list[Copy]], step: int, block_size: int
+) -> PythonStepPlan:
+    """The plan of a step whose blocks have been allocated; `copies` has one list per group."""
+    query_start = np.zeros(len(requests) + 1, np.int32)
+    np.cumsum([request.stop - request.start for request in requests], out=query_start[1:])
+    context_lengths = np.array([request.stop for request in requests], np.int32)
+    no_slots = np.empty(0, np.int64)
+
+    def make_group(group: int) -> PythonGroupPlan:
+        slots = [r.sequence.slots(group, r.start, r.stop, block_size) for r in requests]
+        lookahead = [r.sequence.slots(group, r.stop, r.end, block_size) for r in requests]
+        return PythonGroupPlan(
+            step=step,
+            query_start=query_start,
+            context_lengths=context_lengths,
+            slot_mapping=np.concatenate([no_slots, *slots]),
+            lookahead_slots=np.concatenate([no_slots, *lookahead]),
+            copies=np.array(copies[group], np.int32).reshape(-1, 3),
+            rows=tuple(r.sequence.tables[group].view(-(-r.end // block_size)) for r in requests),
+        )
+
+    return PythonStepPlan([make_group(group) for group in range(len(copies))])

@@ -1,0 +1,128 @@
+"""One sequence as the block manager keeps it: token ids, a block table per group, how far it is computed.
+
+    tokens      | computed and committed | reserved, not computed | known, no slot yet |
+                0                  num_computed               reserved            num_tokens
+
+(with lookahead `reserved` may lie beyond `num_tokens`). It holds numbers only; `block_manager.py` moves blocks.
+Cost: O(1) or O(blocks changed); `append` as `KnownTokens` says.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quire.cache.known_tokens import KnownTokens
+from quire.cache.manager.content import ExtraKeys
+from quire.cache.manager.prefix import Node
+from quire.cache.types import Int32Array, Int64Array
+
+__all__ = ["GIVEN_UP", "BlockTable", "SequenceState"]
+
+GIVEN_UP = -1
+
+
+class BlockTable:
+    """Block index -> block, -1 where a block behind a window was given up.
+
+    A plan keeps a view of the table instead of a copy. What a view shows is never written again: changing
+    such an entry moves the table to a new array first; growing, the common case, does not.
+    """
+
+    __slots__ = ("_array", "_num_viewed", "length")
+
+    def __init__(self) -> None:
+        self._array = np.full(8, GIVEN_UP, np.int32)
+        self._num_viewed = 0
+        self.length = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, block: int) -> int:
+        return int(self._array[block])
+
+    @property
+    def block_ids(self) -> Int32Array:
+        """The table now; to be read at once, not kept."""
+        return self._array[: self.length]
+
+    def view(self, num_blocks: int) -> Int32Array:
+        """The first `num_blocks` entries, to be kept: later calls do not show in it."""
+        self._num_viewed = max(self._num_viewed, num_blocks)
+        return self._array[:num_blocks]
+
+    def append(self, block_id: int) -> None:
+        if self.length == len(self._array):
+            self._move(2 * self.length)
+        self[self.length] = block_id
+        self.length += 1
+
+    def __setitem__(self, block: int, block_id: int) -> None:
+        if block < self._num_viewed:
+            self._move(len(self._array))
+        self._array[block] = block_id
+
+    def truncate(self, num_blocks: int) -> None:
+        self.length = min(self.length, num_blocks)
+
+    def _move(self, capacity: int) -> None:
+        array = np.full(capacity, GIVEN_UP, np.int32)
+        array[: self.length] = self.block_ids
+        self._array, self._num_viewed = array, 0
+
+
+class SequenceState(KnownTokens):
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        sequence_id: int,
+        tokens: Int32Array,
+        keys: ExtraKeys,
+        num_groups: int,
+        owner_id: int,
+        cache_priority: int,
+    ) -> None:
+        super().__init__(tokens)
+        self.id = sequence_id
+        # Whose memory its blocks count in, and how what it uses is kept.
+        self.owner_id = owner_id
+        self.cache_priority = cache_priority
+        self.extra_keys = keys
+        self.tables = [BlockTable() for _ in range(num_groups)]
+        # First block of each table that has not been given up.
+        self.first_kept = [0] * num_groups
+        self.num_computed = 0
+        self.num_cached = 0
+        self.reserved = 0
+        # Where a `restore` ends that has not been committed; 0 without one. Only then may blocks beyond `num_computed`
+        # be given up: those that no query from there on reads.
+        self.restored_to = 0
+        # It, or the sequence it was forked from, has reserved; before that it keeps looking for a longer hit.
+        self.admitted = False
+        # (tree version, number of tokens) when it last looked.
+        self.looked_at: tuple[int, int] = (-1, -1)
+        # Where its full committed blocks end in the tree; None without prefix caching, and once it is withdrawn:
+        # nothing that it commits is found then.
+        self.node: Node | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of every group's table."""
+        return len(self.tables[0])
+
+    def kept_blocks(self, first_block: int) -> list[int]:
+        """The blocks of the blocks from `first_block` on, deepest first, at equal depth in group order."""
+        columns = np.stack([table.block_ids[first_block:] for table in self.tables], axis=1)[::-1]
+        return columns[columns != GIVEN_UP].tolist()
+
+    def forget_tokens(self, position: int) -> None:
+        """Tokens and extra keys from `position` on are not known any more."""
+        self.num_tokens = min(self.num_tokens, position)
+        self.extra_keys = self.extra_keys.truncated(position)
+
+    def slots(self, group: int, start: int, stop: int, block_size: int) -> Int64Array:
+        """Slot (block * block_size + offset) of each position start .. stop - 1; -1 where the block is given up."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        block_ids = self.tables[group].block_ids[positions // block_size].astype(np.int64)
+        return np.where(block_ids == GIVEN_UP, GIVEN_UP, block_ids * block_size + positions % block_size)

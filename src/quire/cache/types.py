@@ -1,0 +1,20 @@
+"""Types and numbers that all files of the cache share: arrays of tokens and ids, cache priorities, owners.
+
+It imports nothing of the cache. Users find them in `protocol.py` as well, beside the calls that take them.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["DISCARD", "KEEP", "MAX_OWNER", "NORMAL", "Int32Array", "Int64Array"]
+
+Int32Array: TypeAlias = NDArray[np.int32]
+Int64Array: TypeAlias = NDArray[np.int64]
+
+# How content is kept once nobody holds it (`cache_priority` of `KVCache.open`).
+DISCARD, NORMAL, KEEP = 0, 1, 2
+MAX_OWNER = 2**16 - 1

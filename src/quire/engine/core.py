@@ -1,0 +1,229 @@
+"""`EngineCore`: a model made ready to serve, and all that it is served with; opened together, closed together.
+
+    loaded    the weights, their tokenizer, the shape of their KV
+    prepared  the same model, its attention and products replaced by ours
+    storage   the memory of keys and values, and the cache that says what lies where
+    tiers     where content goes that memory gives up; monitor: who is told of it
+    engine    the step loop over all of them
+
+Not the calls that people make: those are `LLM`'s. Invariant: where opening fails, everything opened before is closed,
+and the model is as it was.
+
+Cost: loading and preparing the model, and address space for the cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.backends import is_host_backend, native_module
+from quire.cache.feed import EventFeed
+from quire.cache.prefix_key import PrefixKey
+from quire.cache.protocol import shares_prefixes
+from quire.config import EngineConfig
+from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
+from quire.engine.engine import Engine
+from quire.engine.kv_budget import KVBudget
+from quire.engine.monitor import CacheMonitor
+from quire.engine.profile import Profile
+from quire.engine.storages import open_storage
+from quire.errors import ArgumentError, UnsupportedModelError
+from quire.offload.speeds import Speeds
+from quire.offload.tiering import OpenTiers, open_tiers, swap_of
+from quire.offload.waiting import InEngine
+from quire.sessions.snapshots import Snapshot, Snapshots
+from quire.sessions.transcript import Reader, Transcript
+
+if TYPE_CHECKING:
+    from quire.memory.storage import Storage
+    from quire.model.huge_pages import HugePageMove
+
+__all__ = ["EngineCore"]
+
+
+@contextmanager
+def _naming_what_runs() -> Iterator[None]:
+    """A refused model's error says what runs it meanwhile."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{error}; model.generate runs it, on a quire.hf.QuireCache if its forward takes a cache"
+        ) from error
+
+
+def _writable(name: str | os.PathLike[str]) -> Path:
+    """The folder for packed weights, made if it is not there."""
+    folder = Path(name).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(
+            f"expected a folder that is there or can be made, got {str(name)!r} ({error.strerror}) - in "
+            "`packed_weights`"
+        ) from error
+    return folder
+
+
+class EngineCore:
+    """See the module's text.
+
+    storage: None once closed; tiers: None where there are none, or once closed. monitor: None where prefixes are not
+    shared. profile: None where none is asked for.
+
+    *raises:* ArgumentError, LoadError, UnsupportedModelError, CapacityError: nothing is kept.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        # What would be refused after minutes of loading.
+        if is_host_backend(config.backend):
+            kv_memory_bytes(config.kv_memory, most_useful_bytes=2**62)
+        packed_folder = None if config.packed_weights is None else _writable(config.packed_weights)
+
+        import torch
+
+        from quire.attention import backend
+        from quire.engine.model_changes import ModelChanges
+        from quire.engine.runner import Runner
+        from quire.model.fingerprint import engine_fingerprint
+        from quire.model.load import load
+        from quire.model.prepare import PreparedModel
+
+        backend(config.backend)  # an unknown one is refused here
+        self.num_threads: int = (
+            config.num_threads or torch.get_num_threads()
+        )  # torch's, of the driver's thread
+        if config.num_threads is not None and (native := native_module()) is not None:
+            native.set_num_threads(config.num_threads)
+        with _naming_what_runs():
+            loaded = load(
+                config.model,
+                dtype=config.dtype,
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+            )
+        fingerprint = engine_fingerprint(loaded, config.backend) if config.has_tiers else b""
+        self.name: str = loaded.name
+        self.tokenizer: Any = loaded.tokenizer
+        self.spec = loaded.spec
+        self.vocab_size: int = loaded.vocab_size
+        with _naming_what_runs():
+            self.prepared = PreparedModel(
+                loaded,
+                backend=config.backend,
+                max_model_len=config.max_model_len,
+                packed_weights=packed_folder,
+            )
+        self.storage: Storage | None = None
+        self.tiers: OpenTiers | None = None
+        self.monitor: CacheMonitor | None = None
+        self._move: HugePageMove | None = None
+        try:
+            self.max_model_len: int = config.max_model_len or self.prepared.max_model_len
+            opened = open_storage(config, loaded.spec, self.max_model_len)
+            self.storage_name = opened.name
+            self.storage = opened.storage
+            self.cache = opened.cache
+            self.profile = Profile() if config.profile else None
+            self.runner = Runner(
+                self.prepared, opened.storage, num_threads=config.num_threads, profile=self.profile
+            )
+            speeds = Speeds()
+            swap = swap_of(config, opened.cache, opened.storage, speeds)
+            if shares_prefixes(opened.cache) and opened.cache.prefix_caching:
+                feed = EventFeed(opened.cache)
+                if config.has_tiers:
+                    self.tiers = open_tiers(config, opened.cache, opened.storage, fingerprint, speeds, feed)
+                tier_events = None if self.tiers is None else self.tiers.events()
+                mirror = None if self.tiers is None else self.tiers.stores.mirror
+                self.monitor = CacheMonitor(opened.cache, feed, mirror=mirror, tier_events=tier_events)
+            self.engine = Engine(
+                self.runner,
+                opened.cache,
+                vocab_size=loaded.vocab_size,
+                max_model_len=self.max_model_len,
+                tokenizer=loaded.tokenizer,
+                eos_token_ids=loaded.eos_token_ids,
+                sampling_defaults=loaded.sampling_defaults,
+                max_batch_tokens=config.max_batch_tokens,
+                max_num_seqs=config.max_num_seqs,
+                seed=config.seed,
+                profile=self.profile,
+                speeds=speeds,
+                swap=swap,
+                loads=None if self.tiers is None else self.tiers.loads,
+                stores=None if self.tiers is None else self.tiers.stores,
+                tenant_secret=config.tenant_secret,
+                monitor=self.monitor,
+            )
+            if self.tiers is not None:
+                self.tiers.stores.owner_of = self.engine.tenants.owner_of
+                if self.tiers.disk is not None:
+                    self.tiers.describe_roots(loaded.name, self.snapshots().settle)
+            self.budget = KVBudget(opened, self.engine, config, max_model_len=self.max_model_len)
+            self.changes = ModelChanges(self.prepared, self.engine, opened, self.tiers, config.backend)
+            self.engine.on_work = self.changes.follow
+            if packed_folder is not None:
+                spare_bytes = free_memory_bytes() - self.budget.num_bytes
+                self._move = self.prepared.move_to_huge_pages(spare_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def bytes_committed(self) -> int:
+        """Memory that the cache has taken from the system; 0 once closed."""
+        return 0 if self.storage is None else self.storage.bytes_committed
+
+    @property
+    def reader(self) -> Reader:
+        """How text becomes tokens here."""
+        return Reader(self.tokenizer, self.engine.check_tokens)
+
+    def snapshots(self) -> Snapshots:
+        """Those of the disk cache. *raises:* ArgumentError: there is none."""
+        return Snapshots(self.tiers, model=self.name)
+
+    def load_snapshot(self, name: str, key: PrefixKey, *, recompute: bool = False) -> Transcript:
+        """See `LLM.resume`. For any thread."""
+        empty = Transcript.begun(self.reader, key)
+        namespace = self.engine.tenants.namespace_of(key)
+        return self.snapshots().resume(name, namespace, empty, recompute=recompute)
+
+    def save_snapshot(
+        self, name: str, transcript: Transcript, in_engine: InEngine, *, overwrite: bool
+    ) -> Snapshot:
+        """See `Conversation.snapshot`. For any thread."""
+        namespace = self.engine.tenants.namespace_of(transcript.key)
+        return self.snapshots().save(name, transcript, namespace, overwrite=overwrite, in_engine=in_engine)
+
+    def prefault(self) -> bool:
+        """See `LLM.prefault`. *raises:* ArgumentError: another storage than "paged"."""
+        done = self.budget.prefault()
+        if self._move is not None:
+            self._move.join()
+        return done
+
+    def close(self) -> None:
+        """Ends all requests, stores in the tiers what they lack, gives the cache's memory back and the model as it was.
+
+        Twice does nothing.
+        """
+        engine: Engine | None = getattr(self, "engine", None)
+        if engine is not None:
+            engine.abort_all()
+        try:
+            if self.tiers is not None:
+                self.tiers.close()
+                self.tiers = None
+                if self.monitor is not None:
+                    self.monitor.subscribers.collect()  # what has been stored, and what ends with this process
+        finally:
+            self.prepared.restore()
+            if self.storage is not None:
+                self.storage.close()
+                self.storage = None

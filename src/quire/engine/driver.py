@@ -1,0 +1,299 @@
+"""`Driver`: the one thread that computes an engine's steps and touches its engine, scheduler and cache.
+
+Other threads hand it functions. `call` waits for the result, `post` does not; both run between two steps, in the order
+in which they came. Outputs go to the sink of their request: a function that the driver's thread calls once a step with
+all that is new for it.
+
+    driver.call(lambda: driver.expect(engine.submit(prompt, params), mailbox.put))
+    mailbox.take()          # sleeps until something has come
+
+Steps are computed while somebody waits for a request (`expect`, `want`). Otherwise the thread sleeps.
+
+Invariants
+    D1  only the driver's thread touches the engine, from the driver's start to its end.
+    D2  whoever waits gets an output, the error of its request, or the error that stopped the step or the driver.
+    D3  the thread keeps alive what it was given, but nothing of a call that has returned.
+    D4  in a child of `os.fork` every call is an OtherProcessError, and `close` does nothing.
+
+Cost: `call` two switches of threads, 50 us; `post` one; a step no switch of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quire.errors import ArgumentError, CancelledError
+from quire.process import OwnProcess
+from quire.scheduler.request import RequestOutput
+
+if TYPE_CHECKING:
+    from quire.engine.engine import Engine
+
+__all__ = ["Answer", "Driver", "Mailbox", "Sink", "in_driver"]
+
+Result = TypeVar("Result")
+Answer = RequestOutput | BaseException | None
+"""Of a request: an output, the error that ended it, or None where it was ended by somebody who told nobody."""
+Sink = Callable[[list[tuple[Any, Answer]]], object]
+"""Takes pairs of ticket and answer in the driver's thread; has to be quick. Ticket: what `expect` was given."""
+
+
+def in_driver(method: Callable[..., Result]) -> Callable[..., Result]:
+    """A method of an object with a `driver`, run in the driver's thread; an ArgumentError once that has ended."""
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Result:
+        return self.driver.call_open(functools.partial(method, self, *arguments, **options))
+
+    return call
+
+
+def _closed() -> ArgumentError:
+    return ArgumentError("expected an open LLM, got one that was closed; make a new one")
+
+
+class Mailbox:
+    """Where a thread waits for the answers of its requests: the newest of each. `put` is a `Sink`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._something = threading.Event()
+        self._answers: dict[str, Answer] = {}
+
+    def put(self, pairs: list[tuple[str, Answer]]) -> None:
+        with self._lock:
+            self._answers.update(pairs)
+            self._something.set()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._something.is_set()
+
+    def take(self) -> dict[str, Answer]:
+        """Waits until something has come, and takes it all: {request id: answer}."""
+        self._something.wait()
+        with self._lock:
+            self._something.clear()
+            answers, self._answers = self._answers, {}
+            return answers
+
+
+class Driver:
+    """See the module's text. on_close: called in the thread at its end. num_threads: of torch, in this thread alone."""
+
+    def __init__(self, engine: Engine, on_close: Callable[[], None], *, num_threads: int) -> None:
+        self.failure: BaseException | None = None
+        """What the last step failed with, until one succeeds."""
+        self.process = OwnProcess(
+            "an LLM, whose cache, threads and files are of one process,",
+            'make a new LLM in the child, or start children with "spawn"',
+        )
+        self._engine = engine
+        self._on_close = on_close
+        self._num_threads = num_threads
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], object]] = deque()
+        self._is_closing = self._has_ended = False
+        self._close_error: BaseException | None = None
+        self._sinks: dict[str, tuple[Sink, Any]] = {}  # and the ticket
+        self._wanted: set[str] = set()  # requests that steps are computed for
+        self._pulled: set[str] = set()  # those wanted for one output at a time
+        self._thread = threading.Thread(target=self._main, name="quire-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the driver's thread."""
+        return threading.current_thread() is self._thread
+
+    # -- from any thread -------------------------------------------------------------------------------
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """What `function()` gives, or raises, in the driver's thread between two steps.
+
+        In that thread it is called at once; so it is once the driver has ended, as nobody else has the engine then.
+        *raises:* OtherProcessError.
+        """
+        self.process.check()
+        if self.is_here:
+            return function()
+        return self.submit(function).result()
+
+    def call_open(self, function: Callable[[], Result]) -> Result:
+        """As `call`. *raises:* ArgumentError: the driver has ended."""
+
+        def call() -> Result:
+            if self._has_ended:
+                raise _closed()
+            return function()
+
+        return self.call(call)
+
+    def require_open(self) -> None:
+        """*raises:* OtherProcessError; ArgumentError: the driver has ended, or is about to."""
+        self.process.check()
+        if self._is_closing:
+            raise _closed()
+
+    def submit(self, function: Callable[[], Result]) -> Future[Result]:
+        """As `call`, without waiting: `.result()` does. *raises:* OtherProcessError."""
+        answer: Future[Result] = Future()
+
+        def command() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(function())
+                except BaseException as error:  # the caller's, not the driver's
+                    answer.set_exception(error)
+
+        self.post(command)
+        return answer
+
+    def post(self, command: Callable[[], object]) -> None:
+        """Has the thread call it between two steps. It must not raise. *raises:* OtherProcessError."""
+        self.process.check()
+        with self._wake:
+            if not self._has_ended:
+                self._commands.append(command)
+                self._wake.notify()
+                command = self._engine.wake
+        command()
+
+    def want(self, request_id: str) -> None:
+        """Has steps computed until the request, one that is pulled, has a new output."""
+        self.post(lambda: self._wanted.add(request_id) if request_id in self._sinks else None)
+
+    def refuse_to_wait_here(self) -> None:
+        """*raises:* ArgumentError in the driver's thread, which would wait for itself."""
+        if self.is_here:
+            raise ArgumentError(
+                "expected a call that waits for steps from another thread than the one that computes them, got it from "
+                "a callback between two steps; hand it to a thread of your own"
+            )
+
+    def close(self) -> None:
+        """Ends all requests with a CancelledError, calls `on_close`, and ends the thread; raises what `on_close` does.
+
+        Twice does nothing, nor does it in another process.
+        """
+        if not self.process.is_here:
+            return
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        self._engine.wake()
+        if not self.is_here:
+            self._thread.join()
+            error, self._close_error = self._close_error, None
+            if error is not None:
+                raise error
+
+    # -- in the driver's thread ------------------------------------------------------------------------
+
+    def expect(self, request_id: str, sink: Sink, *, ticket: object = None, pulled: bool = False) -> None:
+        """From now on the sink gets the request's outputs, each with the ticket, which is the id if not given.
+
+        pulled: steps are computed for it only after `want`. *raises:* ArgumentError: the driver has ended.
+        """
+        if self._has_ended:
+            raise _closed()
+        self._sinks[request_id] = sink, request_id if ticket is None else ticket
+        (self._pulled if pulled else self._wanted).add(request_id)
+
+    def ticket(self, request_id: str) -> object:
+        """Of the request of that name that somebody waits for; None where nobody does."""
+        return self._sinks.get(request_id, (None, None))[1]
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for it any more."""
+        self._sinks.pop(request_id, None)
+        self._wanted.discard(request_id)
+        self._pulled.discard(request_id)
+
+    def drop(self, request_id: str) -> RequestOutput | None:
+        """Ends a request of which nobody is to hear; its last output, None if it had ended."""
+        self.forget(request_id)
+        return self._engine.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; who waits for it gets its last output."""
+        output = self._engine.abort(request_id)
+        if output is not None:
+            self._deliver([output])
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        by_sink: dict[Sink, list[tuple[Any, Answer]]] = {}
+        for output in outputs:
+            request_id = output.request_id
+            if request_id in self._sinks:
+                sink, ticket = self._sinks[request_id]
+                by_sink.setdefault(sink, []).append((ticket, output))
+                if output.finished:
+                    self.forget(request_id)
+                elif request_id in self._pulled:
+                    self._wanted.discard(request_id)
+        for sink, pairs in by_sink.items():
+            sink(pairs)
+
+    def _tell_all(self, answer: BaseException | None) -> None:
+        sinks, self._sinks = self._sinks, {}
+        self._wanted.clear()
+        self._pulled.clear()
+        for sink, ticket in sinks.values():
+            sink([(ticket, answer)])
+
+    def _main(self) -> None:
+        from quire.torch_threads import torch_threads
+
+        died: BaseException | None = None
+        try:
+            with torch_threads(self._num_threads):
+                self._loop()
+        except BaseException as error:  # D2: a bug in here
+            self.failure = died = error
+        try:
+            self._engine.abort_all()
+            self._tell_all(died or CancelledError("the engine was closed while the request ran"))
+            self._on_close()
+        except BaseException as error:
+            self._close_error = error
+        finally:
+            with self._wake:
+                self._is_closing = self._has_ended = True  # no command comes behind these
+                commands, self._commands = self._commands, deque()
+            for command in commands:
+                command()
+            self._tell_all(died or CancelledError("the engine was closed before the request ran"))
+            self._sinks.clear()
+
+    def _loop(self) -> None:
+        engine = self._engine
+        while True:
+            with self._wake:
+                while not (self._commands or self._is_closing or self._wanted):
+                    self._wake.wait()
+                if self._is_closing:
+                    return
+                commands, self._commands = self._commands, deque()
+            while commands:
+                commands.popleft()()
+            del commands  # D3
+            if not self._wanted:
+                continue
+            if not engine.has_work:
+                self._tell_all(None)
+                continue
+            try:
+                outputs = engine.step()
+            except BaseException as error:  # the engine has ended all its requests
+                self.failure = error
+                self._tell_all(error)
+            else:
+                self.failure = None
+                self._deliver(outputs)
+                del outputs

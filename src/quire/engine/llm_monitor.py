@@ -1,0 +1,238 @@
+"""`LLMMonitor`: what an LLM's cache does and why, for any thread: explain, subscribe, publish events, report.
+
+Not here: what is remembered of the cache (`quire.engine.monitor.CacheMonitor`, which this asks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+
+from quire.cache.prefix_key import PrefixKey, PrefixKeywords
+from quire.cache.report import aligned, report
+from quire.engine.core import EngineCore
+from quire.engine.driver import Driver, in_driver
+from quire.engine.explain import Explanation, OnDisk, Question, explain
+from quire.errors import ArgumentError
+from quire.observe.kv_events import EventBatch
+from quire.observe.prefixes import prefix_table
+from quire.observe.publisher import KVEventPublisher
+from quire.offload.tiering import fingerprint_tag
+from quire.sampling.params import SamplingParams
+from quire.scheduler.prompts import encode
+from quire.scheduler.request_options import RequestOptions
+from quire.sizes import format_size
+
+if TYPE_CHECKING:
+    from quire.engine.monitor import CacheMonitor
+    from quire.tiers.guarded import TierCounts
+
+__all__ = ["LLMMonitor"]
+
+
+class LLMMonitor:
+    """See the module's text."""
+
+    def __init__(self, core: EngineCore, driver: Driver) -> None:
+        self._core = core
+        self._engine, self._cache = core.engine, core.cache
+        self._publishers: list[tuple[KVEventPublisher, Callable[[], None]]] = []
+        self.driver = driver
+
+    def explain(
+        self, prompt: Any, *, as_administrator: bool | None = None, **key: Unpack[PrefixKeywords]
+    ) -> Explanation:
+        """How much of a prompt is known, where, and why no more; `str` of it is text to read. Changes nothing.
+
+        prompt, key: as for `LLM.generate`. as_administrator: whether to tell of others than this tenant; if not given,
+        where no tenant is named. Tiers are waited for, 5 s at most; steps of other threads go on meanwhile.
+        *raises:* PromptError, ArgumentError.
+        """
+        asked = PrefixKey.of(**key)
+        self.driver.require_open()
+        monitor, tiers = self._require_monitor(), self._core.tiers
+        tokens = encode(prompt, self._core.tokenizer).token_ids
+        is_administrator = asked.tenant is None if as_administrator is None else as_administrator
+
+        def ask() -> Question:
+            request = self._engine.check(tokens, RequestOptions(SamplingParams(max_tokens=1), asked))
+            return Question(request.prompt_token_ids, request.key, asked.tenant, is_administrator)
+
+        return explain(
+            self._cache,
+            monitor,
+            self._engine.tenants,
+            ask,
+            self.driver.call_open,
+            loads=None if tiers is None else tiers.loads,
+            on_disk=self._on_disk,
+        )
+
+    def _on_disk(self, question: Question, reached: int) -> OnDisk:
+        """What the disk cache has under the key's own root, and more of under others: all, or those of the tenant."""
+        tiers, tokens, key, tenant = self._core.tiers, question.tokens, question.key, question.tenant
+        if tiers is None or tiers.disk is None or key.num_published:
+            return OnDisk()
+        from quire.cache.block_hash import root_key
+        from quire.tiers.stored_prefix import stored_prefixes
+        from quire.tiers.tier import TierError
+
+        own = root_key(tiers.fingerprint, key.namespace)
+        try:
+            found = stored_prefixes(tiers.disk, tokens, key.extra_keys)
+        except TierError:
+            return OnDisk()
+        elsewhere, differs_at, behind = None, 0, np.empty(0, np.int32)
+        for prefix in found:
+            root = prefix.root
+            if root.root == own:
+                differs_at, behind = prefix.num_common, prefix.behind
+                continue
+            is_told = question.is_administrator or (tenant is not None and tenant in root.owners)
+            if elsewhere is None and prefix.num_tokens > reached and is_told:
+                name = root.description or f"root {root.root.hex()[:12]}"
+                is_ours = fingerprint_tag(tiers.fingerprint) in root.description
+                elsewhere = "other namespace" if is_ours else "other fingerprint", f"on disk: {name}"
+        return OnDisk(elsewhere, differs_at, behind)
+
+    @in_driver
+    def subscribe(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
+        """Has `callback(batch)` told which blocks memory and tiers have: at once all, then what comes and goes.
+
+        It runs between two steps, and should be quick; one that raises is told no more. Returns what ends it.
+        """
+        monitor = self._require_monitor()
+        monitor.collect()
+        return monitor.subscribers.add(callback)
+
+    @in_driver
+    def publish_events(
+        self,
+        endpoint: str = "tcp://127.0.0.1:5557",
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        max_batches: int = 10_000,
+    ) -> KVEventPublisher:
+        """The same over ZeroMQ, in the shape of vLLM's KV events; ends with `close`. See `KVEventPublisher`."""
+        self._require_monitor()
+        publisher = KVEventPublisher(endpoint, replay_endpoint, topic=topic, max_batches=max_batches)
+        self._publishers.append((publisher, self.subscribe(publisher)))
+        return publisher
+
+    def stop_publishing(self) -> None:
+        """Ends what `publish_events` has begun."""
+        for publisher, unsubscribe in self._publishers:
+            unsubscribe()
+            publisher.close()
+        self._publishers.clear()
+
+    def tier_counts(self) -> tuple[TierCounts, ...]:
+        """What each tier holds and has done, top down. May wait for a disk: no step of another thread waits for it."""
+        self.driver.process.check()
+        tiers = self._core.tiers
+        return () if tiers is None else tiers.stack.stats().tiers
+
+    def report(self) -> str:
+        """The cache as a table: states of its blocks, who has them, the largest prefixes, pins, tenants, tiers."""
+        return self._report(self.tier_counts())
+
+    @in_driver
+    def _report(self, tiers: Sequence[TierCounts]) -> str:
+        tenants, monitor = self._engine.tenants, self._engine.monitor
+        names = {0: "nobody", **{tenant.owner_id: tenant.name for tenant in tenants}}
+        prefixes = ""
+        if monitor is not None:
+            monitor.feed.collect()
+            prefixes = prefix_table(monitor.mirror, tenants.owner_of)
+        states = report(
+            self._cache,
+            owner_of=tenants.owner_of,
+            name_of=lambda owner_id: names.get(owner_id, f"owner {owner_id}"),
+        )
+        parts = [states, prefixes, self._tenants_table(), self._pins_table(), _tiers_table(tiers)]
+        return "\n\n".join(part for part in parts if part)
+
+    def _tenants_table(self) -> str:
+        size = self._cache.block_bytes
+        rows: list[tuple[object, ...]] = [("tenant", "held", "cached", "floor", "quota", "priority")]
+        for tenant in self._engine.tenants:
+            counts = self._cache.owner_counts(tenant.owner_id)
+            quota = "-" if tenant.quota_bytes is None else format_size(tenant.quota_bytes)
+            rows.append((
+                tenant.name, format_size((counts.held + counts.in_flight) * size), format_size(counts.cached * size),
+                format_size(tenant.floor_bytes), quota, tenant.priority,
+            ))  # fmt: skip
+        return aligned(rows) if len(rows) > 1 else ""
+
+    def _pins_table(self) -> str:
+        pins = self._engine.pins
+        pins.expire()
+        now = pins.now()
+        rows: list[tuple[object, ...]] = [("pin of", "tokens", "bytes", "hits", "ends in")]
+        for pin in pins:
+            left = "-" if pin.expires_at is None else f"{pin.expires_at - now:.1f} s"
+            size = format_size(len(pin.block_ids) * self._cache.block_bytes)
+            rows.append((pin.owner or "-", len(pin.tokens), size, pin.num_hits, left))
+        return aligned(rows) if len(rows) > 1 else ""
+
+    def stats(self) -> dict[str, Any]:
+        """See `LLM.stats`."""
+        return self._stats(self.tier_counts())
+
+    @in_driver
+    def _stats(self, tiers: Sequence[TierCounts]) -> dict[str, Any]:
+        stats, use, monitor = self._engine.stats(), self._cache.memory_use(), self._engine.monitor
+        found, size = stats["hit_tokens_by_tier"], self._cache.block_bytes
+        by_tier = {"memory": found["memory"]} | {tier.name: found.get(tier.name, 0) for tier in tiers}
+        num_bytes = {
+            "memory": (stats["cached"] + stats["held"] + stats["in_flight"] + stats["pinned"]) * size
+        }
+        num_bytes |= {tier.name: tier.bytes for tier in tiers}
+        return {
+            **stats,
+            "hit_tokens_by_tier": by_tier,
+            "bytes_by_tier": num_bytes,
+            "tiers": {tier.name: _counts(tier) for tier in tiers},
+            "num_pins": len(self._engine.pins),
+            "pinned_bytes": stats["pinned"] * size,
+            "num_tenants": len(self._engine.tenants),
+            **({} if monitor is None else monitor.stats()),
+            "kv_memory_bytes": self._core.budget.num_bytes,
+            "kv_committed_bytes": self._core.bytes_committed,
+            "kv_reserved_bytes": use.reserved,
+            "kv_used_bytes": use.used,
+            "kv_peak_bytes": use.peak,
+        }
+
+    def _require_monitor(self) -> CacheMonitor:
+        if self._engine.monitor is None:
+            raise ArgumentError(
+                "expected a cache that shares prefixes, got one that does not; use storage paged or virtual, with "
+                "prefix_caching"
+            )
+        return self._engine.monitor
+
+
+def _counts(tier: TierCounts) -> dict[str, Any]:
+    """All but its name."""
+    return {name: value for name, value in asdict(tier).items() if name != "name"}
+
+
+def _tiers_table(tiers: Sequence[TierCounts]) -> str:
+    """What they hold, gave, took and lost; "" where there are none."""
+    if not tiers:
+        return ""
+    names = ("hits", "misses", "loaded_bytes", "stored", "stored_bytes", "evicted", "damaged", "failures")
+    rows: list[tuple[object, ...]] = [
+        ("tier", "segments", "bytes", *(name.replace("_", " ") for name in names))
+    ]
+    for tier in tiers:
+        size = "?" if tier.bytes < 0 else format_size(tier.bytes)
+        counts = _counts(tier)
+        shown = [format_size(counts[name]) if name.endswith("bytes") else counts[name] for name in names]
+        rows.append((tier.name, "?" if tier.segments < 0 else tier.segments, size, *shown))
+    return aligned(rows)

@@ -1,0 +1,72 @@
+"""`LLMTenants`: the tenants of an LLM's engine, for any thread: `llm.tenants.add("alice", quota="2GiB")`.
+
+Not here: what they mean (`quire.scheduler.tenants`), enforcing (`quire.scheduler.fair_share`). Cost: a call into the
+engine's thread; `remove` O(what memory has of the tenant).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quire.engine.core import EngineCore
+from quire.engine.driver import Driver, in_driver
+from quire.errors import ArgumentError, CapacityError
+from quire.scheduler.tenants import Tenant
+
+__all__ = ["LLMTenants"]
+
+
+class LLMTenants:
+    """See the module's text. Iterating gives those there are; `[name]` one, or an ArgumentError."""
+
+    def __init__(self, core: EngineCore, driver: Driver) -> None:
+        self._engine = core.engine
+        self.driver = driver
+
+    @in_driver
+    def add(
+        self,
+        name: str,
+        *,
+        quota: str | int | None = None,
+        floor: str | int | None = None,
+        priority: int = 0,
+    ) -> Tenant:
+        """From now on requests may be the tenant's: `generate(..., tenant=name)`.
+
+        quota: bytes of KV memory it may take at most; floor: bytes of what it has that are never evicted for others;
+        both in whole blocks. priority: added to that of its requests, smaller is served first.
+        *raises:* ArgumentError, CapacityError: limits that cannot be, with the numbers; nothing was changed.
+        """
+        tenant = self._engine.tenants.add(name, quota=quota, floor=floor, priority=priority)
+        try:
+            self._engine.scheduler.check_requests()
+        except CapacityError:
+            self._engine.tenants.remove(name)
+            raise
+        return tenant
+
+    @in_driver
+    def remove(self, name: str) -> None:
+        """Forgets the tenant, its pins and what memory has of it; what lower tiers have nobody finds any more.
+
+        *raises:* ArgumentError while requests of it are there.
+        """
+        live = [r.request_id for r in self._engine.scheduler.requests.values() if r.tenant == name]
+        if live:
+            raise ArgumentError(
+                f"expected a tenant without requests, got {name!r} with {len(live)} ({live[0]!r} is one)"
+            )
+        self._engine.tenants.remove(name)
+
+    @in_driver
+    def __getitem__(self, name: str) -> Tenant:
+        return self._engine.tenants[name]
+
+    @in_driver
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._engine.tenants)
+
+    @in_driver
+    def __len__(self) -> int:
+        return len(self._engine.tenants)

@@ -1,0 +1,88 @@
+"""What an engine remembers of its cache beside it: the mirror, the log of losses, those who are told of events.
+
+Costs what its parts do, see there; engines made without one have none of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quire.cache.feed import EventFeed
+from quire.cache.pins import Pin
+from quire.cache.protocol import PrefixKVCache
+from quire.cache.steady_clock import SteadyClock
+from quire.observe.history import History
+from quire.observe.kv_events import Subscribers
+from quire.observe.mirror import TreeMirror
+from quire.offload.tier_events import TierEvents
+from quire.scheduler.request import Request
+
+__all__ = ["CacheMonitor"]
+
+
+class CacheMonitor:
+    """feed: the cache's, which others may listen to as well. max_blocks: lost ones that are remembered.
+
+    mirror: one that the feed keeps up already. tier_events: of the tiers below the cache, for who is told of events.
+    The engine's thread calls all of this.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixKVCache,
+        feed: EventFeed,
+        *,
+        max_blocks: int = 65536,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        tier_events: TierEvents | None = None,
+        mirror: TreeMirror | None = None,
+    ) -> None:
+        self.feed = feed
+        self.clock = SteadyClock(clock)
+        self.tier_events = tier_events
+        self.mirror = mirror or TreeMirror(cache)
+        self.mirror.clock = self.clock
+        self.history = History(self.mirror, max_blocks)
+        self.subscribers = Subscribers(self.mirror, wall_clock, tier_events)
+        self._clock = clock
+        if mirror is None:
+            feed.listen(self.mirror.apply)
+
+    def collect(self, *, keep_forgotten: bool = False) -> None:
+        """Hands on what has happened in the cache (see `EventFeed.collect`) and in the tiers since the last call."""
+        self.feed.collect(keep_forgotten=keep_forgotten)
+        self.subscribers.collect()
+
+    def served(self, request: Request) -> None:
+        """A request has ended."""
+        if request.started_s is None:
+            return
+        began_at = self.clock() - max(0.0, self._clock() - request.started_s)
+        self.history.used(
+            request.key.namespace,
+            request.sequences[0].token_ids(),
+            request.key.extra_keys,
+            request.num_cached_tokens,
+            began_at,
+        )
+
+    def pin_expired(self, pin: Pin) -> None:
+        self.history.expired(pin.namespace, pin.tokens, pin.extra_keys)
+
+    def stats(self) -> dict[str, Any]:
+        history = self.history
+        tiers = {} if self.tier_events is None else {"num_untold_segments": self.tier_events.num_untold}
+        return tiers | {
+            "num_known_blocks": len(self.mirror.by_id),
+            "num_evictions": history.evictions.count,
+            "eviction_idle_s": history.evictions.mean_s,
+            "eviction_idle_below_s": history.evictions.below(),
+            "eviction_age_s": history.eviction_ages.mean_s,
+            "eviction_age_below_s": history.eviction_ages.below(),
+            "num_reuses": history.reuse_gaps.count,
+            "reuse_gap_s": history.reuse_gaps.mean_s,
+            "reuse_gap_below_s": history.reuse_gaps.below(),
+        }

@@ -1,0 +1,268 @@
+"""The bytes of blocks as one payload: read out of a storage and written into it, whatever its layout and block size.
+
+What a payload is: `quire.spec.payload`. A storage says where its blocks lie (`BlockPlaces`); the rest is here.
+
+Invariants
+    B1  only the bytes of the tokens asked for are read or written: a call for blocks that one alone may touch may run
+        beside anything else, in any thread, and lets go of Python's lock while it copies.
+
+Cost: one copy by the storage's device (`DeviceMemory.copy_pieces`), on this machine at about the speed of memcpy;
+about 40 us of arithmetic beside it (28 layers), which is several times that between copies that leave nothing of it in
+a core's caches: `BlockWriter` has less to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.errors import ArgumentError
+from quire.memory.block_pieces import BlockPieces, BlockPlaces, at_places
+from quire.memory.device import DeviceMemory
+from quire.spec import KVGroup, KVSpec
+
+__all__ = ["BlockStorage", "BlockWriter"]
+
+_MAX_PLACES = 512  # buffers for one payload
+
+
+class BlockStorage:
+    """A storage of blocks: it says where they lie, and what makes their bytes a payload is the same for all.
+
+    Attributes: see `Storage`, and here `block_size` (tokens), `device` (whose memory it is, and who copies it) and
+    `block_pieces` (of this spec).
+    """
+
+    spec: KVSpec
+    block_size: int
+    num_blocks: int
+    device: DeviceMemory
+    block_pieces: BlockPieces
+
+    def block_places(self, group: KVGroup, block_ids: np.ndarray) -> BlockPlaces:
+        """Of int64 [blocks], all of them used by a plan that was prepared, or whose copies were run."""
+        raise NotImplementedError
+
+    def run_copies(self, plan: Any) -> None:
+        """Have memory behind the blocks of a plan, and its copies done, for somebody who writes their bytes himself.
+
+        As `prepare`, but without tables, and without taking a place that only running sequences have.
+        """
+        raise NotImplementedError
+
+    def commit_ahead(self, first: int, stop: int) -> bool:
+        """Have memory behind blocks `first` .. `stop` before anything is written there; from any thread. Whether it was
+        done. False where a block has memory from the first step that needs it."""
+        return False
+
+    def read_blocks(
+        self,
+        block_ids: Any,
+        num_tokens: int,
+        *,
+        first: int = 0,
+        origins: Sequence[int] | None = None,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """The payload of tokens 0 .. `num_tokens`, uint8; of them those from `first` on are read.
+
+        block_ids: int [groups, blocks], the block of each block of each group; block 0 holds token 0. What lies in
+        blocks whose block is -1, and before `first`, is left as it is (zeros in a new payload). origins: where the
+        payload begins in each group, 0 .. num_tokens; what lies before is not in it. out: a payload to fill.
+        """
+        if out is None:
+            num_bytes = self.block_pieces.layout.num_bytes(num_tokens, self._checked(origins))
+            whole = first == 0 and not any(origins or ()) and (np.asarray(block_ids) >= 0).all()
+            out = np.empty(num_bytes, np.uint8) if whole else np.zeros(num_bytes, np.uint8)
+        self._copy_payload(block_ids, out, num_tokens, first, origins, to_storage=False)
+        return out
+
+    def write_blocks(
+        self,
+        block_ids: Any,
+        payload: np.ndarray,
+        num_tokens: int,
+        *,
+        first: int = 0,
+        origins: Sequence[int] | None = None,
+    ) -> None:
+        """Writes tokens `first` .. `num_tokens` of a payload of that many tokens, or of more, into blocks; see
+        `read_blocks`.
+
+        How many tokens a payload has follows from its length; those behind `num_tokens` are not written, nor are those
+        of a group before its origin.
+        """
+        self._copy_payload(block_ids, payload, num_tokens, first, origins, to_storage=True)
+
+    def block_writer(self, block_ids: Any) -> BlockWriter:
+        """What writes many payloads into the blocks of one table."""
+        return BlockWriter(self, block_ids)
+
+    def _copy_payload(
+        self,
+        block_ids: Any,
+        payload: np.ndarray,
+        num_tokens: int,
+        first: int,
+        origins: Sequence[int] | None,
+        *,
+        to_storage: bool,
+    ) -> None:
+        block_ids = np.asarray(block_ids, np.int64)
+        origins = self._checked(origins)
+        groups, layout = self.spec.groups, self.block_pieces.layout
+        total = layout.num_tokens(payload.nbytes, origins)
+        if payload.dtype != np.uint8 or not payload.flags.c_contiguous or total is None:
+            raise ArgumentError(
+                f"expected a dense payload of uint8, {layout.bytes_per_token} for each token, got "
+                f"{payload.nbytes} bytes of {payload.dtype}, which begin at {list(origins)}"
+            )
+        if not 0 <= first <= num_tokens <= total:
+            raise ArgumentError(
+                f"expected tokens {first} .. {num_tokens} within a payload of {total}, which begins at {list(origins)}"
+            )
+        size = self.block_size
+        blocks = np.arange(first // size, -(-num_tokens // size))
+        if (
+            block_ids.ndim != 2
+            or len(block_ids) != len(groups)
+            or block_ids.shape[1] < -(-num_tokens // size)
+        ):
+            raise ArgumentError(
+                f"expected blocks [{len(groups)}, {-(-num_tokens // size)}] for {num_tokens} tokens in blocks "
+                f"of {size}, got {block_ids.shape}"
+            )
+        if block_ids.size and not (block_ids.min() >= -1 and block_ids.max() < self.num_blocks):
+            raise ArgumentError(
+                f"expected blocks of -1 to {self.num_blocks - 1}, got {block_ids.min()} to {block_ids.max()}"
+            )
+        if first == num_tokens:
+            return
+        parts: list[np.ndarray] = []
+        for group in groups:
+            origin = origins[group.index]
+            kept = blocks[(block_ids[group.index, blocks] >= 0) & ((blocks + 1) * size > origin)]
+            if len(kept):
+                starts, stops = (
+                    np.maximum(kept * size, max(first, origin)),
+                    np.minimum((kept + 1) * size, num_tokens),
+                )
+                places = self.block_places(group, block_ids[group.index, kept])
+                table = self.block_pieces.of(group, places, total, origins, kept * size, starts, stops)
+                parts.append(table)
+        if parts:
+            pieces = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            self.device.copy_pieces(payload, pieces, to_storage)
+
+    def _checked(self, origins: Sequence[int] | None) -> Sequence[int]:
+        num_groups = len(self.spec.groups)
+        if origins is None:
+            return (0,) * num_groups
+        if len(origins) != num_groups or min(origins) < 0:
+            raise ArgumentError(f"expected {num_groups} origins of at least 0, got {list(origins)}")
+        return origins
+
+
+class BlockWriter:
+    """`write_blocks` again and again into the blocks of one table, as far as it can be computed ahead.
+
+    block_ids: int [groups, blocks], used by a plan that was prepared or settled for as long as there is writing.
+
+    Every other payload is written from its last piece back. Threads that write neighbouring ones into memory that was
+    never written before would else take the same pages' faults at the same time, each for a page of its own that
+    the system has filled with zeros, all but one for nothing.
+    """
+
+    def __init__(self, storage: BlockStorage, block_ids: Any) -> None:
+        self._storage = storage
+        self._block_ids = np.asarray(block_ids, np.int64)
+        self._block_bytes = storage.block_pieces.layout.num_bytes(storage.block_size)
+        self._places: list[BlockPlaces] = []  # of each group; none where some blocks have no block
+        if self._block_ids.size and self._block_ids.min() >= 0 and self._block_ids.max() < storage.num_blocks:
+            self._places = [
+                storage.block_places(group, self._block_ids[group.index]) for group in storage.spec.groups
+            ]
+        self._templates: dict[int, list[np.ndarray]] = {}  # by blocks
+        self._in_order: dict[int, tuple[np.ndarray, list[Any]] | None] = {}  # likewise
+
+    def write(
+        self, first_block: int, stop_block: int, payload: np.ndarray, num_tokens: int, *, first: int = 0
+    ) -> None:
+        """Writes tokens `first` .. `num_tokens` of a payload that begins with block `first_block` of the table."""
+        count = stop_block - first_block
+        is_whole = first == 0 and num_tokens == count * self._storage.block_size and count > 0
+        if not (
+            is_whole
+            and self._places
+            and first_block >= 0
+            and stop_block <= self._block_ids.shape[1]
+            and payload.nbytes == count * self._block_bytes
+            and payload.dtype == np.uint8
+            and payload.flags.c_contiguous
+        ):
+            self._storage.write_blocks(
+                self._block_ids[:, first_block:stop_block], payload, num_tokens, first=first
+            )
+            return
+        pieces = self._pieces(first_block, stop_block)
+        if first_block // count % 2:
+            pieces = np.ascontiguousarray(pieces[::-1])
+        self._storage.device.copy_pieces(payload, pieces, True)
+
+    def places(self, first_block: int, stop_block: int) -> list[Any] | None:
+        """Writable buffers that take the payload of these blocks one after the other, without its being copied.
+
+        None where it would be scattered over more than 512 of them, or lies in a device's memory. They are the
+        storage's own memory: to be written for as long as the blocks are there.
+        """
+        if (
+            not self._storage.device.is_host
+            or not self._places
+            or not 0 <= first_block < stop_block <= self._block_ids.shape[1]
+        ):
+            return None
+        count = stop_block - first_block
+        pieces = self._pieces(first_block, stop_block)
+        if count not in self._in_order:
+            self._in_order[count] = self._order_of(pieces)
+        in_order = self._in_order[count]
+        if in_order is None:
+            return None
+        order, kinds = in_order
+        addresses = pieces[order, 1].tolist()
+        return [kind.from_address(address) for kind, address in zip(kinds, addresses, strict=True)]
+
+    @staticmethod
+    def _order_of(pieces: np.ndarray) -> tuple[np.ndarray, list[Any]] | None:
+        """Of pieces that are one row each and not too many, as they follow one another in the payload: which, and the
+        type of each one's buffer. Wherever the blocks lie."""
+        if len(pieces) > _MAX_PLACES or (pieces[:, 2] != 1).any():
+            return None
+        order = pieces[:, 0].argsort()
+        return order, [ctypes.c_uint8 * num_bytes for num_bytes in pieces[order, 3].tolist()]
+
+    def _pieces(self, first_block: int, stop_block: int) -> np.ndarray:
+        """int64 [pieces, 5], see `DeviceMemory.copy_pieces`: of a payload of whole blocks."""
+        count = stop_block - first_block
+        templates = self._templates.get(count)
+        if templates is None:
+            templates = self._templates[count] = self._templates_of(count)
+        parts = [
+            at_places(template, places.addresses[:, :, first_block:stop_block])
+            for template, places in zip(templates, self._places, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _templates_of(self, count: int) -> list[np.ndarray]:
+        size, groups = self._storage.block_size, self._storage.spec.groups
+        starts = np.arange(count) * size
+        none = (0,) * len(groups)
+        return [
+            self._storage.block_pieces.template(
+                group, places, count * size, none, starts, starts, starts + size
+            )
+            for group, places in zip(groups, self._places, strict=True)
+        ]

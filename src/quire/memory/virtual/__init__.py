@@ -1,0 +1,1 @@
+"""Virtual storage: blocks mapped behind rows of addresses."""

@@ -1,0 +1,93 @@
+"""`RowMap`: has rows of addresses lead to blocks, and holds in the placement heap what they have led to.
+
+Between `VirtualStorage`, which says which rows a step needs, and the heap, which maps. A block that was led to once is
+held until `give_back`, whatever rows lead there meanwhile: its bytes stay.
+
+Invariants
+    M1  `is_held` is true of exactly the blocks that it holds in the heap, once each.
+    M2  a call that fails has changed no row but parked ones.
+
+Cost: numpy over the tables given; a call to the machine for each run of blocks that is new, two a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.errors import CapacityError
+from quire.memory.placement import PlacementHeap
+from quire.memory.virtual.row_places import RowPlaces
+from quire.memory.virtual.rows import Rows
+
+__all__ = ["RowMap"]
+
+
+class RowMap:
+    """places: of each group, over the same rows. num_blocks: that there can be."""
+
+    def __init__(self, heap: PlacementHeap, places: Sequence[RowPlaces], rows: Rows, num_blocks: int) -> None:
+        self._heap = heap
+        self._places = places
+        self._rows = rows
+        self.is_held = np.zeros(num_blocks, bool)
+
+    def lead(self, rows: np.ndarray, tables: list[np.ndarray]) -> None:
+        """Map what the rows do not lead to yet, and unmap what a window has given back.
+
+        *raises:* CapacityError, also without the parked rows.
+        """
+        changes = []
+        for places, table in zip(self._places, tables, strict=True):
+            places.check_table(table)
+            if not table.size:
+                continue
+            positions, block_ids = places.differing(rows, table)
+            if len(positions):
+                changes.append((places.range, positions, block_ids))
+        if not changes:
+            return
+        wanted = np.concatenate([block_ids for _, _, block_ids in changes])
+        new = self.hold(np.unique(wanted[wanted >= 0]))
+        try:
+            try:
+                self._heap.map(changes)
+            except CapacityError:
+                # Rows that nobody uses cost mappings and memory: without them once more.
+                self.unmap_parked()
+                self._heap.map(changes)
+        except BaseException:
+            self._heap.free(new)
+            self.is_held[new] = False
+            raise
+
+    def hold(self, block_ids: np.ndarray) -> np.ndarray:
+        """Hold those of the distinct blocks that are not held yet; which they were."""
+        new = block_ids[~self.is_held[block_ids]]
+        self._heap.claim(new)
+        self.is_held[new] = True
+        return new
+
+    def give_back(self, block_ids: np.ndarray) -> None:
+        """Unmap these blocks wherever rows lead to them, and hold them no more; their memory goes.
+
+        *raises:* CapacityError: the system refuses to unmap; nothing has changed then.
+        """
+        free = np.zeros(len(self.is_held) + 1, bool)
+        free[block_ids + 1] = True  # as entries, which are blocks plus one
+        ranges = [places.range for places in self._places]
+        stale = [np.flatnonzero(free[r.entries[1:-1]]) for r in ranges]
+        self._heap.map([(r, at, np.full(len(at), -1)) for r, at in zip(ranges, stale, strict=True)])
+        given = np.flatnonzero(free[1:] & self.is_held)
+        self._heap.free(given)
+        self.is_held[given] = False
+        self._heap.trim()
+
+    def unmap_parked(self) -> None:
+        """Rows that nobody uses lead nowhere any more."""
+        changes = []
+        for places in self._places:
+            at = places.mapped(self._rows.parked)
+            changes.append((places.range, at, np.full(len(at), -1)))
+        self._heap.map(changes)

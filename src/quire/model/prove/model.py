@@ -1,0 +1,49 @@
+"""The model that is proved, as its proofs see it: `quire.model.prepare` makes one and asks for them.
+
+A contract alone, so that proofs do not import who asks for them.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from transformers.cache_utils import Cache
+
+from quire.attention import AttentionOptions, Backend
+from quire.memory.storage import Storage
+from quire.model.load import LoadedModel
+from quire.model.step import ForwardStep
+from quire.spec import KVSpec
+
+__all__ = ["ModelToProve"]
+
+
+class ModelToProve(Protocol):
+    """What proofs use of `PreparedModel`, where each member is described."""
+
+    @property
+    def loaded(self) -> LoadedModel: ...
+    @property
+    def spec(self) -> KVSpec: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def num_attended(self) -> int: ...
+
+    def attach(
+        self,
+        storage: Storage | None,
+        attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] | None = None,
+    ) -> None: ...
+
+    def forward(self, step: ForwardStep) -> torch.Tensor: ...
+
+    def eagerly(self) -> AbstractContextManager[None]: ...
+
+    def own_logits(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache, *, eager: bool = False
+    ) -> torch.Tensor: ...

@@ -1,0 +1,44 @@
+"""The weights of a model that is in memory: every parameter once, by its first name, and every buffer that is saved.
+
+Weights that `accelerate` has packed come as what they stand for. There is no file: what they are now is all that
+is known of them.
+
+Cost: the tensors themselves, no copies, except where one has to be unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from quire.model.plain_weights import plain
+from quire.model.sources.source import StoredTensor
+
+__all__ = ["LiveSource"]
+
+
+class LiveSource:
+    """The weights of `model`. See `WeightSource`."""
+
+    files: tuple[Path, ...] = ()
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __iter__(self) -> Iterator[StoredTensor]:
+        seen: set[int] = set()
+        for prefix, module in self._model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield _stored(f"{prefix}.{name}", parameter)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield _stored(f"{prefix}.{name}", buffer)
+
+
+def _stored(name: str, tensor: torch.Tensor) -> StoredTensor:
+    return StoredTensor(name, tuple(tensor.shape), tensor.dtype, lambda: plain(tensor))

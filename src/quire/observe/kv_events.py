@@ -1,0 +1,247 @@
+"""KV events for those outside: which blocks memory and tiers have, as they come and go, in the field's shape.
+
+Made from the mirror's changes; those of tiers by `tier_events`. Blocks that come one behind the other are one event; a
+batch is what happened between two looks. On the wire (`to_wire`) a batch is a msgpack array as vLLM's publishers send
+and its consumers read it:
+
+    [ts, [event, ...], data_parallel_rank]
+    ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys]
+    ["BlockRemoved", block_hashes, medium]
+    ["AllBlocksCleared"]
+
+medium says where: "CPU" is memory, the pool; "CPU_TIER1", "DISK" and "REMOTE" are the tiers host, disk and remote. A
+block may be in several: what is told of one medium says nothing of another. AllBlocksCleared has no medium on the
+wire, so that it means all of them: where there are tiers, a clear of one medium is sent as BlockRemoved alone.
+
+Block hashes are unsigned 64-bit integers, of a hash chained over namespace and tokens. extra_keys has an entry for each
+block: null, or its extra keys in hexadecimal; for a namespace's first block they begin with the namespace's digest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from quire.cache.block_hash import block_number, namespace_digest
+from quire.observe.mirror import Block, Change, TreeMirror
+
+__all__ = [
+    "MEDIA",
+    "MEDIUM",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "EventBatch",
+    "KVEvent",
+    "Subscribers",
+    "TierSource",
+    "to_wire",
+]
+
+MEDIUM = "CPU"  # where the pool's blocks lie
+MEDIA = {"host": "CPU_TIER1", "disk": "DISK", "remote": "REMOTE"}  # of tiers, by name
+
+_log = logging.getLogger("quire")
+
+
+@dataclass(frozen=True)
+class BlockStored:
+    """Blocks one behind the other. token_ids: of all of them. extra_keys: of each, (offset, key)."""
+
+    block_hashes: tuple[int, ...]
+    parent_block_hash: int | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    namespace_digest: str
+    extra_keys: tuple[tuple[tuple[int, bytes], ...], ...]
+    medium: str = MEDIUM
+
+
+@dataclass(frozen=True)
+class BlockRemoved:
+    """reason: "evicted", "forgotten" (drop, resize; of a tier: not followed any more) or "cleared".
+
+    Of a tier also "damaged", "missing" (not found any more: others have removed it) and "dropped" (asked to go).
+    """
+
+    block_hashes: tuple[int, ...]
+    namespace_digest: str
+    reason: str
+    medium: str = MEDIUM
+
+
+@dataclass(frozen=True)
+class AllBlocksCleared:
+    """Nothing is there any more: in a medium, whose blocks were told as removed before, or (None) in any."""
+
+    medium: str | None = None
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True)
+class EventBatch:
+    """ts: seconds since 1970."""
+
+    ts: float
+    events: tuple[KVEvent, ...]
+
+
+class TierSource(Protocol):
+    """What tells of tiers: `tier_events.TierEvents`."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def take(self) -> list[KVEvent]:
+        """What has happened since the last call."""
+        ...
+
+    def snapshot(self) -> list[KVEvent]:
+        """What tiers have now, as far as `take` has told it."""
+        ...
+
+
+class Subscribers:
+    """Those who want to know. Called in the engine's thread, between steps: what takes long should go elsewhere.
+
+    A subscriber that raises is told no more, and the log says so.
+    """
+
+    def __init__(
+        self, mirror: TreeMirror, wall_clock: Callable[[], float], tiers: TierSource | None = None
+    ) -> None:
+        self._mirror = mirror
+        self._tiers = tiers
+        self._wall_clock = wall_clock
+        self._callbacks: list[Callable[[EventBatch], None]] = []
+
+    def add(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
+        """Tells first what there is; returns what ends it."""
+        self.collect()
+        events = _events(self._mirror.snapshot(), self._mirror.block_size, AllBlocksCleared())
+        if self._tiers is not None:
+            if not self._callbacks:
+                self._tiers.start()
+            events += self._tiers.snapshot()
+        try:
+            callback(EventBatch(self._wall_clock(), tuple(events)))
+        except BaseException:
+            if self._tiers is not None and not self._callbacks:
+                self._tiers.stop()
+            raise
+        if not self._callbacks:
+            self._mirror.listeners.append(self._tell_changes)
+        self._callbacks.append(callback)
+        return lambda: self._remove(callback)
+
+    def _remove(self, callback: Callable[[EventBatch], None]) -> None:
+        if callback in self._callbacks:
+            self._callbacks.remove(callback)
+            if not self._callbacks:
+                self._mirror.listeners.remove(self._tell_changes)
+                if self._tiers is not None:
+                    self._tiers.stop()
+
+    def collect(self) -> None:
+        """Tells what tiers have done since the last call."""
+        if self._callbacks and self._tiers is not None and (events := self._tiers.take()):
+            self._tell(events)
+
+    def _tell_changes(self, changes: list[Change]) -> None:
+        # Where there are tiers memory is not all there is.
+        cleared = AllBlocksCleared(None if self._tiers is None else MEDIUM)
+        self._tell(_events(changes, self._mirror.block_size, cleared))
+
+    def _tell(self, events: list[KVEvent]) -> None:
+        batch = EventBatch(self._wall_clock(), tuple(events))
+        for callback in tuple(self._callbacks):
+            try:
+                callback(batch)
+            except Exception:
+                _log.exception("a subscriber to KV events failed, and is told no more: %r", callback)
+                self._remove(callback)
+
+
+def _events(changes: list[Change], block_size: int, cleared: AllBlocksCleared) -> list[KVEvent]:
+    events: list[KVEvent] = []
+    run: list[Block] = []
+
+    def end_run() -> None:
+        if run:
+            events.append(_stored(run, block_size))
+            run.clear()
+
+    gone: list[Block] = []
+    reason = ""
+
+    def end_gone() -> None:
+        if gone:
+            events.append(
+                BlockRemoved(tuple(map(_number, gone)), namespace_digest(gone[0].namespace), reason)
+            )
+            gone.clear()
+
+    for change in changes:
+        block = change.block
+        if change.kind != "stored" or block is None or (run and block.parent is not run[-1]):
+            end_run()
+        if change.kind != "removed" or (
+            gone and block is not None and (change.reason, block.namespace) != (reason, gone[-1].namespace)
+        ):
+            end_gone()
+        if block is None:
+            events.append(cleared)
+        elif change.kind == "stored":
+            run.append(block)
+        else:
+            gone.append(block)
+            reason = change.reason
+    end_run()
+    end_gone()
+    return events
+
+
+def _stored(run: list[Block], block_size: int) -> BlockStored:
+    parent = run[0].parent
+    return BlockStored(
+        block_hashes=tuple(map(_number, run)),
+        parent_block_hash=None if parent is None else _number(parent),
+        token_ids=tuple(token for block in run for token in block.tokens.tolist()),
+        block_size=block_size,
+        namespace_digest=namespace_digest(run[0].namespace),
+        extra_keys=tuple(tuple(sorted(block.extra_keys.items())) for block in run),
+    )
+
+
+def _number(block: Block) -> int:
+    return block_number(block.hash)
+
+
+def to_wire(batch: EventBatch, data_parallel_rank: int | None = None) -> list[Any]:
+    """What msgpack is given; see the module's text."""
+    events = [
+        _wire_event(event)
+        for event in batch.events
+        if not (isinstance(event, AllBlocksCleared) and event.medium is not None)
+    ]
+    return [batch.ts, events, data_parallel_rank]
+
+
+def _wire_event(event: KVEvent) -> list[Any]:
+    if isinstance(event, BlockStored):
+        keys = [[key.hex() for _, key in own] for own in event.extra_keys]
+        if event.parent_block_hash is None and event.namespace_digest:
+            keys[0].insert(0, event.namespace_digest)
+        wire = [
+            "BlockStored", list(event.block_hashes), event.parent_block_hash, list(event.token_ids),
+            event.block_size, None, event.medium, None,
+        ]  # fmt: skip
+        return [*wire, [own or None for own in keys]] if any(keys) else wire
+    if isinstance(event, BlockRemoved):
+        return ["BlockRemoved", list(event.block_hashes), event.medium]
+    return ["AllBlocksCleared"]

@@ -1,0 +1,155 @@
+"""What becomes of a preempted sequence: its bytes are swapped out in host memory, or its tokens are computed again.
+
+Parked: the bytes of everything it has computed, the partial block included, are copied out before its sequence is
+closed, and those that the prefix tree has lost meanwhile are copied back when it is opened again: the same bits.
+Recomputed: prompt and output are one prompt, of which the tree may still know a part. Which of the two is `mode`:
+"swap", "recompute", or "auto": what is expected to take less time, by measured speeds of copying and computing.
+
+Of a sequence whose windows have given blocks up only what is left is swapped out, and only that comes back
+(`Cache.restore`): what lies behind its windows is not found of it. What finds the memory for swapped out sequences
+taken is computed again.
+
+Invariants
+    K1  swapped out bytes never exceed `max_bytes`; a sequence that runs or has ended has none.
+    K2  a sequence that cannot be restored is computed again: nothing is lost, nothing waits for ever.
+
+Cost: one copy each way of the bytes that the sequence has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from quire.cache.protocol import CacheSequence, KVCache
+from quire.errors import CapacityError
+from quire.memory.block_bytes import BlockStorage
+from quire.offload.speeds import Speeds
+from quire.offload.waiting import OffloadedSequence
+from quire.spec.payload import PayloadLayout
+
+__all__ = ["MODES", "Mode", "Swap", "Swapped"]
+
+Mode = Literal["auto", "swap", "recompute"]
+MODES = ("auto", "swap", "recompute")
+
+
+@dataclass(frozen=True, eq=False)
+class Swapped:
+    """The payload of a sequence's first `num_tokens` tokens: in each group from its origin on, which is what it had."""
+
+    num_tokens: int
+    origins: tuple[int, ...]
+    payload: np.ndarray
+
+
+class Swap:
+    """Host memory for the bytes of preempted sequences.
+
+    storage: None where it cannot give bytes (rows): everything is computed again. on_reserved: called between a
+    reservation and the writing of bytes into it.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        storage: BlockStorage | None = None,
+        *,
+        mode: Mode = "auto",
+        max_bytes: int = 0,
+        speeds: Speeds | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._storage = storage
+        self._layout = PayloadLayout.of(cache.spec)
+        self._mode = mode
+        self.max_bytes = max_bytes
+        self._speeds = speeds or Speeds()
+        self._clock = clock
+        self.on_reserved: Callable[[], None] = lambda: None  # between a reservation and what is written there
+        self.num_bytes = 0
+        self.num_swapped = 0  # since the start
+        self.num_restored_tokens = 0
+
+    def swap_out(self, sequence: OffloadedSequence) -> bool:
+        """Copies the sequence's bytes out, if that is possible and worth it. Its sequence is open still."""
+        if self._storage is None or self._mode == "recompute" or not sequence.num_computed:
+            return False
+        origins = self._origins(sequence.num_computed)
+        num_bytes = self._layout.num_bytes(sequence.num_computed, origins)
+        if self.num_bytes + num_bytes > self.max_bytes:
+            return False
+        if self._mode == "auto":
+            there_and_back = self._speeds.copy_s(2 * num_bytes)
+            if there_and_back > self._speeds.compute_s(sequence.num_computed):
+                return False
+        block_ids = self._block_ids(sequence.cache_sequence)
+        began = self._clock()
+        payload = self._storage.read_blocks(block_ids, sequence.num_computed, origins=origins)
+        self._speeds.copied(num_bytes, self._clock() - began)
+        sequence.swapped = Swapped(sequence.num_computed, origins, payload)
+        self.num_bytes += num_bytes
+        self.num_swapped += 1
+        return True
+
+    def num_tokens(self, sequence: OffloadedSequence) -> int:
+        """Tokens that `restore` could bring back."""
+        return 0 if sequence.swapped is None else sequence.swapped.num_tokens
+
+    def num_blocks_needed(
+        self, sequence: OffloadedSequence, cache_sequence: CacheSequence, num_more: int
+    ) -> int:
+        """Blocks that `restore` would take now for the sequence, and a reservation of `num_more` tokens after it."""
+        known = self.num_tokens(sequence)
+        now = self._cache.num_blocks_to_restore(cache_sequence, known)
+        size = self._cache.block_size
+        return now + self._cache.num_groups * (-(-(known + num_more) // size) - -(-known // size))
+
+    def restore(self, sequence: OffloadedSequence, cache_sequence: CacheSequence) -> int | None:
+        """Copies back what the sequence, just opened, has not found; its computed tokens then.
+
+        None if there is no memory behind the blocks: close the sequence then, as it may name one without its bytes.
+        """
+        found, swapped = cache_sequence.num_computed_tokens, sequence.swapped
+        if swapped is None or found >= swapped.num_tokens:
+            return found
+        assert self._storage is not None
+        plan = self._cache.restore(cache_sequence, swapped.num_tokens)
+        if plan is None:
+            return found
+        self.on_reserved()
+        began = self._clock()
+        try:
+            self._storage.run_copies(plan)
+        except CapacityError:  # K2
+            return None
+        # Blocks before an origin, of a hit that others hold too, are not written.
+        block_ids, origins = self._block_ids(cache_sequence), swapped.origins
+        self._storage.write_blocks(
+            block_ids, swapped.payload, swapped.num_tokens, first=found, origins=origins
+        )
+        num_restored = swapped.num_tokens - found
+        num_bytes = self._layout.num_bytes(swapped.num_tokens, [max(found, origin) for origin in origins])
+        self._speeds.copied(num_bytes, self._clock() - began)
+        self._cache.commit(cache_sequence, swapped.num_tokens)
+        self.num_restored_tokens += num_restored
+        return swapped.num_tokens
+
+    def drop(self, sequence: OffloadedSequence) -> None:
+        """Gives the sequence's swapped out bytes up."""
+        if sequence.swapped is not None:
+            self.num_bytes -= sequence.swapped.payload.nbytes
+            sequence.swapped = None
+
+    def _origins(self, num_tokens: int) -> tuple[int, ...]:
+        """Where the first block begins that each group has of a sequence so long."""
+        groups, size = self._cache.spec.groups, self._cache.block_size
+        return tuple(group.span.first_needed(num_tokens) // size * size for group in groups)
+
+    def _block_ids(self, cache_sequence: CacheSequence) -> np.ndarray:
+        return np.stack([cache_sequence.block_table(group) for group in range(self._cache.num_groups)])

@@ -1,0 +1,8 @@
+"""From logits to text: parameters, sampler, grammar, detokenizer.
+
+Others may use
+    params        `SamplingParams`
+    sampler       one token for each sequence
+    grammar       what a token may be
+    detokenizer   text of tokens
+"""

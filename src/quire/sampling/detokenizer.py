@@ -1,0 +1,135 @@
+"""Text out of tokens, piece by piece: never half a character, never text that may yet become a stop string.
+
+A tokenizer's decode of one token alone is wrong at both ends: a character may lie in several tokens, and some
+decoders strip or add spaces at the start. So each piece is decode(context + new) minus decode(context), the
+context being the last tokens whose text is complete (the tail of the prompt at first). A result that ends in
+U+FFFD is an unfinished character: it waits for the next token, and is given out as it is at the end.
+
+Stop strings: text that is a proper prefix of a stop string is held back until it is decided; the text ends
+before the earliest stop string.
+
+Not here: stop tokens (the scheduler's). Cost per token: one decode of a few tokens, and a search in the new
+text and the longest stop string before it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["Detokenizer", "decode"]
+
+_CONTEXT_TOKENS = 4  # of the prompt: enough for a decoder to be past its treatment of the first token
+_UNFINISHED = "\ufffd"
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int], prompt_tail: Sequence[int] = ()) -> str:
+    """The text of `token_ids` as a continuation of the prompt, whole."""
+    detokenizer = Detokenizer(tokenizer, prompt_tail)
+    return detokenizer.push(token_ids) + detokenizer.finish()
+
+
+def _decoder(tokenizer: Any) -> Callable[[list[int]], Any]:
+    """`tokenizer.decode` of a list, special tokens left out and nothing cleaned up.
+
+    Where that is the decode of transformers' own class, which then only calls the one of `tokenizers`, it is called
+    directly: a third of the time.
+    """
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    kind = type(tokenizer)
+    if (
+        isinstance(tokenizer, TokenizersBackend)
+        and kind.decode is TokenizersBackend.decode
+        and kind._decode is TokenizersBackend._decode
+    ):
+        return tokenizer.backend_tokenizer.decode  # it leaves special tokens out unless told otherwise
+    return functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Detokenizer:
+    """The text of one sequence. `text` is what may be shown so far; `stopped` once a stop string was met."""
+
+    def __init__(self, tokenizer: Any, prompt_tail: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+        self._decode = _decoder(tokenizer)
+        self._stop = tuple(stop)
+        self._longest_stop = max(map(len, self._stop), default=0)
+        # The tokens still needed: [0, _num_context) are complete text, the rest is pending.
+        self._tokens = [int(token) for token in prompt_tail[-_CONTEXT_TOKENS:]]
+        self._num_context = len(self._tokens)
+        self._pieces: list[str] = []  # decided
+        self._num_taken = 0  # characters of them that `take_new` has given out
+        self._held = ""  # decoded, but may become a stop string
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def take_new(self) -> str:
+        """What `text` has gained since the last call."""
+        text = self.text
+        new, self._num_taken = text[self._num_taken :], len(text)
+        return new
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes further tokens and returns the text that is decided by them, possibly empty."""
+        if self.stopped:
+            return ""
+        self._tokens.extend(int(token) for token in token_ids)
+        return self._give(self._complete(final=False))
+
+    def finish(self) -> str:
+        """No more tokens will come: the rest of the text."""
+        if self.stopped:
+            return ""
+        piece = self._give(self._complete(final=True))
+        rest, self._held = self._held, ""
+        if rest:
+            self._pieces.append(rest)
+        return piece + rest
+
+    def _complete(self, *, final: bool) -> str:
+        """The text of the pending tokens, "" while their last character is unfinished."""
+        if len(self._tokens) == self._num_context:
+            return ""
+        before = self._decode(self._tokens[: self._num_context])
+        after = self._decode(self._tokens)
+        if after.endswith(_UNFINISHED) and not final:
+            return ""
+        # A context that ends inside a character shows it as U+FFFD: that part is the new text's.
+        while before and not after.startswith(before):
+            before = before[:-1]
+        del self._tokens[: self._num_context]
+        self._num_context = len(self._tokens)
+        if self._num_context > _CONTEXT_TOKENS:
+            del self._tokens[: self._num_context - _CONTEXT_TOKENS]
+            self._num_context = _CONTEXT_TOKENS
+        return after[len(before) :]
+
+    def _give(self, new: str) -> str:
+        """Moves text out of `_held` + `new`, up to a stop string or what may become one."""
+        text = self._held + new
+        if not self._stop:
+            piece, self._held = text, ""
+        else:
+            found = [start for start in (text.find(stop) for stop in self._stop) if start >= 0]
+            if found:
+                piece, self._held, self.stopped = text[: min(found)], "", True
+            else:
+                num_held = self._num_undecided(text)
+                piece, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+        if piece:
+            self._pieces.append(piece)
+        return piece
+
+    def _num_undecided(self, text: str) -> int:
+        """Length of the longest end of `text` that is the beginning of a stop string."""
+        for length in range(min(self._longest_stop - 1, len(text)), 0, -1):
+            end = text[len(text) - length :]
+            if any(stop.startswith(end) for stop in self._stop):
+                return length
+        return 0

@@ -1,0 +1,191 @@
+"""What a user asks of the sampler: one immutable record per request.
+
+`None` means "not asked for": `resolved` fills it from the model's generation defaults and then from the
+neutral value, so that what the user wrote always wins. Values out of range are refused at construction.
+
+Invariant
+    S1  a resolved record has no `None` but in `max_tokens` (as long as the model and the cache allow), `seed`
+        (drawn from the engine's) and `logprobs` (none wanted).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeGuard
+
+from quire.errors import ArgumentError
+
+__all__ = ["SamplingParams"]
+
+_MAX_LOGPROBS = 1024
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw the tokens of one request.
+
+    max_tokens: most tokens to generate per sequence; None: the model's default, else what fits, at most 256.
+    temperature: 0 is greedy (the most likely token); None: the model's default, else greedy.
+    top_p, top_k, min_p: keep the smallest set of tokens of probability top_p (1: all), the top_k most likely
+        (0: all), those with at least min_p times the probability of the most likely (0: all).
+    repetition_penalty: divides (positive) or multiplies (negative) the logits of tokens in prompt or output.
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once / per count.
+    stop: strings that end a sequence; the text is cut before them. stop_token_ids: tokens that end it.
+    n: sequences per prompt; the prompt is computed once and its blocks are shared.
+    seed: the same seed gives the same tokens whatever else runs; None: derived from the engine's seed.
+    logprobs: for each token its log probability and those of this many likeliest tokens (of the model's raw
+        logits, before penalties and temperature).
+    ignore_eos: the model's end tokens do not end a sequence (`stop_token_ids` still do).
+    logit_bias: token id -> value added to its logit, -inf forbids it.
+    json_schema: the answer is a JSON text of this schema (a dict, or its JSON; {} for any JSON). regex: it matches this
+        expression. grammar: it follows this Lark grammar, as llguidance reads them. At most one of the three.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: str | Iterable[str] = ()
+    stop_token_ids: Iterable[int] = ()
+    n: int = 1
+    seed: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__  # frozen: the normal forms of what was given
+        _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
+        _check_number("temperature", self.temperature, 0.0, None, "0 (greedy) or more", optional=True)
+        _check_number("top_p", self.top_p, 0.0, 1.0, "more than 0, at most 1", optional=True, open_low=True)
+        _check_int("top_k", self.top_k, 0, None, optional=True, note=" (0: all tokens)")
+        _check_number("min_p", self.min_p, 0.0, 1.0, "0 to 1", optional=True)
+        _check_number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.0,
+            None,
+            "more than 0",
+            optional=True,
+            open_low=True,
+        )
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "-2 to 2")
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "-2 to 2")
+        _check_int("n", self.n, 1, 1024)
+        _check_int("seed", self.seed, 0, 2**63 - 1, optional=True)
+        _check_int("logprobs", self.logprobs, 0, _MAX_LOGPROBS, optional=True)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise ArgumentError(f"expected non-empty strings, got {text!r} - in `stop`")
+        set_field(self, "stop", stop)
+        set_field(
+            self, "stop_token_ids", tuple(_token_id("stop_token_ids", t) for t in self.stop_token_ids or ())
+        )
+        bias = {_token_id("logit_bias", token): value for token, value in (self.logit_bias or {}).items()}
+        for token, value in bias.items():
+            if not _is_number(value) or math.isnan(value) or value == math.inf:
+                raise ArgumentError(
+                    f"expected a number below infinity, got {value!r} - in `logit_bias[{token}]`"
+                )
+        set_field(self, "logit_bias", bias)
+        if self.json_schema is not None and not isinstance(self.json_schema, (str, Mapping)):
+            got = type(self.json_schema).__name__
+            raise ArgumentError(f"expected a schema as a dict or JSON text, got {got} - in `json_schema`")
+        for name in ("regex", "grammar"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise ArgumentError(f"expected a string, got {type(value).__name__} - in `{name}`")
+        if sum(form is not None for form in self.forms.values()) > 1:
+            raise ArgumentError("expected at most one of json_schema, regex and grammar, got several")
+
+    def resolved(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """These parameters with every gap filled (S1).
+
+        defaults: the model's, as its generation_config.json has them; one that does not sample says so by
+        temperature 0. Without any (None) the habit is greedy.
+        """
+        defaults = {"temperature": 0.0} if defaults is None else defaults
+
+        def pick(value: Any, name: str, neutral: Any) -> Any:
+            if value is not None:
+                return value
+            given = defaults.get(name)
+            return neutral if given is None else given
+
+        return replace(
+            self,
+            max_tokens=pick(self.max_tokens, "max_new_tokens", None),
+            temperature=pick(self.temperature, "temperature", 1.0),
+            top_p=pick(self.top_p, "top_p", 1.0),
+            top_k=pick(self.top_k, "top_k", 0),
+            min_p=pick(self.min_p, "min_p", 0.0),
+            repetition_penalty=pick(self.repetition_penalty, "repetition_penalty", 1.0),
+        )
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the next token is simply the largest raw logit (of a resolved record)."""
+        return self.temperature == 0.0 and not self.changes_logits
+
+    @property
+    def forms(self) -> dict[str, Any]:
+        """The forms an answer may be asked to have, by name."""
+        return {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the logits are edited before temperature (of a resolved record)."""
+        return bool(
+            self.logit_bias
+            or any(form is not None for form in self.forms.values())
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty not in (None, 1.0)
+        )
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _token_id(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 0:
+        raise ArgumentError(f"expected token ids of 0 or more, got {value!r} - in `{name}`")
+    return int(value)
+
+
+def _check_int(
+    name: str, value: Any, low: int, high: int | None, *, optional: bool = False, note: str = ""
+) -> None:
+    if value is None and optional:
+        return
+    allowed = f"{low} or more" if high is None else f"{low} to {high}"
+    is_int = hasattr(value, "__index__") and not isinstance(value, bool)
+    if value is None or not is_int or value < low or (high is not None and value > high):
+        raise ArgumentError(f"expected an integer of {allowed}{note}, got {value!r} - in `{name}`")
+
+
+def _check_number(
+    name: str,
+    value: Any,
+    low: float,
+    high: float | None,
+    allowed: str,
+    *,
+    optional: bool = False,
+    open_low: bool = False,
+) -> None:
+    if value is None and optional:
+        return
+    good = _is_number(value) and math.isfinite(value) and value >= low and not (open_low and value == low)
+    if not good or (high is not None and float(value or 0) > high):
+        raise ArgumentError(f"expected a number of {allowed}, got {value!r} - in `{name}`")

@@ -1,0 +1,202 @@
+"""From logits to tokens: greedy rows in one argmax, the others through transformers' processors and warpers.
+
+Each sequence draws from a generator of its own, one number per token, and every operation works row by row: what
+a request draws depends on its seed and its logits, never on what else is in the batch. A row without a finite
+logit fails its own sequence (`error`) and no other.
+
+Order, as in transformers: the grammar's mask, logit bias, repetition, presence and frequency penalty, temperature,
+top_k, top_p, min_p; then one uniform number and the inverse of the cumulative distribution.
+
+Cost: O(rows * vocabulary); rows with equal warper settings are processed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from quire.errors import QuireError
+from quire.sampling.grammar import Matcher
+from quire.sampling.greedy import most_likely
+from quire.sampling.params import SamplingParams
+from quire.torch_threads import one_torch_thread
+
+__all__ = ["new_generator", "sample_tokens"]
+
+
+class _Request(Protocol):
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def is_plain(self) -> bool: ...
+    @property
+    def seed(self) -> int: ...
+
+
+class DrawingSequence(Protocol):
+    """What the sampler needs of a request's sequence, `quire.scheduler.request.RequestSequence`."""
+
+    index: int
+    output_ids: list[int]
+    generator: torch.Generator | None
+    logprobs: list[dict[int, float]] | None
+    matcher: Matcher | None
+    error: BaseException | None
+
+    @property
+    def request(self) -> _Request: ...
+    def token_ids(self) -> np.ndarray: ...
+
+
+def new_generator(seed: int, index: int) -> torch.Generator:
+    """The generator of sequence `index` of a request with this seed; different indices are independent."""
+    state = np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state) & (2**63 - 1))
+
+
+def sample_tokens(logits: torch.Tensor, sequences: Sequence[DrawingSequence], rows: np.ndarray) -> np.ndarray:
+    """One token for each sequence.
+
+    logits: [num_rows, vocab] of the model's dtype, not changed; all else is computed in float32. rows: int
+    [len(sequences)], the row each sequence draws from (the n sequences of a new request share one). Returns int64
+    [len(sequences)].
+    *changes:* the sequences' generators and `logprobs`; `error` of a sequence that cannot be sampled, whose token
+    is then meaningless.
+    """
+    chosen, best = most_likely(logits)
+    tokens = chosen[rows]
+    finite = np.isfinite(best)
+    if not finite.all():
+        for index in np.flatnonzero(~finite[rows]).tolist():
+            _fail(sequences[index], "the model's logits hold a NaN or infinity")
+    special = [index for index, sequence in enumerate(sequences) if not sequence.request.is_plain]
+    others = [
+        index
+        for index in special
+        if not sequences[index].request.params.is_plain_greedy and sequences[index].error is None
+    ]
+    if not special:
+        return tokens
+    with one_torch_thread():  # what is drawn must depend on no number of threads
+        if others:
+            tokens = tokens.copy()
+            picked = torch.from_numpy(np.ascontiguousarray(rows[others], dtype=np.int64))
+            tokens[others] = _sample_others(logits[picked].float(), [sequences[index] for index in others])
+        for index in others:
+            sequence = sequences[index]
+            if sequence.matcher is not None and sequence.error is None:
+                sequence.matcher.accept(int(tokens[index]))
+        for index in special:
+            if sequences[index].request.params.logprobs is not None and sequences[index].error is None:
+                _record_logprobs(logits[int(rows[index])].float(), sequences[index], int(tokens[index]))
+    return tokens
+
+
+# Temperatures below are the limit they stand for: logits divided by them would overflow.
+_GREEDY_BELOW = 1e-5
+
+
+def _fail(sequence: DrawingSequence, reason: str) -> None:
+    sequence.error = QuireError(
+        f"expected finite logits, got none to choose from: {reason} - in request {sequence.request.request_id!r} "
+        f"after {len(sequence.output_ids)} tokens"
+    )
+
+
+def _sample_others(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np.ndarray:
+    """Tokens of rows that are drawn, or greedy over edited logits; scores [n, vocab] is ours to change."""
+    groups: dict[tuple[float, int, float, float], list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        params = sequence.request.params
+        if params.changes_logits:
+            try:
+                scores[index] = _edit(scores[index], sequence, params)
+            except Exception as error:  # of this sequence alone
+                sequence.error = error
+        key = (_f(params.temperature), params.top_k or 0, _f(params.top_p), _f(params.min_p))
+        groups.setdefault(key, []).append(index)
+    tokens = np.zeros(len(sequences), np.int64)
+    for (temperature, top_k, top_p, min_p), members in groups.items():
+        # No copy where one setting serves all, the common case.
+        group = scores if len(members) == len(sequences) else scores[members]
+        if temperature < _GREEDY_BELOW:
+            tokens[members] = torch.argmax(group, dim=-1).numpy()
+            continue
+        group = _warp(group, temperature, top_k, top_p, min_p)
+        tokens[members] = _draw(group, [sequences[index] for index in members])
+    return tokens
+
+
+def _f(value: float | None) -> float:
+    return 0.0 if value is None else float(value)
+
+
+def _edit(row: torch.Tensor, sequence: DrawingSequence, params: SamplingParams) -> torch.Tensor:
+    """A row [vocab] with the grammar's mask, bias and penalties applied."""
+    if sequence.matcher is not None:
+        sequence.matcher.mask(row)
+    if params.logit_bias:
+        tokens = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+        row[tokens] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
+    if params.repetition_penalty not in (None, 1.0):
+        from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+        seen = torch.from_numpy(sequence.token_ids().astype(np.int64))[None]
+        row = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty or 1.0))(seen, row[None])[0]  # type: ignore[arg-type]
+    if sequence.output_ids and (params.presence_penalty or params.frequency_penalty):
+        unique, counts = np.unique(np.asarray(sequence.output_ids, np.int64), return_counts=True)
+        penalty = params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).to(row.dtype)
+        row[torch.from_numpy(unique)] -= penalty
+    return row
+
+
+def _warp(scores: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    from transformers.generation import logits_process as hf
+
+    nothing = torch.empty(0, dtype=torch.int64)  # the warpers do not look at the input ids
+    warpers: list[hf.LogitsProcessor] = []
+    if temperature != 1.0:
+        warpers.append(hf.TemperatureLogitsWarper(temperature))
+    if top_k:
+        warpers.append(hf.TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        warpers.append(hf.TopPLogitsWarper(top_p))
+    if min_p > 0.0:
+        warpers.append(hf.MinPLogitsWarper(min_p))
+    for warper in warpers:
+        scores = warper(nothing, scores)  # type: ignore[arg-type]
+    return scores
+
+
+def _draw(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np.ndarray:
+    """One draw per row of scores [n, vocab] by the inverse of the cumulative distribution."""
+    cumulative = torch.softmax(scores, dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    uniform = torch.empty(len(sequences), 1, dtype=torch.float64)
+    for index, sequence in enumerate(sequences):
+        if sequence.generator is None:
+            sequence.generator = new_generator(sequence.request.seed, sequence.index)
+        uniform[index] = torch.rand(1, generator=sequence.generator, dtype=torch.float64)
+    for index in torch.nonzero(~(total[:, 0] > 0.5)).flatten().tolist():  # NaN included
+        _fail(sequences[index], "bias and penalties leave no token possible")
+    tokens = torch.searchsorted(cumulative, uniform * total, right=True)
+    return tokens.clamp_(max=scores.shape[-1] - 1)[:, 0].numpy()
+
+
+def _record_logprobs(logits: torch.Tensor, sequence: DrawingSequence, token: int) -> None:
+    """logits: float32 [vocab], the raw ones."""
+    num_top = sequence.request.params.logprobs or 0
+    row = torch.log_softmax(logits, dim=-1)
+    entry = {token: float(row[token])}
+    if num_top:
+        values, indices = row.topk(min(num_top, row.shape[0]))
+        for other, value in zip(indices.tolist(), values.tolist(), strict=True):
+            entry.setdefault(other, value)
+    if sequence.logprobs is None:
+        sequence.logprobs = []
+    sequence.logprobs.append(entry)

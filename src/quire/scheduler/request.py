@@ -1,0 +1,248 @@
+"""A request, its sequences and what comes out of it. Data only: nothing here decides or computes.
+
+A *request* is one prompt and its parameters; a *sequence* is one of its `n` continuations and what the
+scheduler moves. The first sequence computes the prompt; the others are forked from it when it is done.
+
+    State of a sequence          edge: function
+    WAITING -> RUNNING         Scheduler.schedule admits it (a cache sequence is open while RUNNING or LOADING)
+    WAITING -> LOADING         Scheduler.schedule has its prefix loaded from a tier
+    LOADING -> RUNNING         Scheduler.schedule, once the load has ended and there is a seat
+    RUNNING, LOADING -> WAITING  Scheduler preempts it (its sequence is closed, its content stays findable)
+    UNBORN  -> RUNNING|WAITING Scheduler.update forks it from the first sequence
+    any     -> FINISHED        stop token, stop string, length, abort, error
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.cache.prefix_key import NOBODYS, ResolvedKey
+from quire.cache.protocol import CacheSequence
+from quire.sampling.params import SamplingParams
+from quire.scheduler.request_options import RequestOptions, cache_priority_number
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.offload.load import Search, TierLoad
+    from quire.offload.swap import Swapped
+    from quire.sampling.detokenizer import Detokenizer
+    from quire.sampling.grammar import Matcher
+
+__all__ = ["CompletionOutput", "Request", "RequestOutput", "RequestSequence", "SequenceState", "Timings"]
+
+
+class SequenceState(enum.Enum):
+    UNBORN = "unborn"
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class RequestSequence:
+    """One continuation of a request's prompt.
+
+    sequence: the open cache sequence, None unless RUNNING or LOADING. num_computed: its tokens whose KV is computed
+    (mirrors `cache_sequence.num_computed_tokens` while RUNNING, without the call). swapped out: its bytes while it
+    waits after a preemption, where they were kept. search: how far the tiers have it; load: what is being loaded of it.
+    """
+
+    __slots__ = (
+        "cache_sequence",
+        "detokenizer",
+        "error",
+        "finish_reason",
+        "generator",
+        "index",
+        "is_withdrawn",
+        "key",
+        "last_token",
+        "load",
+        "logprobs",
+        "matcher",
+        "num_computed",
+        "num_shown",
+        "num_tokens",
+        "output_ids",
+        "request",
+        "search",
+        "state",
+        "swapped",
+        "waits_for",
+    )
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.last_token = int(request.prompt_token_ids[-1])  # the newest known one
+        self.state = SequenceState.UNBORN
+        self.key: tuple[int, int, int] = (request.priority, request.arrival, index)  # smaller is served first
+        self.output_ids: list[int] = []
+        self.num_tokens = len(request.prompt_token_ids)  # known ones: prompt and output
+        self.num_computed = 0
+        self.cache_sequence: CacheSequence = None  # type: ignore[assignment]  # while RUNNING or LOADING; else None
+        self.is_withdrawn = False  # content that it had computed was dropped: nobody finds what it computes
+        self.swapped: Swapped | None = None
+        self.search: Search | None = None
+        self.load: TierLoad | None = None
+        self.waits_for: tuple[RequestSequence, int] | None = (
+            None  # one that runs or loads, and the position it has to reach
+        )
+        self.finish_reason: str | None = None
+        self.error: BaseException | None = None
+        self.generator: torch.Generator | None = None
+        self.logprobs: list[dict[int, float]] | None = None
+        self.detokenizer: Detokenizer | None = None
+        self.matcher: Matcher | None = None
+        self.num_shown = 0  # output tokens that an output of deltas has carried
+
+    @property
+    def finished(self) -> bool:
+        return self.state is SequenceState.FINISHED
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether it is known what the tiers have of it, or nobody asked."""
+        return self.search is None or self.search.done
+
+    @property
+    def waits_for_commit(self) -> bool:
+        """Whether what it waits for is still on its way."""
+        if self.waits_for is None:
+            return False
+        other, position = self.waits_for
+        return other.state in (SequenceState.RUNNING, SequenceState.LOADING) and other.num_computed < position
+
+    def unborn_siblings(self) -> list[RequestSequence]:
+        """The sequences that draw their first token from this one's logits: those not forked from it yet."""
+        if self.index or self.output_ids or len(self.request.sequences) == 1:
+            return []
+        return [sequence for sequence in self.request.sequences[1:] if sequence.state is SequenceState.UNBORN]
+
+    def token_ids(self) -> np.ndarray:
+        """All known tokens, int32 [num_tokens]."""
+        prompt = self.request.prompt_token_ids
+        if not self.output_ids:
+            return prompt
+        return np.concatenate([prompt, np.asarray(self.output_ids, np.int32)])
+
+
+class Request:
+    """One prompt and its parameters, with its sequences and times (of the engine's clock, seconds).
+
+    params, max_tokens, key: resolved; options: as the caller gave them.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: np.ndarray,
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        stop_ids: frozenset[int] = frozenset(),
+        arrival: int = 0,
+        seed: int = 0,
+        arrival_s: float = 0.0,
+        prompt: str | None = None,
+        options: RequestOptions | None = None,
+        key: ResolvedKey | None = None,
+    ) -> None:
+        """*raises:* ArgumentError for a cache priority that is none."""
+        self.options = options = options or RequestOptions(params)
+        self.key = key = key or NOBODYS
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.max_tokens = max_tokens
+        self.stop_ids = stop_ids
+        self.arrival = arrival
+        self.priority = key.priority + options.priority
+        self.seed = seed
+        self.prompt = prompt
+        self.stream = options.stream
+        self.deltas = options.deltas
+        # What most steps ask of every sequence, decided once.
+        self.is_plain = params.is_plain_greedy and params.logprobs is None
+        self.owner_id = key.owner_id  # whose memory it takes, and how its content is kept: see `Cache.open`
+        self.cache_priority = cache_priority_number(options.cache_priority)
+        self.tenant = options.key.tenant
+        self.sequences = [RequestSequence(self, index) for index in range(params.n)]
+        self.num_cached_tokens = 0
+        self.num_tier_tokens: dict[str, int] = {}  # of the cached ones, those that a tier gave
+        self.num_preemptions = 0
+        self.arrival_s = arrival_s
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
+        self.finished_s: float | None = None
+
+    @cached_property
+    def prompt_list(self) -> list[int]:
+        """The prompt as its outputs show it."""
+        return self.prompt_token_ids.tolist()
+
+    def hit_tokens(self) -> dict[str, int]:
+        """`num_cached_tokens` by where they were, memory or a tier; stays as it is once the request has begun."""
+        if self.started_s is None:
+            return {}
+        in_memory = self.num_cached_tokens - sum(self.num_tier_tokens.values())
+        return {**self.num_tier_tokens, "memory": max(0, in_memory)}
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.state is SequenceState.FINISHED for sequence in self.sequences)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds since the request arrived; None where it has not come to that."""
+
+    queued_s: float | None = None
+    time_to_first_token_s: float | None = None
+    total_s: float | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation so far. `finish_reason`: None while it grows, then "stop", "length", "abort" or "error".
+
+    new_text: what this output adds to the text of the one before (streaming). logprobs: one dict per token,
+    the chosen token first, then the likeliest. Of a request for deltas, `token_ids` and `logprobs` are those that came
+    since the output before, and `text` is `new_text`.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: list[dict[int, float]] | None = None
+    new_text: str = ""
+    error: BaseException | None = None
+
+
+@dataclass
+class RequestOutput:
+    """What a request has produced so far; `finished` once nothing more will come.
+
+    num_cached_tokens: of its prompt, not computed: found in memory, or in a tier, which `num_tier_tokens` names.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    outputs: list[CompletionOutput]
+    finished: bool
+    timings: Timings = field(default_factory=Timings)
+    num_tier_tokens: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error among the continuations, None if all is well."""
+        return next((output.error for output in self.outputs if output.error is not None), None)

@@ -1,0 +1,169 @@
+"""`RequestValidator`: from a prompt and its parameters to a request that can be served, or to the reason why not.
+
+What a request must be like (ids of the vocabulary, a length that ends, parameters of this model, room in the cache) is
+decided here and nowhere else; nothing is queued here. Not thread-safe but for `has_grammar` and `compile_grammar`.
+
+Cost: O(prompt), and a grammar the first time it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.cache.pins import Pins
+from quire.cache.prefix_key import ResolvedKey
+from quire.errors import ArgumentError, PromptError
+from quire.sampling.detokenizer import Detokenizer
+from quire.sampling.grammar import Grammars
+from quire.sampling.params import SamplingParams
+from quire.scheduler.fair_share import FairShare
+from quire.scheduler.prompts import Prompt
+from quire.scheduler.request import Request
+from quire.scheduler.request_options import RequestOptions
+from quire.scheduler.tenants import Tenants
+
+__all__ = ["RequestValidator"]
+
+_DEFAULT_MAX_TOKENS = 256
+_MAX_ID = 2**31 - 1
+
+
+class RequestValidator:
+    """Requests for one model over one cache: arguments as in `Engine`. eos_token_ids: what ends every request."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        tokenizer: Any,
+        eos_token_ids: Sequence[int],
+        sampling_defaults: Mapping[str, Any] | None,
+        seed: int,
+        clock: Callable[[], float],
+        share: FairShare,
+        tenants: Tenants,
+        pins: Pins,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._grammars = Grammars(tokenizer, vocab_size, sorted(self.eos_token_ids))
+        self._sampling_defaults = sampling_defaults
+        self.default_max_tokens = _DEFAULT_MAX_TOKENS  # where neither a request nor the model says
+        self._seed = seed
+        self._clock = clock
+        self._share = share
+        self._tenants = tenants
+        self._pins = pins
+        self._num_arrivals = 0
+
+    def request(
+        self, prompt: Prompt, options: RequestOptions, *, key: ResolvedKey | None = None, number: int = 0
+    ) -> Request:
+        """The request that this would be, not queued; `arrived` counts those that are. Changes nothing else.
+
+        key: where its content lives, if that is known already. number: of requests made since that are to be queued
+        before it. *raises:* PromptError, ArgumentError, CapacityError: it cannot be served, with the numbers.
+        """
+        tokens = self.check_tokens(prompt.token_ids)
+        key = key or self._tenants.resolve(options.key, tokens)
+        params = self._resolved(options.params)
+        max_tokens = self._max_tokens(params, tokens, key)
+        arrival = self._num_arrivals + number
+        seed = params.seed
+        if seed is None:
+            seed = int(np.random.SeedSequence([self._seed, arrival]).generate_state(1, np.uint64)[0])
+        stop_ids = frozenset(params.stop_token_ids)
+        request = Request(
+            f"request-{arrival}" if options.request_id is None else options.request_id,
+            tokens,
+            params,
+            max_tokens=max_tokens,
+            stop_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_token_ids,
+            arrival=arrival,
+            seed=seed,
+            arrival_s=self._clock(),
+            prompt=prompt.text,
+            options=options,
+            key=key,
+        )
+        if self._tokenizer is not None and (request.stream or params.stop):
+            for sequence in request.sequences:
+                sequence.detokenizer = Detokenizer(self._tokenizer, tokens[-8:].tolist(), params.stop)  # type: ignore[arg-type]
+        for sequence in request.sequences:
+            sequence.matcher = self._grammars.matcher(params)
+        return request
+
+    def arrived(self, num_requests: int) -> None:
+        """So many that `request` has made are queued: the next ones come behind them."""
+        self._num_arrivals += num_requests
+
+    def _resolved(self, params: SamplingParams) -> SamplingParams:
+        """With the model's defaults, its grammar built."""
+        if not isinstance(params, SamplingParams):
+            raise ArgumentError(f"expected SamplingParams, got {type(params).__name__}")
+        params = params.resolved(self._sampling_defaults)
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            beyond = [token for token in ids if token >= self._vocab_size]
+            if beyond:
+                raise ArgumentError(
+                    f"expected token ids below the vocabulary of {self._vocab_size}, got {beyond[0]} - in `{name}`"
+                )
+        if params.stop and self._tokenizer is None:
+            raise ArgumentError(
+                "expected a model with a tokenizer, got none - for `stop`; use stop_token_ids"
+            )
+        self._grammars.compile(params)
+        return params
+
+    def _max_tokens(self, params: SamplingParams, tokens: np.ndarray, key: ResolvedKey) -> int:
+        """The tokens to generate at most. *raises:* CapacityError: it would never fit."""
+        room = self.max_model_len - len(tokens)
+        if params.max_tokens is None:
+            fits = self._share.max_tokens(key.owner_id) + 1 - len(tokens)
+            max_tokens = max(1, min(self.default_max_tokens, room, fits))
+        else:
+            max_tokens = min(params.max_tokens, room)
+        self._share.check_fits(
+            key.owner_id,
+            len(tokens) + max_tokens - 1,
+            self._pins.blocks_shared(tokens, **key.content),
+            f"a prompt of {len(tokens)} tokens with max_tokens {max_tokens}",
+        )
+        return max_tokens
+
+    def has_grammar(self, params: SamplingParams) -> bool:
+        """Whether `compile_grammar` has nothing to build."""
+        return self._grammars.has(params)
+
+    def compile_grammar(self, params: SamplingParams) -> None:
+        """Builds what `request` would; any thread may. *raises:* ArgumentError: it cannot be used."""
+        self._grammars.compile(params)
+
+    def check_tokens(self, prompt_token_ids: Any) -> np.ndarray:
+        """A prompt as int32, a copy. *raises:* PromptError: empty, no integers, ids out of range, too long."""
+        tokens = np.asarray(prompt_token_ids)
+        if tokens.size == 0:
+            raise PromptError("expected a prompt of at least one token, got an empty one")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise PromptError(
+                f"expected a prompt of integer token ids in one dimension, got {tokens.dtype} {tokens.shape}"
+            )
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= min(self._vocab_size, _MAX_ID):
+            bad = low if low < 0 else high
+            raise PromptError(
+                f"expected token ids of 0 to {self._vocab_size - 1}, got {bad} at position "
+                f"{int(np.flatnonzero(tokens == bad)[0])} of the prompt"
+            )
+        if len(tokens) >= self.max_model_len:
+            raise PromptError(
+                f"expected a prompt of at most {self.max_model_len - 1} tokens (the longest sequence is "
+                f"{self.max_model_len}, one of it to generate), got {len(tokens)}; shorten it or raise max_model_len"
+            )
+        return tokens.astype(np.int32)  # a copy: the caller may go on with its own

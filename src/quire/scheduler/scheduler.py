@@ -1,0 +1,474 @@
+"""Which tokens of which sequences run in the next step. Pure bookkeeping: no tensors, no text, no model.
+
+Continuous batching with chunked prefill under a token budget: running sequences that decode come first, then
+running ones that still compute their prompt, then waiting ones, each in order of (priority, arrival). A waiting
+sequence does not overtake one that was refused for want of memory, unless that one's own owner alone is short of it.
+
+Out of memory (the cache evicts what is merely cached by itself): the last sequence in that order of those that run or
+load is preempted: its bytes are swapped out or not (`preemption`), its sequence is closed, so that its content stays
+findable, and it waits to be opened again with prompt and output.
+
+A waiting sequence whose next tokens are being computed by a running one waits for that one's commit. One whose prefix
+lies in a tier is LOADING meanwhile (`tier_loads`): its blocks are reserved, others overtake it.
+
+Invariants
+    R1  a sequence has an open sequence exactly while it is RUNNING or LOADING.
+    R2  `running`, `loading` and `waiting` are sorted by `RequestSequence.key`; nobody is in two of them.
+    R3  progress: the first of those that run or load is never preempted, and alone it always fits (`check_fits`);
+        a load ends by itself.
+
+Not here: the clock is an argument, chance has no place. Not thread-safe: one owner.
+Cost: `schedule` O(running + sequences looked at + new tokens), `update` O(scheduled).
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quire.cache.answers import Dropped
+from quire.cache.prefix_key import NOBODYS, ResolvedKey
+from quire.cache.protocol import CacheSequence, KVCache
+from quire.errors import CapacityError
+from quire.offload.load import TierLoads
+from quire.offload.swap import Swap
+from quire.scheduler.admission import MAX_LOOKED_AT, Admission
+from quire.scheduler.fair_share import FairShare
+from quire.scheduler.loading import LoadingQueue
+from quire.scheduler.refusals import Refusals
+from quire.scheduler.request import Request, RequestSequence, SequenceState
+from quire.scheduler.step import ScheduledStep
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Decides the steps of one engine over one cache.
+
+    cache: a `quire.Cache` (its own watermark 0: the scheduler keeps one). max_batch_tokens: tokens of a step.
+    max_num_seqs: sequences that run at once. watermark: share of the blocks an admission must leave while others
+    run, so that they do not have to preempt it at once. clock: seconds. swapping: what becomes of preempted sequences;
+    without it they are computed again. loads: of prefixes in the tiers, where there are any. on_reserved: called
+    whenever blocks have been handed out that nothing was written to yet.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_batch_tokens: int = 2048,
+        max_num_seqs: int = 256,
+        watermark: float = 0.01,
+        clock: Callable[[], float] = time.monotonic,
+        swap: Swap | None = None,
+        loads: TierLoads | None = None,
+        on_reserved: Callable[[], None] = lambda: None,
+        share: FairShare | None = None,
+    ) -> None:
+        self._cache = cache
+        self._share = share or FairShare(cache)
+        self._swap = swap or Swap(cache)
+        self._loading = None if loads is None else LoadingQueue(cache, loads, self._share, on_reserved)
+        self._on_reserved = on_reserved
+        self._admission = Admission(
+            cache, self._share, self._swap, watermark=watermark, open_sequence=self._open
+        )
+        self.max_batch_tokens = max_batch_tokens
+        self.max_num_seqs = max_num_seqs
+        self.clock = clock
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[RequestSequence] = []
+        self.running: list[RequestSequence] = []
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_computed_tokens = 0
+        self._failed: list[RequestSequence] = []
+        self._closed: list[int] = []  # cache sequences closed since the last step
+        self._chunk_limit = max_batch_tokens  # lowered while one sequence alone has too little memory
+        self._refusals = Refusals()
+
+    # -- requests in and out ---------------------------------------------------------------------------
+
+    def check_fits(self, num_tokens: int, what: str, *, owner_id: int = 0, num_shared: int = 0) -> None:
+        """Raises CapacityError unless a sequence of `num_tokens` tokens could be computed here alone.
+
+        owner: whose it is. num_shared: blocks that pins hold of it.
+        """
+        self._share.check_fits(owner_id, num_tokens, num_shared, what)
+
+    def check_request(self, request: Request) -> None:
+        """*raises:* CapacityError if the request can never fit, with the numbers."""
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens - 1  # the last one is never computed
+        num_shared = self._cache.pins.blocks_shared(request.prompt_token_ids, **request.key.content)
+        self.check_fits(
+            num_tokens, f"request {request.request_id!r}", owner_id=request.owner_id, num_shared=num_shared
+        )
+
+    def check_requests(self) -> None:
+        """*raises:* CapacityError where a request that is here could not end any more."""
+        for request in self.requests.values():
+            self.check_request(request)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. *raises:* CapacityError if it can never fit, with the numbers."""
+        self.check_request(request)
+        self.requests[request.request_id] = request
+        self._wait(request.sequences[0])
+
+    def branch(self, parent: RequestSequence, sequence: RequestSequence) -> bool:
+        """Has a waiting sequence of the parent's very tokens go on over the parent's blocks; whether that can be now.
+
+        Not while the parent computes its prompt, has no blocks, or nobody more may run: the sequence waits then like
+        any other, and finds what the parent has committed.
+        """
+        is_decoding = parent.state is SequenceState.RUNNING and parent.num_computed + 1 == parent.num_tokens
+        if not (is_decoding and self._cache.can_fork and len(self.running) < self.max_num_seqs):
+            return False
+        self.waiting.remove(sequence)
+        self._run_beside(parent, sequence)
+        self._start([sequence])
+        return True
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request wherever it is; its blocks are returned. None if it is not here (any more)."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            for sequence in request.sequences:
+                self.finish(sequence, "abort")
+        return request
+
+    def finish(self, sequence: RequestSequence, reason: str, error: BaseException | None = None) -> None:
+        """Ends one sequence and returns its blocks. Nothing happens if it has ended already."""
+        state = sequence.state
+        if state is SequenceState.FINISHED:
+            return
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason = reason
+        sequence.error = error or sequence.error
+        if state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+        elif state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+            self._close(sequence)
+            self._refusals.ended()
+        elif state is SequenceState.LOADING:
+            self._stop_loading(sequence)
+        sequence.search = None
+        self._swap.drop(sequence)
+        request = sequence.request
+        if request.finished:
+            request.finished_s = self.clock()
+            self.requests.pop(request.request_id, None)
+
+    def drop(self, tokens: np.ndarray, key: ResolvedKey = NOBODYS) -> Dropped:
+        """`Cache.drop`. Sequences that were preempted before go on as those that run: nobody finds such content of
+        them.
+
+        *raises:* ArgumentError: some of it is pinned; nothing has changed.
+        """
+        dropped = self._cache.drop(tokens, **key.content)
+        for sequence in self.waiting:
+            request = sequence.request
+            if request.started_s is None or request.key.namespace != key.namespace:
+                continue
+            known = sequence.token_ids()
+            if len(known) >= len(tokens) and np.array_equal(known[: len(tokens)], tokens):
+                own, theirs = request.key.extra_keys or {}, key.extra_keys or {}
+                sequence.is_withdrawn |= all(
+                    own.get(at) == theirs.get(at) for at in {*own, *theirs} if at < len(tokens)
+                )
+        return dropped
+
+    def take_failed(self) -> list[RequestSequence]:
+        """Sequences that `schedule` itself has ended, there being no room for them even alone."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    @property
+    def loading(self) -> list[RequestSequence]:
+        """The sequences whose prefix comes from a tier just now."""
+        return [] if self._loading is None else self._loading.sequences
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def waits_for_tiers(self) -> bool:
+        """Whether a load or a search is under way that a step could follow from."""
+        return bool(self.loading) or any(
+            not sequence.is_searched for sequence in self.waiting[:MAX_LOOKED_AT]
+        )
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, its memory reserved; None if there is nothing to run."""
+        self._chunk_limit = self.max_batch_tokens
+        if self._loading is not None:
+            for sequence in self._loading.land(self.max_num_seqs - len(self.running)):
+                sequence.state = SequenceState.RUNNING
+                insort(self.running, sequence, key=_key)
+                self._start([sequence])
+            if self._loading.may_start(self.waiting):
+                running = [(sequence, 1) for sequence in self.running]
+                promised = self._admission.margin + self._admission.blocks_to_come(running)
+                promised_to = self._admission.taken_by_owner(running)
+                self._loading.start(
+                    self.waiting, self.running, promised, promised_to, self.max_num_seqs, self._open
+                )
+        may_admit = True
+        while self.running or self.waiting:
+            chosen, budget = self._continue_running()
+            admitted = self._admit(chosen, budget) if may_admit else []
+            chosen += admitted
+            while chosen:
+                ids = np.array([sequence.cache_sequence.id for sequence, _ in chosen], np.int64)
+                num_new = np.array([n for _, n in chosen], np.int32)
+                plan = self._cache.reserve(ids, num_new)
+                if plan is not None:
+                    self._on_reserved()
+                    self._start([sequence for sequence, _ in admitted])
+                    self.num_steps += 1
+                    self.num_computed_tokens += int(num_new.sum())
+                    closed, self._closed = np.array(self._closed, np.int64), []
+                    return ScheduledStep.build(chosen, ids, num_new, plan, closed)
+                if not admitted or len(chosen) == 1:
+                    break
+                self._unadmit(admitted.pop()[0])
+                chosen.pop()
+            # Who joined and is left runs from now on, though this attempt came to nothing.
+            self._start([sequence for sequence, _ in admitted])
+            if not self._make_room(chosen):
+                return None
+            may_admit = not self.running
+        return None
+
+    def update(self, step: ScheduledStep, tokens: Sequence[int] | np.ndarray) -> None:
+        """Takes in a step that has been computed, with the token each of `step.sampled` drew.
+
+        Commits what was computed, forks the sequences of new requests, appends the tokens and ends what is at
+        its end. A sequence with `error` set ends with it.
+        """
+        cache, now = self._cache, self.clock()
+        self._refusals.computed()
+        # Nothing but decodes, as it mostly is: one call for all of them.
+        together = step.is_decode and all(s.state is SequenceState.RUNNING for s in step.sequences)
+        if together:
+            cache.advance(step.sequence_ids, step.positions + 1, tokens)
+        for sequence, n in zip(step.sequences, step.num_new_tokens.tolist(), strict=True):
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_computed += n
+                if not together:
+                    cache.commit(sequence.cache_sequence, sequence.num_computed)
+        for sequence in step.sampled:
+            if sequence.state is SequenceState.UNBORN:
+                self._fork(sequence)
+        if isinstance(tokens, np.ndarray):
+            tokens = tokens.tolist()
+        for sequence, token in zip(step.sampled, tokens, strict=True):
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            request = sequence.request
+            if sequence.error is not None:
+                self.finish(sequence, "error")
+                continue
+            sequence.output_ids.append(token)
+            sequence.last_token = token
+            sequence.num_tokens += 1
+            if request.first_token_s is None:
+                request.first_token_s = now
+            if token in request.stop_ids:
+                self.finish(sequence, "stop")
+            elif len(sequence.output_ids) >= request.max_tokens:
+                self.finish(sequence, "length")
+            elif sequence.cache_sequence is not None and not together:
+                sequence.cache_sequence.append([token])
+
+    def refuse(self, step: ScheduledStep, error: BaseException | None) -> list[RequestSequence]:
+        """Takes back a step that the storage had no memory for, as if there had been too few blocks; who ends with it.
+
+        Who was to be copied waits again, or else the last that runs; one that is alone is tried once more, then ends.
+        """
+        self.num_steps -= 1
+        self.num_computed_tokens -= int(step.num_new_tokens.sum())
+        alone = self.running[0] if len(self.running) == 1 else None
+        ended: list[RequestSequence] = []
+        if alone is not None and alone is self._refusals.alone:
+            ended = [alone, *alone.unborn_siblings()]
+            for sequence in ended:
+                self.finish(sequence, "error", error)
+            alone = None
+        copying = [sequence for sequence in step.copying if sequence.state is SequenceState.RUNNING]
+        for sequence in copying:
+            self._unadmit(sequence)
+        if not copying and len(self.running) > 1:
+            self._preempt_last()
+        self._refusals.refused(alone)
+        return ended
+
+    # -- choosing --------------------------------------------------------------------------------------
+
+    def _continue_running(self) -> tuple[list[tuple[RequestSequence, int]], int]:
+        """What the running sequences compute, decodes first, and the token budget that is left."""
+        budget = self.max_batch_tokens
+        chosen: list[tuple[RequestSequence, int]] = []
+        prefills: list[RequestSequence] = []
+        for sequence in self.running:
+            if sequence.num_tokens - sequence.num_computed > 1:
+                prefills.append(sequence)
+            elif budget:
+                chosen.append((sequence, 1))
+                budget -= 1
+        for sequence in prefills:
+            n = min(sequence.num_tokens - sequence.num_computed, budget, self._chunk_limit)
+            if n == 0:
+                break
+            chosen.append((sequence, n))
+            budget -= n
+        return chosen, budget
+
+    def _admit(
+        self, chosen: list[tuple[RequestSequence, int]], budget: int
+    ) -> list[tuple[RequestSequence, int]]:
+        """Waiting sequences that join the step, opened and moved to `running`."""
+        room = self.max_num_seqs - len(self.running)
+        if self._refusals.nobody_joins:
+            room = 0 if self.running else 1
+        return self._admission.admit(
+            self.waiting,
+            self.running,
+            chosen,
+            is_first=not (self.running or self.loading),
+            room=room,
+            budget=budget,
+            chunk_limit=self._chunk_limit,
+        )
+
+    # -- moving sequences --------------------------------------------------------------------------------
+
+    def _make_room(self, chosen: list[tuple[RequestSequence, int]]) -> bool:
+        """The running sequences do not fit: preempts one of them, or lets the only one ask for less."""
+        if not self.running:
+            return False
+        live = sorted(self.running + self.loading, key=_key) if self.loading else self.running
+        candidates = self._share.may_give_way(live, chosen)
+        if len(candidates) > 1:
+            self._preempt(candidates[-1])
+            return True
+        sequence = candidates[0]
+        if self._chunk_limit > 1:
+            wanted = min(self._chunk_limit, sequence.num_tokens - sequence.num_computed)
+            self._chunk_limit = max(1, wanted // 2)
+            return True
+        needed = self._cache.num_blocks_needed([sequence.cache_sequence], [1])
+        error = CapacityError(
+            f"expected room for one more token, got none: {needed} {self._cache.block_name}s needed, "
+            f"{self._cache.num_free_blocks} of {self._cache.num_blocks} free, and no other request runs - in "
+            f"request {sequence.request.request_id!r} at token {sequence.num_computed}"
+        )
+        for ended in (sequence, *sequence.unborn_siblings()):
+            self._failed.append(ended)
+            self.finish(ended, "error", error)
+        return True
+
+    def preempt_to(self, num_blocks: int) -> None:
+        """Preempts running sequences, the last first, until at most `num_blocks` blocks are in use."""
+        while (
+            self.running or self.loading
+        ) and self._cache.num_blocks - self._cache.num_free_blocks > num_blocks:
+            self._preempt_last()
+
+    def _preempt_last(self) -> None:
+        """Preempts the last of those that run or load."""
+        self._preempt(max(self.running[-1:] + self.loading[-1:], key=_key))
+
+    def _preempt(self, sequence: RequestSequence) -> None:
+        if sequence.state is SequenceState.LOADING:
+            sequence.is_withdrawn = self._is_withdrawn(sequence)
+            self._stop_loading(sequence)
+            # What has arrived is findable; it is not asked for a second time.
+            self._wait(sequence, search=False)
+            return
+        sequence.request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._swap.swap_out(sequence)
+        self._unadmit(sequence)
+
+    def _start(self, admitted: list[RequestSequence]) -> None:
+        """Notes when a request began and what it found; what it finds after a preemption is its own work."""
+        for sequence in admitted:
+            self._swap.drop(sequence)
+            sequence.search = None
+            request = sequence.request
+            if request.started_s is None:
+                request.started_s = self.clock()
+                request.num_cached_tokens = sequence.num_computed
+
+    def _unadmit(self, sequence: RequestSequence) -> None:
+        """From RUNNING back to WAITING; what it committed stays findable."""
+        self.running.remove(sequence)
+        sequence.is_withdrawn = self._is_withdrawn(sequence)
+        self._close(sequence)
+        self._wait(sequence)
+
+    def _is_withdrawn(self, sequence: RequestSequence) -> bool:
+        """Whether content that a sequence with an open sequence has computed was dropped."""
+        return self._cache.prefix_caching and not sequence.cache_sequence.is_findable
+
+    def _wait(self, sequence: RequestSequence, *, search: bool = True) -> None:
+        sequence.state = SequenceState.WAITING
+        sequence.num_computed = 0
+        sequence.waits_for = None
+        insort(self.waiting, sequence, key=_key)
+        if self._loading is not None and search and sequence.swapped is None and sequence.search is None:
+            self._loading.search(sequence)
+
+    def _open(self, sequence: RequestSequence, tokens: np.ndarray) -> CacheSequence:
+        request = sequence.request
+        cache_sequence = self._cache.open(
+            tokens,
+            **request.key.content,
+            max_num_tokens=len(request.prompt_token_ids) + request.max_tokens,
+            owner_id=request.owner_id,
+            cache_priority=request.cache_priority,
+        )
+        if sequence.is_withdrawn:
+            self._cache.withdraw(cache_sequence)
+        return cache_sequence
+
+    def _stop_loading(self, sequence: RequestSequence) -> None:
+        assert self._loading is not None
+        self._loading.end(sequence)
+        self._close(sequence)
+
+    def _close(self, sequence: RequestSequence) -> None:
+        cache_sequence = sequence.cache_sequence
+        sequence.cache_sequence = None  # type: ignore[assignment]
+        self._cache.close(cache_sequence)
+        self._closed.append(cache_sequence.id)
+
+    def _fork(self, sequence: RequestSequence) -> None:
+        """A sequence of a request whose prompt its first sequence has just computed."""
+        parent = sequence.request.sequences[0]
+        may_run = parent.state is SequenceState.RUNNING and len(self.running) < self.max_num_seqs
+        if not may_run or not self._cache.can_fork:
+            if parent.cache_sequence is not None:
+                sequence.is_withdrawn = self._is_withdrawn(parent)
+            self._wait(sequence)  # opened later, over the same prompt's blocks where they are shared
+            return
+        self._run_beside(parent, sequence)
+
+    def _run_beside(self, parent: RequestSequence, sequence: RequestSequence) -> None:
+        """To RUNNING, over the parent's blocks."""
+        sequence.cache_sequence = self._cache.fork(parent.cache_sequence)
+        sequence.num_computed = parent.num_computed
+        sequence.state = SequenceState.RUNNING
+        insort(self.running, sequence, key=_key)
+
+
+def _key(sequence: RequestSequence) -> tuple[int, int, int]:
+    return sequence.key

@@ -1,0 +1,243 @@
+"""Tenants: who may find what, and how much of the memory each may have.
+
+A tenant's namespace is an HMAC of its name under a secret of the server's, so no request can name it; a cache salt that
+a request brings divides it further, and leads nowhere else. What has no tenant is the tenant nobody, without limits.
+
+A *published* prefix is everybody's: prompts that go on behind one live in the public namespace, with the tenant's own
+key at the first token behind it. Keys set apart everything from their position on and nothing before it: so all share
+the published tokens, and none finds anything of another's behind them. What is published is pinned in nobody's owner;
+it is never missing, so that finding it says nothing about who was here before. A prompt that is a published prefix and
+no more is served in the tenant's own namespace.
+
+Not here: enforcing (`quire.cache.owner_ids`, `fair_share`). Cost: `resolve` O(published prefixes) comparisons.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.cache.pins import Pin
+from quire.cache.prefix_key import PrefixKey, ResolvedKey
+from quire.cache.protocol import MAX_OWNER, KVCache
+from quire.config import check_secret
+from quire.errors import ArgumentError, CapacityError
+from quire.scheduler.fair_share import FairShare, Limits
+from quire.sizes import format_size, parse_size
+
+__all__ = ["Tenant", "Tenants"]
+
+_MAX_OWNERS = 4096
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """quota_bytes: None for none. priority: added to that of its requests; smaller is served first."""
+
+    name: str
+    owner_id: int
+    quota_bytes: int | None
+    floor_bytes: int
+    priority: int
+
+
+class Tenants:
+    """The tenants of one cache. secret: of the server's, at least 16 bytes; None: another one in each process."""
+
+    def __init__(self, cache: KVCache, share: FairShare, secret: bytes | None = None) -> None:
+        check_secret(secret)
+        self._cache = cache
+        self._share = share
+        self._secret = secret or os.urandom(32)
+        self._by_name: dict[str, Tenant] = {}
+        self._published: list[Pin] = []  # the longest first
+        self._owners: dict[bytes, str] = {}  # by namespace
+        self._max_owners = _MAX_OWNERS
+        self.public = self._derived(b"public")
+        self._owners[self.public] = "(public)"
+
+    def __iter__(self) -> Any:
+        return iter(tuple(self._by_name.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __getitem__(self, name: str) -> Tenant:
+        """*raises:* ArgumentError where nobody is called so."""
+        if name not in self._by_name:
+            known = ", ".join(sorted(self._by_name)) or "none"
+            raise ArgumentError(
+                f"expected a tenant that was added, got {name!r} (known: {known}); see `LLM.tenants.add`"
+            )
+        return self._by_name[name]
+
+    def add(
+        self,
+        name: str,
+        *,
+        quota: str | int | None = None,
+        floor: str | int | None = None,
+        priority: int = 0,
+    ) -> Tenant:
+        """*raises:* ArgumentError, with the numbers: limits that cannot be. Nothing was changed."""
+        if not isinstance(name, str) or not name:
+            raise ArgumentError(f"expected a tenant's name, got {name!r}")
+        if name in self._by_name:
+            raise ArgumentError(
+                f"expected a new tenant, got {name!r}, which there is; `LLM.tenants.remove` takes it away"
+            )
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ArgumentError(f"expected an integer priority, got {priority!r} - of tenant {name!r}")
+        limits, quota_bytes, floor_bytes = self._limits(name, quota, floor)
+        taken = {tenant.owner_id for tenant in self}
+        free = (
+            number
+            for number in range(1, MAX_OWNER + 1)
+            if number not in taken and not any(self._cache.owner_counts(number))
+        )
+        owner_id = next(free, None)
+        if owner_id is None:
+            raise ArgumentError(f"expected at most {MAX_OWNER} tenants, got one more: {name!r}")
+        self._share.set(owner_id, limits)
+        tenant = Tenant(name, owner_id, quota_bytes, floor_bytes, priority)
+        self._by_name[name] = tenant
+        self._owners[self.namespace(name)] = name
+        return tenant
+
+    def _limits(
+        self, name: str, quota: str | int | None, floor: str | int | None
+    ) -> tuple[Limits, int | None, int]:
+        """In blocks: a quota's whole ones, a floor's begun ones."""
+        cache, where = self._cache, f"of tenant {name!r}"
+        size = cache.block_bytes
+        quota_bytes = None if quota is None else _bytes(quota, f"the quota {where}")
+        floor_bytes = 0 if floor in (None, 0) else _bytes(floor, f"the floor {where}")  # type: ignore[arg-type]
+        if (quota_bytes is not None or floor_bytes) and not cache.can_fork:
+            raise ArgumentError(
+                "expected neither quota nor floor in a storage that keeps each sequence in one piece of its own, got "
+                f"{'a quota' if quota_bytes is not None else 'a floor'} {where}; use storage paged or virtual"
+            )
+        least = cache.blocks_alone(1)
+        if quota_bytes is not None and quota_bytes // size < least:
+            raise ArgumentError(
+                f"expected a quota of at least {format_size(least * size)} ({least} {cache.block_name}s), got "
+                f"{quota!r} - {where}; with less it could never compute anything"
+            )
+        if quota_bytes is not None and quota_bytes < floor_bytes:
+            raise ArgumentError(
+                f"expected a floor of at most the quota of {format_size(quota_bytes)}, got {floor!r} - {where}"
+            )
+        floor_blocks = -(-floor_bytes // size)
+        quota_blocks = -1 if quota_bytes is None else max(quota_bytes // size, floor_blocks)
+        others = self._share.sum_of_floors()
+        room = cache.num_blocks - others - cache.pins.num_blocks
+        if floor_blocks > room:
+            raise ArgumentError(
+                f"expected floors and pins that fit in the cache of {format_size(cache.num_blocks * size)}, got "
+                f"{floor!r} where {format_size(others * size)} are other tenants' floors and "
+                f"{format_size(cache.pins.num_blocks * size)} pinned - {where}; raise kv_memory or lower a floor"
+            )
+        return Limits(name, floor_blocks, quota_blocks), quota_bytes, floor_bytes
+
+    def remove(self, name: str) -> int:
+        """Forgets a tenant and what is cached of it; blocks made free. Its requests have ended before."""
+        tenant = self[name]
+        for pin in self._cache.pins:
+            if pin.owner_id == tenant.owner_id:
+                self._cache.pins.remove(pin)
+        num_free = 0
+        for namespace in self.namespaces_of(name):
+            num_free += self._cache.drop([], namespace=namespace).num_freed
+            del self._owners[namespace]
+        self._share.set(tenant.owner_id, None)
+        del self._by_name[name]
+        return num_free
+
+    # -- where content lives ---------------------------------------------------------------------------
+
+    def _derived(self, *parts: bytes) -> bytes:
+        framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        return hmac.digest(self._secret, framed, "sha256")
+
+    def namespace(self, name: str, cache_salt: str = "", base: bytes = b"") -> bytes:
+        return self._derived(b"tenant", name.encode(), cache_salt.encode(), base)
+
+    def namespace_of(self, key: PrefixKey) -> bytes:
+        """The namespace of a request's content; its own where it brings neither tenant nor salt. Any thread may ask."""
+        if key.tenant is None and key.cache_salt is None:
+            return key.namespace
+        return self.namespace(key.tenant or "", key.cache_salt or "", key.namespace)
+
+    def _note_owner(self, namespace: bytes, name: str) -> None:
+        """Salts come without end: those that nothing in memory is of any more are forgotten now and then."""
+        if len(self._owners) >= self._max_owners:
+            used = {*self._cache.namespaces(), *(self.namespace(name) for name in self._by_name), self.public}
+            self._owners = {known: owner for known, owner in self._owners.items() if known in used}
+            self._max_owners = max(_MAX_OWNERS, 2 * len(self._owners))
+        self._owners[namespace] = name
+
+    def owner_of(self, namespace: bytes) -> str:
+        """Whose a namespace is; "" if nobody's."""
+        return self._owners.get(namespace, "")
+
+    def namespaces_of(self, name: str | None) -> list[bytes]:
+        """Those of a tenant that a request has used; of None: all."""
+        return [namespace for namespace, owner in self._owners.items() if name is None or owner == name]
+
+    def resolve(self, key: PrefixKey, tokens: np.ndarray) -> ResolvedKey:
+        """Where the content of a prompt of these tokens lives.
+
+        *raises:* ArgumentError: no such tenant, a salt that is none.
+        """
+        if key.cache_salt is not None and (not isinstance(key.cache_salt, str) or not key.cache_salt):
+            raise ArgumentError(f"expected text as cache_salt, got {key.cache_salt!r}")
+        who = None if key.tenant is None else self[key.tenant]
+        own = self.namespace_of(key)
+        if own != key.namespace and own not in self._owners:
+            self._note_owner(own, key.tenant or "")
+        owner_id, priority = (0, 0) if who is None else (who.owner_id, who.priority)
+        num_published = 0 if key.namespace else self._num_published(tokens, key.extra_keys)
+        if num_published:
+            keys = {**(key.extra_keys or {})}
+            keys[num_published] = self._derived(b"behind", own) + keys.get(num_published, b"")
+            return ResolvedKey(self.public, keys, owner_id, priority, num_published)
+        return ResolvedKey(own, key.extra_keys, owner_id, priority)
+
+    def _num_published(self, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None) -> int:
+        for pin in self._published:
+            if len(tokens) > len(pin.tokens) and pin.is_prefix_of(tokens, extra_keys):
+                return len(pin.tokens)
+        return 0
+
+    def publish(self, pin: Pin) -> None:
+        """What was pinned in the public namespace is every prompt's that goes on behind it."""
+        self._published.append(pin)
+        self._published.sort(key=lambda published: -len(published.tokens))
+
+    def withdraw(self, pin: Pin) -> None:
+        if pin in self._published:
+            self._published.remove(pin)
+
+    def is_published(self, pin: Pin) -> bool:
+        return pin in self._published
+
+    def check_resize(self, num_blocks: int) -> None:
+        """*raises:* CapacityError where floors and pins would not fit any more."""
+        cache = self._cache
+        floors, pinned, size = self._share.sum_of_floors(), cache.pins.num_blocks, cache.block_bytes
+        if floors + pinned and num_blocks < floors + pinned:
+            raise CapacityError(
+                f"expected a kv_memory of at least {format_size((floors + pinned) * size)}: "
+                f"{format_size(pinned * size)} are pinned, {format_size(floors * size)} are tenants' floors; got "
+                f"{format_size(num_blocks * size)}; "
+                "unpin something or lower a floor first"
+            )
+
+
+def _bytes(size: str | int, where: str) -> int:
+    return parse_size(size, where=where)

@@ -1,0 +1,297 @@
+"""Snapshots as files: a conversation's tokens under a name, beside the disk cache that holds their keys and values.
+
+One file `quire-cache.snapshot-<tag>-<name>` for each; the tag is a digest of the namespace, which is not written down,
+so that a name means nothing, and shows nothing, to whoever has another namespace. One that was removed is set aside as
+`quire-cache.removed-<tag>-<name>-<number>` until what it has kept on the disk is let go.
+
+    8 bytes   "QUIRESNP"
+    4 bytes   version, little endian
+    4 bytes   length of the header
+    16 bytes  XXH3-128 of version, length and all that follows
+    header    JSON: name, model's name, fingerprint, number of tokens, extra keys, when it was made
+    tokens    int32, little endian
+
+Invariants
+    N1  a file under a snapshot's name is whole: it is written and synced beside it, renamed, and the folder synced. A
+        process killed meanwhile leaves what was there before.
+    N2  `remove` frees the name at once; what was under it is set aside whole, unless the system refuses even a rename.
+    N3  `read` returns what was written, or raises: LoadError for a damaged file or one of another version.
+
+Cost: 4 bytes a token and some 300, beside the disk cache's cap; a write is two syncs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from quire.errors import ArgumentError, LoadError
+from quire.tiers.files import Files
+from quire.tiers.tier import TierError
+
+__all__ = [
+    "NoSnapshotError",
+    "SnapshotExistsError",
+    "SnapshotFiles",
+    "SnapshotRecord",
+    "check_name",
+    "count_snapshots",
+]
+
+_PREFIX = "quire-cache.snapshot-"
+_REMOVED = "quire-cache.removed-"  # tag, name and a random number follow
+_LOCK, _WRITING = "quire-cache.snapshots", "quire-cache.snapshots-writing"
+_MAGIC = b"QUIRESNP"
+_FRONT = len(_MAGIC) + 4 + 4 + 16
+VERSION = 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class NoSnapshotError(ArgumentError):
+    """There is none of this name."""
+
+
+class SnapshotExistsError(ArgumentError):
+    """There is one of this name already."""
+
+
+@dataclass(frozen=True, eq=False)
+class SnapshotRecord:
+    """model: its name, for lists. fingerprint: `quire.model.fingerprint.engine_fingerprint`. token_ids: int32.
+    made_at: s, Unix."""
+
+    name: str
+    model: str
+    fingerprint: bytes
+    token_ids: np.ndarray
+    extra_keys: Mapping[int, bytes]
+    made_at: float
+
+
+def check_name(name: object) -> str:
+    """*raises:* ArgumentError."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        shown = (
+            repr(name) if len(repr(name)) <= 80 else f"{repr(name)[:60]}... ({len(repr(name))} characters)"
+        )
+        raise ArgumentError(
+            "expected a snapshot's name of 1 to 100 letters, digits, '.', '_' and '-', the first a letter or a digit, "
+            f"got {shown}"
+        )
+    return name
+
+
+def count_snapshots(folder: Path) -> int:
+    """All namespaces' in a folder, damaged ones too; 0 where there is no folder. *raises:* OSError."""
+    return sum(1 for _ in folder.glob(f"{_PREFIX}*"))
+
+
+class SnapshotFiles:
+    """The snapshots in one folder. Any number of threads and processes may use it: who writes takes turns."""
+
+    def __init__(self, folder: Path, files: Files | None = None, *, timeout_s: float = 10.0) -> None:
+        self.folder = folder
+        self._files = files or Files()
+        self._timeout_s = timeout_s
+
+    def write(self, record: SnapshotRecord, namespace: bytes, *, overwrite: bool) -> None:
+        """For good on return. *raises:* ArgumentError: the name is taken; TierError: the folder cannot be written."""
+        path = self._path(record.name, namespace)
+        with self._errors("written", record.name), self._alone():
+            if not overwrite and self._files.size(path):
+                raise SnapshotExistsError(
+                    f"expected a new name for a snapshot, got {record.name!r}, which is taken - in {self.folder}; "
+                    "overwrite it, or remove it first"
+                )
+            self._put(record, path)
+
+    def read(self, name: str, namespace: bytes) -> SnapshotRecord:
+        """*raises:* ArgumentError: there is none; LoadError: it is damaged, or of another version; TierError."""
+        path = self._path(check_name(name), namespace)
+        with self._errors("read", name):
+            try:
+                content = self._content(path)
+            except FileNotFoundError:
+                raise NoSnapshotError(
+                    f"expected the name of a snapshot, got {name!r} - in {self.folder}"
+                ) from None
+        return _decoded(content, path)
+
+    def names(self, namespace: bytes) -> list[str]:
+        """Of this namespace's snapshots, sorted; damaged ones too."""
+        prefix = f"{_PREFIX}{_tag(namespace)}-"
+        with self._errors("listed"):
+            return sorted(
+                name.removeprefix(prefix)
+                for name in self._files.names(self.folder)
+                if name.startswith(prefix)
+            )
+
+    def remove(self, name: str, namespace: bytes) -> bool:
+        """Sets it aside; False where it is gone for good. *raises:* ArgumentError: there is none; TierError."""
+        path = self._path(check_name(name), namespace)
+        with self._errors("removed", name), self._alone():
+            if not self._files.size(path):
+                raise NoSnapshotError(f"expected the name of a snapshot, got {name!r} - in {self.folder}")
+            is_aside = True
+            try:
+                self._files.rename(path, self._aside(name, namespace))
+            except OSError:  # no room for a longer name in the folder
+                self._files.remove(path)
+                is_aside = False
+            self._files.sync_folder(self.folder)
+        return is_aside
+
+    def set_aside(self, record: SnapshotRecord, namespace: bytes) -> None:
+        """As if it had been under a name, and was removed. *raises:* TierError."""
+        with self._errors("set aside", record.name), self._alone():
+            self._put(record, self._aside(record.name, namespace))
+
+    def removed(self, namespace: bytes) -> Iterator[tuple[Path, SnapshotRecord | None]]:
+        """What is set aside of a namespace, None where it is damaged, each with its path. *raises:* TierError."""
+        prefix = f"{_REMOVED}{_tag(namespace)}-"
+        with self._errors("listed"):
+            names = [name for name in self._files.names(self.folder) if name.startswith(prefix)]
+        for name in sorted(names):
+            path = self.folder / name
+            with self._errors("read", name):
+                try:
+                    found = _decoded(self._content(path), path)
+                except FileNotFoundError:
+                    continue  # somebody else has seen to it
+                except LoadError:
+                    found = None
+            yield path, found
+
+    def forget(self, path: Path) -> None:
+        """What is set aside there is gone. *raises:* TierError."""
+        with self._errors("forgotten", path.name):
+            self._files.remove(path)
+
+    def _path(self, name: str, namespace: bytes) -> Path:
+        return self.folder / f"{_PREFIX}{_tag(namespace)}-{name}"
+
+    def _put(self, record: SnapshotRecord, path: Path) -> None:
+        """Under the lock."""
+        writing = self.folder / _WRITING
+        try:
+            self._write(writing, _encoded(record))
+            self._files.rename(writing, path)
+        except BaseException:
+            with suppress(OSError):
+                self._files.remove(writing)
+            raise
+        self._files.sync_folder(self.folder)
+
+    def _aside(self, name: str, namespace: bytes) -> Path:
+        return self.folder / f"{_REMOVED}{_tag(namespace)}-{name}-{os.urandom(4).hex()}"
+
+    def _content(self, path: Path) -> bytes:
+        descriptor = self._files.open(path)
+        try:
+            return self._read(descriptor, self._files.size(path))
+        finally:
+            os.close(descriptor)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        descriptor = self._files.open(path, create=True)
+        try:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[self._files.write(descriptor, [rest], len(content) - len(rest)) :]
+            self._files.sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _read(self, descriptor: int, num_bytes: int) -> bytes:
+        buffer = bytearray(num_bytes)
+        done = 0
+        while done < num_bytes:
+            count = self._files.read(descriptor, memoryview(buffer)[done:], done)
+            if not count:
+                break
+            done += count
+        return bytes(buffer[:done])
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else writes or removes a snapshot here meanwhile."""
+        descriptor = self._files.open_lock(self.folder / _LOCK)
+        try:
+            until = time.monotonic() + self._timeout_s
+            while not self._files.try_lock(descriptor, exclusive=True):
+                if time.monotonic() > until:
+                    raise TierError(
+                        f"expected the snapshots in {self.folder} within {self._timeout_s} s, got no lock: somebody "
+                        "writes"
+                    )
+                time.sleep(0.005)
+            yield
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _errors(self, done: str, name: str | None = None) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = "the snapshots" if name is None else f"the snapshot {name!r}"
+            raise TierError(
+                f"{what} could not be {done} in {self.folder}: {error.strerror or error}"
+            ) from error
+
+
+def _tag(namespace: bytes) -> str:
+    return hashlib.sha256(b"quire snapshot\0" + hashlib.sha256(namespace).digest()).hexdigest()[:16]
+
+
+def _encoded(record: SnapshotRecord) -> bytes:
+    header = json.dumps(
+        {
+            "name": record.name,
+            "model": record.model,
+            "fingerprint": record.fingerprint.hex(),
+            "num_tokens": len(record.token_ids),
+            "extra_keys": [[position, key.hex()] for position, key in sorted(record.extra_keys.items())],
+            "made_at": record.made_at,
+        },
+        sort_keys=True,
+    ).encode()
+    body = header + np.ascontiguousarray(record.token_ids, "<i4").tobytes()
+    numbers = VERSION.to_bytes(4, "little") + len(header).to_bytes(4, "little")
+    return _MAGIC + numbers + xxhash.xxh3_128_digest(numbers + body) + body
+
+
+def _decoded(content: bytes, path: Path) -> SnapshotRecord:
+    if len(content) < _FRONT or not content.startswith(_MAGIC):
+        raise _refused(path, f"{len(content)} bytes that do not begin as one")
+    version, length = (int.from_bytes(content[at : at + 4], "little") for at in (8, 12))
+    if version != VERSION:
+        raise _refused(path, f"one of version {version}, this is version {VERSION}")
+    body = content[_FRONT:]
+    if xxhash.xxh3_128_digest(content[8:16] + body) != content[16:_FRONT]:
+        raise _refused(path, f"{len(content)} bytes whose checksum differs: damaged or cut short")
+    header = json.loads(body[:length])
+    token_ids = np.frombuffer(body[length:], "<i4").astype(np.int32)
+    return SnapshotRecord(
+        name=header["name"],
+        model=header["model"],
+        fingerprint=bytes.fromhex(header["fingerprint"]),
+        token_ids=token_ids,
+        extra_keys={position: bytes.fromhex(key) for position, key in header["extra_keys"]},
+        made_at=header["made_at"],
+    )
+
+
+def _refused(path: Path, reason: str) -> LoadError:
+    return LoadError(f"expected a snapshot, got {reason} - in {path}; remove it")

@@ -1,0 +1,95 @@
+"""What a conversation is while nobody computes: its tokens, and what their identity depends on. Immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from quire.cache.prefix_key import PrefixKey
+from quire.errors import ArgumentError, PromptError
+from quire.scheduler.prompts import encode
+
+__all__ = ["Reader", "Transcript"]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How text becomes tokens. tokenizer: None where only ids go in. check: tokens as int32, or PromptError."""
+
+    tokenizer: Any
+    check: Callable[[Any], np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Transcript:
+    """token_ids: int32 [num_tokens]. key: whose content it is; its extra_keys are those of these tokens."""
+
+    reader: Reader
+    key: PrefixKey = field(default_factory=PrefixKey)
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @classmethod
+    def begun(cls, reader: Reader, key: PrefixKey, prompt: Any = None) -> Transcript:
+        """With a prompt, or with nothing (None). *raises:* PromptError, ArgumentError."""
+        if not isinstance(key.namespace, bytes):
+            raise ArgumentError(f"expected bytes, got {key.namespace!r} - in `namespace`")
+        empty = cls(reader, replace(key, extra_keys=None))
+        if prompt is None:
+            if key.extra_keys:
+                raise ArgumentError("expected a prompt for extra_keys, got none")
+            return empty
+        return empty.appended(prompt, key.extra_keys or {})
+
+    @property
+    def extra_keys(self) -> Mapping[int, bytes]:
+        """{position: bytes}."""
+        return self.key.extra_keys or {}
+
+    def appended(self, what: Any, extra_keys: Mapping[int, bytes]) -> Transcript:
+        """With text, ids or, at the very beginning, chat messages behind it. extra_keys: positions within them.
+
+        *raises:* PromptError, ArgumentError.
+        """
+        added = self._encoded(what)
+        for position in extra_keys:
+            if not 0 <= position < len(added):
+                raise ArgumentError(
+                    f"expected positions of 0 to {len(added) - 1}, got {position} - in `extra_keys`, which count from "
+                    "the first of the appended tokens"
+                )
+        tokens = self.reader.check(np.concatenate([self.token_ids, added]))
+        start = len(self.token_ids)
+        moved = {start + position: key for position, key in extra_keys.items()}
+        key = replace(self.key, extra_keys={**self.extra_keys, **moved} or None)
+        return replace(self, key=key, token_ids=tokens)
+
+    def continued(self, generated: Sequence[int]) -> Transcript:
+        """With tokens that the model has generated."""
+        return replace(self, token_ids=np.concatenate([self.token_ids, np.asarray(generated, np.int32)]))
+
+    def rewound(self, position: int) -> Transcript:
+        if isinstance(position, bool) or not hasattr(position, "__index__"):
+            raise ArgumentError(f"expected a position to rewind to, got {position!r}")
+        if not 0 <= position <= len(self.token_ids):
+            raise ArgumentError(
+                f"expected a position of 0 to {len(self.token_ids)}, the conversation's tokens, got {position} - in "
+                "`position`"
+            )
+        kept = {at: key for at, key in self.extra_keys.items() if at < position}
+        key = replace(self.key, extra_keys=kept or None)
+        return replace(self, key=key, token_ids=self.token_ids[:position].copy())
+
+    def _encoded(self, what: Any) -> np.ndarray:
+        tokenizer = self.reader.tokenizer
+        prompt = encode(what, tokenizer)
+        if len(self.token_ids) and isinstance(what, str):
+            return np.asarray(tokenizer(what, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
+        if len(self.token_ids) and prompt.text is not None:
+            raise PromptError(
+                "expected text or token ids to append, got chat messages; their template frames a whole chat: begin "
+                "with them, or append the text that it puts around a turn"
+            )
+        return self.reader.check(prompt.token_ids)

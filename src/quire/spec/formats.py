@@ -1,0 +1,57 @@
+"""The formats of keys and values: what an element of the KV cache is, by name.
+
+The one table: the spec counts bytes by it, the storages make tensors by it, a stored segment and the fingerprint carry
+the name. A new format is one file that calls `register`. It is not the arithmetic: the back ends compute in `element`.
+
+Cost: a look-up in a dict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FORMATS", "KVFormat", "format_of", "register"]
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """name: as users and `KVSpec.dtype` have it. element: torch's and the kernels' name of the stored element."""
+
+    name: str
+    element: str
+    num_bytes: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch  # a spec alone needs none
+
+        return getattr(torch, self.element)
+
+
+FORMATS: dict[str, KVFormat] = {}
+
+
+def register(new: KVFormat) -> None:
+    """*raises:* ArgumentError: the name is taken by another format."""
+    if FORMATS.setdefault(new.name, new) != new:
+        raise ArgumentError(
+            f"expected a new name for a format, got {new.name!r}, which is {FORMATS[new.name]}"
+        )
+
+
+def format_of(name: str) -> KVFormat:
+    """*raises:* ArgumentError: there is none of this name."""
+    if name not in FORMATS:
+        raise ArgumentError(f"expected a dtype of {sorted(FORMATS)}, got {name!r}")
+    return FORMATS[name]
+
+
+register(KVFormat("float32", "float32", 4))
+register(KVFormat("bfloat16", "bfloat16", 2))
+register(KVFormat("float16", "float16", 2))

@@ -1,0 +1,81 @@
+"""What one layer keeps: which past tokens it still needs (`Span`), and the shape of K and V of a token (`LayerSpec`).
+
+A new kind of layer is one entry more in `KINDS`. Every call is O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.errors import ArgumentError
+
+__all__ = ["KINDS", "LayerSpec", "Span"]
+
+KINDS: dict[str, Callable[[int], tuple[int, int]]] = {
+    "full": lambda size: (0, 1),
+    "window": lambda size: (size, 1),
+    "chunked": lambda size: (1, size),
+}
+"""Kind of layer -> (window, step) of a size. A query at q sees the keys from the last multiple of `step` that is not
+after q - window + 1; all keys where window is 0."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which past tokens a layer still needs.
+
+    `full`: all. `window`: a query at position q sees keys k with q - k < size. `chunked`: those with
+    k // size == q // size. Others are entries of `KINDS`.
+    """
+
+    kind: str = "full"
+    size: int = 0
+    window: int = field(init=False, repr=False, compare=False)
+    step: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            *most, last = KINDS
+            raise ArgumentError(f"expected {', '.join(most)} or {last}, got {self.kind!r} as a span kind")
+        if (self.kind == "full") != (self.size == 0) or self.size < 0:
+            raise ArgumentError(
+                f"expected a positive size for a window or chunk and 0 for full, got {self.kind} of {self.size}"
+            )
+        window, step = KINDS[self.kind](self.size)
+        object.__setattr__(self, "window", window)
+        object.__setattr__(self, "step", step)
+
+    def first_needed(self, position: int) -> int:
+        """First token position that the query at `position` may read."""
+        if not self.window:
+            return 0
+        first = max(0, position - self.window + 1)
+        return first - first % self.step
+
+    @property
+    def most_kept(self) -> int:
+        """Most tokens that a layer which forgets has to hold of a sequence; 0 for one that holds all."""
+        return self.window + self.step - 1
+
+    def num_kept(self, num_tokens: int) -> int:
+        """Most tokens a layer has to hold at once for a sequence of `num_tokens` tokens."""
+        return min(num_tokens, self.most_kept) if self.window else num_tokens
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer's KV: its span and shape (elements), or whose KV it reads instead."""
+
+    span: Span
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    shares_kv_with: int | None = None
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements of K and V together that one token adds to this layer; 0 for a shared layer."""
+        if self.shares_kv_with is not None:
+            return 0
+        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim)

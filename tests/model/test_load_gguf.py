@@ -1,0 +1,207 @@
+"""A model out of one GGUF file: what transformers makes of it, with less; and what each bad file says in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from support import gguf_case
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from quire import LLM, SamplingParams
+from quire.errors import ArgumentError, LoadError
+from quire.model import fingerprint as fingerprint_module
+from quire.model import load
+from quire.model.fingerprint import engine_fingerprint
+from quire.model.load import config_of
+from quire.spec import KVSpec
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gguf_case.write(tmp_path_factory.mktemp("gguf") / "tiny-q8_0.gguf", gguf_case.tiny())
+
+
+def test_it_is_what_transformers_makes_of_it(file: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+        ours = load(file, dtype=dtype)
+        assert type(ours.model) is type(theirs)
+        assert ours.model.state_dict().keys() == theirs.state_dict().keys()
+        for name, weight in theirs.state_dict().items():
+            assert torch.equal(weight, ours.model.state_dict()[name]), name
+        for name, buffer in theirs.named_buffers():
+            assert torch.equal(buffer, ours.model.get_buffer(name)), name
+    made, read = theirs.config.to_dict(), ours.model.config.to_dict()
+    assert {name for name in made | read if made.get(name) != read.get(name)} == {
+        "_name_or_path",
+        "quantization_config",
+    }
+    assert ours.model.generation_config.to_dict() == theirs.generation_config.to_dict()
+
+
+def test_weights_are_widened_to_bfloat16(file: Path) -> None:
+    loaded = load(str(file))
+    assert (loaded.name, loaded.model_type, loaded.dtype) == ("tiny-q8_0", "qwen3", torch.bfloat16)
+    assert loaded.vocab_size == len(gguf_case.WORDS)
+    assert loaded.max_model_len == 256
+    assert loaded.source.files == (file,)
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    weight = gguf_case.tiny().lm_head.weight.detach().numpy()
+    widened = torch.from_numpy(gguf.dequantize(gguf.quantize(weight, q8), q8))
+    assert torch.equal(loaded.model.lm_head.weight, widened.to(torch.bfloat16))
+    assert load(file, dtype="float32").dtype == torch.float32
+
+
+def test_a_file_of_plain_weights_keeps_their_type(tmp_path: Path) -> None:
+    model = gguf_case.tiny()
+    loaded = load(gguf_case.write(tmp_path / "plain.gguf", model, quantized=False))
+    assert loaded.dtype == torch.float32
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.model.state_dict()[name])
+    with torch.no_grad():
+        loaded.model.model.norm.weight.fill_(3)  # the file does not lie under it
+    again = load(tmp_path / "plain.gguf")
+    assert torch.equal(again.model.model.norm.weight, model.model.norm.weight)
+
+
+def test_tokenizer_and_template_are_the_files(file: Path, tmp_path: Path) -> None:
+    loaded = load(file)
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = loaded.tokenizer
+    assert type(tokenizer) is type(theirs)
+    text = "abc cab <|turn|>"
+    assert tokenizer(text).input_ids == theirs(text).input_ids
+    assert tokenizer.chat_template == gguf_case.TEMPLATE
+    assert tokenizer.decode(tokenizer("abcab").input_ids) == "abcab"
+    assert set(loaded.eos_token_ids) == {gguf_case.END, gguf_case.TURN}
+    beside = tmp_path / "tiny.gguf"
+    beside.write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{}")  # another model's, broken
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    again = load(beside)
+    assert again.tokenizer(text).input_ids == theirs(text).input_ids
+    assert again.model_type == "qwen3"
+
+
+def test_the_engine_answers_as_the_model_does(file: Path) -> None:
+    model = load(file, dtype="float32").model
+    prompt = [5, 9, 17, 200, 3]
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    with LLM(file, dtype="float32", kv_memory="4MiB") as llm:
+        [output] = llm.generate([prompt], GREEDY)
+    assert list(output.outputs[0].token_ids) == expected[0, 5:].tolist()
+
+
+def test_its_config_alone(file: Path) -> None:
+    assert KVSpec.from_config(config_of(file)) == load(file).spec
+
+
+def test_its_world_is_that_of_the_file(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = gguf_case.write(tmp_path / "tiny-q8_0.gguf", gguf_case.tiny(1))
+    worlds = {engine_fingerprint(load(path, dtype=d)) for path in (file, other) for d in ("auto", "float32")}
+    assert len(worlds) == 4
+    assert engine_fingerprint(load(file)) in worlds
+    monkeypatch.setattr(fingerprint_module, "_LEAST_KEPT", 1)
+    engine_fingerprint(load(other))
+    hashed: list[Path] = []
+    digest = fingerprint_module._sha256
+    monkeypatch.setattr(fingerprint_module, "_sha256", lambda path: hashed.append(path) or digest(path))
+    engine_fingerprint(load(other))
+    assert other not in hashed
+
+
+def test_packed_weights_are_kept_and_mapped(file: Path, tmp_path: Path) -> None:
+    def run(path: Path) -> tuple[int, ...]:
+        with LLM(path, dtype="float32", kv_memory="4MiB", packed_weights=tmp_path / "kept") as llm:
+            return llm.generate([[5, 9, 17]], GREEDY)[0].outputs[0].token_ids
+
+    first = run(file)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()}
+    if not kept:
+        pytest.skip("the kernels of this machine read weights as they are")
+    assert run(file) == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()} == kept
+    other = gguf_case.write(tmp_path / file.name, gguf_case.tiny(1))
+    assert run(other) != first
+    assert len(list((tmp_path / "kept").glob("*.packed"))) == 2
+
+
+def test_a_tensor_that_transformers_does_not_read_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = gguf.GGUFWriter.write_header_to_file
+
+    def with_factors(writer: Any) -> None:
+        writer.add_tensor("rope_freqs.weight", torch.ones(8).numpy())
+        add(writer)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
+    file = gguf_case.write(tmp_path / "m.gguf", gguf_case.tiny())
+    with caplog.at_level(logging.WARNING, logger="quire"):
+        load(file)
+    assert "m.gguf has 1 tensors that transformers" in caplog.text
+    assert "rope_freqs.weight" in caplog.text
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5000])
+
+
+def _cut_in_the_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:300])
+
+
+def _garbage(path: Path) -> None:
+    path.write_bytes(b"\xff" * 4096)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [_cut, _cut_in_the_header, _garbage, _empty])
+def test_a_broken_file_is_one_clear_line(file: Path, tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(file.read_bytes())
+    damage(path)
+    for call in (load, config_of):
+        with pytest.raises(LoadError, match=r"broken\.gguf \(\d+ bytes\) is broken or cut short") as caught:
+            call(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_other_refusals_are_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = gguf_case.write(tmp_path / "m-00001-of-00003.gguf", gguf_case.tiny(), parts=3)
+    with pytest.raises(LoadError, match=r"is one of 3 parts; join them with `llama-gguf-split --merge"):
+        load(part)
+    odd = gguf_case.write(tmp_path / "odd.gguf", gguf_case.tiny(), architecture="clip")
+    for call in (load, config_of):
+        with pytest.raises(LoadError, match=r"odd\.gguf is of architecture 'clip': .* not supported"):
+            call(odd)
+    with pytest.raises(
+        ArgumentError, match=r"expected a GGUF file, got 'no/such\.gguf': there is no such file"
+    ):
+        load("no/such.gguf")
+    short = gguf_case.tiny()
+    short.model.norm.weight = torch.nn.Parameter(torch.ones(60))
+    with pytest.raises(
+        LoadError, match=r"1 of its tensors have .* first, model\.norm\.weight, is \[60\] instead"
+    ):
+        load(gguf_case.write(tmp_path / "short.gguf", short))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(LoadError, match=r"found GGUF; give the file: .*m-00001-of-00003\.gguf"):
+        load(tmp_path)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "quire.model.sources.gguf.find_spec", lambda name: None if name == "gguf" else find_spec(name)
+    )
+    with pytest.raises(LoadError, match=r'gguf not installed; pip install "quire-kv\[gguf\]"'):
+        load(odd)

@@ -1,0 +1,97 @@
+"""Weights come from files, a GGUF file or a live model in one form: name, shape, stored type, bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from support import gguf_case
+
+from quire.errors import LoadError
+from quire.model.sources import GGUFSource, LiveSource, SafetensorsSource, widen
+
+
+def test_a_live_model_and_its_files_are_one_source(tmp_path: Path) -> None:
+    model = gguf_case.tiny().to(torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    source = SafetensorsSource.of_checkpoint(str(tmp_path))
+    assert source is not None
+    live = {tensor.name: tensor for tensor in LiveSource(model)}
+    stored = {tensor.name: tensor for tensor in source}
+    assert live.keys() == stored.keys()
+    assert set(source.files) == set(tmp_path.glob("*.safetensors"))
+    for name, tensor in stored.items():
+        assert (tensor.shape, tensor.stored, tensor.is_quantized) == (live[name].shape, torch.bfloat16, False)
+        assert tensor.path in source.files
+        assert torch.equal(tensor.read(), live[name].read())
+    assert LiveSource(model).files == ()
+
+
+def test_no_safetensors_is_no_source(tmp_path: Path) -> None:
+    assert SafetensorsSource.of_checkpoint(str(tmp_path)) is None
+
+
+def test_a_cut_safetensors_file_is_named(tmp_path: Path) -> None:
+    gguf_case.tiny().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(LoadError, match=r"model\.safetensors is broken or cut short"):
+        SafetensorsSource.of_checkpoint(str(tmp_path))
+
+
+def test_a_gguf_file_gives_codes_with_their_type(tmp_path: Path) -> None:
+    model = gguf_case.tiny()
+    source = GGUFSource(gguf_case.write(tmp_path / "m.gguf", model))
+    tensors = {tensor.name: tensor for tensor in source}
+    assert len(tensors) == len(model.state_dict())
+    assert (source.architecture, source.num_words, source.dtype) == (
+        "qwen3",
+        len(gguf_case.WORDS),
+        torch.bfloat16,
+    )
+    assert (source.field("qwen3.block_count"), source.field("no.such")) == (2, None)
+    weight = model.model.layers[1].mlp.down_proj.weight.detach()
+    codes = tensors["blk.1.ffn_down.weight"]
+    assert (codes.shape, codes.stored, codes.is_quantized) == ((64, 96), "Q8_0", True)
+    expected = gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
+    assert np.array_equal(codes.read().numpy(), expected)
+    with source.path.open("rb") as file:
+        file.seek(codes.offset or 0)
+        assert file.read(expected.nbytes) == expected.tobytes()
+    widened = gguf.dequantize(expected, gguf.GGMLQuantizationType.Q8_0)
+    assert np.array_equal(widen(codes).numpy(), widened)
+    norm = tensors["output_norm.weight"]
+    assert (norm.stored, norm.is_quantized) == (torch.float32, False)
+    assert torch.equal(norm.read(), model.model.norm.weight)
+    assert torch.equal(widen(norm), model.model.norm.weight)
+
+
+def test_many_rows_are_widened_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [tensor] = [
+        tensor
+        for tensor in GGUFSource(gguf_case.write(tmp_path / "m.gguf", gguf_case.tiny()))
+        if tensor.name == "token_embd.weight"
+    ]
+    whole = widen(tensor)
+    monkeypatch.setattr("quire.model.sources.gguf._WIDENED_AT_ONCE", 64 * 7)
+    assert torch.equal(widen(tensor), whole)
+
+
+def test_a_header_alone_reads_like_the_file(tmp_path: Path) -> None:
+    source = GGUFSource(gguf_case.write(tmp_path / "m.gguf", gguf_case.tiny()))
+    source.write_header(tmp_path / "header.gguf")
+    whole, header = gguf.GGUFReader(source.path), gguf.GGUFReader(tmp_path / "header.gguf")
+    left_out = {
+        "tokenizer.ggml.tokens",
+        "tokenizer.ggml.token_type",
+        "tokenizer.ggml.merges",
+        "GGUF.kv_count",
+    }
+    assert whole.fields.keys() - left_out == header.fields.keys() - left_out
+    for name in header.fields.keys() - left_out:
+        assert header.fields[name].contents() == whole.fields[name].contents()
+    assert [tensor.name for tensor in header.tensors] == [tensor.name for tensor in whole.tensors]

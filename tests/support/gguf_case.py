@@ -1,0 +1,68 @@
+"""A tiny Qwen 3 written as a GGUF file, as llama.cpp's converter writes one: its names, codes and vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+NUM_LAYERS = 2
+WORDS = [*bytes_to_unicode().values(), "ab", "abc", "<|end|>", "<|turn|>"]
+MERGES = ["a b", "ab c"]
+END, TURN = len(WORDS) - 2, len(WORDS) - 1
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}<|turn|>{% endfor %}"
+
+
+def tiny(seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        "qwen3", hidden_size=64, intermediate_size=96, num_hidden_layers=NUM_LAYERS, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=128, vocab_size=len(WORDS), max_position_embeddings=256,
+        tie_word_embeddings=False, initializer_range=0.2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def write(
+    path: Path, model: PreTrainedModel, *, architecture: str = "qwen3", quantized: bool = True, parts: int = 1
+) -> Path:
+    """Linear weights and embeddings in Q8_0 where `quantized`, everything else in float32."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(NUM_LAYERS)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(WORDS)
+    writer.add_token_types([3 if word in ("<|end|>", "<|turn|>") else 1 for word in WORDS])
+    writer.add_token_merges(MERGES)
+    writer.add_eos_token_id(END)
+    writer.add_eot_token_id(TURN)
+    writer.add_chat_template(TEMPLATE)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, NUM_LAYERS)
+    for name, weight in model.state_dict().items():
+        values = weight.numpy()
+        stored = names.get_name(name, try_suffixes=(".weight",))
+        kind = gguf.GGMLQuantizationType.Q8_0 if quantized and values.ndim == 2 else None
+        data = values if kind is None else gguf.quantize(values, kind)
+        writer.add_tensor(stored, np.ascontiguousarray(data), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,0 +1,26 @@
+"""Requests some of which are preempted while they decode, whatever the model's blocks are."""
+
+from __future__ import annotations
+
+from quire import LLM, SamplingParams
+from quire.scheduler.request import RequestOutput
+
+__all__ = ["generate_preempted"]
+
+_DECODES_BEFORE = 3
+_SHARE_LEFT = 0.8  # of the memory in use then: the longest request has room
+
+
+def generate_preempted(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    """As `llm.generate`; after a few decode steps of all the cache is left a part of what they hold, for good."""
+    engine, found, num_steps = llm.engine, {}, 0
+    ids = [engine.submit(prompt, params) for prompt in prompts]
+    num_prefills = -(-sum(len(prompt) for prompt in prompts) // engine.scheduler.max_batch_tokens)
+    while engine.has_work:
+        if num_steps == num_prefills + _DECODES_BEFORE:
+            llm.resize(int(llm.stats()["kv_reserved_bytes"] * _SHARE_LEFT))
+        for output in engine.step():
+            found[output.request_id] = output
+        num_steps += 1
+    assert llm.stats()["num_preemptions"] > 0
+    return [found[request] for request in ids]

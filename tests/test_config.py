@@ -1,0 +1,190 @@
+"""`EngineConfig`: every option once, in all its forms; refused in one line where it cannot be."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import tiny_llm
+
+from quire import LLM, AsyncEngine, config
+from quire.config import EngineConfig, spelled_out, with_flags
+from quire.errors import ArgumentError
+from quire.server.settings import load_config
+
+# Run with the source of quire/config.py in which one line was added.
+ADDED = """
+import sys, types
+import quire
+
+module = types.ModuleType("quire.config")
+sys.modules["quire.config"] = quire.config = module
+exec(compile(open(sys.argv[1]).read(), "config.py", "exec"), module.__dict__)
+
+import inspect
+from typer.testing import CliRunner
+from quire.cli.app import app
+from quire.server.settings import load_config
+
+for verb in ("generate", "chat", "serve"):
+    told = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "200"}).output
+    assert "--shine" in told and "How bright." in told, (verb, told)
+settings, table = load_config(sys.argv[2], {})
+assert module.EngineConfig(**table).shine == 7
+assert "torch" not in sys.modules
+try:
+    module.EngineConfig(shine="7")
+except ValueError as error:
+    assert "expected an integer of 1 to 9, got '7' - in `shine`" in str(error)
+from quire.engine.llm import LLM
+assert inspect.signature(LLM).parameters["shine"].default == 3
+from quire.engine import storages
+from quire.spec import KVSpec
+seen = []
+paged = storages._paged
+storages._MAKERS["paged"] = lambda config, *rest: (seen.append(config.shine), paged(config, *rest))[1]
+spec = KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=16)
+storages.open_storage(module.EngineConfig(shine=5, kv_memory="1MiB"), spec, 64).storage.close()
+assert seen == [5]
+"""
+
+
+def test_an_option_is_added_by_one_line(tmp_path: Path) -> None:
+    source = Path(config.__file__).read_text()
+    anchor = "    profile: bool = option("
+    assert source.count(anchor) == 1
+    line = '    shine: Annotated[int, _integer(1, 9)] = option(3, "N", "How bright.")\n'
+    changed, toml = tmp_path / "config.py", tmp_path / "quire.toml"
+    changed.write_text(source.replace(anchor, line + anchor))
+    toml.write_text("[model]\nshine = 7\n")
+    done = subprocess.run(
+        [sys.executable, "-c", ADDED, str(changed), str(toml)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "import quire.config",
+        "from quire.cli.app import app; from typer.testing import CliRunner;"
+        "assert CliRunner().invoke(app, ['generate', '--help']).exit_code == 0",
+        "from quire.cli.app import app; from typer.testing import CliRunner;"
+        "assert 'block_size' in str(CliRunner().invoke(app, ['chat', '--block-size', '0']).exception)",
+        "from quire.cli.app import app; from typer.testing import CliRunner;"
+        "assert 'kv_memory' in str(CliRunner().invoke(app, ['serve', '--kv-memory', 'x']).exception)",
+    ],
+)
+def test_help_and_bad_options_do_not_wait_for_torch(what: str) -> None:
+    code = f"import sys; {what}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"block_size": True}, "expected an integer of 1 to 512, got True - in `block_size`"),
+        ({"block_size": None}, "expected an integer, got None - in `block_size`"),
+        ({"max_num_seqs": "16"}, "expected an integer of 1 to 65536, got '16' - in `max_num_seqs`"),
+        ({"max_model_len": 1}, "expected an integer of 2 to 2147483647, got 1 - in `max_model_len`"),
+        ({"prefault": 1}, "expected a boolean, got 1 - in `prefault`"),
+        ({"revision": 5}, "expected a string, got 5 - in `revision`"),
+        ({"dtype": "int3"}, "expected auto, float32, bfloat16 or float16, got 'int3' - in `dtype`"),
+        ({"kv_memory": "200%"}, "expected a share above 0% and up to 100%, got '200%'"),
+        ({"pin_memory": "101%"}, "expected a share of 0% to 100%, got '101%' - in `pin_memory`"),
+        ({"kv_memory": True}, "got True for kv_memory, .* - in `kv_memory`"),
+        ({"disk_cache": " "}, "expected a folder, got ' ' - in `disk_cache`"),
+        ({"blok_size": 1}, "expected only backend, block_size, .*, got blok_size"),
+        ({"storage": "heap"}, "expected paged, contiguous, growing, virtual or auto, got 'heap' - in `storage`"),
+        ({"storage": "auto:3"}, "expected a storage, or one with its option .*, got 'auto:3'"),
+        ({"storage": "paged:"}, "expected a storage, or one with its option .*, got 'paged:'"),
+        ({"storage": "paged:1.5"}, "expected an integer of 1 to 512, got '1.5' - in `block_size`"),
+        ({"storage": "growing:half"}, "expected spread, together or together:N .*, got 'half' - in `growth`"),
+        ({"storage": "paged:32", "block_size": 16}, "expected block_size once, got 32 in storage 'paged:32' and 16"),
+        ({"storage": "growing:spread", "growth": "together"}, "expected growth once, got 'spread' in storage"),
+    ],
+)  # fmt: skip
+def test_refused_in_our_words(options: dict[str, Any], says: str) -> None:
+    for make in (EngineConfig, LLM, AsyncEngine):
+        with pytest.raises(ArgumentError, match=says) as caught:
+            make(**options)
+        assert "\n" not in str(caught.value)
+        assert "pydantic" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("storage", "option", "value"),
+    [
+        ("paged:32", "block_size", 32),
+        ("contiguous:pow2", "reservation", "pow2"),
+        ("growing:together:256", "growth", "together:256"),
+        ("virtual:256KiB", "piece_size", "256KiB"),
+    ],
+)
+def test_a_storage_and_its_option_in_one_string(
+    storage: str, option: str, value: Any, tmp_path: Path
+) -> None:
+    name = storage.partition(":")[0]
+    asked = EngineConfig(storage=storage)
+    assert asked == EngineConfig(storage=name, **{option: value})
+    assert asked == EngineConfig(storage=storage, **{option: value})  # said twice, and the same
+    assert (asked.storage, getattr(asked, option)) == (name, value)
+    path = tmp_path / "quire.toml"
+    path.write_text(f'[model]\nstorage = "{storage}"\n')
+    assert EngineConfig(**load_config(str(path), {})[1]) == asked
+
+
+def test_flags_win_over_a_file() -> None:
+    table = {"storage": "growing:together:256", "seed": 1}
+    assert with_flags(table, {"growth": "spread"}) == {"storage": "growing", "growth": "spread", "seed": 1}
+    assert with_flags(table, {"storage": "paged:32"}) == {"storage": "paged", "block_size": 32, "seed": 1}
+    assert with_flags({"block_size": 8}, {"storage": "paged:32"}) == {"storage": "paged", "block_size": 32}
+    assert with_flags(table, {}) == spelled_out(table)
+
+
+def test_what_was_taken_is_taken() -> None:
+    taken = EngineConfig("m", block_size=np.int64(8), kv_memory=1 << 20, disk_cache=Path("x"), pin_memory=0)
+    assert (taken.model, taken.block_size, taken.disk_cache) == ("m", 8, Path("x"))
+    assert type(taken.block_size) is int
+    assert EngineConfig(dtype=tiny_llm.model().dtype).dtype == "float32"  # type: ignore[arg-type]
+    assert "sixteen" not in repr(EngineConfig(tenant_secret=b"sixteen bytes and more"))
+    assert replace(taken, seed=3).seed == 3
+    with pytest.raises(ArgumentError, match="expected a model and options by name, got '1GiB'"):
+        EngineConfig("m", "1GiB")  # type: ignore[misc]
+
+
+def test_an_llm_of_a_config() -> None:
+    source = (tiny_llm.model(), tiny_llm.tokenizer())
+    asked = EngineConfig(kv_memory="2MiB", storage="paged:8", max_num_seqs=8)
+    with LLM(source, config=asked) as llm:
+        assert (llm.block_size, llm.max_num_seqs, llm.kv_memory_bytes) == (8, 8, 2 << 20)
+    with LLM(config=replace(asked, model=source)) as llm:
+        assert llm.block_size == 8
+    for options in ({"config": asked, "seed": 1}, {"config": {"seed": 1}}):
+        with pytest.raises(ArgumentError, match="expected an EngineConfig and no other options"):
+            LLM(source, **options)
+
+
+@pytest.mark.parametrize("face", [LLM, AsyncEngine])
+def test_help_tells_the_options(face: type) -> None:
+    parameters = inspect.signature(face).parameters
+    assert list(parameters) == [*EngineConfig.options(), "config"]
+    assert parameters["model"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert parameters["block_size"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert (parameters["block_size"].annotation, parameters["block_size"].default) == (int, 16)
+    assert "block_size: Tokens of a block" in str(face.__init__.__doc__)
+
+
+def test_a_secret_is_no_flag_and_no_key_of_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "quire.toml"
+    for name in ("tenant_secret", "blok_size"):
+        path.write_text(f"[model]\n{name} = 'sixteen bytes and more'\n")
+        with pytest.raises(ArgumentError, match=rf"expected only .*, got {name} - in \[model\] of "):
+            load_config(str(path), {})
