@@ -87,7 +87,7 @@ class Watcher:
 def fill(llm: LLM, share: float) -> None:
     """Prefixes of 8 tenants, each behind one of 32 beginnings, until `share` of the blocks are cached."""
     rng, cache = np.random.default_rng(0), llm.cache
-    install(llm, TENANTS)
+    install(llm.tenants, TENANTS)
     heads = [[rng.integers(0, 500, 128).astype(np.int32) for _ in range(32)] for _ in range(8)]
     while cache.stats()["free"] > (1 - share) * cache.num_blocks:
         tenant = int(rng.integers(0, 8))
