@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.cache.pins import Pins
 from quire.cache.prefix_key import ResolvedKey
-from quire.errors import ArgumentError, PromptError
+from quire.errors import ArgumentError, PromptError, PromptTooLongError
 from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.grammar import Grammars
 from quire.sampling.params import SamplingParams
@@ -162,7 +162,7 @@ class RequestValidator:
                 f"{int(np.flatnonzero(tokens == bad)[0])} of the prompt"
             )
         if len(tokens) >= self.max_model_len:
-            raise PromptError(
+            raise PromptTooLongError(
                 f"expected a prompt of at most {self.max_model_len - 1} tokens (the longest sequence is "
                 f"{self.max_model_len}, one of it to generate), got {len(tokens)}; shorten it or raise max_model_len"
             )
