@@ -84,10 +84,13 @@ def num_blocks_within(
 
 
 def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
-    from quire.memory.paged import PagedStorage
+    from quire.memory.paged import PagedStorage, paged_block_bytes
 
-    storage = PagedStorage(spec, 1, config.block_size, device=_device(config))
-    return _with_cache(config, storage, spec, max_model_len, config.block_size)
+    block_size = config.block_size
+    num_blocks = num_blocks_within(
+        config, spec, max_model_len, block_size=block_size, block_bytes=paged_block_bytes(spec, block_size)
+    )
+    return _with_cache(config, PagedStorage(spec, num_blocks, block_size, device=_device(config)), num_blocks)
 
 
 def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
@@ -103,22 +106,24 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
         # With a prefix cache a parked row that is adopted whole is worth more than a short one.
         step_tokens=None if config.prefix_caching else config.max_batch_tokens,
     )
-    return _with_cache(config, storage, spec, max_model_len, block_size)
-
-
-def _with_cache(
-    config: EngineConfig, storage: Any, spec: KVSpec, max_model_len: int, block_size: int
-) -> tuple[Any, Any]:
-    """`storage`, which has one block, with those of the budget, and a `Cache` over them."""
     try:
         num_blocks = num_blocks_within(
             config, spec, max_model_len, block_size=block_size, block_bytes=storage.block_bytes
         )
         storage.resize(num_blocks)
+    except BaseException:
+        storage.close()
+        raise
+    return _with_cache(config, storage, num_blocks)
+
+
+def _with_cache(config: EngineConfig, storage: Any, num_blocks: int) -> tuple[Any, Any]:
+    """`storage` and a `Cache` over its blocks."""
+    try:
         cache = Cache(
-            spec,
+            storage.spec,
             num_blocks=num_blocks,
-            block_size=block_size,
+            block_size=storage.block_size,
             prefix_caching=config.prefix_caching,
             run_blocks=storage.run_blocks,
             backend=config.backend if is_host_backend(config.backend) else None,

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from quire.backends import native_module
-from quire.memory.free_memory import free_memory_bytes
+from quire.memory.free_memory import free_address_bytes, free_memory_bytes
 from quire.memory.heap import Heap, physical_bytes
 
 __all__ = ["HOST", "Allocation", "DeviceMemory", "HostMemory"]
@@ -96,7 +96,8 @@ class HostMemory:
     is_host = True
 
     def total_bytes(self) -> int:
-        return physical_bytes()
+        """No more than half of what a limit of the process leaves: the other half is for everything else."""
+        return min(physical_bytes(), free_address_bytes() // 2)
 
     def free_bytes(self) -> int:
         return free_memory_bytes()
