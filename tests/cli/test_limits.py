@@ -31,7 +31,7 @@ def test_below_the_machines_memory_it_starts_with_what_there_is() -> None:
 
 
 def test_below_what_a_process_needs_one_line_names_the_limit() -> None:
-    done = _generate(600 << 20)
+    done = _generate(300 << 20)
     assert done.returncode == 1
     assert done.stderr.startswith("quire: ")
     assert "(ulimit -v)" in done.stderr

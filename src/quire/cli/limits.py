@@ -40,7 +40,7 @@ def limit_behind(error: BaseException) -> str | None:
         address = (
             f", whose address space is limited to {format_size(limit_bytes)} (ulimit -v)" if has_limit else ""
         )
-        return f"the system refuses memory to this process{address}: {error or 'no reason given'}"
+        return f"the system refuses memory to this process{address}: {str(error) or 'it gives no reason'}"
     return None
 
 
