@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 import os
 import warnings
@@ -67,6 +68,7 @@ REGISTERED_STORAGES: dict[str, bool] = {}
 _SHARING = ("paged", "virtual", "auto")  # storages of which sequences can share blocks
 _TIERS = ("host_cache", "disk_cache", "remote_cache")
 _LEAST_SECRET = 16  # bytes
+_IDLE_TRIM_S = 60.0
 
 Parameters = ParamSpec("Parameters")
 Made = TypeVar("Made", bound=type)
@@ -115,6 +117,15 @@ def _integer(low: int, high: int) -> BeforeValidator:
         if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
             raise ArgumentError(f"expected an integer of {low} to {high}, got {value!r}")
         return operator.index(value)
+
+    return BeforeValidator(run)
+
+
+def _seconds() -> BeforeValidator:
+    def run(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ArgumentError(f"expected seconds, 0 or more, got {value!r}")
+        return float(value)
 
     return BeforeValidator(run)
 
@@ -328,6 +339,13 @@ class EngineConfig:
     pin_memory: Annotated[str | int, _checked(_share)] = option(
         "25%", "SIZE", "What pins may take of the KV memory, a size or a share.", storages=_SHARING
     )
+    idle_trim: Annotated[float, _seconds()] = option(
+        _IDLE_TRIM_S,
+        "SECONDS",
+        "After so long without a request the KV cache's memory goes back to the system, and cached prefixes with it, "
+        "but for those that pins hold or tiers keep. 0: never.",
+        storages=_SHARING,
+    )
     tenant_secret: Annotated[bytes | None, _checked(lambda _, value: check_secret(value))] = option(
         None,
         None,
@@ -366,6 +384,8 @@ class EngineConfig:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written so")
         if self.swap_memory != "auto" and self.preemption == "recompute":
             self._refuse("swap_memory", "preemption swap or auto: recompute swaps out nothing")
+        if self.prefault and self.idle_trim not in (0, _IDLE_TRIM_S):
+            self._refuse("idle_trim", "prefault=False: memory taken at the start is kept")
         for entry in fields(self):
             storages = self.options()[entry.name].storages
             is_told = self.storage in storages or self.storage in REGISTERED_STORAGES
