@@ -48,7 +48,8 @@ class DeviceMemory(Protocol):
     @property
     def is_host(self) -> bool:
         """Whether any code may read and write its bytes where they are. Only then are there storages other than
-        `paged`, reads of a disk straight into a block, and the extension's fused layers."""
+        `paged` (`virtual` rows and views of rows in `quire.hf`), reads of a disk straight into a block, and the
+        extension's fused layers."""
         ...
 
     def total_bytes(self) -> int:
