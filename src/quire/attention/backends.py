@@ -101,8 +101,8 @@ _MAKERS: dict[str, Callable[[], Backend]] = {
 
 
 def register(name: str, make: Callable[[], Backend]) -> None:
-    """Have `LLM(backend=name)`, `accelerate` and `QuireCache` run on what `make` returns; it is called each time the name
-    is asked for.
+    """Have `LLM(backend=name)`, `accelerate` and `QuireCache` run on what `make` returns; it is called each time the
+    name is asked for.
 
     Raises:
         ArgumentError: the name is taken.

@@ -62,7 +62,8 @@ class DeviceMemory(Protocol):
 
     def reserve(self, num_bytes: int) -> Allocation:
         """Addresses for `num_bytes`; memory is taken behind them as they are written, so a storage asks for all that it
-        may ever need. *raises:* CapacityError where it has not so many."""
+        may ever need. May be called, and what it gives closed, by any thread. *raises:* CapacityError where it has not
+        so many."""
         ...
 
     def copy_blocks(self, pools: Sequence[torch.Tensor], copies: np.ndarray) -> None:
