@@ -2,7 +2,7 @@
 
 Two are here: "python", the reference in torch, and "native", the extension's kernels, both in this machine's memory.
 Another device is a class with the members of `Backend` and one call of `register`; nothing above `memory`, `attention`
-and `model` knows which one runs (tests/test_device_seam.py).
+and `model` knows which one runs (tests/test_device_seam.py, tests/exact/test_fake_device.py, tests/hf/test_device.py).
 
 Cost: an import at the first call of a name, then a dictionary look-up. A step asks for none of this.
 """
@@ -101,7 +101,8 @@ _MAKERS: dict[str, Callable[[], Backend]] = {
 
 
 def register(name: str, make: Callable[[], Backend]) -> None:
-    """Have `LLM(backend=name)` run on what `make` returns; it is called each time the name is asked for.
+    """Have `LLM(backend=name)`, `accelerate` and `QuireCache` run on what `make` returns; it is called each time the
+    name is asked for.
 
     Raises:
         ArgumentError: the name is taken.
