@@ -26,6 +26,7 @@ from support.hf_case import STORAGES, model_of, quire_cache
 from quire.errors import ArgumentError, CapacityError, LoadError
 from quire.hf import QuireCache, accelerate, restore, virtual
 from quire.memory.placement import MappingBudget, MemfdBackend, PlacementHeap
+from quire.new_file import FileCalls
 
 OPTIONS = {"kv_memory": "64MiB", "piece_size": 4096, "max_length": 256}
 
@@ -127,13 +128,13 @@ def test_saving_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
     cache = _filled("llama")
     cache.save(path)
     good = path.read_bytes()
-    for name in ("replace", "fsync"):
+    for name in ("rename", "sync", "open"):
         with monkeypatch.context() as patch:
 
-            def fail(*args: object) -> None:
+            def fail(*args: object, **options: object) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(os, name, fail)
+            patch.setattr(FileCalls, name, fail)
             with pytest.raises(OSError, match="No space"):
                 cache.save(path)
         assert path.read_bytes() == good
@@ -151,7 +152,7 @@ def test_a_path_in_no_folder_is_refused_by_its_name_and_leaves_nothing(tmp_path:
     with pytest.raises(ArgumentError, match=f"name of a file .*{tmp_path}"):
         cache.save(tmp_path, model)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert list(tmp_path.parent.glob(".*.tmp")) == []
+    assert list(tmp_path.parent.glob("*.partial")) == []
     assert (tmp_path / "file").read_text() == "kept"
 
 
@@ -174,7 +175,7 @@ def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
 
 
 class _FailingFile(io.FileIO):
-    """A file of which writing or reading fails with `error` from the `at`-th time on."""
+    """A file of which reading fails with `error` from the `at`-th time on."""
 
     count = at = 0
     error = errno.ENOSPC
@@ -188,10 +189,6 @@ class _FailingFile(io.FileIO):
         cls.count += 1
         if cls.count >= cls.at:
             raise OSError(cls.error, os.strerror(cls.error))
-
-    def write(self, data: Any) -> int:
-        self._pass()
-        return super().write(data)
 
     def readinto(self, buffer: Any) -> int:
         self._pass()
@@ -219,14 +216,23 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_old_file(
     cache.save(path)
     good = path.read_bytes()
     _continue(cache)
-    monkeypatch.setattr(os, "fdopen", lambda descriptor, mode: _FailingFile(descriptor, "w"))
-    for at in range(1, 14):  # the header, and 3 layers' keys and values, each of 2 rows
-        _FailingFile.arm(at, errno.ENOSPC)
+    write, room = FileCalls.write, 0
+
+    def full(*given: Any) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room -= 1
+        return write(*given)
+
+    monkeypatch.setattr(FileCalls, "write", full)
+    for at in range(13):  # the header, and 3 layers' keys and values, each of 2 rows
+        room = at
         with pytest.raises(OSError, match="No space left"):
             cache.save(path)
         assert path.read_bytes() == good
         assert os.listdir(tmp_path) == ["cache"]
-    _FailingFile.arm(14, errno.ENOSPC)
+    room = 13
     cache.save(path)
     monkeypatch.undo()
     assert QuireCache.load(path, model_of("gemma3_text"), **OPTIONS).get_seq_length() == 55

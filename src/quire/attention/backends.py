@@ -108,8 +108,7 @@ unregister = _MAKERS.unregister
 def register(name: str, make: Callable[[], Backend]) -> None:
     """Have `LLM(backend=name)` run on what `make` returns; it is called each time the name is asked for.
 
-    Raises:
-        ArgumentError: the name is taken by another.
+    *raises:* ArgumentError: the name is taken by another.
     """
     _MAKERS.register(name, make)
 

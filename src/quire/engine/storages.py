@@ -214,8 +214,7 @@ def register(name: str, make: _Maker, *, shares_blocks: bool) -> None:
 
     shares_blocks: sequences can share them; the storage is a `BlockStorage`, the cache a `quire.Cache`.
 
-    Raises:
-        ArgumentError: the name is taken by another.
+    *raises:* ArgumentError: the name is taken by another.
     """
     if name == "auto":
         raise ArgumentError('expected a new name for a storage, got "auto", which chooses one; take another')

@@ -30,8 +30,7 @@ def register(scheme: str, make: Callable[[str], Tier]) -> None:
 
     `make` may raise TierError: the engine goes on without the tier, and says so once.
 
-    Raises:
-        ArgumentError: the scheme is taken by another.
+    *raises:* ArgumentError: the scheme is taken by another.
     """
     _MAKERS.register(scheme, make)
 

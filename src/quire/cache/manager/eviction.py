@@ -59,8 +59,7 @@ unregister = _POLICIES.unregister
 def register(name: str, make: Callable[[], EvictionPolicy]) -> None:
     """Have `Cache(backend="python", eviction=name)` evict as what `make` returns says, called once for each cache.
 
-    Raises:
-        ArgumentError: the name is taken by another.
+    *raises:* ArgumentError: the name is taken by another.
     """
     _POLICIES.register(name, make)
 
