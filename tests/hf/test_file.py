@@ -66,6 +66,35 @@ def test_every_storage_reads_what_another_wrote(tmp_path: Path) -> None:
             assert torch.equal(mine[1], theirs[1])
 
 
+def test_the_bytes_are_those_of_earlier_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "quire.hf.file.fingerprint", lambda model: {"config": "c", "weights": "w", "behaviour": "b"}
+    )
+    keys, values = (torch.arange(24.0).reshape(1, 1, 2, 12)[..., :4] + one for one in (0, 1))
+    layer = (
+        b'{"rows": {"dtype": "float32", "first": 0, "length": 2, "num_heads": [1, 1], "num_rows": 1, "sha256": '
+        b'["4d828fe17250987bdb2deb04ab226b1a3566d47f07f7818dcf0ec53de7a4a83d", '
+        b'"bcedc314fd2c86faad6ce6da6ed7c04189fd962644ec82f3e0f1e36ef2fe529b"], "widths": [4, 4]}, "states": null}'
+    )
+    stored = (
+        b"QUIREKV1t\x02\x00\x00\x00\x00\x00\x00\xb1n\xdei`\xb3\xd57\x1bG\x9bU+ \x0f\x83u\x15\xff\x19e$\x1d\x89q;"
+        b'\x9e\x04<\xe7/@{"fingerprint": {"behaviour": "b", "config": "c", "weights": "w"}, "layers": ['
+        + layer
+        + b", "
+        + layer
+        + b"]}"
+        + 2 * b"".join(part.contiguous().numpy().tobytes() for part in (keys, values))
+    )
+    path, model = tmp_path / "cache", model_of("llama")
+    path.write_bytes(stored)
+    loaded = QuireCache.load(path, model, **OPTIONS)
+    for one in loaded:
+        assert torch.equal(one[0], keys)
+        assert torch.equal(one[1], values)
+    loaded.save(path)
+    assert path.read_bytes() == stored
+
+
 def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
     cache, model = _filled("llama"), model_of("llama")
     path = tmp_path / "cache"
