@@ -35,6 +35,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from quire.errors import ArgumentError
+from quire.registry import Registry
 from quire.renamed import with_new_names
 from quire.sizes import parse_budget, parse_share, parse_size
 from quire.spec.formats import FORMATS
@@ -63,7 +64,7 @@ OPTION_OF_STORAGE = {
 STORAGES = tuple(OPTION_OF_STORAGE)
 
 # Those that `quire.engine.storages.register` added, and whether sequences can share blocks there.
-REGISTERED_STORAGES: dict[str, bool] = {}
+REGISTERED_STORAGES: Registry[bool] = Registry("a storage", "storage", {})
 
 _SHARING = ("paged", "virtual", "auto")  # storages of which sequences can share blocks
 _TIERS = ("host_cache", "disk_cache", "remote_cache")

@@ -22,6 +22,7 @@ from quire.cache.protocol import KVCache
 from quire.config import REGISTERED_STORAGES, EngineConfig, parse_growth
 from quire.engine.capacity import kv_memory_bytes
 from quire.errors import ArgumentError
+from quire.registry import Registry
 from quire.sizes import parse_size
 from quire.spec import KVSpec
 
@@ -205,12 +206,11 @@ def _chosen() -> str:
 
 
 _Maker = Callable[[EngineConfig, KVSpec, int], tuple[Any, KVCache]]
-_MAKERS: dict[str, _Maker] = {
-    "paged": _paged,
-    "contiguous": _contiguous,
-    "growing": _growing,
-    "virtual": _virtual,
-}
+_MAKERS: Registry[_Maker] = Registry(
+    "a storage",
+    "storage",
+    {"paged": _paged, "contiguous": _contiguous, "growing": _growing, "virtual": _virtual},
+)
 
 
 def register(name: str, make: _Maker, *, shares_blocks: bool) -> None:
@@ -219,15 +219,15 @@ def register(name: str, make: _Maker, *, shares_blocks: bool) -> None:
 
     shares_blocks: sequences can share them; the storage is a `BlockStorage`, the cache a `quire.Cache`.
 
-    Raises:
-        ArgumentError: the name is taken.
+    *raises:* ArgumentError: the name is taken by another.
     """
-    if name == "auto" or _MAKERS.setdefault(name, make) is not make:
-        raise ArgumentError(f"expected a new name for a storage, got {name!r}; there are {sorted(_MAKERS)}")
-    REGISTERED_STORAGES[name] = shares_blocks
+    if name == "auto":
+        raise ArgumentError('expected a new name for a storage, got "auto", which chooses one; take another')
+    _MAKERS.register(name, make)
+    REGISTERED_STORAGES.register(name, shares_blocks)
 
 
 def unregister(name: str) -> None:
     """Undo `register`. Engines that have such a storage go on."""
-    if REGISTERED_STORAGES.pop(name, None) is not None:
-        del _MAKERS[name]
+    _MAKERS.unregister(name)
+    REGISTERED_STORAGES.unregister(name)

@@ -19,12 +19,10 @@ the cache in host memory (`save`) or of a layer's keys or values (`load`).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -39,6 +37,7 @@ from quire.hf.rows import bytes_of_row
 from quire.hf.stored_shape import StoredShape
 from quire.memory.device_buffer import read, write
 from quire.model.fingerprint import fingerprint
+from quire.new_file import NewFile
 
 __all__ = ["load", "save"]
 
@@ -71,25 +70,10 @@ def save(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
     header: dict[str, Any] = {"fingerprint": fingerprint(model), "layers": [entry for entry, _ in layers]}
     payload = [part for _, tensors in layers for tensor in tensors for part in tensor]
     front = json.dumps(header, sort_keys=True).encode()
-    folder = path.parent
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=folder)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(_MAGIC + len(front).to_bytes(8, "little") + hashlib.sha256(front).digest() + front)
-            for part in payload:
-                file.write(part.numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-    folder_descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(folder_descriptor)  # the renaming itself
-    finally:
-        os.close(folder_descriptor)
+    with NewFile(path) as file:
+        file.write(_MAGIC + len(front).to_bytes(8, "little") + hashlib.sha256(front).digest() + front)
+        for part in payload:
+            file.write(part.numpy().data)
 
 
 def load(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
