@@ -320,6 +320,11 @@ class EngineConfig:
         None, "DIR", "Folder in which cached prefixes survive a restart; several engines may share it."
     )
     disk_cache_size: _Size | None = option(None, "SIZE", "What the disk cache may take; 8GiB if not given.")
+    disk_cache_min_free: _Size | None = option(
+        None,
+        "SIZE",
+        "What the disk cache leaves free of its file system, whatever it may take; nothing if not given.",
+    )
     remote_cache: str | None = option(
         None, "URL", "Redis server that engines share cached prefixes on: redis://host:port."
     )
@@ -381,6 +386,8 @@ class EngineConfig:
     def _check_partners(self) -> EngineConfig:
         if self.disk_cache_size is not None and self.disk_cache is None:
             self._refuse("disk_cache_size", "disk_cache, the folder that may be so large")
+        if self.disk_cache_min_free is not None and self.disk_cache is None:
+            self._refuse("disk_cache_min_free", "disk_cache, which is to leave so much")
         if self.cache_write != "eviction" and not self.has_tiers:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written so")
         if self.swap_memory != "auto" and self.preemption == "recompute":

@@ -7,7 +7,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -749,3 +749,46 @@ def test_an_index_that_cannot_grow_says_that_the_disk_is_full(
         errors_in_use(tmp_path, "store a value", lambda damage: None),
     ):
         raise error
+
+
+class FullDisk(Files):
+    """A file system of which others, and the folder's files, take some."""
+
+    def __init__(self, folder: Path, room: int) -> None:
+        self.folder, self.room, self.others = folder, room, 0
+
+    def free_bytes(self, path: Path) -> int:
+        return self.room - self.others - folder_bytes(self.folder)
+
+
+def test_it_leaves_what_the_file_system_is_to_have_left(tmp_path: Path) -> None:
+    files = FullDisk(tmp_path, 40 << 20)
+    tier = DiskTier(tmp_path, 64 << 20, min_free_bytes=20 << 20, files=files)
+    big = [value(number, num_tokens=1024) for number in range(60)]
+    for one in big:
+        assert put(tier, one)  # older ones make room
+        assert files.free_bytes(tmp_path) >= (20 << 20) - (4 << 20)  # index and log may grow
+    held = tier.stats().num_values
+    assert 8 <= held < 30
+    files.others = 12 << 20  # somebody else takes more
+    assert put(tier, value(100, num_tokens=1024))
+    assert files.free_bytes(tmp_path) >= (20 << 20) - (4 << 20)
+    assert tier.stats().num_values < held
+    files.others = 40 << 20  # all of it
+    assert not put(tier, value(101, num_tokens=1024))
+    assert tier.stats().num_values == 0
+    files.others = 0
+    assert put(tier, value(102, num_tokens=1024))
+    tier.check()
+    tier.close()
+
+
+def test_an_opening_leaves_it_too(tmp_path: Path) -> None:
+    files = FullDisk(tmp_path, 64 << 20)
+    with closing(DiskTier(tmp_path, 64 << 20, files=files)) as tier:
+        for number in range(20):
+            assert put(tier, value(number, num_tokens=1024))
+    with closing(DiskTier(tmp_path, 64 << 20, min_free_bytes=50 << 20, files=files)) as tier:
+        assert 0 < tier.stats().num_values < 20
+        assert files.free_bytes(tmp_path) >= 50 << 20
+        tier.check()

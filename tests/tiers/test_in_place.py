@@ -66,7 +66,9 @@ def test_a_tier_reads_to_where_segments_are_wanted(other_way: str) -> None:
     assert (load.outcome, load.num_loaded) == ("missing" if count == 4 else "complete", count)
     assert load.bytes_done == sum(one.nbytes for one in wanted[:count])
     assert all(np.array_equal(wanted[i], payload(names[i])) for i in range(count))
-    assert tier.loaded == ([odd] if other_way else [])
+    # Behind a damaged value the others are looked at too, beside this thread.
+    assert tier.loaded[:1] == ([odd] if other_way else [])
+    assert len(tier.loaded) <= 1 or other_way == "damaged"
     [counts] = stack.stats().tiers
     assert (counts.hits, counts.misses, counts.damaged) == (count, int(count == 4), int(count == 4))
     assert counts.loaded_bytes == load.bytes_done

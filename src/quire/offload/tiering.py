@@ -208,7 +208,12 @@ def _disk_tier(config: EngineConfig) -> Tier:
 
     assert config.disk_cache is not None
     size = _DISK_BYTES if config.disk_cache_size is None else parse_size(config.disk_cache_size)
-    return DiskTier(config.disk_cache, size)
+    spare = config.disk_cache_min_free
+    return DiskTier(
+        config.disk_cache,
+        size,
+        min_free_bytes=0 if spare is None else parse_size(spare, where="disk_cache_min_free"),
+    )
 
 
 def _remote_tier(config: EngineConfig) -> Tier:

@@ -14,6 +14,8 @@ Invariants, beside those of `tier`
     K4  slabs, index, log and what was set aside together never exceed the cap.
     K5  what goes first: leaves of the lowest retention, used longest ago; a value never displaces one of a
         higher retention, and one with stored children stays until they are gone.
+    K6  a slab is made only where it leaves `min_free_bytes` of the file system; where others take them, the next store
+        gives as much back.
 
 Cost: opening O(slabs): no value and no table is read through. `contains` one query; `load` a pread and two lookups,
 one where `contains` has found the value before;
@@ -23,6 +25,7 @@ one where `contains` has found the value before;
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -72,7 +75,7 @@ class DiskUse:
 class DiskTier:
     """Values by key in a folder, `max_bytes` of disk at most. May be used by many threads; see the module's text.
 
-    max_bytes: 16 MiB at least; None opens what is there, with its own cap. clock: seconds, Unix, for lists only.
+    max_bytes: 16 MiB at least; None opens what is there, with its own cap. min_free_bytes: see K6. clock: seconds, Unix, for lists only.
 
     *raises:* ArgumentError: no folder, no permission, a cap too small, an index of another program or version.
     TierError: the disk is full, or fails. A damaged index is set aside, and a new one begun.
@@ -85,6 +88,7 @@ class DiskTier:
         path: str | os.PathLike[str],
         max_bytes: int | None,
         *,
+        min_free_bytes: int = 0,
         clock: Callable[[], float] = time.time,
         files: Files | None = None,
         timeout_s: float = 10.0,
@@ -98,6 +102,7 @@ class DiskTier:
                 f"expected a disk cache of at least {format_size(MIN_CAP)}, got {format_size(max_bytes)}"
             )
         self._files = files or Files()
+        self._min_free_bytes = min_free_bytes
         self._clock = clock
         self._uses = RecentUses()
         # Where `contains` found it, for the load that follows; may be old (K3).
@@ -326,12 +331,19 @@ class DiskTier:
         try:
             self._slabs = Slabs(self.path, self._index.identity, self._files)
             self._set_aside_bytes = self._files.size(self.path / _SET_ASIDE)
-            self._writer = DiskWriter(self.path, self._index, self._slabs, self._set_aside_bytes)
+            self._writer = DiskWriter(
+                self.path, self._index, self._slabs, self._set_aside_bytes, self._spare_bytes
+            )
             self._writer.on_removed = lambda keys, reason: self.on_removed(keys, reason)
             self._writer.recover()
         except BaseException:
             self._index.close()
             raise
+
+    def _spare_bytes(self) -> float:
+        if not self._min_free_bytes:
+            return math.inf
+        return self._files.free_bytes(self.path) - self._min_free_bytes
 
     def _begin_anew(self, reason: str, max_bytes: int | None) -> None:
         """Renames the index, and lets go of the values that nobody can name any more."""

@@ -46,13 +46,24 @@ class _LostSlabError(Exception):
 
 
 class DiskWriter:
-    """set_aside_bytes: of a damaged index that was kept, which count against the cap."""
+    """set_aside_bytes: of a damaged index that was kept, which count against the cap.
 
-    def __init__(self, folder: Path, index: DiskIndex, slabs: Slabs, set_aside_bytes: int) -> None:
+    spare_bytes: what the file system could give away and still have left what it is to have; negative: too little.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        index: DiskIndex,
+        slabs: Slabs,
+        set_aside_bytes: int,
+        spare_bytes: Callable[[], float],
+    ) -> None:
         self._folder = folder
         self._index = index
         self._slabs = slabs
         self._set_aside_bytes = set_aside_bytes
+        self._spare_bytes = spare_bytes
         self.num_stored = self.num_evicted = 0
         self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
         self._set_cap(index.max_bytes())
@@ -70,6 +81,7 @@ class DiskWriter:
             _log.warning("%s: removed %d slab files that no index names", self._folder, strays)
         if too_much:
             self.shrink(self._cap)
+        self._leave_spare()
 
     # Storing
 
@@ -79,6 +91,7 @@ class DiskWriter:
     def store(self, calls: list[StoreCall], uses: dict[bytes, float], now: float) -> None:
         """Keeps these values, durably on return, or as many as find room. uses: see `touch`."""
         rest = calls
+        self._leave_spare()
         self._keep_log_short()
         for _ in range(_TRIES):
             try:
@@ -151,7 +164,8 @@ class DiskWriter:
         place = self._index.extents.take(length)
         if place is not None:
             return place
-        num_bytes = min(self._max_slab, (self._cap - self._total() - self._cap // 64) // PAGE * PAGE)
+        most = min(self._cap - self._total() - self._cap // 64, self._spare_bytes())
+        num_bytes = min(self._max_slab, int(most // PAGE) * PAGE)
         if num_bytes < length:
             return None
         slab = self._index.next_number()  # L1
@@ -316,6 +330,12 @@ class DiskWriter:
             if without_place is None:
                 self._index.extents.cut_slab(slab, kept)
             return without_place
+
+    def _leave_spare(self) -> None:
+        """K6: where others have filled the file system, some of what is here goes, and a little more."""
+        lack = -self._spare_bytes()
+        if lack > 0 and self._index.extents.slabs():
+            self.shrink(max(0, self._total() - int(lack) - self._cap // 64))
 
     def _slab_share(self, of_bytes: int) -> int:
         """What the index leaves of so many bytes for the slabs."""

@@ -101,6 +101,11 @@ class Files(FileCalls):
             digest.update(part)
         return digest.intdigest()
 
+    def free_bytes(self, path: Path) -> int:
+        """What the file system of `path` has left for this user."""
+        system = os.statvfs(path)
+        return system.f_bavail * system.f_frsize
+
     def names(self, path: Path) -> list[str]:
         return os.listdir(path)
 
