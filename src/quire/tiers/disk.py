@@ -75,7 +75,8 @@ class DiskUse:
 class DiskTier:
     """Values by key in a folder, `max_bytes` of disk at most. May be used by many threads; see the module's text.
 
-    max_bytes: 16 MiB at least; None opens what is there, with its own cap. min_free_bytes: see K6. clock: seconds, Unix, for lists only.
+    max_bytes: 16 MiB at least; None opens what is there, with its own cap. min_free_bytes: see K6. clock: seconds,
+    Unix, for lists only.
 
     *raises:* ArgumentError: no folder, no permission, a cap too small, an index of another program or version.
     TierError: the disk is full, or fails. A damaged index is set aside, and a new one begun.
