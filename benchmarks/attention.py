@@ -51,7 +51,7 @@ Case = Callable[[], float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer cases and repetitions, for CI")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -161,10 +161,12 @@ class Bench:
         query = torch.randn(PREFILL, NUM_Q_HEADS, HEAD_DIM).to(self.dtype)
         k, v = (torch.randn(1, NUM_KV_HEADS, PREFILL, HEAD_DIM).to(self.dtype) for _ in range(2))
         heads = query.transpose(0, 1)[None].contiguous()
-        repeated = [tensor.repeat_interleave(NUM_Q_HEADS // NUM_KV_HEADS, dim=1) for tensor in (k, v)]
+        k_repeated, v_repeated = (
+            tensor.repeat_interleave(NUM_Q_HEADS // NUM_KV_HEADS, dim=1) for tensor in (k, v)
+        )
         view, tables = paged(k, v, 16)
         out = torch.empty_like(query)
-        want = scaled_dot_product_attention(heads, *repeated, is_causal=True)[0].transpose(0, 1)
+        want = scaled_dot_product_attention(heads, k_repeated, v_repeated, is_causal=True)[0].transpose(0, 1)
         weight = (torch.randn(PRODUCT) * PRODUCT[1] ** -0.5).to(self.dtype)
         x = torch.randn(PREFILL, PRODUCT[1]).to(self.dtype)
         # Q K^T and P V over the lower triangle.
@@ -190,7 +192,7 @@ class Bench:
             of_torch: dict[str, Case] = {
                 # K and V repeated beforehand, which costs torch nothing here: its fastest form.
                 "prefill, torch SDPA": timed(
-                    lambda: scaled_dot_product_attention(heads, *repeated, is_causal=True)
+                    lambda: scaled_dot_product_attention(heads, k_repeated, v_repeated, is_causal=True)
                 )
             }
             if _onednn_serves(self.dtype):

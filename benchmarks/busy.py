@@ -48,7 +48,7 @@ def beside(program: str | None) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model and short answers")
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--batch", type=int, default=8)

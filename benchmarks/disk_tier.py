@@ -126,7 +126,7 @@ def loading(base: Path, count: int, repetitions: int) -> None:
     descriptor = os.open(folder / "plain", os.O_RDONLY)
 
     def plain(i: int) -> None:
-        os.preadv(descriptor, [np.empty(MEBIBYTE, np.uint8)], i * MEBIBYTE)
+        os.preadv(descriptor, [np.empty(MEBIBYTE, np.uint8).data], i * MEBIBYTE)
 
     calls = {"plain": plain, "tier": lambda i: tier.load(keys[i])}
     for where in ("cached", "dropped"):
@@ -205,7 +205,7 @@ def storing_once(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer and smaller")
     parser.add_argument("--dir", default="/var/tmp", help="where the folders are made")
     parser.add_argument("--repetitions", type=int, default=None)

@@ -43,7 +43,7 @@ def make_model(*, quick: bool, dtype: str, num_layers: int | None = None) -> Pre
         else {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128}
     )
     shape |= {} if num_layers is None else {"num_hidden_layers": num_layers}
-    heads = (
+    heads: dict[str, Any] = (
         {"num_attention_heads": 4, "num_key_value_heads": 2}
         if quick
         else {"num_attention_heads": 16, "num_key_value_heads": 8}
@@ -58,17 +58,23 @@ def prompts_of(batch: int, length: int, seed: int) -> list[list[int]]:
     return np.random.default_rng(seed).integers(0, VOCAB_SIZE, (batch, length)).tolist()
 
 
+def passed(seconds: float | None) -> float:
+    """Of a timing that the request came to."""
+    assert seconds is not None
+    return seconds
+
+
 def run_case(llm: LLM, batch: int, length: int, new: int, seed: int) -> float:
     """Tokens per second: of the prompt where one token is asked for, else of the decode steps."""
     params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
     results = llm.generate(prompts_of(batch, length, seed), params)
-    first = max(result.timings.time_to_first_token_s for result in results)
+    first = max(passed(result.timings.time_to_first_token_s) for result in results)
     if new == 1:
         return batch * length / first
-    return batch * (new - 1) / (max(result.timings.total_s for result in results) - first)
+    return batch * (new - 1) / (max(passed(result.timings.total_s) for result in results) - first)
 
 
-def run_baseline(model: PreTrainedModel, batch: int, length: int, new: int, seed: int) -> float:
+def run_baseline(model: Any, batch: int, length: int, new: int, seed: int) -> float:
     """Decode tokens per second of `model.generate`, counted from the first token as for the engine."""
     ids = torch.tensor(prompts_of(batch, length, seed))
     times: list[float] = []
@@ -90,7 +96,7 @@ def run_baseline(model: PreTrainedModel, batch: int, length: int, new: int, seed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model and short answers")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--repetitions", type=int, default=None)

@@ -49,7 +49,7 @@ SLOW_STEPS = 6  # and one turn, where a step takes seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="1 024 tokens, one turn, about half a minute")
     parser.add_argument("--context", action="append", type=int, help="tokens before the first step")
     parser.add_argument("--turns", type=int, default=4)

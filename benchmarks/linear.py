@@ -33,7 +33,7 @@ LAYER = {
     "up": (3072, 1024),
     "down": (1024, 3072),
 }
-VOCABULARY = (32_000, 1024)
+VOCABULARY: tuple[int, int] = (32_000, 1024)
 COLD_BYTES = 150e6  # of all copies together at least
 FEW_ROWS = 32
 VOCABULARY_ROWS = 64
@@ -41,7 +41,7 @@ PAUSE_SECONDS = 0.02  # the way before may have left threads that spin for a whi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few rows and repetitions, about a minute")
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--repetitions", type=int, default=9)

@@ -20,12 +20,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 from machine import emit, emit_machine
 
 from quire import Cache, KVSpec
 from quire.cache.cache import Sequence
+
+Result = TypeVar("Result")
 
 BLOCK_SIZE = 16
 SPEC = KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=8)
@@ -59,7 +62,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.times_us: list[float] = []
 
-    def time(self, call: Callable[[], object]) -> object:
+    def time(self, call: Callable[[], Result]) -> Result:
         start = time.perf_counter_ns()
         result = call()
         self.times_us.append((time.perf_counter_ns() - start) / 1e3)
@@ -89,6 +92,7 @@ def step(backend: str, repetitions: int, num_sequences: int = 256) -> None:
         sequence.append(sampled[:1])
     for _ in range(repetitions):
         plan = reserve.time(lambda: cache.reserve(ids, ones))
+        assert plan is not None, "the pool has room for every step"
         slots.time(lambda plan=plan: plan.slot_mapping)
         advance.time(lambda plan=plan: cache.advance(ids, plan.context_lengths, sampled))
     for case, monitor in (("step", reserve), ("slots of the step", slots), ("end of the step", advance)):

@@ -30,7 +30,7 @@ from quire.cache.block_counts import num_blocks_for
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model, fewer repetitions")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -99,19 +99,18 @@ def throughput(model: Any, num_requests: int, length: int, new: int, repetitions
         ratios = [enough / own for own, enough in zip(seconds[name], seconds["enough memory"], strict=True)]
         to_better = [one / own for own, one in zip(seconds[name], better, strict=True)]
         emit(
-            {
-                "case": "throughput",
-                "memory": name,
-                "requests": num_requests,
-                "prompt_tokens": length,
-                "new_tokens": new,
-                "tokens_per_second": num_requests * new / statistics.median(seconds[name]),
-                "share_of_enough": statistics.median(ratios),
-                "share_of_better": statistics.median(to_better),
-                "seconds": [round(one, 3) for one in seconds[name]],
-                "layers": model.config.num_hidden_layers,
-                **counts[name],
-            }
+            "pressure",
+            case="throughput",
+            memory=name,
+            requests=num_requests,
+            prompt_tokens=length,
+            new_tokens=new,
+            tokens_per_second=num_requests * new / statistics.median(seconds[name]),
+            share_of_enough=statistics.median(ratios),
+            share_of_better=statistics.median(to_better),
+            seconds=[round(one, 3) for one in seconds[name]],
+            layers=model.config.num_hidden_layers,
+            **counts[name],
         )
 
 
@@ -135,14 +134,13 @@ def prefill(model: Any, length: int, n: int, repetitions: int) -> None:
     llm.close()
     steps, once = statistics.median(stepwise), statistics.median(at_once)
     emit(
-        {
-            "case": "prefill",
-            "prompt": length,
-            "n": n,
-            "steps_s": steps,
-            "at_once_s": once,
-            "ratio": steps / once,
-        }
+        "pressure",
+        case="prefill",
+        prompt=length,
+        n=n,
+        steps_s=steps,
+        at_once_s=once,
+        ratio=steps / once,
     )
 
 
@@ -164,13 +162,12 @@ def partial(model: Any, repetitions: int) -> None:
     llm.close()
     copy_s, compute_s = statistics.median(copies), statistics.median(computed)
     emit(
-        {
-            "case": "partial",
-            "tokens": 8,
-            "copy_s": copy_s,
-            "compute_s": compute_s,
-            "ratio": compute_s / copy_s,
-        }
+        "pressure",
+        case="partial",
+        tokens=8,
+        copy_s=copy_s,
+        compute_s=compute_s,
+        ratio=compute_s / copy_s,
     )
 
 

@@ -29,7 +29,7 @@ from quire.tiers.names import segment_names
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model, 512 tokens, one repetition")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--repetitions", type=int, default=3)
@@ -47,15 +47,14 @@ def main() -> None:
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     step, read = medians["decode_step_s"], medians["read_s"]
     emit(
-        {
-            "case": "restart",
-            "tokens": length,
-            **medians,
-            "memory_in_decode_steps": medians["memory_s"] / step,
-            "restart_less_reading_in_decode_steps": (medians["restart_s"] - read) / step,
-            "cold_over_memory": medians["cold_s"] / medians["memory_s"],
-            "cold_over_restart": medians["cold_s"] / medians["restart_s"],
-        }
+        "restart",
+        case="restart",
+        tokens=length,
+        **medians,
+        memory_in_decode_steps=medians["memory_s"] / step,
+        restart_less_reading_in_decode_steps=(medians["restart_s"] - read) / step,
+        cold_over_memory=medians["cold_s"] / medians["memory_s"],
+        cold_over_restart=medians["cold_s"] / medians["restart_s"],
     )
 
 

@@ -47,7 +47,7 @@ PARTS = ("load", "cost", "drops", "overload")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="few requests, for CI")
     parser.add_argument("--turns", type=int, help="of the cost")

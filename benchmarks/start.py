@@ -76,7 +76,7 @@ def run(program: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model and one run")
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--prompt-tokens", type=int, default=16)

@@ -52,7 +52,9 @@ _FIELDS = {
 
 def smaps(start: int, stop: int) -> dict[str, int]:
     """The sums over the mappings that touch [start, stop); what is virtual is cut to it."""
-    sums = dict.fromkeys(("virtual_kib", "resident_kib", "dirty_kib", "pss_kib", "mappings"), 0)
+    sums: dict[str, int] = dict.fromkeys(
+        ("virtual_kib", "resident_kib", "dirty_kib", "pss_kib", "mappings"), 0
+    )
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if head := _HEAD.match(line):

@@ -33,7 +33,7 @@ from quire.baselines.contiguous import ContiguousStorage
 from quire.memory import KVView, PagedStorage, VirtualStorage
 from quire.spec import KVSpec
 
-STORAGES = {
+STORAGES: dict[str, dict[str, Any]] = {
     "contiguous": {"storage": "contiguous"},
     "virtual, pieces of 64 KiB": {"storage": "virtual"},
     "virtual, pieces of 2 MiB": {"storage": "virtual", "piece_size": "2MiB"},
@@ -51,7 +51,7 @@ def random_model() -> Qwen3ForCausalLM:
         num_attention_heads=Q_HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=40960,
         tie_word_embeddings=True,
     )  # fmt: skip
-    return Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
+    return Qwen3ForCausalLM(config).bfloat16().eval()
 
 
 def start(llm: LLM, prompts: list[list[int]]) -> None:
@@ -142,9 +142,9 @@ def attention_alone(num_sequences: int, context: int, rounds: int) -> None:
         calls[name] = call
         call()
     for _ in range(rounds):
-        for name, call in calls.items():
+        for name, attend in calls.items():
             start = time.perf_counter()
-            call()
+            attend()
             seconds[name].append(time.perf_counter() - start)
     for name, times in seconds.items():
         ratios = [one / base for one, base in zip(times, seconds["contiguous"], strict=True)]

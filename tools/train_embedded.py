@@ -20,7 +20,9 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +69,7 @@ def new_model() -> Qwen3ForCausalLM:
         head_dim=64,
         intermediate_size=640,
         max_position_embeddings=CONTEXT,
-        rope_theta=10_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=0,
@@ -84,7 +86,7 @@ def new_model() -> Qwen3ForCausalLM:
 class Muon(torch.optim.Optimizer):
     """Momentum whose step is orthogonalised (Newton-Schulz), for the weight matrices."""
 
-    def __init__(self, parameters: list[torch.Tensor], lr: float) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": 0.95, "weight_decay": 0.02})
 
     @torch.no_grad()
@@ -97,6 +99,7 @@ class Muon(torch.optim.Optimizer):
             steps = []
             for p in parameters:
                 buffer = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                assert p.grad is not None
                 buffer.lerp_(p.grad, 1 - group["momentum"])
                 steps.append(p.grad.lerp(buffer, group["momentum"]))
             scale = group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
@@ -154,9 +157,9 @@ def evaluate(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, texts: 
     return bits / sum(len(text.encode()) for text in texts)
 
 
-def print_samples(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def print_samples(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     chat = [{"role": "user", "content": "Write the function `add`. Return the sum of a and b."}]
-    chat_prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    chat_prompt = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
     for prompt in ("def fibonacci(n):", "class Stack:", "import os\n", chat_prompt):
         for temperature in (0.0, 0.7):
             torch.manual_seed(1)
@@ -195,7 +198,7 @@ def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
         top_p=0.95,
         max_new_tokens=96,
     )
-    shipped.to(torch.bfloat16).save_pretrained(folder)
+    shipped.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder, save_jinja_files=False)
 
 
@@ -279,7 +282,7 @@ def train(work: Path, minutes: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--evaluate", action="store_true", help="measure the shipped folder")
     parser.add_argument("--minutes", type=float, default=80, help="training time (default 80)")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "embedded")

@@ -39,7 +39,7 @@ WIDTH = 1240
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--to", type=Path, default=Path(__file__).parent.parent / "docs")
     parser.add_argument("--looks", type=Path)
     arguments = parser.parse_args()

@@ -50,7 +50,7 @@ REPEATED_S = 60.0  # what took longer in total is not repeated
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peers", type=Path, default=REPOSITORY / "build" / "peers")
     parser.add_argument("--engines", nargs="+", choices=[engine.name for engine in ENGINES], metavar="NAME")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="those whose names contain one of these")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import llama_cpp
+import llama_cpp  # pyright: ignore[reportMissingImports]
 import numpy as np
 from driver import Clock, Driver, Options, serve
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from openvino import save_model
-from openvino_tokenizers import convert_tokenizer
-from optimum.exporters.openvino import main_export
+from openvino import save_model  # pyright: ignore[reportMissingImports]
+from openvino_tokenizers import convert_tokenizer  # pyright: ignore[reportMissingImports]
+from optimum.exporters.openvino import main_export  # pyright: ignore[reportMissingImports]
 from transformers import AutoTokenizer
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import openvino
-import openvino_genai
+import openvino  # pyright: ignore[reportMissingImports]
+import openvino_genai  # pyright: ignore[reportMissingImports]
 from driver import Clock, Driver, Options, serve
 
 BLOCK = 32  # tokens: the pipeline's own on a CPU

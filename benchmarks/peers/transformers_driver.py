@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
     GenerationConfig,
-    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -34,13 +33,13 @@ def load(options: Options) -> Driver:
 class Generate(Driver):
     """`generate` with cache "dynamic" or "static"."""
 
-    def __init__(self, model: PreTrainedModel, cache: str) -> None:
+    def __init__(self, model: Any, cache: str) -> None:
         self._model = model
         self._cache = cache
 
     def run(self, prompts: list[list[int]], new: int, indexes: list[int], clock: Clock) -> None:
         class Note(StoppingCriteria):
-            def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
                 for index, token in zip(indexes, input_ids[:, -1].tolist(), strict=True):
                     clock.note(index, [token])
                 return torch.zeros(len(prompts), dtype=torch.bool)
@@ -59,7 +58,7 @@ class Generate(Driver):
 class GenerateBatch(Driver):
     """Continuous batching over its paged cache, prefix caching (block sharing) on."""
 
-    def __init__(self, model: PreTrainedModel, options: Options) -> None:
+    def __init__(self, model: Any, options: Options) -> None:
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, max_new_tokens=options.max_len, eos_token_id=-1),
             ContinuousBatchingConfig(

@@ -9,7 +9,7 @@ from driver import Clock, Driver, Options, serve
 
 class Vllm(Driver):
     def __init__(self, options: Options) -> None:
-        from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt
+        from vllm import EngineArgs, LLMEngine, SamplingParams, TokensPrompt  # pyright: ignore[reportMissingImports]
 
         self._params, self._prompt = SamplingParams, TokensPrompt
         self._ids = itertools.count()

@@ -43,5 +43,8 @@ def generate(
 def expected(name: str) -> tuple[PreTrainedModel, list[list[int]], list[torch.Tensor]]:
     """The tiny model of architecture `name`, and tokens and logits of each of PROMPTS."""
     model = tiny(name)
-    answers = [generate(model, prompt) for prompt in PROMPTS]
+    once = {
+        tuple(prompt): generate(model, prompt) for prompt in PROMPTS[:-1]
+    }  # the last is one of them again
+    answers = [once[tuple(prompt)] for prompt in PROMPTS]
     return model, [tokens for tokens, _ in answers], [logits for _, logits in answers]
