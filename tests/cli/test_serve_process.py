@@ -34,7 +34,7 @@ def stream_of(server: ServeProcess, body: dict) -> socket.socket:
     connection.connect((parts.hostname, parts.port))
     content = json.dumps(body).encode()
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % len(content) + content
     )
     assert connection.recv(12) == b"HTTP/1.1 200"

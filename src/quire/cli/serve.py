@@ -37,6 +37,17 @@ def serve(
     insecure: Annotated[
         bool | None, typer.Option("--insecure", help="Let others than this machine in without keys.")
     ] = None,
+    trust_loopback: Annotated[
+        bool | None,
+        typer.Option(
+            "--trust-loopback/--no-trust-loopback",
+            help="Without keys, whoever asks from this machine is the administrator; not behind a proxy.",
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Site whose pages may ask; may be given several times."),
+    ] = None,
     **engine: Any,
 ) -> None:
     """Serves MODEL over the OpenAI API."""
@@ -44,7 +55,7 @@ def serve(
 
     flags = {
         "host": host, "port": port, "served_model_name": served_model_name, "api_key_file": api_key_file,
-        "insecure": insecure,
+        "insecure": insecure, "trust_loopback": trust_loopback, "allowed_origins": allowed_origins or None,
     }  # fmt: skip
     settings, table = load_config(config, flags)
     if model is not None:

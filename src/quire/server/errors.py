@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from quire.errors import ArgumentError, CancelledError, CapacityError, QuireError
 
-__all__ = ["ApiError", "answer_of", "error_body", "install_handlers"]
+__all__ = ["ApiError", "answer_of", "error_body", "install_handlers", "json_answer"]
 
 _log = logging.getLogger("quire.server")
 
@@ -82,7 +82,8 @@ def answer_of(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed on this request; its log says why")
 
 
-def _answer(error: ApiError) -> JSONResponse:
+def json_answer(error: ApiError) -> JSONResponse:
+    """The answer, with the headers that its status wants."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -93,13 +94,13 @@ def install_handlers(app: Any) -> None:
     """Every error of `app` in this form."""
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
-        return _answer(answer_of(error))
+        return json_answer(answer_of(error))
 
     async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _answer(_invalid(error, request.headers.get("content-type", "")))
+        return json_answer(_invalid(error, request.headers.get("content-type", "")))
 
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        answer = _answer(ApiError(error.status_code, str(error.detail)))
+        answer = json_answer(ApiError(error.status_code, str(error.detail)))
         answer.headers.update(error.headers or {})
         return answer
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -40,7 +41,7 @@ from quire.errors import ArgumentError
 from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 from quire.sizes import parse_size
 
-__all__ = ["Limits", "ServerSettings", "StoredAs", "load_config", "load_stored_as"]
+__all__ = ["Limits", "ServerSettings", "StoredAs", "is_loopback", "load_config", "load_stored_as"]
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,18 @@ class Limits:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """See the module's text. insecure: listen beyond loopback without keys.
+    """See the module's text. insecure: let others than this machine in without keys.
 
-    keys, tenants: of the file and of --api-key-file.
+    keys, tenants: of the file and of --api-key-file. trust_loopback: without any keys, who asks from this machine is
+    the administrator. allowed_origins: sites whose pages may ask, such as "https://app.example".
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
     insecure: bool = False
+    trust_loopback: bool = True
+    allowed_origins: tuple[str, ...] = ()
     drain_seconds: float = 30.0
     limits: Limits = field(default_factory=Limits)
     keys: KeyRing = field(default_factory=KeyRing)
@@ -87,6 +91,12 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ArgumentError(f"expected a port of 0 to 65535, got {self.port} - in `port`")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ArgumentError(
+                    "expected an origin as a browser sends it, such as https://app.example or http://localhost:3000 "
+                    f"(lower case, no path, no *), got {origin!r} - in `allowed_origins`"
+                )
         if not self.is_loopback and self.keys.is_empty and not self.insecure:
             raise ArgumentError(
                 f"expected API keys for a server that others can reach, got none with host {self.host!r}; give "
@@ -95,19 +105,31 @@ class ServerSettings:
 
     @property
     def is_loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address, without brackets, is this machine's own and nobody else's."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+# A scheme and a host, with a port where it is not the scheme's own. Extensions of browsers and desktop programs have
+# schemes of their own.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@\[\]:*A-Z]+)(:[0-9]+)?")
 
 _SERVER_FIELDS = {
     "host": str,
     "port": int,
     "served_model_name": str,
     "insecure": bool,
+    "trust_loopback": bool,
+    "allowed_origins": list,
     "drain_seconds": (int, float),
     "api_key_file": str,
     "admin_key": str,
@@ -138,7 +160,11 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         _typed(value, {**_SERVER_FIELDS, **limits}[name], f"{name} in [server] of {path}")
         if name in limits and value < 1:
             raise ArgumentError(f"expected 1 or more, got {value} - as {name} in [server] of {path}")
+    for origin in server.get("allowed_origins", []):
+        _typed(origin, str, f"allowed_origins in [server] of {path}")
     server = {**server, **{name: value for name, value in flags.items() if value is not None}}
+    if "allowed_origins" in server:
+        server["allowed_origins"] = tuple(server["allowed_origins"])
 
     tenants = [_tenant(entry, path) for entry in document.get("tenants", [])]
     keys = [pair for _, pairs in tenants for pair in pairs]
