@@ -14,6 +14,7 @@ PACKAGE = Path(quire.__file__).parent
 ORDER = [
     "errors",
     "sizes",
+    "secret_text",
     "renamed",
     "spec",
     "config",

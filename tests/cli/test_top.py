@@ -42,7 +42,8 @@ def top(*arguments: str, key: str | None = None) -> subprocess.CompletedProcess[
 
 def test_one_frame(url: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
-    file.write_text("# mine\nboss-key\n")
+    file.write_bytes("# mine\r\n\u00a0boss-key \r\n".encode("utf-16"))  # as an editor elsewhere writes it
+    file.chmod(0o600)
     done = top(url, "--once", "--api-key", str(file))
     assert (done.returncode, done.stderr) == (0, "")
     assert "341 blocks" in done.stdout

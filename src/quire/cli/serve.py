@@ -58,6 +58,8 @@ def serve(
         "insecure": insecure, "trust_loopback": trust_loopback, "allowed_origins": allowed_origins or None,
     }  # fmt: skip
     settings, table = load_config(config, flags)
+    for warning in settings.warnings:
+        print(f"quire: {warning}", file=sys.stderr)
     if model is not None:
         engine["model"] = model
     engine_config = EngineConfig(**with_flags(table, engine), tenant_secret=settings.tenant_secret)

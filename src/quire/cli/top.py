@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.errors import ArgumentError, QuireError
+from quire.secret_text import is_readable_by_all, key_lines, key_of_environment
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -224,15 +223,11 @@ def _checked(url: str) -> str:
 def _key(file: str | None) -> str | None:
     """*raises:* ArgumentError, which never shows the key."""
     if file is None:
-        return os.environ.get(_KEY_VARIABLE) or None
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"expected a readable file with an API key, got {file}: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not keys or not keys[0].isascii():
-        raise ArgumentError(f"expected an API key in {file}, got none")
-    return keys[0]
+        return key_of_environment(_KEY_VARIABLE)
+    key = key_lines(file)[0]
+    if is_readable_by_all(file):
+        print(f"quire: every user of this machine can read {file}, which has a key in it", file=sys.stderr)
+    return key
 
 
 def _events(url: str, key: str | None) -> Iterator[dict[str, Any]]:

@@ -28,16 +28,15 @@ A file that says something unknown is refused: a limit with a wrong name is no l
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig, check_secret
 from quire.errors import ArgumentError
+from quire.secret_text import check_key, is_readable_by_all, key_lines, named, read_text
 from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 from quire.sizes import parse_size
 
@@ -73,7 +72,8 @@ class ServerSettings:
     """See the module's text. insecure: let others than this machine in without keys.
 
     keys, tenants: of the file and of --api-key-file. trust_loopback: without any keys, who asks from this machine is
-    the administrator. allowed_origins: sites whose pages may ask, such as "https://app.example".
+    the administrator. allowed_origins: sites whose pages may ask, such as "https://app.example". warnings: what is to
+    be told at the start, a line each.
     """
 
     host: str = "127.0.0.1"
@@ -87,6 +87,7 @@ class ServerSettings:
     keys: KeyRing = field(default_factory=KeyRing)
     tenants: tuple[Tenant, ...] = (ANYBODY,)
     tenant_secret: bytes | None = field(default=None, repr=False)
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -167,9 +168,14 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         server["allowed_origins"] = tuple(server["allowed_origins"])
 
     tenants = [_tenant(entry, path) for entry in document.get("tenants", [])]
+    warnings = []
+    if path is not None and is_readable_by_all(path) and _has_secrets(document):
+        warnings.append(_open_to_all(path))
+    if (key_file := server.get("api_key_file")) is not None and is_readable_by_all(key_file):
+        warnings.append(_open_to_all(key_file))
     keys = [pair for _, pairs in tenants for pair in pairs]
     if (key_file := server.pop("api_key_file", None)) is not None:
-        keys += [(digest_of_key(key), ANYBODY) for key in _read_keys(key_file)]
+        keys += [(digest_of_key(key), ANYBODY) for key in key_lines(key_file)]
     if (admin_key := server.pop("admin_key", None)) is not None:
         keys.append((_digest(admin_key, "admin_key"), ADMIN))
     if (secret := _secret(server.pop("tenant_secret", None), path)) is not None:
@@ -185,9 +191,25 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         limits=Limits(**{name: server.pop(name) for name in limits if name in server}),
         keys=KeyRing(keys),
         tenants=(ANYBODY, *(tenant for tenant, _ in tenants)),
+        warnings=tuple(warnings),
         **server,
     )
     return settings, _model_table(document, path)
+
+
+def _open_to_all(path: str) -> str:
+    return f"every user of this machine can read {path}, which has secrets in it; chmod o-r {path}"
+
+
+def _has_secrets(document: Mapping[str, Any]) -> bool:
+    """Whether a file, whose [server] and [[tenants]] have been checked, has a secret in the clear."""
+    server, model = document.get("server", {}), document.get("model")
+    found = [server.get("admin_key"), server.get("tenant_secret")]
+    for entry in document.get("tenants", []):
+        found += entry["keys"]
+    url = model.get("remote_cache") if isinstance(model, dict) else None
+    found.append(url if isinstance(url, str) and ("@" in url or "password=" in url) else None)
+    return any(isinstance(one, str) and one.partition(":")[0] not in ("env", "sha256") for one in found)
 
 
 @dataclass(frozen=True)
@@ -221,28 +243,16 @@ def _secret(text: Any, path: str | None) -> bytes | None:
         return None
     where = f"tenant_secret in [server] of {path}"
     _typed(text, str, where)
-    secret = _from_environment(text, where).encode()
+    secret = named(text, where).encode()
     check_secret(secret)
     return secret
 
 
 def _read_toml(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(read_text(path))
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"expected a readable TOML file, got {path}: {error} - in `config`") from error
-
-
-def _read_keys(path: str) -> list[str]:
-    """One key a line; blank lines and those that begin with # are skipped."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"expected a readable file of API keys, got {path}: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not keys:
-        raise ArgumentError(f"expected at least one API key, got none - in {path}")
-    return keys
 
 
 def _tenant(entry: Any, path: str | None) -> tuple[Tenant, list[tuple[bytes, Tenant]]]:
@@ -273,29 +283,16 @@ def _digest(key: Any, where: str) -> bytes:
     _typed(key, str, where)
     kind, _, rest = key.partition(":")
     if kind == "env":
-        return digest_of_key(_from_environment(key, where))
+        return digest_of_key(check_key(named(key, where), where))
     if kind == "sha256":
         try:
-            digest = bytes.fromhex(rest)
+            digest = bytes.fromhex(rest.strip())
         except ValueError:
             digest = b""
         if len(digest) != 32:
             raise ArgumentError(f"expected 64 hexadecimal digits after sha256: - in {where}")
         return digest
-    if not key:
-        raise ArgumentError(f"expected an API key, got an empty one - in {where}")
-    return digest_of_key(key)
-
-
-def _from_environment(text: str, where: str) -> str:
-    """A secret as a file names it: in the clear or `env:NAME`."""
-    kind, _, name = text.partition(":")
-    if kind != "env":
-        return text
-    value = os.environ.get(name)
-    if not value:
-        raise ArgumentError(f"expected a secret in the environment variable {name}, got none - in {where}")
-    return value
+    return digest_of_key(check_key(key, where))
 
 
 def _table(document: Mapping[str, Any], name: str, path: str | None) -> dict[str, Any]:
