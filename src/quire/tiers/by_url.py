@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.errors import ArgumentError
+from quire.secret_text import named
 from quire.tiers.tier import Tier
 
 __all__ = ["register", "tier_of", "unregister"]
@@ -42,5 +43,6 @@ def unregister(scheme: str) -> None:
 
 
 def tier_of(url: str) -> Tier:
-    """*raises:* ArgumentError: a URL that no tier is for."""
+    """Of a URL, or of `env:NAME`, whose value is one. *raises:* ArgumentError: a URL that no tier is for."""
+    url = named(url, "remote_cache")
     return _MAKERS.get(url.partition("://")[0], _redis)(url)
