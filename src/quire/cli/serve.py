@@ -64,7 +64,7 @@ def serve(
         engine["model"] = model
     engine_config = EngineConfig(**with_flags(table, engine), tenant_secret=settings.tenant_secret)
 
-    from quire.server.run import bind  # here, so that --help and bad options do not wait for torch
+    from quire.server.run import bind, url_of  # here, so that --help and bad options do not wait for torch
 
     listener = bind(settings.host, settings.port)
     try:
@@ -79,7 +79,7 @@ def serve(
             )
         with LLM(config=engine_config) as llm:
             name = settings.served_model_name or llm.name
-            where = f"http://{settings.host}:{listener.getsockname()[1]}"
+            where = url_of(settings.host, listener.getsockname()[1])
 
             def tell() -> None:
                 print(f"quire: {llm.capacity}", file=sys.stderr)

@@ -2,14 +2,15 @@
 
     {"error": {"message": ..., "type": ..., "param": null or the field, "code": null or a word}}
 
-`invalid_request_error` (400, 404, 409, 413), `authentication_error` (401), `permission_error` (403), `rate_limit_error`
-(429, with Retry-After), `service_unavailable` (503), `internal_error` (500).
+`invalid_request_error` (400, 404, 405, 409, 413, 415), `authentication_error` (401), `permission_error` (403),
+`rate_limit_error` (429, with Retry-After), `service_unavailable` (503), `internal_error` (500).
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request
@@ -100,7 +101,12 @@ def install_handlers(app: Any) -> None:
         return json_answer(_invalid(error, request.headers.get("content-type", "")))
 
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        answer = json_answer(ApiError(error.status_code, str(error.detail)))
+        told = {404: _no_route, 405: _no_method}.get(error.status_code)
+        message = str(error.detail)
+        if told is not None and message == HTTPStatus(error.status_code).phrase:  # of the router itself
+            answer = json_answer(told(request, (error.headers or {}).get("Allow", "")))
+        else:
+            answer = json_answer(ApiError(error.status_code, message))
         answer.headers.update(error.headers or {})
         return answer
 
@@ -109,6 +115,35 @@ def install_handlers(app: Any) -> None:
     app.add_exception_handler(ApiError, on_error)
     app.add_exception_handler(QuireError, on_error)
     app.add_exception_handler(Exception, on_error)
+
+
+def _no_route(request: Request, allowed: str) -> ApiError:
+    """A path that leads nowhere, with those that do."""
+    routes = {
+        path: sorted(method.upper() for method in methods)
+        for path, methods in request.app.openapi()["paths"].items()
+        if not path.startswith(("/window", "/admin"))
+    }
+    path = request.url.path
+    hint = ""
+    if f"/v1{path}" in routes:
+        hint = f"; is /v1{path} meant? A client's base URL ends with /v1"
+    elif path.startswith("/v1/") and path[3:] in routes:
+        hint = f"; is {path[3:]} meant?"
+    there = ", ".join(f"{' or '.join(methods)} {path}" for path, methods in routes.items())
+    shown = path if len(path) <= _MOST_SHOWN else f"{path[:_MOST_SHOWN]}..."
+    return ApiError(
+        404,
+        f"there is no {request.method} {shown}{hint}; there are {there}; GET /openapi.json describes all",
+        code="unknown_url",
+    )
+
+
+def _no_method(request: Request, allowed: str) -> ApiError:
+    return ApiError(
+        405,
+        f"expected {allowed or 'another method'} for {request.url.path[:_MOST_SHOWN]}, got {request.method}",
+    )
 
 
 def _invalid(error: RequestValidationError, content_type: str) -> ApiError:

@@ -89,7 +89,6 @@ async def metrics(service: TheService) -> Response:
     return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 
 
-@health_router.head("/health", include_in_schema=False)
 @health_router.get("/health", responses={503: {"description": "The engine has failed."}})
 async def health(request: Request) -> Response:
     """200 while the engine runs; 503 with the reason once it has failed."""
@@ -100,7 +99,6 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@health_router.head("/ready", include_in_schema=False)
 @health_router.get("/ready", responses={503: {"description": "Not taking requests."}})
 async def ready(request: Request) -> Response:
     """200 while requests are taken; 503 while the server is stopping or its engine has failed."""

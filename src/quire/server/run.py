@@ -21,9 +21,10 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.errors import ArgumentError
 from quire.server.app import make_app
+from quire.server.http_versions import Protocol
 from quire.server.settings import ServerSettings
 
-__all__ = ["bind", "serve"]
+__all__ = ["bind", "serve", "url_of", "uvicorn_config"]
 
 _log = logging.getLogger("quire.server")
 
@@ -38,8 +39,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
+        where = url_of(host, port).removeprefix("http://")
         raise ArgumentError(
-            f"cannot listen on {host}:{port}: {error.strerror or error} - in `host`, `port`"
+            f"cannot listen on {where}: {error.strerror or error} - in `host`, `port`"
         ) from error
     listener.setblocking(False)
     return listener
@@ -61,6 +63,24 @@ class _Nothing:
 
     def __exit__(self, *error: object) -> None:
         pass
+
+
+def uvicorn_config(app: Any) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        proxy_headers=False,
+        timeout_keep_alive=75,
+    )
+
+
+def url_of(host: str, port: int) -> str:
+    """An address as a URL has it."""
+    return f"http://[{host.replace('%', '%25')}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve(
@@ -97,16 +117,7 @@ async def _serve(
     _collect_requests_only()
     when_ready()
     service = app.state.service
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            proxy_headers=False,
-            timeout_keep_alive=75,
-        )
-    )
+    server = _Server(uvicorn_config(app))
     loop = asyncio.get_running_loop()
     num_signals = 0
     told = asyncio.Event()
