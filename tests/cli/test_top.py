@@ -101,6 +101,16 @@ def test_not_a_terminal(url: str) -> None:
     assert "--once" in done.stderr
 
 
+def test_a_requests_id_is_shown_whole() -> None:
+    import uuid
+
+    from quire.cli.top import _clipped
+
+    name = str(uuid.UUID(int=7))
+    assert _clipped(name) == name
+    assert _clipped("x" * 128) == "x" * 35 + "\u2026"
+
+
 def test_names_from_clients_move_no_cursor_and_are_no_markup() -> None:
     import base64
 

@@ -48,6 +48,10 @@ def serve(
         list[str] | None,
         typer.Option(metavar="URL", help="Site whose pages may ask; may be given several times."),
     ] = None,
+    log_requests: Annotated[
+        bool | None,
+        typer.Option("--log-requests", help="Write a line for each request to stderr, without its content."),
+    ] = None,
     **engine: Any,
 ) -> None:
     """Serves MODEL over the OpenAI API."""
@@ -56,6 +60,7 @@ def serve(
     flags = {
         "host": host, "port": port, "served_model_name": served_model_name, "api_key_file": api_key_file,
         "insecure": insecure, "trust_loopback": trust_loopback, "allowed_origins": allowed_origins or None,
+        "log_requests": log_requests,
     }  # fmt: skip
     settings, table = load_config(config, flags)
     for warning in settings.warnings:

@@ -21,6 +21,7 @@ __all__ = ["frame", "top"]
 
 _TIMEOUT_S = 30.0  # between two events; the server sends one every 5 s at least
 _KEY_VARIABLE = "QUIRE_API_KEY"
+_MOST_OF_ID = 36  # characters: a UUID
 _STATES = (  # name, its letter, for who sees no colours, and its colour
     ("held", "H", "yellow"),
     ("in_flight", "F", "magenta"),
@@ -180,7 +181,7 @@ def _sequences(state: dict[str, Any], lines: int) -> RenderableType:
         runs = ", ".join(str(a) if n == 1 else f"{a}-{a + n - 1}" for a, n in one["runs"])
         table.add_row(
             # Names come from clients: as text, never as markup.
-            Text(_plain(one["id"])[-20:]),
+            Text(_clipped(_plain(one["id"]))),
             Text(_plain(one["tenant"])[:16]),
             str(one["tokens"]),
             str(one["computed"]),
@@ -195,6 +196,10 @@ def _sequences(state: dict[str, Any], lines: int) -> RenderableType:
 def _plain(text: str) -> str:
     """Without what a terminal would obey."""
     return "".join(c if c.isprintable() else "�" for c in text)
+
+
+def _clipped(name: str) -> str:
+    return name if len(name) <= _MOST_OF_ID else f"{name[: _MOST_OF_ID - 1]}\u2026"
 
 
 def _number(value: float | None) -> str:

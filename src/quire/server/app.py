@@ -11,6 +11,7 @@ from quire.server.content_encoding import DecodedBody
 from quire.server.errors import install_handlers
 from quire.server.front_door import FrontDoor, with_cors
 from quire.server.http_versions import HeadAsGet
+from quire.server.requests import Requests
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
 from quire.server.window import routes as window
@@ -42,5 +43,6 @@ def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     if settings.allowed_origins:
         app.add_middleware(with_cors, origins=settings.allowed_origins)
     app.add_middleware(FrontDoor, settings=settings)
+    app.add_middleware(Requests, is_logged=settings.log_requests)
     app.add_middleware(HeadAsGet)
     return app

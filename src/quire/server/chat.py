@@ -29,7 +29,7 @@ from quire.server.schemas.chat import (
     Tool,
 )
 from quire.server.schemas.common import ERRORS, Usage
-from quire.server.service import Answer, Service, new_id
+from quire.server.service import Answer, Service, id_of_answer, new_id
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.tools import CallReader, ToolForm, form_of, grammar_of
 
@@ -59,7 +59,7 @@ async def chat_completions(
     with in_names_of_chats():
         admitted = await service.admit(tenant, body, [prompt], params)
     if body.stream:
-        return await one.stream(admitted, service.outputs(admitted, body, prompt, params, one.id))
+        return await one.stream(admitted, service.outputs(admitted, body, prompt, params))
 
     async def whole() -> Response:
         return one.whole(await service.answer(admitted, body, prompt, params))
@@ -151,15 +151,11 @@ class ChatWriter:
         self._params = params
         self._form = form
         self._head = {
-            "id": new_id("chatcmpl"),
+            "id": id_of_answer("chatcmpl"),
             "object": "chat.completion",
             "created": int(time.time()),
             "model": service.model_name,
         }
-
-    @property
-    def id(self) -> str:
-        return self._head["id"]
 
     def whole(self, answer: Answer) -> JSONResponse:
         choices: list[ChatChoice] = []

@@ -19,7 +19,7 @@ from quire.server.errors import ApiError
 from quire.server.logprobs import completion_logprobs
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.schemas.completions import Completion, CompletionChoice, CompletionRequest
-from quire.server.service import Answer, Service, new_id
+from quire.server.service import Answer, Service, id_of_answer
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 
 __all__ = ["router"]
@@ -120,7 +120,7 @@ class _Writer:
         self._params = params
         self._echoes = echoes
         self._head = {
-            "id": new_id("cmpl"),
+            "id": id_of_answer("cmpl"),
             "object": "text_completion",
             "created": int(time.time()),
             "model": service.model_name,
@@ -212,7 +212,7 @@ class _Writer:
     ) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:
         """The outputs of all prompts as they come: of several, each with its prompt's place."""
         if len(prompts) == 1:  # the common case, without a layer more
-            return self._service.outputs(admitted, self._body, prompts[0], self._params, self._head["id"])
+            return self._service.outputs(admitted, self._body, prompts[0], self._params)
         return self._outputs_of_several(admitted, prompts)
 
     async def _outputs_of_several(

@@ -163,7 +163,7 @@ async def append(
     one = ChatWriter(body, service, params, more=lambda: {"conversation": _card(talk).model_dump()})
     with in_names_of_chats():
         admitted = await service.admit(tenant, body, [turn.token_ids], params)
-    outputs = _answered(service, admitted, talk, body, base, turn, params, one.id)
+    outputs = _answered(service, admitted, talk, body, base, turn, params)
     if body.stream:
         return await one.stream(admitted, outputs)
 
@@ -213,20 +213,20 @@ async def _answered(
     base: AsyncConversation,
     turn: AsyncConversation,
     params: SamplingParams,
-    request_id: str,
 ) -> AsyncGenerator[RequestOutput]:
     """The answer's outputs. Nothing has begun before the first is asked for."""
     talk.begin(base, turn)
     is_kept = False
     try:
+        name = service.take_name()
         generated = turn.generate(
             params,
             priority=body.priority or 0,
-            request_id=request_id,
+            request_id=name,
             cache_priority=body.cache_priority or "normal",
             deltas=True,
         )
-        counted = service.counted(admitted, body, turn.token_ids, generated)
+        counted = service.counted(admitted, body, turn.token_ids, generated, name)
         async with aclosing(counted) as outputs:
             async for output in outputs:
                 is_kept = True

@@ -11,6 +11,7 @@ from fastapi import Depends, Request, Response
 
 from quire.server.errors import ApiError
 from quire.server.front_door import foreign_host, foreign_origin, is_this_machine, name_of_proxy
+from quire.server.requests import current_request
 from quire.server.service import Service
 from quire.server.tenants import ADMIN, ANYBODY, Tenant
 
@@ -29,10 +30,11 @@ def tenant_of(request: Request, service: TheService) -> Tenant:
     keys = service.settings.keys
     key = _key(request)
     tenant = None if key is None else keys.find(key)
+    if tenant is None and keys.is_empty:
+        tenant = ANYBODY
     if tenant is not None:
+        current_request().tenant = tenant.name
         return tenant
-    if keys.is_empty:
-        return ANYBODY
     what = "none" if key is None else "one that is unknown here"
     raise ApiError(
         401, f"expected an API key as `Authorization: Bearer KEY`, got {what}", code="invalid_api_key"
@@ -65,8 +67,10 @@ def administrator(request: Request, service: TheService) -> Tenant:
     keys = service.settings.keys
     key = _key(request)
     tenant = None if key is None else keys.find(key)
-    if tenant is not None and tenant.is_admin:
-        return tenant
+    if tenant is not None:
+        current_request().tenant = tenant.name
+        if tenant.is_admin:
+            return tenant
     expected = "the admin key (or, without any keys, a request from this machine)"
     if keys.has_admin or not keys.is_empty or not service.settings.trust_loopback:
         expected = "the admin key"
@@ -78,6 +82,7 @@ def administrator(request: Request, service: TheService) -> Tenant:
         elif foreign_origin(request) is not None:
             expected = "a request of no other site's page"
         else:
+            current_request().tenant = ADMIN.name
             return ADMIN
     raise ApiError(403, f"expected {expected}", code="not_admin")
 

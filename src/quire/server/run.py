@@ -22,6 +22,7 @@ from quire.engine.llm import LLM
 from quire.errors import ArgumentError
 from quire.server.app import make_app
 from quire.server.http_versions import Protocol
+from quire.server.requests import LOGGER
 from quire.server.settings import ServerSettings
 
 __all__ = ["bind", "serve", "url_of", "uvicorn_config"]
@@ -89,7 +90,8 @@ def serve(
     """Serves until it is told to stop. Closes the engine, not the LLM.
 
     when_ready: called once nothing in the settings can end the start any more.
-    *changes:* the process's garbage collector, see `_collect_requests_only`."""
+    *changes:* the process's garbage collector, see `_collect_requests_only`; the logger of requests, if they are
+    logged."""
     asyncio.run(_serve(llm, settings, listener, when_ready))
 
 
@@ -105,6 +107,15 @@ def _collect_requests_only() -> None:
     gc.collect()  # what counts as old is now nothing
 
 
+def _log_requests_to_stderr() -> None:
+    """One line for each, and nothing else around it."""
+    logger = logging.getLogger(LOGGER)
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
 async def _serve(
     llm: LLM, settings: ServerSettings, listener: socket.socket, when_ready: Callable[[], None]
 ) -> None:
@@ -114,6 +125,8 @@ async def _serve(
     except BaseException:  # limits of tenants that cannot be
         await asyncio.to_thread(engine.close)
         raise
+    if settings.log_requests:
+        _log_requests_to_stderr()
     _collect_requests_only()
     when_ready()
     service = app.state.service

@@ -27,17 +27,23 @@ from quire.server.admission import Admission, Admitted
 from quire.server.conversation_store import Conversations
 from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
+from quire.server.requests import current_request
 from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings
 from quire.server.tenants import Tenant, install
 
-__all__ = ["Answer", "Service", "new_id"]
+__all__ = ["Answer", "Service", "id_of_answer", "new_id"]
 
 _LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
 
 
 def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
+
+
+def id_of_answer(kind: str) -> str:
+    """The `id` in the body of an answer: its request's behind the kind."""
+    return f"{kind}-{current_request().id}"
 
 
 @dataclass
@@ -92,6 +98,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name)
         self._admission = Admission(settings.limits.max_waiting + engine.max_num_seqs, self.metrics)
+        self._names: set[str] = set()  # of the engine's requests under way
         self.draining = False
         self.conversations = Conversations(settings.limits.max_conversations)
         tenants = [*settings.tenants, *settings.keys.tenants]
@@ -185,28 +192,45 @@ class Service:
         body: SamplingBody,
         prompt: Any,
         params: SamplingParams,
-        request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of one prompt as it grows, each with what is new.
-
-        request_id: what the engine calls it, as the client does; a name of its own where there is none."""
+        """The outputs of one prompt as it grows, each with what is new."""
+        name = self.take_name()
         generated = self.engine.generate(
             prompt,
             params,
-            request_id=request_id,
+            request_id=name,
             priority=body.priority or 0,
             cache_priority=body.cache_priority or "normal",
             deltas=True,
             **admitted.tenant.key(body.cache_salt),
         )
-        return self.counted(admitted, body, prompt, generated)
+        return self.counted(admitted, body, prompt, generated, name)
+
+    def take_name(self) -> str:
+        """What the engine is to call a prompt's request: as its client does, with a number where that one is under way.
+        `counted` gives it back."""
+        name = first = current_request().id
+        number = 1
+        others = (
+            self.engine.core.engine.scheduler.requests
+        )  # of the library beside us; looked into, not walked
+        while name in self._names or name in others:
+            number += 1
+            name = f"{first}-{number}"
+        self._names.add(name)
+        return name
 
     async def counted(
-        self, admitted: Admitted, body: SamplingBody, prompt: Any, generated: AsyncGenerator[RequestOutput]
+        self,
+        admitted: Admitted,
+        body: SamplingBody,
+        prompt: Any,
+        generated: AsyncGenerator[RequestOutput],
+        name: str,
     ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of a request, measured; its place is left at the end. Its prompt is kept, where the body says
-        so, from the first output on."""
-        tenant = admitted.tenant
+        """The outputs of a request, measured and told to its record; its place and its name are left at the end. Its
+        prompt is kept, where the body says so, from the first output on."""
+        tenant, record = admitted.tenant, current_request()
         began = time.monotonic()
         first_s: float | None = None
         num_behind_first = 0  # tokens, of an answer that is one
@@ -216,6 +240,8 @@ class Service:
                 await self._check_kept(tenant, body, prompt)
             async with aclosing(generated):
                 async for output in generated:
+                    for part in output.outputs:
+                        record.num_generated_tokens += len(part.token_ids)
                     if first_s is not None:
                         if len(output.outputs) == 1:
                             num_behind_first += len(output.outputs[0].token_ids)
@@ -227,10 +253,15 @@ class Service:
                     yield output
         finally:
             admitted.leave_one()
+            self._names.discard(name)
             reason = "abort"
             if output is not None and output.finished:
                 reason = output.outputs[0].finish_reason or "abort"
             seconds = time.monotonic() - began
+            if output is not None:
+                record.num_prompt_tokens = (record.num_prompt_tokens or 0) + len(output.prompt_token_ids)
+                record.num_cached_tokens += output.num_cached_tokens
+            record.finish_reasons.append(reason)
             self.metrics.ended(reason)
             self.metrics.request_latency.observe(seconds)
             if first_s is not None and num_behind_first:

@@ -82,6 +82,7 @@ class ServerSettings:
     insecure: bool = False
     trust_loopback: bool = True
     allowed_origins: tuple[str, ...] = ()
+    log_requests: bool = False
     drain_seconds: float = 30.0
     limits: Limits = field(default_factory=Limits)
     keys: KeyRing = field(default_factory=KeyRing)
@@ -131,6 +132,7 @@ _SERVER_FIELDS = {
     "insecure": bool,
     "trust_loopback": bool,
     "allowed_origins": list,
+    "log_requests": bool,
     "drain_seconds": (int, float),
     "api_key_file": str,
     "admin_key": str,
