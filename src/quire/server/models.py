@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
-from quire.server.dependencies import TheService, tenant_of, text_only
+from quire.server.dependencies import TheService, TheTenant, tenant_of, text_only
 from quire.server.errors import ApiError
 from quire.server.messages import render
 from quire.server.schemas.chat import ChatMessage
@@ -83,10 +83,9 @@ async def detokenize(body: DetokenizeRequest, service: TheService) -> Detokenize
 
 
 @router.get("/metrics", tags=["Health"], response_class=Response)
-async def metrics(service: TheService) -> Response:
-    """What Prometheus scrapes."""
-    stats = await service.engine.stats()
-    return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+async def metrics(service: TheService, tenant: TheTenant) -> Response:
+    """What Prometheus scrapes: of the whole server, or of a tenant its own requests."""
+    return Response(await service.metrics_page(tenant), media_type=CONTENT_TYPE_LATEST)
 
 
 @health_router.get("/health", responses={503: {"description": "The engine has failed."}})

@@ -13,8 +13,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from quire.server.metrics import Metrics
 from quire.server.requests import current_request
 from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings
-from quire.server.tenants import Tenant, install
+from quire.server.tenants import ANYBODY, Tenant, install
 
 __all__ = ["Answer", "Service", "id_of_answer", "new_id"]
 
@@ -97,6 +97,9 @@ class Service:
         self.model_name = settings.served_model_name or engine.name
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name)
+        named = {one.name for one in settings.keys.tenants if not one.is_admin} - {ANYBODY.name}
+        whose = named | {ANYBODY.name} if named else ()
+        self._metrics_of = {name: Metrics(self.model_name) for name in whose}
         self._admission = Admission(settings.limits.max_waiting + engine.max_num_seqs, self.metrics)
         self._names: set[str] = set()  # of the engine's requests under way
         self.draining = False
@@ -131,7 +134,8 @@ class Service:
         """
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
-        admitted = self._admission.admit(tenant, len(prompts))
+        with self._refusals_of(tenant):
+            admitted = self._admission.admit(tenant, len(prompts))
         try:
             await self._check(tenant, body, prompts, params)
         except BaseException:
@@ -230,7 +234,8 @@ class Service:
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of a request, measured and told to its record; its place and its name are left at the end. Its
         prompt is kept, where the body says so, from the first output on."""
-        tenant, record = admitted.tenant, current_request()
+        tenant, record, told = admitted.tenant, current_request(), self._told(admitted.tenant)
+        num_generated = 0
         began = time.monotonic()
         first_s: float | None = None
         num_behind_first = 0  # tokens, of an answer that is one
@@ -241,13 +246,14 @@ class Service:
             async with aclosing(generated):
                 async for output in generated:
                     for part in output.outputs:
-                        record.num_generated_tokens += len(part.token_ids)
+                        num_generated += len(part.token_ids)
                     if first_s is not None:
                         if len(output.outputs) == 1:
                             num_behind_first += len(output.outputs[0].token_ids)
                     else:
                         first_s = time.monotonic() - began
-                        self.metrics.time_to_first_token.observe(first_s)
+                        for one in told:
+                            one.time_to_first_token.observe(first_s)
                         if body.keep_for is not None:
                             await self._keep(tenant, body, output.prompt_token_ids)
                     yield output
@@ -258,14 +264,40 @@ class Service:
             if output is not None and output.finished:
                 reason = output.outputs[0].finish_reason or "abort"
             seconds = time.monotonic() - began
+            record.num_generated_tokens += num_generated
+            record.finish_reasons.append(reason)
             if output is not None:
                 record.num_prompt_tokens = (record.num_prompt_tokens or 0) + len(output.prompt_token_ids)
                 record.num_cached_tokens += output.num_cached_tokens
-            record.finish_reasons.append(reason)
-            self.metrics.ended(reason)
-            self.metrics.request_latency.observe(seconds)
-            if first_s is not None and num_behind_first:
-                self.metrics.time_per_output_token.observe((seconds - first_s) / num_behind_first)
+            for one in told:
+                if output is not None:
+                    one.count_tokens(len(output.prompt_token_ids), output.num_cached_tokens, num_generated)
+                one.ended(reason)
+                one.request_latency.observe(seconds)
+                if first_s is not None and num_behind_first:
+                    one.time_per_output_token.observe((seconds - first_s) / num_behind_first)
+
+    # -- what is told of them --------------------------------------------------------------------------
+
+    async def metrics_page(self, tenant: Tenant) -> bytes:
+        """What Prometheus gets: all there is for the administrator, and for whoever is let in where no tenant has a
+        name; else the tenant's own requests."""
+        own = None if tenant.is_admin else self._metrics_of.get(tenant.name)
+        return self.metrics.render(await self.engine.stats()) if own is None else own.render()
+
+    def _told(self, tenant: Tenant) -> list[Metrics]:
+        own = self._metrics_of.get(tenant.name)
+        return [self.metrics] if own is None else [self.metrics, own]
+
+    @contextmanager
+    def _refusals_of(self, tenant: Tenant) -> Iterator[None]:
+        """Counts an answer of 429 among the tenant's own as well."""
+        try:
+            yield
+        except ApiError as error:
+            if error.status == 429 and tenant.name in self._metrics_of:
+                self._metrics_of[tenant.name].refused.labels(str(error.code)).inc()
+            raise
 
     async def _check_kept(self, tenant: Tenant, body: SamplingBody, prompt: Any) -> None:
         """Refuses at once what could not be kept."""
@@ -279,7 +311,8 @@ class Service:
                 )
             pins.check(prompt, ttl=body.keep_for, **tenant.key(body.cache_salt))
 
-        await self.engine.between_steps(check)
+        with self._refusals_of(tenant):
+            await self.engine.between_steps(check)
 
     async def _keep(self, tenant: Tenant, body: SamplingBody, prompt: list[int]) -> None:
         """Room that was there before may be gone by now: the answer comes all the same."""
@@ -289,7 +322,8 @@ class Service:
                 lambda: pins.keep_for(prompt, seconds, **tenant.key(body.cache_salt))
             )
         except (ArgumentError, CapacityError):
-            self.metrics.not_kept.inc()
+            for one in self._told(tenant):
+                one.not_kept.inc()
 
     async def answer(
         self, admitted: Admitted, body: SamplingBody, prompt: Any, params: SamplingParams
