@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from quire.errors import ArgumentError
+from quire.server.run import bind
 from quire.server.settings import ServerSettings, load_config
 from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 
@@ -162,3 +163,23 @@ def test_origins_of_a_file_and_of_flags(tmp_path: Path) -> None:
     path.write_text("[server]\nallowed_origins = [1]\n")
     with pytest.raises(ArgumentError, match="allowed_origins"):
         load_config(str(path), {})
+
+
+def test_an_admin_key_alone_leaves_the_rest_to_this_machine(serve: Callable[..., Any]) -> None:
+    with serve(ServerSettings(keys=KeyRing([(digest_of_key("key-admin"), ADMIN)]))) as (url, _):
+        assert httpx.get(f"{url}/v1/models").status_code == 200
+        assert httpx.get(f"{url}/v1/models", headers={"Host": "evil.example"}).status_code == 403
+        assert httpx.get(f"{url}/v1/models", headers={"Origin": PAGE}).status_code == 403
+        assert httpx.get(f"{url}/admin/report").status_code == 403
+        key = {"Authorization": "Bearer key-admin", "X-Forwarded-For": "10.0.0.1"}
+        assert httpx.get(f"{url}/admin/report", headers=key).status_code == 200
+
+
+def test_on_an_address_of_ipv6(serve: Callable[..., Any]) -> None:
+    try:
+        bind("::1", 0).close()
+    except ArgumentError:
+        pytest.skip("this machine has no IPv6")
+    with serve(ServerSettings(host="::1")) as (url, _):
+        assert url.startswith("http://[::1]:")
+        assert httpx.get(f"{url}/admin/report").status_code == 200
