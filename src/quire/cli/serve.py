@@ -63,8 +63,6 @@ def serve(
         "log_requests": log_requests,
     }  # fmt: skip
     settings, table = load_config(config, flags)
-    for warning in settings.warnings:
-        print(f"quire: {warning}", file=sys.stderr)
     if model is not None:
         engine["model"] = model
     engine_config = EngineConfig(**with_flags(table, engine), tenant_secret=settings.tenant_secret)
@@ -86,7 +84,9 @@ def serve(
             name = settings.served_model_name or llm.name
             where = url_of(settings.host, listener.getsockname()[1])
 
-            def tell() -> None:
+            def tell() -> None:  # of one that does not start, the reason is the only line
+                for warning in settings.warnings:
+                    print(f"quire: {warning}", file=sys.stderr)
                 print(f"quire: {llm.capacity}", file=sys.stderr)
                 print(
                     f"quire: serving {name} on {where} (try {where}/v1/models)", file=sys.stderr, flush=True
