@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -101,12 +103,14 @@ def install_handlers(app: Any) -> None:
         return json_answer(_invalid(error, request.headers.get("content-type", "")))
 
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        told = {404: _no_route, 405: _no_method}.get(error.status_code)
-        message = str(error.detail)
-        if told is not None and message == HTTPStatus(error.status_code).phrase:  # of the router itself
-            answer = json_answer(told(request, (error.headers or {}).get("Allow", "")))
-        else:
-            answer = json_answer(ApiError(error.status_code, message))
+        said = ApiError(error.status_code, str(error.detail))
+        if str(said) == HTTPStatus(said.status).phrase:  # of the router itself
+            if said.status == 404:
+                # What describes the API is made when it is first asked for: not in the loop's time.
+                said = _no_route(request, (await asyncio.to_thread(request.app.openapi))["paths"])
+            elif said.status == 405:
+                said = _no_method(request, (error.headers or {}).get("Allow"))
+        answer = json_answer(said)
         answer.headers.update(error.headers or {})
         return answer
 
@@ -117,11 +121,11 @@ def install_handlers(app: Any) -> None:
     app.add_exception_handler(Exception, on_error)
 
 
-def _no_route(request: Request, allowed: str) -> ApiError:
+def _no_route(request: Request, paths: Mapping[str, Any]) -> ApiError:
     """A path that leads nowhere, with those that do."""
     routes = {
         path: sorted(method.upper() for method in methods)
-        for path, methods in request.app.openapi()["paths"].items()
+        for path, methods in paths.items()
         if not path.startswith(("/window", "/admin"))
     }
     path = request.url.path
@@ -139,7 +143,7 @@ def _no_route(request: Request, allowed: str) -> ApiError:
     )
 
 
-def _no_method(request: Request, allowed: str) -> ApiError:
+def _no_method(request: Request, allowed: str | None) -> ApiError:
     return ApiError(
         405,
         f"expected {allowed or 'another method'} for {request.url.path[:_MOST_SHOWN]}, got {request.method}",
