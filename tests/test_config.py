@@ -204,3 +204,11 @@ def test_a_url_with_a_password_is_not_shown_and_may_be_a_variables(monkeypatch: 
     monkeypatch.delenv("QUIRE_TEST_URL")
     with pytest.raises(ArgumentError, match="QUIRE_TEST_URL, got none - in `remote_cache`"):
         EngineConfig(remote_cache="env:QUIRE_TEST_URL")
+
+
+def test_what_an_engine_tells_has_no_password(caplog: pytest.LogCaptureFixture) -> None:
+    with tiny_llm.llm(remote_cache="redis://:sesame@127.0.0.1:1") as llm:  # nobody listens there
+        llm.generate([[5, 6, 7]])
+        told = f"{llm.monitor.report()} {llm.stats()} {llm.capacity} {llm!r} {caplog.text}"
+    assert "127.0.0.1:1" in told
+    assert "sesame" not in told

@@ -166,6 +166,8 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
     for origin in server.get("allowed_origins", []):
         _typed(origin, str, f"allowed_origins in [server] of {path}")
     server = {**server, **{name: value for name, value in flags.items() if value is not None}}
+    if "host" in server:  # as a URL has an address of IPv6
+        server["host"] = server["host"].removeprefix("[").removesuffix("]")
     if "allowed_origins" in server:
         server["allowed_origins"] = tuple(server["allowed_origins"])
 
