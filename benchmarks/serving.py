@@ -120,7 +120,7 @@ class Outcome:
 def request_bytes(body: dict[str, Any]) -> bytes:
     content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     return (
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
         b"Content-Length: " + str(len(content)).encode() + b"\r\n\r\n" + content
     )
 

@@ -17,6 +17,7 @@ from quire import LLM, AsyncEngine, config
 from quire.config import EngineConfig, spelled_out, with_flags
 from quire.errors import ArgumentError
 from quire.server.settings import load_config
+from quire.tiers.by_url import tier_of
 
 # Run with the source of quire/config.py in which one line was added.
 ADDED = """
@@ -188,3 +189,26 @@ def test_a_secret_is_no_flag_and_no_key_of_a_model(tmp_path: Path) -> None:
         path.write_text(f"[model]\n{name} = 'sixteen bytes and more'\n")
         with pytest.raises(ArgumentError, match=rf"expected only .*, got {name} - in \[model\] of "):
             load_config(str(path), {})
+
+
+def test_a_url_with_a_password_is_not_shown_and_may_be_a_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "redis://:open-sesame@localhost"
+    assert "sesame" not in repr(EngineConfig(remote_cache=url))
+    monkeypatch.setenv("QUIRE_TEST_URL", f"{url}\r\n")
+    named = EngineConfig(remote_cache="env:QUIRE_TEST_URL")
+    assert named.remote_cache == "env:QUIRE_TEST_URL"  # read where it is used, and nowhere kept
+    seen: list[str] = []
+    monkeypatch.setattr("quire.tiers.by_url._MAKERS", {"redis": seen.append})
+    tier_of("env:QUIRE_TEST_URL")
+    assert seen == [url]
+    monkeypatch.delenv("QUIRE_TEST_URL")
+    with pytest.raises(ArgumentError, match="QUIRE_TEST_URL, got none - in `remote_cache`"):
+        EngineConfig(remote_cache="env:QUIRE_TEST_URL")
+
+
+def test_what_an_engine_tells_has_no_password(caplog: pytest.LogCaptureFixture) -> None:
+    with tiny_llm.llm(remote_cache="redis://:sesame@127.0.0.1:1") as llm:  # nobody listens there
+        llm.generate([[5, 6, 7]])
+        told = f"{llm.monitor.report()} {llm.stats()} {llm.capacity} {llm!r} {caplog.text}"
+    assert "127.0.0.1:1" in told
+    assert "sesame" not in told

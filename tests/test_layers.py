@@ -16,6 +16,7 @@ ORDER = [
     "new_file",
     "registry",
     "sizes",
+    "secret_text",
     "renamed",
     "spec",
     "config",

@@ -1,6 +1,7 @@
 """Quire: the memory system of LLM inference.
 
 `import quire` brings neither torch nor transformers; the names below that need them load them when first used.
+`quire.__version__` is the installed package's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
     from quire.sampling.params import SamplingParams
 
+    __version__: str
+
 __all__ = ["AsyncEngine", "Cache", "KVSpec", "LLM", "SamplingParams"]  # noqa: RUF022 - plainly sorted
 
 _HOMES = {
@@ -26,8 +29,19 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return globals().setdefault(name, _version())
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("quire-kv")
+    except PackageNotFoundError:  # a copy of the source that was never installed
+        return "0+unknown"

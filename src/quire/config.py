@@ -37,6 +37,7 @@ from pydantic_core import ArgsKwargs
 from quire.errors import ArgumentError
 from quire.registry import Registry
 from quire.renamed import with_new_names
+from quire.secret_text import named
 from quire.sizes import parse_budget, parse_share, parse_size
 from quire.spec.formats import FORMATS
 
@@ -81,7 +82,7 @@ class Option:
     """What a field of `EngineConfig` tells people.
 
     storages: those that it means something to; none: all. short: a second name of its flag. is_secret: neither a flag
-    nor a key of [model], and not shown.
+    nor a key of [model], and not shown. may_hide: its value may have a secret in it, and is not shown.
     """
 
     metavar: str | None
@@ -89,12 +90,13 @@ class Option:
     storages: tuple[str, ...] = ()
     short: str | None = None
     is_secret: bool = False
+    may_hide: bool = False
 
 
 def option(default: Any, *about: Any, **more: Any) -> Any:
     """A field of `EngineConfig`: its default, and what `Option` takes."""
     made = Option(*about, **more)
-    return field(default=default, repr=not made.is_secret, metadata={"option": made})
+    return field(default=default, repr=not (made.is_secret or made.may_hide), metadata={"option": made})
 
 
 # -- what a value may be; None is left to the type --------------------------------------------------
@@ -154,6 +156,11 @@ def _folder(name: str, value: Any) -> None:
     # An empty name, as of a variable that is not set, would be the folder the process happens to be in.
     if not isinstance(value, str | os.PathLike) or not str(os.fspath(value)).strip():
         raise ArgumentError(f"expected a folder, got {value!r}")
+
+
+def _url(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        named(value, f"`{name}`")
 
 
 def parse_growth(growth: str) -> tuple[str, int | None]:
@@ -325,8 +332,12 @@ class EngineConfig:
         "SIZE",
         "What the disk cache leaves free of its file system, whatever it may take; nothing if not given.",
     )
-    remote_cache: str | None = option(
-        None, "URL", "Redis server that engines share cached prefixes on: redis://host:port."
+    remote_cache: Annotated[str | None, _checked(_url)] = option(
+        None,
+        "URL",
+        "Redis server that engines share cached prefixes on: redis://host:port, or env:NAME, the variable that has "
+        "such a URL, as for one with a password.",
+        may_hide=True,
     )
     cache_write: Literal["eviction", "through"] = option(
         "eviction",

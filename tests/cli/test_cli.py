@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support import gguf_case
 
+import quire
 from quire.cli.app import main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -92,6 +93,27 @@ def test_a_wrong_argument_is_one_line_and_status_2(
     assert (code, out) == (status, "")
     assert len(lines) == 1
     assert says in lines[0]
+
+
+def test_the_version_is_the_installed_packages(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(vars(quire), "__version__", raising=False)
+    monkeypatch.setattr("importlib.metadata.version", {"quire-kv": "1.2.3"}.__getitem__)
+    assert quire.__version__ == "1.2.3"
+    assert run("--version") == (0, "quire 1.2.3\n", "")
+    assert "--version" in run("--help")[1]
+    monkeypatch.delitem(vars(quire), "__version__")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate", "caf\udce9"], ["fr\udcffob"], ["serve", "--host", "\udcfe"]]
+)
+def test_what_is_no_text_is_one_line_and_status_2(run: Run, arguments: list[str]) -> None:
+    """As Python gives bytes of the command line that are not UTF-8."""
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert "expected text in UTF-8, got '" in err
+    assert f"as argument {len(arguments)}" in err
 
 
 def test_a_broken_model_is_one_line_and_status_1(run: Run, tmp_path: Path) -> None:
@@ -208,6 +230,7 @@ def test_transformers_is_quiet_unless_it_is_told_to_speak() -> None:
     """Its bars, and its Hub client's warnings of every try, would stand between our lines."""
     program = """
 import sys
+import quire
 from quire.cli.app import main
 sys.argv = ["quire", "--help"]
 try:

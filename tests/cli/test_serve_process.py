@@ -34,7 +34,7 @@ def stream_of(server: ServeProcess, body: dict) -> socket.socket:
     connection.connect((parts.hostname, parts.port))
     content = json.dumps(body).encode()
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % len(content) + content
     )
     assert connection.recv(12) == b"HTTP/1.1 200"
@@ -223,7 +223,7 @@ def test_keys_are_nowhere_to_be_read(tmp_path: Path) -> None:
     config.write_text(
         '[server]\nadmin_key = "env:ADMIN_KEY"\n[[tenants]]\nname = "a"\nkeys = ["env:TENANT_KEY", "sesame-plain-77"]\n'
     )
-    with serving("--kv-memory", "32MiB", "--config", str(config), env=secrets) as server:
+    with serving("--kv-memory", "32MiB", "--log-requests", "--config", str(config), env=secrets) as server:
         seen = ""
         for key in (*secrets.values(), "sesame-plain-77", "sesame-wrong-1"):
             headers = {"Authorization": f"Bearer {key}"}
@@ -236,3 +236,4 @@ def test_keys_are_nowhere_to_be_read(tmp_path: Path) -> None:
         server.wait()
         assert "sesame" not in seen
         assert "sesame" not in server.log()
+        assert 'tenant=a route="POST /v1/completions" status=200 prompt_tokens=3' in server.log()

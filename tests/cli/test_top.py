@@ -42,7 +42,8 @@ def top(*arguments: str, key: str | None = None) -> subprocess.CompletedProcess[
 
 def test_one_frame(url: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
-    file.write_text("# mine\nboss-key\n")
+    file.write_bytes("# mine\r\n\u00a0boss-key \r\n".encode("utf-16"))  # as an editor elsewhere writes it
+    file.chmod(0o600)
     done = top(url, "--once", "--api-key", str(file))
     assert (done.returncode, done.stderr) == (0, "")
     assert "341 blocks" in done.stdout
@@ -98,6 +99,16 @@ def test_not_a_terminal(url: str) -> None:
     done = top(url, key="boss-key")
     assert done.returncode == 2
     assert "--once" in done.stderr
+
+
+def test_a_requests_id_is_shown_whole() -> None:
+    import uuid
+
+    from quire.cli.top import _clipped
+
+    name = str(uuid.UUID(int=7))
+    assert _clipped(name) == name
+    assert _clipped("x" * 128) == "x" * 35 + "\u2026"
 
 
 def test_names_from_clients_move_no_cursor_and_are_no_markup() -> None:

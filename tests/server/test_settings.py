@@ -107,6 +107,11 @@ def test_unreadable(path: str) -> None:
         load_config(None, {"api_key_file": path})
 
 
+def test_an_address_as_a_url_has_it() -> None:
+    settings, _ = load_config(None, {"host": "[::1]"})
+    assert (settings.host, settings.is_loopback) == ("::1", True)
+
+
 @pytest.mark.parametrize(
     ("host", "is_loopback"),
     [
@@ -114,6 +119,7 @@ def test_unreadable(path: str) -> None:
         ("localhost", True),
         ("::1", True),
         ("127.9.9.9", True),
+        ("::ffff:127.0.0.1", True),
         ("0.0.0.0", False),
         ("x.y", False),
     ],

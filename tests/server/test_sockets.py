@@ -24,7 +24,7 @@ def request(
 ) -> bytes:
     content = json.dumps(body).encode()
     return (
-        f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content) if length is None else length}\r\n".encode()
         + headers
         + b"Connection: close\r\n\r\n"

@@ -200,3 +200,57 @@ def test_requests_without_keys_find_what_the_library_has(llm: LLM) -> None:
         assert cached(ask(url, None, prompt_of(1))) == 63
         assert cached(ask(url, None, prompt_of(1), cache_salt="s")) == 0
         assert cached(ask(url, None, prompt_of(1), cache_salt="")) == 63
+
+
+def test_a_tenants_metrics_are_its_own(llm: LLM) -> None:
+    def page(url: str, name: str) -> str:
+        answer = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer key-{name}"})
+        assert answer.status_code == 200
+        return answer.text
+
+    def figure(text: str, name: str) -> float:
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+    with running(llm, settings(Tenant("a"), Tenant("b", requests_per_minute=1))) as (url, app):
+        ask(url, "a", prompt_of(1), max_tokens=3)
+        ask(url, "a", prompt_of(1), max_tokens=3, stream=True)
+        ask(url, "b", prompt_of(2, 40), max_tokens=2)
+        assert ask(url, "b", prompt_of(2, 40)).status_code == 429
+        wait_for(lambda: app.state.service.num_open == 0)
+        names = (
+            "vllm:prompt_tokens_total",
+            "vllm:generation_tokens_total",
+            "quire:cached_prompt_tokens_total",
+        )
+        a, b, all_of_it = (page(url, name) for name in ("a", "b", "admin"))
+        assert [figure(a, name) for name in names] == [128, 6, 63]
+        assert [figure(b, name) for name in names] == [40, 2, 0]
+        assert (
+            figure(a, "vllm:request_success_total")
+            == figure(a, "vllm:time_to_first_token_seconds_count")
+            == 2
+        )
+        assert (
+            figure(b, "vllm:request_success_total")
+            == figure(b, "vllm:e2e_request_latency_seconds_count")
+            == 1
+        )
+        assert (figure(a, "quire:refused_requests_total"), figure(b, "quire:refused_requests_total")) == (
+            0,
+            1,
+        )
+        assert figure(all_of_it, "vllm:request_success_total") == 3
+        for of_others in (
+            "quire:free_blocks",
+            "vllm:kv_cache_usage_perc",
+            "quire:steps",
+            "vllm:num_requests_running",
+        ):
+            assert of_others in all_of_it
+            assert of_others not in a
+
+
+def test_with_keys_of_nobody_by_name_all_see_all(llm: LLM) -> None:
+    with running(llm, ServerSettings(keys=KeyRing([(digest_of_key("key-x"), ANYBODY)]))) as (url, _):
+        text = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer key-x"}).text
+        assert "quire:free_blocks" in text

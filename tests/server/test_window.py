@@ -6,8 +6,6 @@ import asyncio
 import json
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,14 +90,13 @@ def test_without_keys_this_machine_sees_all(url: str) -> None:
         assert SECRET not in without_words(watcher.state)
 
 
-def test_another_sites_name_for_this_machine_sees_little(url: str) -> None:
+def test_another_sites_name_for_this_machine_sees_nothing(url: str) -> None:
     status, _, _ = ask(url, "/window/blocks/0", Host="evil.example:8000")
     assert status == 403
     with Watcher(url) as watcher:
         assert watcher.response.headers["X-Quire-Admin"] == "1"
-    request = urllib.request.Request(url + "/window/events", headers={"Host": "evil.example"})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        assert response.headers["X-Quire-Admin"] == "0"
+    status, _, _ = ask(url, "/window/events", Host="evil.example")
+    assert status == 403
 
 
 def test_a_tenant_sees_counts_and_no_more(keyed: tuple[str, Any]) -> None:

@@ -11,21 +11,21 @@ import uvicorn
 
 from quire import LLM, AsyncEngine
 from quire.server.app import make_app
-from quire.server.run import bind
+from quire.server.run import bind, url_of, uvicorn_config
 from quire.server.settings import ServerSettings
 
 
 @contextmanager
 def running(llm: LLM, settings: ServerSettings) -> Iterator[tuple[str, object]]:
     """(base URL, application) of a server that serves until the block ends."""
-    listener = bind("127.0.0.1", 0)
+    listener = bind(settings.host, 0)
     engine = AsyncEngine(llm)
     app = make_app(engine, settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+    server = uvicorn.Server(uvicorn_config(app))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
+        yield url_of(settings.host, listener.getsockname()[1]), app
     finally:
         server.should_exit = True
         thread.join(10)

@@ -77,7 +77,8 @@ class Generating:
         self.response = self.connection.getresponse()
         assert self.response.status == 200
         line = self.response.readline()
-        self.id = json.loads(line[6:])["id"]
+        self.id = self.response.headers["x-request-id"]
+        assert json.loads(line[6:])["id"] == f"cmpl-{self.id}"
 
     def __enter__(self) -> Generating:
         return self

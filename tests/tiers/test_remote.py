@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import json
+import re
 import subprocess
 import sys
 import textwrap
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.fake_redis import FakeRedis
 from support.redis_server import redis_server
-from support.tiers_case import ROOT, SHAPE, chain, payload, with_payloads
+from support.tiers_case import ROOT, SHAPE, Clock, chain, payload, with_payloads
 
 from quire.errors import ArgumentError, BackendError
 from quire.tiers.remote import RemoteTier
@@ -219,7 +223,7 @@ def test_comes_back_when_the_server_does(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_and_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArgumentError, match=r"expected redis://HOST"):
+    with pytest.raises(ArgumentError, match=r"expected redis://\[\[USER"):
         RemoteTier("http://somewhere")
     with pytest.raises(ArgumentError, match="above 0, got 0"):
         RemoteTier("redis://somewhere", timeout=0)
@@ -245,3 +249,61 @@ def test_a_segment_comes_back_from_the_server(redis_url: str) -> None:
     assert bytes(loaded) == b"".join(value)
     assert with_payloads([NAME])[0][1].tobytes() in bytes(loaded)
     tier.close()
+
+
+def test_the_documents_name_the_commands_that_a_server_needs() -> None:
+    seen: set[str] = set()
+
+    class Listening(FakeRedis):
+        def answer(self, command: list[bytes]) -> bytes:
+            seen.add(command[0].decode().upper())
+            if command[0].upper() in (b"AUTH", b"SELECT", b"MULTI"):
+                return b"+OK\r\n"
+            if command[0].upper() in (b"PEXPIRE", b"EXEC"):
+                return b":1\r\n" if command[0].upper() == b"PEXPIRE" else b"*0\r\n"
+            return super().answer(command)
+
+    for ttl_s in (None, 5.0):
+        fake = Listening(Clock())
+        tier = RemoteTier("redis://:pass@h/3", ttl_s=ttl_s, connect=fake.connect)
+        tier.greet()
+        tier.contains([NAME.key])
+        with contextlib.suppress(TierError):  # this server knows no transactions
+            tier.store(NAME.key, [memoryview(b"value")], INFO)
+        tier.load(NAME.key)
+        tier.evict(NAME.key)
+        tier.close()
+    told = (Path(__file__).parents[2] / "docs" / "tiers.md").read_text()
+    needed = told[told.index("It needs the commands") :].partition("```")[0]
+    named = set(re.findall(r"`([A-Z]+)(?: [A-Z]+)?`", needed))
+    assert seen == named
+    acl = told[told.index("ACL SETUSER") :].partition("\n")[0]
+    plain = {"PING", "EXISTS", "HMGET", "TOUCH", "HSET", "DEL", "SELECT"}
+    assert {word[1:].upper() for word in acl.split() if word[0] == "+"} == {*plain, "CLIENT|SETINFO"}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:12345/sesame@host", "redis://:sesame/x@host", "redis://:ses#ame@host", "redis://:sesame?x@host:1",
+        "redis://u:1/sesame@host/0", "redis://u:p@host:sesame", "rediss://:[sesame@host", "sesame://:sesame@host",
+    ],
+)  # fmt: skip
+def test_a_password_that_ends_early_is_not_shown(url: str) -> None:
+    with pytest.raises(ArgumentError, match="as %2F") as caught:
+        RemoteTier(url)
+    assert "sesame" not in "".join(traceback.format_exception(caught.value))
+    assert "12345" not in str(caught.value)
+
+
+def test_a_server_that_repeats_the_password_is_not_quoted() -> None:
+    class Echoing(FakeRedis):
+        def answer(self, command: list[bytes]) -> bytes:
+            args = b" ".join(b"'%b'" % word for word in command[1:])
+            return b"-ERR unknown command 'AUTH', with args beginning with: %b\r\n" % args
+
+    tier = RemoteTier("redis://:open%20sesame@h", connect=Echoing(Clock()).connect)
+    with pytest.raises(TierError, match="with args beginning with") as caught:
+        tier.greet()
+    tier.close()
+    assert "sesame" not in str(caught.value)

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.cache.protocol import Int32Array, Int64Array
+from quire.cache.protocol import GroupPlan, Int32Array, Int64Array, StepPlan, in_words_of
 
 __all__ = ["RowPlan", "RowTable"]
 
 
+@in_words_of(GroupPlan)
 @dataclass(frozen=True)
 class RowTable:
     """One table's part of a step."""
@@ -63,9 +64,13 @@ class RowTable:
         return copies[copies[:, 0] == self.index, 1:].astype(np.int32)
 
 
+@in_words_of(StepPlan)
 @dataclass(frozen=True)
 class RowPlan:
-    """A step. starts: int64 [num_tables, n]; all_copies: int64 [m, 4], rows of (table, from, to, tokens)."""
+    """What `reserve` decided.
+
+    starts: int64 [num_tables, n]; all_copies: int64 [m, 4], rows of (table, from, to, tokens).
+    """
 
     step: int
     query_start: Int32Array

@@ -33,9 +33,9 @@ Costs are of the native back end, n sequences, g groups; O(1) where nothing is s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,8 +63,24 @@ __all__ = [
     "KVCache",
     "PrefixKVCache",
     "StepPlan",
+    "in_words_of",
     "shares_prefixes",
 ]
+
+Made = TypeVar("Made")
+
+
+def in_words_of(protocol: type) -> Callable[[type[Made]], type[Made]]:
+    """A class whose members that say nothing of themselves say, to `help`, what the protocol does."""
+
+    def decorate(made: type[Made]) -> type[Made]:
+        for name, value in vars(made).items():
+            told = getattr(getattr(protocol, name, None), "__doc__", None)
+            if not name.startswith("_") and told and (callable(value) or isinstance(value, property)):
+                value.__doc__ = value.__doc__ or told
+        return made
+
+    return decorate
 
 
 class GroupPlan(Protocol):

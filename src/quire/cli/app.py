@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+import quire
 from quire.cli.cache import cache
 from quire.cli.chat import chat
 from quire.cli.compare import compare
@@ -26,11 +27,28 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="quire",
-    help="The memory system of LLM inference: any Hugging Face decoder, answered from a paged KV cache.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"quire {quire.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and leave."),
+    ] = False,
+) -> None:
+    """The memory system of LLM inference: any Hugging Face decoder, answered from a paged KV cache."""
+
+
 app.command()(generate)
 app.command()(chat)
 app.command()(compare)
@@ -60,6 +78,12 @@ def main() -> None:
     arguments = sys.argv[1:] or ["--help"]
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    for place, argument in enumerate(arguments, 1):
+        try:
+            argument.encode()
+        except UnicodeEncodeError:  # bytes that are not UTF-8, which Python keeps as halves of characters
+            shown = argument.encode(errors="surrogateescape").decode(errors="replace")
+            fail(f"expected text in UTF-8, got {shown[:64]!r} - as argument {place}", 2)
     try:
         status = app(arguments, standalone_mode=False)
     except UsageError as error:

@@ -37,6 +37,21 @@ def serve(
     insecure: Annotated[
         bool | None, typer.Option("--insecure", help="Let others than this machine in without keys.")
     ] = None,
+    trust_loopback: Annotated[
+        bool | None,
+        typer.Option(
+            "--trust-loopback/--no-trust-loopback",
+            help="Without keys, whoever asks from this machine is the administrator; not behind a proxy.",
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Site whose pages may ask; may be given several times."),
+    ] = None,
+    log_requests: Annotated[
+        bool | None,
+        typer.Option("--log-requests", help="Write a line for each request to stderr, without its content."),
+    ] = None,
     **engine: Any,
 ) -> None:
     """Serves MODEL over the OpenAI API."""
@@ -44,14 +59,15 @@ def serve(
 
     flags = {
         "host": host, "port": port, "served_model_name": served_model_name, "api_key_file": api_key_file,
-        "insecure": insecure,
+        "insecure": insecure, "trust_loopback": trust_loopback, "allowed_origins": allowed_origins or None,
+        "log_requests": log_requests,
     }  # fmt: skip
     settings, table = load_config(config, flags)
     if model is not None:
         engine["model"] = model
     engine_config = EngineConfig(**with_flags(table, engine), tenant_secret=settings.tenant_secret)
 
-    from quire.server.run import bind  # here, so that --help and bad options do not wait for torch
+    from quire.server.run import bind, url_of  # here, so that --help and bad options do not wait for torch
 
     listener = bind(settings.host, settings.port)
     try:
@@ -66,9 +82,11 @@ def serve(
             )
         with LLM(config=engine_config) as llm:
             name = settings.served_model_name or llm.name
-            where = f"http://{settings.host}:{listener.getsockname()[1]}"
+            where = url_of(settings.host, listener.getsockname()[1])
 
-            def tell() -> None:
+            def tell() -> None:  # of one that does not start, the reason is the only line
+                for warning in settings.warnings:
+                    print(f"quire: {warning}", file=sys.stderr)
                 print(f"quire: {llm.capacity}", file=sys.stderr)
                 print(
                     f"quire: serving {name} on {where} (try {where}/v1/models)", file=sys.stderr, flush=True

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.errors import ArgumentError, QuireError
+from quire.secret_text import is_readable_by_all, key_lines, key_of_environment
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,6 +21,7 @@ __all__ = ["frame", "top"]
 
 _TIMEOUT_S = 30.0  # between two events; the server sends one every 5 s at least
 _KEY_VARIABLE = "QUIRE_API_KEY"
+_MOST_OF_ID = 36  # characters: a UUID
 _STATES = (  # name, its letter, for who sees no colours, and its colour
     ("held", "H", "yellow"),
     ("in_flight", "F", "magenta"),
@@ -181,7 +181,7 @@ def _sequences(state: dict[str, Any], lines: int) -> RenderableType:
         runs = ", ".join(str(a) if n == 1 else f"{a}-{a + n - 1}" for a, n in one["runs"])
         table.add_row(
             # Names come from clients: as text, never as markup.
-            Text(_plain(one["id"])[-20:]),
+            Text(_clipped(_plain(one["id"]))),
             Text(_plain(one["tenant"])[:16]),
             str(one["tokens"]),
             str(one["computed"]),
@@ -196,6 +196,10 @@ def _sequences(state: dict[str, Any], lines: int) -> RenderableType:
 def _plain(text: str) -> str:
     """Without what a terminal would obey."""
     return "".join(c if c.isprintable() else "�" for c in text)
+
+
+def _clipped(name: str) -> str:
+    return name if len(name) <= _MOST_OF_ID else f"{name[: _MOST_OF_ID - 1]}\u2026"
 
 
 def _number(value: float | None) -> str:
@@ -224,15 +228,11 @@ def _checked(url: str) -> str:
 def _key(file: str | None) -> str | None:
     """*raises:* ArgumentError, which never shows the key."""
     if file is None:
-        return os.environ.get(_KEY_VARIABLE) or None
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"expected a readable file with an API key, got {file}: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not keys or not keys[0].isascii():
-        raise ArgumentError(f"expected an API key in {file}, got none")
-    return keys[0]
+        return key_of_environment(_KEY_VARIABLE)
+    key = key_lines(file)[0]
+    if is_readable_by_all(file):
+        print(f"quire: every user of this machine can read {file}, which has a key in it", file=sys.stderr)
+    return key
 
 
 def _events(url: str, key: str | None) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,11 @@ from fastapi import FastAPI
 from quire.engine.async_engine import AsyncEngine
 from quire.server import admin, chat, completions, conversations, models
 from quire.server.body_limit import BodyLimit
+from quire.server.content_encoding import DecodedBody
 from quire.server.errors import install_handlers
+from quire.server.front_door import FrontDoor, with_cors
+from quire.server.http_versions import HeadAsGet
+from quire.server.requests import Requests
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
 from quire.server.window import routes as window
@@ -34,5 +38,11 @@ def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.include_router(admin.router)
     app.include_router(storages.router)
     app.include_router(window.router)
+    app.add_middleware(DecodedBody, max_bytes=settings.limits.max_body_bytes)
     app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes)
+    if settings.allowed_origins:
+        app.add_middleware(with_cors, origins=settings.allowed_origins)
+    app.add_middleware(FrontDoor, settings=settings)
+    app.add_middleware(Requests, is_logged=settings.log_requests)
+    app.add_middleware(HeadAsGet)
     return app

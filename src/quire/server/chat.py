@@ -28,7 +28,7 @@ from quire.server.schemas.chat import (
     Tool,
 )
 from quire.server.schemas.common import ERRORS, Usage
-from quire.server.service import Answer, Begun, Service, new_id
+from quire.server.service import Answer, Begun, Service, id_of_answer, new_id
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.tools import CallReader, ToolForm, form_of, grammar_of
 
@@ -56,7 +56,7 @@ async def chat_completions(
     prompt = await service.encode(text, add_special_tokens=False)
     one = ChatWriter(body, service, params, form_of(service.tokenizer) if tools else None)
     with in_names_of_chats():
-        begun = await service.begin(tenant, body, service.requests(tenant, body, [prompt], params, one.id))
+        begun = await service.begin(tenant, body, service.requests(tenant, body, [prompt], params))
     return await one.respond(request, begun, begun.outputs())
 
 
@@ -143,15 +143,11 @@ class ChatWriter:
         self._params = params
         self._form = form
         self._head = {
-            "id": new_id("chatcmpl"),
+            "id": id_of_answer("chatcmpl"),
             "object": "chat.completion",
             "created": int(time.time()),
             "model": service.model_name,
         }
-
-    @property
-    def id(self) -> str:
-        return self._head["id"]
 
     async def respond(
         self, request: Request, begun: Begun, outputs: AsyncGenerator[RequestOutput]

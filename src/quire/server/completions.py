@@ -18,7 +18,7 @@ from quire.server.errors import ApiError
 from quire.server.logprobs import completion_logprobs
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.schemas.completions import Completion, CompletionChoice, CompletionRequest
-from quire.server.service import Answer, Begun, Service, new_id
+from quire.server.service import Answer, Begun, Service, id_of_answer
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 
 __all__ = ["router"]
@@ -43,8 +43,7 @@ async def completions(
     params = _params(body, service)
     prompts = [await _token_ids(service, prompt) for prompt in given]
     one = _Writer(body, service, params, _echoes(body, service, given))
-    name = one.id if len(prompts) == 1 else None
-    begun = await service.begin(tenant, body, service.requests(tenant, body, prompts, params, name))
+    begun = await service.begin(tenant, body, service.requests(tenant, body, prompts, params))
     if body.stream:
         return await one.stream(begun)
 
@@ -120,7 +119,7 @@ class _Writer:
         self._params = params
         self._echoes = echoes
         self._head = {
-            "id": new_id("cmpl"),
+            "id": id_of_answer("cmpl"),
             "object": "text_completion",
             "created": int(time.time()),
             "model": service.model_name,
@@ -150,10 +149,6 @@ class _Writer:
                 )
         completion = Completion(**self._head, choices=choices, usage=_usage(answers))
         return JSONResponse(completion.model_dump(), headers=_hit_header(answers))
-
-    @property
-    def id(self) -> str:
-        return self._head["id"]
 
     async def stream(self, begun: Begun) -> EventStream:
         answers = [Answer.of(self._params.n) for _ in range(len(begun))]

@@ -163,7 +163,7 @@ async def append(
         asked = turn.asked(
             params,
             priority=body.priority or 0,
-            request_id=one.id,
+            request_id=service.take_name(),
             cache_priority=body.cache_priority or "normal",
             deltas=True,
         )

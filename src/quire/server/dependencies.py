@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 from collections.abc import Coroutine
 from typing import Annotated, Any
@@ -11,12 +10,12 @@ from typing import Annotated, Any
 from fastapi import Depends, Request, Response
 
 from quire.server.errors import ApiError
+from quire.server.front_door import foreign_host, foreign_origin, is_this_machine, name_of_proxy
+from quire.server.requests import current_request
 from quire.server.service import Service
 from quire.server.tenants import ADMIN, ANYBODY, Tenant
 
 __all__ = ["TheService", "TheTenant", "administrator", "service_of", "tenant_of", "text_only", "unless_gone"]
-
-_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def service_of(request: Request) -> Service:
@@ -31,10 +30,11 @@ def tenant_of(request: Request, service: TheService) -> Tenant:
     keys = service.settings.keys
     key = _key(request)
     tenant = None if key is None else keys.find(key)
+    if tenant is None and keys.is_empty:
+        tenant = ANYBODY
     if tenant is not None:
+        current_request().tenant = tenant.name
         return tenant
-    if keys.is_empty:
-        return ANYBODY
     what = "none" if key is None else "one that is unknown here"
     raise ApiError(
         401, f"expected an API key as `Authorization: Bearer KEY`, got {what}", code="invalid_api_key"
@@ -60,24 +60,31 @@ async def text_only(request: Request) -> None:
 
 
 def administrator(request: Request, service: TheService) -> Tenant:
-    """The administrator: by the admin key or, where there is no key at all, from this machine, under a name of this
-    machine and from no other site's page: another site's name may point here, and its page may post here."""
+    """The administrator: by the admin key or, where there is no key at all and `trust_loopback` holds, from this
+    machine, through no proxy, under a name of this machine and from no other site's page: another site's name may point
+    here, and its page may post here. `allowed_origins` are for the API: their pages are no administrator without the
+    key."""
     keys = service.settings.keys
     key = _key(request)
     tenant = None if key is None else keys.find(key)
-    if tenant is not None and tenant.is_admin:
-        return tenant
-    if not keys.has_admin and keys.is_empty and _is_local(request):
-        host = request.headers.get("host", "")
-        origin = request.headers.get("origin")
-        if (host if host.endswith("]") else host.rpartition(":")[0] or host) not in _LOCAL_NAMES:
-            raise ApiError(403, "expected this machine's own name or address as Host", code="not_admin")
-        if origin is not None and origin.partition("://")[2] != host:
-            raise ApiError(403, "expected a request of no other site's page", code="not_admin")
-        return ADMIN
-    raise ApiError(
-        403, "expected the admin key (or, without any keys, a request from this machine)", code="not_admin"
-    )
+    if tenant is not None:
+        current_request().tenant = tenant.name
+        if tenant.is_admin:
+            return tenant
+    expected = "the admin key (or, without any keys, a request from this machine)"
+    if keys.has_admin or not keys.is_empty or not service.settings.trust_loopback:
+        expected = "the admin key"
+    elif (proxy := name_of_proxy(request.headers)) is not None:
+        expected = f"the admin key: this request came through a proxy, as its header {proxy} says"
+    elif is_this_machine(request):
+        if foreign_host(request, service.settings.host) is not None or "host" not in request.headers:
+            expected = "this machine's own name or address as Host"
+        elif foreign_origin(request) is not None:
+            expected = "a request of no other site's page"
+        else:
+            current_request().tenant = ADMIN.name
+            return ADMIN
+    raise ApiError(403, f"expected {expected}", code="not_admin")
 
 
 async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
@@ -106,10 +113,3 @@ def _key(request: Request) -> str | None:
     if kind.lower() == "bearer" and key.strip():
         return key.strip()
     return request.headers.get("x-api-key") or None
-
-
-def _is_local(request: Request) -> bool:
-    try:
-        return request.client is not None and ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False

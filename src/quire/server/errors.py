@@ -2,14 +2,17 @@
 
     {"error": {"message": ..., "type": ..., "param": null or the field, "code": null or a word}}
 
-`invalid_request_error` (400, 404, 409, 413), `authentication_error` (401), `permission_error` (403), `rate_limit_error`
-(429, with Retry-After), `service_unavailable` (503), `internal_error` (500).
+`invalid_request_error` (400, 404, 405, 409, 413, 415), `authentication_error` (401), `permission_error` (403),
+`rate_limit_error` (429, with Retry-After), `service_unavailable` (503), `internal_error` (500).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request
@@ -19,7 +22,7 @@ from starlette.exceptions import HTTPException
 
 from quire.errors import ArgumentError, CancelledError, CapacityError, PromptTooLongError, QuireError
 
-__all__ = ["ApiError", "answer_of", "error_body", "install_handlers"]
+__all__ = ["ApiError", "answer_of", "error_body", "install_handlers", "json_answer"]
 
 _log = logging.getLogger("quire.server")
 
@@ -84,7 +87,8 @@ def answer_of(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed on this request; its log says why")
 
 
-def _answer(error: ApiError) -> JSONResponse:
+def json_answer(error: ApiError) -> JSONResponse:
+    """The answer, with the headers that its status wants."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -95,13 +99,20 @@ def install_handlers(app: Any) -> None:
     """Every error of `app` in this form."""
 
     async def on_error(request: Request, error: Exception) -> JSONResponse:
-        return _answer(answer_of(error))
+        return json_answer(answer_of(error))
 
     async def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _answer(_invalid(error, request.headers.get("content-type", "")))
+        return json_answer(_invalid(error, request.headers.get("content-type", "")))
 
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        answer = _answer(ApiError(error.status_code, str(error.detail)))
+        said = ApiError(error.status_code, str(error.detail))
+        if str(said) == HTTPStatus(said.status).phrase:  # of the router itself
+            if said.status == 404:
+                # What describes the API is made when it is first asked for: not in the loop's time.
+                said = _no_route(request, (await asyncio.to_thread(request.app.openapi))["paths"])
+            elif said.status == 405:
+                said = _no_method(request, (error.headers or {}).get("Allow"))
+        answer = json_answer(said)
         answer.headers.update(error.headers or {})
         return answer
 
@@ -110,6 +121,35 @@ def install_handlers(app: Any) -> None:
     app.add_exception_handler(ApiError, on_error)
     app.add_exception_handler(QuireError, on_error)
     app.add_exception_handler(Exception, on_error)
+
+
+def _no_route(request: Request, paths: Mapping[str, Any]) -> ApiError:
+    """A path that leads nowhere, with those that do."""
+    routes = {
+        path: sorted(method.upper() for method in methods)
+        for path, methods in paths.items()
+        if not path.startswith(("/window", "/admin"))
+    }
+    path = request.url.path
+    hint = ""
+    if f"/v1{path}" in routes:
+        hint = f"; is /v1{path} meant? A client's base URL ends with /v1"
+    elif path.startswith("/v1/") and path[3:] in routes:
+        hint = f"; is {path[3:]} meant?"
+    there = ", ".join(f"{' or '.join(methods)} {path}" for path, methods in routes.items())
+    shown = path if len(path) <= _MOST_SHOWN else f"{path[:_MOST_SHOWN]}..."
+    return ApiError(
+        404,
+        f"there is no {request.method} {shown}{hint}; there are {there}; GET /openapi.json describes all",
+        code="unknown_url",
+    )
+
+
+def _no_method(request: Request, allowed: str | None) -> ApiError:
+    return ApiError(
+        405,
+        f"expected {allowed or 'another method'} for {request.url.path[:_MOST_SHOWN]}, got {request.method}",
+    )
 
 
 def _invalid(error: RequestValidationError, content_type: str) -> ApiError:

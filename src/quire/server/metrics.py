@@ -12,7 +12,9 @@
     quire:hit_tokens_total{tier}             tokens of prompts found, by where they were: memory, or a tier
     quire:eviction_idle_seconds, quire:eviction_age_seconds, quire:reuse_gap_seconds   histograms
 
-Each server has a registry of its own; counts of the engine are read when scraped. Cost: nothing for a token.
+Each server has a registry of its own, and each of several tenants one of what its requests were: what it may see is
+the requests' figures, tokens and times, none of the cache's or the engine's, which tell of others. Counts of the engine
+are read when scraped. Cost: nothing for a token.
 """
 
 from __future__ import annotations
@@ -87,10 +89,11 @@ _SPANS = {
 
 
 class Metrics:
-    """One server's registry."""
+    """One server's registry, or one tenant's."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
+        self._num_tokens = {"num_prompt_tokens": 0, "num_cached_tokens": 0, "num_generated_tokens": 0}
         self._label = model_name
         self._engine_stats: Mapping[str, Any] = {}
         self.finished = Counter(
@@ -120,9 +123,15 @@ class Metrics:
         """A request has."""
         self.finished.labels(self._label, reason).inc()
 
-    def render(self, engine_stats: Mapping[str, Any]) -> bytes:
-        """The page, with the engine's counts as given (`LLM.stats`)."""
-        self._engine_stats = engine_stats
+    def count_tokens(self, prompt: int, cached: int, generated: int) -> None:
+        """Of a request that ends. A tenant's page has them; a server's has the engine's own."""
+        counts = {"num_prompt_tokens": prompt, "num_cached_tokens": cached, "num_generated_tokens": generated}
+        for name, count in counts.items():
+            self._num_tokens[name] += count
+
+    def render(self, engine_stats: Mapping[str, Any] | None = None) -> bytes:
+        """The page, with the engine's counts as given (`LLM.stats`); None: with those of `count_tokens`."""
+        self._engine_stats = self._num_tokens if engine_stats is None else engine_stats
         return generate_latest(self.registry)
 
     def first_tokens(self) -> tuple[float, float]:
@@ -142,7 +151,7 @@ class Metrics:
                     yield self._family(kind, name, text, stats[key])
                     if (old := _OLD_NAMES.get(name)) is not None:
                         yield self._family(kind, old, f"The old name of {name}.", stats[key])
-        if stats:
+        if "num_blocks" in stats:
             usage = (stats["held"] + stats["in_flight"] + stats["pinned"]) / stats["num_blocks"]
             yield self._family(
                 GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of blocks in use.", usage

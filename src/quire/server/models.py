@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
-from quire.server.dependencies import TheService, tenant_of, text_only
+from quire.server.dependencies import TheService, TheTenant, tenant_of, text_only
 from quire.server.errors import ApiError
 from quire.server.messages import render
 from quire.server.schemas.chat import ChatMessage
@@ -83,13 +83,11 @@ async def detokenize(body: DetokenizeRequest, service: TheService) -> Detokenize
 
 
 @router.get("/metrics", tags=["Health"], response_class=Response)
-async def metrics(service: TheService) -> Response:
-    """What Prometheus scrapes."""
-    stats = await service.engine.stats()
-    return Response(service.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
+async def metrics(service: TheService, tenant: TheTenant) -> Response:
+    """What Prometheus scrapes: of the whole server, or of a tenant its own requests."""
+    return Response(await service.metrics_page(tenant), media_type=CONTENT_TYPE_LATEST)
 
 
-@health_router.head("/health", include_in_schema=False)
 @health_router.get("/health", responses={503: {"description": "The engine has failed."}})
 async def health(request: Request) -> Response:
     """200 while the engine runs; 503 with the reason once it has failed."""
@@ -100,7 +98,6 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@health_router.head("/ready", include_in_schema=False)
 @health_router.get("/ready", responses={503: {"description": "Not taking requests."}})
 async def ready(request: Request) -> Response:
     """200 while requests are taken; 503 while the server is stopping or its engine has failed."""

@@ -21,9 +21,11 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.errors import ArgumentError
 from quire.server.app import make_app
+from quire.server.http_versions import Protocol
+from quire.server.requests import LOGGER
 from quire.server.settings import ServerSettings
 
-__all__ = ["bind", "serve"]
+__all__ = ["bind", "serve", "url_of", "uvicorn_config"]
 
 _log = logging.getLogger("quire.server")
 
@@ -38,8 +40,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
+        where = url_of(host, port).removeprefix("http://")
         raise ArgumentError(
-            f"cannot listen on {host}:{port}: {error.strerror or error} - in `host`, `port`"
+            f"cannot listen on {where}: {error.strerror or error} - in `host`, `port`"
         ) from error
     listener.setblocking(False)
     return listener
@@ -63,13 +66,32 @@ class _Nothing:
         pass
 
 
+def uvicorn_config(app: Any) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        proxy_headers=False,
+        timeout_keep_alive=75,
+    )
+
+
+def url_of(host: str, port: int) -> str:
+    """An address as a URL has it."""
+    return f"http://[{host.replace('%', '%25')}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def serve(
     llm: LLM, settings: ServerSettings, listener: socket.socket, when_ready: Callable[[], None] = lambda: None
 ) -> None:
     """Serves until it is told to stop. Closes the engine, not the LLM.
 
     when_ready: called once nothing in the settings can end the start any more.
-    *changes:* the process's garbage collector, see `_collect_requests_only`."""
+    *changes:* the process's garbage collector, see `_collect_requests_only`; the logger of requests, if they are
+    logged."""
     asyncio.run(_serve(llm, settings, listener, when_ready))
 
 
@@ -85,6 +107,15 @@ def _collect_requests_only() -> None:
     gc.collect()  # what counts as old is now nothing
 
 
+def _log_requests_to_stderr() -> None:
+    """One line for each, and nothing else around it."""
+    logger = logging.getLogger(LOGGER)
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
 async def _serve(
     llm: LLM, settings: ServerSettings, listener: socket.socket, when_ready: Callable[[], None]
 ) -> None:
@@ -94,19 +125,12 @@ async def _serve(
     except BaseException:  # limits of tenants that cannot be
         await asyncio.to_thread(engine.close)
         raise
+    if settings.log_requests:
+        _log_requests_to_stderr()
     _collect_requests_only()
     when_ready()
     service = app.state.service
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            proxy_headers=False,
-            timeout_keep_alive=75,
-        )
-    )
+    server = _Server(uvicorn_config(app))
     loop = asyncio.get_running_loop()
     num_signals = 0
     told = asyncio.Event()

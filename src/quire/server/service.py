@@ -13,9 +13,9 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -30,17 +30,23 @@ from quire.server.admission import Admission, Admitted
 from quire.server.conversation_store import Conversations
 from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
+from quire.server.requests import current_request
 from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings
-from quire.server.tenants import Tenant, install
+from quire.server.tenants import ANYBODY, Tenant, install
 
-__all__ = ["Answer", "Begun", "Service", "new_id"]
+__all__ = ["Answer", "Begun", "Service", "id_of_answer", "new_id"]
 
 _LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
 
 
 def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
+
+
+def id_of_answer(kind: str) -> str:
+    """The `id` in the body of an answer: its request's behind the kind."""
+    return f"{kind}-{current_request().id}"
 
 
 @dataclass
@@ -94,7 +100,11 @@ class Service:
         self.model_name = settings.served_model_name or engine.name
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name)
+        named = {one.name for one in settings.keys.tenants if not one.is_admin} - {ANYBODY.name}
+        whose = named | {ANYBODY.name} if named else ()
+        self._metrics_of = {name: Metrics(self.model_name) for name in whose}
         self._admission = Admission(settings.limits.max_waiting + engine.max_num_seqs, self.metrics)
+        self._names: set[str] = set()  # of the engine's requests under way
         self.draining = False
         self.conversations = Conversations(settings.limits.max_conversations)
         tenants = [*settings.tenants, *settings.keys.tenants]
@@ -126,9 +136,19 @@ class Service:
         however long the engine's step takes, and no more than the bound wait for the engine's answer.
         *raises:* what the engine does of requests that can never be served; nothing has begun then.
         """
+        try:
+            return await self._begin(tenant, body, requests)
+        except BaseException:
+            self.give_back_names(options.request_id for _, options in requests)
+            raise
+
+    async def _begin(
+        self, tenant: Tenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
+    ) -> Begun:
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
-        admitted = self._admission.admit(tenant, len(requests))
+        with self._refusals_of(tenant):
+            admitted = self._admission.admit(tenant, len(requests))
         try:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
@@ -191,25 +211,42 @@ class Service:
         body: SamplingBody,
         prompts: Sequence[list[int]],
         params: SamplingParams,
-        request_id: str | None = None,
     ) -> list[tuple[Prompt, RequestOptions]]:
-        """A request for each prompt. request_id: what the engine calls a single one, as the client does."""
+        """A request for each prompt, for `begin`."""
         options = RequestOptions.of(
             params,
             priority=body.priority or 0,
             cache_priority=body.cache_priority or "normal",
             deltas=True,
-            request_id=request_id,
             **tenant.key(body.cache_salt),
         )
-        return [(Prompt(None, prompt), options) for prompt in prompts]
+        return [(Prompt(None, prompt), replace(options, request_id=self.take_name())) for prompt in prompts]
+
+    def take_name(self) -> str:
+        """What the engine is to call a prompt's request: as its client does, with a number where that one is under way.
+        `begin`, if it fails, and the end of what it began give it back."""
+        name = first = current_request().id
+        number = 1
+        others = (
+            self.engine.core.engine.scheduler.requests
+        )  # of the library beside us; looked into, not walked
+        while name in self._names or name in others:
+            number += 1
+            name = f"{first}-{number}"
+        self._names.add(name)
+        return name
+
+    def give_back_names(self, names: Iterable[str | None]) -> None:
+        """Those of requests that have ended."""
+        self._names.difference_update(names)
 
     async def counted(
         self, admitted: Admitted, body: SamplingBody, generated: Outputs
     ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of a request, measured; its place is left at the end. Its prompt is kept, where the body says
-        so, from the first output on."""
-        tenant = admitted.tenant
+        """The outputs of a request, measured and told to its record; its place is left at the end. Its prompt is kept,
+        where the body says so, from the first output on."""
+        tenant, record, told = admitted.tenant, current_request(), self._told(admitted.tenant)
+        num_generated = 0
         began = time.monotonic()
         first_s: float | None = None
         num_behind_first = 0  # tokens, of an answer that is one
@@ -217,12 +254,15 @@ class Service:
         try:
             async with aclosing(generated):
                 async for output in generated:
+                    for part in output.outputs:
+                        num_generated += len(part.token_ids)
                     if first_s is not None:
                         if len(output.outputs) == 1:
                             num_behind_first += len(output.outputs[0].token_ids)
                     else:
                         first_s = time.monotonic() - began
-                        self.metrics.time_to_first_token.observe(first_s)
+                        for one in told:
+                            one.time_to_first_token.observe(first_s)
                         if body.keep_for is not None:
                             await self._keep(tenant, body, output.prompt_token_ids)
                     yield output
@@ -232,10 +272,40 @@ class Service:
             if output is not None and output.finished:
                 reason = output.outputs[0].finish_reason or "abort"
             seconds = time.monotonic() - began
-            self.metrics.ended(reason)
-            self.metrics.request_latency.observe(seconds)
-            if first_s is not None and num_behind_first:
-                self.metrics.time_per_output_token.observe((seconds - first_s) / num_behind_first)
+            record.num_generated_tokens += num_generated
+            record.finish_reasons.append(reason)
+            if output is not None:
+                record.num_prompt_tokens = (record.num_prompt_tokens or 0) + len(output.prompt_token_ids)
+                record.num_cached_tokens += output.num_cached_tokens
+            for one in told:
+                if output is not None:
+                    one.count_tokens(len(output.prompt_token_ids), output.num_cached_tokens, num_generated)
+                one.ended(reason)
+                one.request_latency.observe(seconds)
+                if first_s is not None and num_behind_first:
+                    one.time_per_output_token.observe((seconds - first_s) / num_behind_first)
+
+    # -- what is told of them --------------------------------------------------------------------------
+
+    async def metrics_page(self, tenant: Tenant) -> bytes:
+        """What Prometheus gets: all there is for the administrator, and for whoever is let in where no tenant has a
+        name; else the tenant's own requests."""
+        own = None if tenant.is_admin else self._metrics_of.get(tenant.name)
+        return self.metrics.render(await self.engine.stats()) if own is None else own.render()
+
+    def _told(self, tenant: Tenant) -> list[Metrics]:
+        own = self._metrics_of.get(tenant.name)
+        return [self.metrics] if own is None else [self.metrics, own]
+
+    @contextmanager
+    def _refusals_of(self, tenant: Tenant) -> Iterator[None]:
+        """Counts an answer of 429 among the tenant's own as well."""
+        try:
+            yield
+        except ApiError as error:
+            if error.status == 429 and tenant.name in self._metrics_of:
+                self._metrics_of[tenant.name].refused.labels(str(error.code)).inc()
+            raise
 
     async def _check_kept(self, tenant: Tenant, body: SamplingBody, prompts: Sequence[Any]) -> None:
         """Refuses at once what could not be kept."""
@@ -250,7 +320,8 @@ class Service:
             for prompt in prompts:
                 pins.check(prompt, ttl=body.keep_for, **tenant.key(body.cache_salt))
 
-        await self.engine.between_steps(check)
+        with self._refusals_of(tenant):
+            await self.engine.between_steps(check)
 
     async def _keep(self, tenant: Tenant, body: SamplingBody, prompt: list[int]) -> None:
         """Room that was there before may be gone by now: the answer comes all the same."""
@@ -260,7 +331,8 @@ class Service:
                 lambda: pins.keep_for(prompt, seconds, **tenant.key(body.cache_salt))
             )
         except (ArgumentError, CapacityError):
-            self.metrics.not_kept.inc()
+            for one in self._told(tenant):
+                one.not_kept.inc()
 
     # -- text and tokens -------------------------------------------------------------------------------
 
@@ -335,6 +407,7 @@ class Begun:
     ) -> None:
         for stream in self._streams:
             stream.close()
+        self._service.give_back_names(stream.request_id for stream in self._streams)
         self._admitted.leave()
 
 

@@ -28,19 +28,19 @@ A file that says something unknown is refused: a limit with a wrong name is no l
 from __future__ import annotations
 
 import ipaddress
-import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from quire.config import EngineConfig, check_secret
 from quire.errors import ArgumentError
+from quire.secret_text import check_key, is_readable_by_all, key_lines, named, read_text
 from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 from quire.sizes import parse_size
 
-__all__ = ["Limits", "ServerSettings", "StoredAs", "load_config", "load_stored_as"]
+__all__ = ["Limits", "ServerSettings", "StoredAs", "is_loopback", "load_config", "load_stored_as"]
 
 
 @dataclass(frozen=True)
@@ -69,24 +69,36 @@ class Limits:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """See the module's text. insecure: listen beyond loopback without keys.
+    """See the module's text. insecure: let others than this machine in without keys.
 
-    keys, tenants: of the file and of --api-key-file.
+    keys, tenants: of the file and of --api-key-file. trust_loopback: without any keys, who asks from this machine is
+    the administrator. allowed_origins: sites whose pages may ask, such as "https://app.example". warnings: what is to
+    be told at the start, a line each.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
     insecure: bool = False
+    trust_loopback: bool = True
+    allowed_origins: tuple[str, ...] = ()
+    log_requests: bool = False
     drain_seconds: float = 30.0
     limits: Limits = field(default_factory=Limits)
     keys: KeyRing = field(default_factory=KeyRing)
     tenants: tuple[Tenant, ...] = (ANYBODY,)
     tenant_secret: bytes | None = field(default=None, repr=False)
+    warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ArgumentError(f"expected a port of 0 to 65535, got {self.port} - in `port`")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ArgumentError(
+                    "expected an origin as a browser sends it, such as https://app.example or http://localhost:3000 "
+                    f"(lower case, no path, no *), got {origin!r} - in `allowed_origins`"
+                )
         if not self.is_loopback and self.keys.is_empty and not self.insecure:
             raise ArgumentError(
                 f"expected API keys for a server that others can reach, got none with host {self.host!r}; give "
@@ -95,19 +107,32 @@ class ServerSettings:
 
     @property
     def is_loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address, without brackets, is this machine's own and nobody else's."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+# A scheme and a host, with a port where it is not the scheme's own. Extensions of browsers and desktop programs have
+# schemes of their own.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@\[\]:*A-Z]+)(:[0-9]+)?")
 
 _SERVER_FIELDS = {
     "host": str,
     "port": int,
     "served_model_name": str,
     "insecure": bool,
+    "trust_loopback": bool,
+    "allowed_origins": list,
+    "log_requests": bool,
     "drain_seconds": (int, float),
     "api_key_file": str,
     "admin_key": str,
@@ -138,12 +163,23 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         _typed(value, {**_SERVER_FIELDS, **limits}[name], f"{name} in [server] of {path}")
         if name in limits and value < 1:
             raise ArgumentError(f"expected 1 or more, got {value} - as {name} in [server] of {path}")
+    for origin in server.get("allowed_origins", []):
+        _typed(origin, str, f"allowed_origins in [server] of {path}")
     server = {**server, **{name: value for name, value in flags.items() if value is not None}}
+    if "host" in server:  # as a URL has an address of IPv6
+        server["host"] = server["host"].removeprefix("[").removesuffix("]")
+    if "allowed_origins" in server:
+        server["allowed_origins"] = tuple(server["allowed_origins"])
 
     tenants = [_tenant(entry, path) for entry in document.get("tenants", [])]
+    warnings = []
+    if path is not None and is_readable_by_all(path) and _has_secrets(document):
+        warnings.append(_open_to_all(path))
+    if (key_file := server.get("api_key_file")) is not None and is_readable_by_all(key_file):
+        warnings.append(_open_to_all(key_file))
     keys = [pair for _, pairs in tenants for pair in pairs]
     if (key_file := server.pop("api_key_file", None)) is not None:
-        keys += [(digest_of_key(key), ANYBODY) for key in _read_keys(key_file)]
+        keys += [(digest_of_key(key), ANYBODY) for key in key_lines(key_file)]
     if (admin_key := server.pop("admin_key", None)) is not None:
         keys.append((_digest(admin_key, "admin_key"), ADMIN))
     if (secret := _secret(server.pop("tenant_secret", None), path)) is not None:
@@ -159,9 +195,25 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         limits=Limits(**{name: server.pop(name) for name in limits if name in server}),
         keys=KeyRing(keys),
         tenants=(ANYBODY, *(tenant for tenant, _ in tenants)),
+        warnings=tuple(warnings),
         **server,
     )
     return settings, _model_table(document, path)
+
+
+def _open_to_all(path: str) -> str:
+    return f"every user of this machine can read {path}, which has secrets in it; chmod o-r {path}"
+
+
+def _has_secrets(document: Mapping[str, Any]) -> bool:
+    """Whether a file, whose [server] and [[tenants]] have been checked, has a secret in the clear."""
+    server, model = document.get("server", {}), document.get("model")
+    found = [server.get("admin_key"), server.get("tenant_secret")]
+    for entry in document.get("tenants", []):
+        found += entry["keys"]
+    url = model.get("remote_cache") if isinstance(model, dict) else None
+    found.append(url if isinstance(url, str) and ("@" in url or "password=" in url) else None)
+    return any(isinstance(one, str) and one.partition(":")[0] not in ("env", "sha256") for one in found)
 
 
 @dataclass(frozen=True)
@@ -195,28 +247,16 @@ def _secret(text: Any, path: str | None) -> bytes | None:
         return None
     where = f"tenant_secret in [server] of {path}"
     _typed(text, str, where)
-    secret = _from_environment(text, where).encode()
+    secret = named(text, where).encode()
     check_secret(secret)
     return secret
 
 
 def _read_toml(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(read_text(path))
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"expected a readable TOML file, got {path}: {error} - in `config`") from error
-
-
-def _read_keys(path: str) -> list[str]:
-    """One key a line; blank lines and those that begin with # are skipped."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"expected a readable file of API keys, got {path}: {error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not keys:
-        raise ArgumentError(f"expected at least one API key, got none - in {path}")
-    return keys
 
 
 def _tenant(entry: Any, path: str | None) -> tuple[Tenant, list[tuple[bytes, Tenant]]]:
@@ -247,29 +287,16 @@ def _digest(key: Any, where: str) -> bytes:
     _typed(key, str, where)
     kind, _, rest = key.partition(":")
     if kind == "env":
-        return digest_of_key(_from_environment(key, where))
+        return digest_of_key(check_key(named(key, where), where))
     if kind == "sha256":
         try:
-            digest = bytes.fromhex(rest)
+            digest = bytes.fromhex(rest.strip())
         except ValueError:
             digest = b""
         if len(digest) != 32:
             raise ArgumentError(f"expected 64 hexadecimal digits after sha256: - in {where}")
         return digest
-    if not key:
-        raise ArgumentError(f"expected an API key, got an empty one - in {where}")
-    return digest_of_key(key)
-
-
-def _from_environment(text: str, where: str) -> str:
-    """A secret as a file names it: in the clear or `env:NAME`."""
-    kind, _, name = text.partition(":")
-    if kind != "env":
-        return text
-    value = os.environ.get(name)
-    if not value:
-        raise ArgumentError(f"expected a secret in the environment variable {name}, got none - in {where}")
-    return value
+    return digest_of_key(check_key(key, where))
 
 
 def _table(document: Mapping[str, Any], name: str, path: str | None) -> dict[str, Any]:

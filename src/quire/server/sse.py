@@ -20,10 +20,19 @@ __all__ = ["DONE", "ChoiceEvents", "EventStream", "event"]
 DONE = b"data: [DONE]\n\n"
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _quoted = json.encoder.encode_basestring
+# What ends a line for some readers (Python's splitlines among them) and is no control character of JSON's.
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+def _one_line(text: str) -> bytes:
+    """JSON as a line that every reader takes for one. It has such characters in strings alone."""
+    if not text.isascii() and ("\u2028" in text or "\u2029" in text or "\x85" in text):
+        text = text.translate(_LINE_ENDS)
+    return text.encode("utf-8", "replace")
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + _dumps(data).encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + _one_line(_dumps(data)) + b"\n\n"
 
 
 class ChoiceEvents:
@@ -33,25 +42,25 @@ class ChoiceEvents:
     """
 
     def __init__(self, head: Mapping[str, Any], *, with_usage: bool = False) -> None:
-        self._front = b"data: " + _dumps(head)[:-1].encode() + b',"choices":['
+        self._front = b"data: " + _one_line(_dumps(head)[:-1]) + b',"choices":['
         self._end = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
 
     def text(self, index: int, text: str) -> bytes:
         """`choice` of a plain piece of a completion's text, the event there are most of, in a third of the time."""
         return (
             b'%b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}%b'
-            % (self._front, index, _quoted(text).encode("utf-8", "replace"), self._end)
+            % (self._front, index, _one_line(_quoted(text)), self._end)
         )  # fmt: skip
 
     def content(self, index: int, text: str) -> bytes:
         """Likewise of a chat message's content."""
         return (
             b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b'
-            % (self._front, index, _quoted(text).encode("utf-8", "replace"), self._end)
+            % (self._front, index, _one_line(_quoted(text)), self._end)
         )  # fmt: skip
 
     def choice(self, choice: Mapping[str, Any]) -> bytes:
-        return self._front + _dumps(choice).encode("utf-8", "replace") + self._end
+        return self._front + _one_line(_dumps(choice)) + self._end
 
 
 class EventStream(Response):

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -214,7 +215,7 @@ class RemoteTier:
             self._count("failures")
             if isinstance(error, DamagedError):
                 raise
-            raise TierError(f"{what} at {self.where}: {_reason(error, self._timeout)}") from error
+            raise TierError(f"{what} at {self.where}: {self._reason(error)}") from error
 
     def _begin(self) -> int:
         if self._closed:
@@ -252,6 +253,9 @@ class RemoteTier:
         finally:
             (self._server.succeeded if well else self._server.failed)(trial)
 
+    def _reason(self, error: Exception) -> str:
+        return _reason(error, self._timeout, self._pool.connection_kwargs.get("password"))
+
     def _count(self, what: str, by: int = 1) -> None:
         with self._lock:
             self._counts[what] += by
@@ -285,11 +289,10 @@ def _index_entry(info: SegmentInfo) -> bytes:
     ).encode()
 
 
-def _reason(error: Exception, timeout: float) -> str:
-    """One line of what to do about it."""
-    text = (
-        "".join(c if c.isprintable() else "?" for c in str(error)[:200]).rstrip(".") or type(error).__name__
-    )
+def _reason(error: Exception, timeout: float, password: str | None) -> str:
+    """One line of what to do about it. A server that knows no AUTH repeats what came with it: not shown."""
+    told = str(error).replace(password, "***") if password else str(error)
+    text = "".join(c if c.isprintable() else "?" for c in told[:200]).rstrip(".") or type(error).__name__
     if isinstance(error, TimeoutError | _redis().TimeoutError):
         return f"no answer within {timeout:g} s"
     if isinstance(error, _redis().AuthenticationError) or text.startswith(("NOAUTH", "WRONGPASS")):
@@ -304,11 +307,17 @@ def _pool(
 ) -> tuple[redis.ConnectionPool, str]:
     """Connections within the allowance, and where they lead, without the password."""
     connection = _redis().connection
+    kind, _, rest = url.partition("://")
     try:
         options: dict[str, Any] = connection.parse_url(url)
-    except ValueError as error:
+        # Where a password ends early, its rest is taken for a port, a path or a query, and would be shown as such.
+        host = re.split(r"[/?#]", rest, maxsplit=1)[0]
+        if kind != "unix" and "@" in rest[len(host) :]:
+            raise ValueError
+    except ValueError:  # its text may have a part of the password
         raise ArgumentError(
-            f"expected redis://HOST[:PORT][/DB], rediss:// or unix://, got a URL that is none: {error}"
+            "expected redis://[[USER]:PASSWORD@]HOST[:PORT][/DB], rediss:// or unix://, got a URL that is none; in a "
+            "password write / as %2F, # as %23, ? as %3F and @ as %40"
         ) from None
     base: Any = options.pop("connection_class", connection.Connection)
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.cache.protocol import GroupPlan, StepPlan, in_words_of
 from quire.cache.types import Int32Array, Int64Array
 
 __all__ = ["PythonGroupPlan", "PythonStepPlan"]
 
 
+@in_words_of(GroupPlan)
 @dataclass(frozen=True)
 class PythonGroupPlan:
     """One group's part of a step."""
@@ -40,8 +42,9 @@ class PythonGroupPlan:
         return self._made[0]
 
 
+@in_words_of(StepPlan)
 class PythonStepPlan:
-    """A step: its groups, and group 0's arrays under their own names."""
+    """What `reserve` decided: its groups, and group 0's arrays under their own names."""
 
     def __init__(self, groups: list[PythonGroupPlan]) -> None:
         self._groups = groups

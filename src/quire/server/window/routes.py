@@ -119,7 +119,7 @@ async def block(
     return _shown(details, service)
 
 
-@router.get("/window/sequences/{request_id}/{index}", dependencies=[Depends(administrator)])
+@router.get("/window/sequences/{request_id:path}/{index}", dependencies=[Depends(administrator)])
 async def sequence(service: TheService, request_id: str, index: int = Path(ge=0, lt=2**31)) -> Response:
     """A running sequence: its whole block table and its newest tokens."""
     details = await service.engine.between_steps(
