@@ -138,6 +138,11 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
         place = place[1:]
     where = ".".join(str(part) for part in place)
     got = first.get("input")
+    if first["type"] == "extra_forbidden":
+        message = (
+            f"expected fields that this request has (see /openapi.json), got an unknown one - in `{where}`"
+        )
+        return ApiError(400, message, param=where, code="unknown_field")
     shown = "" if first["type"] == "missing" or isinstance(got, (dict, list)) else f", got {got!r}"
     message = f"{first['msg']}{shown if len(shown) <= _MOST_SHOWN else ''} - in `{where}`"
     return ApiError(400, message, param=where or None, code="invalid_body")
