@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
-from quire.server.answer_forms import form_asked_for, in_names_of
+from quire.server.asked_form import form_asked_for, in_names_of
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import completion_logprobs

@@ -16,7 +16,7 @@ from quire.engine.async_conversation import AsyncConversation
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
-from quire.server.answer_forms import in_names_of
+from quire.server.asked_form import in_names_of
 from quire.server.chat import ChatWriter, chat_params
 from quire.server.conversation_store import Talk
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone

@@ -1,4 +1,4 @@
-"""`AnswerForm`: the form that a request asks its answer to have, by whichever of many names, in the engine's words.
+"""`AskedForm`: the form that a request asks its answer to have, by whichever of many names, in the engine's words.
 
 OpenAI says `response_format`, vLLM `structured_outputs` and, until 0.11, `guided_json` and the like; we say
 `json_schema` and `regex`. All come to one JSON schema, regular expression or Lark grammar.
@@ -18,13 +18,13 @@ from quire.server.errors import ApiError
 from quire.server.schemas.common import SamplingBody
 from quire.server.service import Service
 
-__all__ = ["AnswerForm", "form_asked_for", "in_names_of"]
+__all__ = ["AskedForm", "form_asked_for", "in_names_of"]
 
 _MAX_GBNF = 16384  # characters: a tenth of a second of the converter
 
 
 @dataclass(frozen=True)
-class AnswerForm:
+class AskedForm:
     """field: the client's name of it. kind: what `SamplingParams` calls it; value: as that takes it."""
 
     field: str
@@ -32,7 +32,7 @@ class AnswerForm:
     value: Any
 
 
-def form_asked_for(body: SamplingBody, service: Service) -> AnswerForm | None:
+def form_asked_for(body: SamplingBody, service: Service) -> AskedForm | None:
     """The form that the body asks for, None for any. *raises:* ApiError: several, too large, not understood."""
     forms = list(_forms(body))
     if len(forms) > 1:
@@ -46,7 +46,7 @@ def form_asked_for(body: SamplingBody, service: Service) -> AnswerForm | None:
     elif len(form.value) > (most := service.settings.limits.max_schema_bytes):
         raise ApiError(400, f"expected at most {most} characters", param=form.field)
     if form.kind == "grammar" and "::=" in form.value:
-        return AnswerForm(form.field, form.kind, _lark_of_gbnf(form))
+        return AskedForm(form.field, form.kind, _lark_of_gbnf(form))
     return form
 
 
@@ -66,22 +66,22 @@ def in_names_of(body: SamplingBody) -> Iterator[None]:
         raise ArgumentError(message) from error
 
 
-def _forms(body: SamplingBody) -> Iterator[AnswerForm]:
+def _forms(body: SamplingBody) -> Iterator[AskedForm]:
     """Everything that the body asks for."""
     response = body.response_format
     if response is not None and response.type == "json_object":
-        yield AnswerForm("response_format", "json_schema", {"type": "object"})
+        yield AskedForm("response_format", "json_schema", {"type": "object"})
     elif response is not None and response.type == "json_schema":
         field = "response_format.json_schema.schema"
         if response.json_schema is None or response.json_schema.schema_ is None:
             raise ApiError(400, "expected a schema", param=field)
-        yield AnswerForm(field, "json_schema", response.json_schema.schema_)
+        yield AskedForm(field, "json_schema", response.json_schema.schema_)
     structured = body.structured_outputs
     if structured is not None:
         name = "structured_outputs."
         found = list(_of(name, structured.json_, structured.regex, structured.choice, structured.grammar))
         if structured.json_object:
-            found.append(AnswerForm("structured_outputs.json_object", "json_schema", {"type": "object"}))
+            found.append(AskedForm("structured_outputs.json_object", "json_schema", {"type": "object"}))
         if not found:
             message = "expected json, regex, choice, grammar or json_object: true, got none"
             raise ApiError(400, message, param="structured_outputs")
@@ -89,24 +89,24 @@ def _forms(body: SamplingBody) -> Iterator[AnswerForm]:
     yield from _of("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     yield from _of("", None, getattr(body, "regex", None), None, None)
     if (schema := getattr(body, "json_schema", None)) is not None:
-        yield AnswerForm("json_schema", "json_schema", schema)
+        yield AskedForm("json_schema", "json_schema", schema)
 
 
 def _of(
     prefix: str, schema: Any, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> Iterator[AnswerForm]:
+) -> Iterator[AskedForm]:
     if schema is not None:
-        yield AnswerForm(f"{prefix}json", "json_schema", schema)
+        yield AskedForm(f"{prefix}json", "json_schema", schema)
     if regex is not None:
-        yield AnswerForm(f"{prefix}regex", "regex", regex)
+        yield AskedForm(f"{prefix}regex", "regex", regex)
     if choice is not None:
         lark = "start: " + " | ".join(map(json.dumps, choice))
-        yield AnswerForm(f"{prefix}choice", "grammar", lark)
+        yield AskedForm(f"{prefix}choice", "grammar", lark)
     if grammar is not None:
-        yield AnswerForm(f"{prefix}grammar", "grammar", grammar)
+        yield AskedForm(f"{prefix}grammar", "grammar", grammar)
 
 
-def _check_schema(form: AnswerForm, service: Service) -> None:
+def _check_schema(form: AskedForm, service: Service) -> None:
     schema, most = form.value, service.settings.limits.max_schema_bytes
     if isinstance(schema, str):
         if len(schema) > most:
@@ -118,7 +118,7 @@ def _check_schema(form: AnswerForm, service: Service) -> None:
     service.check_schema(schema, form.field)
 
 
-def _lark_of_gbnf(form: AnswerForm) -> str:
+def _lark_of_gbnf(form: AskedForm) -> str:
     """A grammar of `name ::= ...` rules, as llama.cpp and xgrammar write them, in Lark."""
     from llguidance.gbnf_to_lark import any_to_lark
 
