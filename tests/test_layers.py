@@ -10,9 +10,11 @@ import pytest
 import quire
 
 PACKAGE = Path(quire.__file__).parent
-# docs/tour.md, "The house", top to bottom. `_native` is the extension; `errors` and `sizes` use nothing.
+# docs/tour.md, "The house", top to bottom. `_native` is the extension; `errors` and `new_file` use nothing.
 ORDER = [
     "errors",
+    "new_file",
+    "registry",
     "sizes",
     "renamed",
     "spec",

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 import os
 import warnings
@@ -34,6 +35,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from quire.errors import ArgumentError
+from quire.registry import Registry
 from quire.renamed import with_new_names
 from quire.sizes import parse_budget, parse_share, parse_size
 from quire.spec.formats import FORMATS
@@ -62,11 +64,12 @@ OPTION_OF_STORAGE = {
 STORAGES = tuple(OPTION_OF_STORAGE)
 
 # Those that `quire.engine.storages.register` added, and whether sequences can share blocks there.
-REGISTERED_STORAGES: dict[str, bool] = {}
+REGISTERED_STORAGES: Registry[bool] = Registry("a storage", "storage", {})
 
 _SHARING = ("paged", "virtual", "auto")  # storages of which sequences can share blocks
 _TIERS = ("host_cache", "disk_cache", "remote_cache")
 _LEAST_SECRET = 16  # bytes
+_IDLE_TRIM_S = 60.0
 
 Parameters = ParamSpec("Parameters")
 Made = TypeVar("Made", bound=type)
@@ -115,6 +118,15 @@ def _integer(low: int, high: int) -> BeforeValidator:
         if isinstance(value, bool) or not hasattr(value, "__index__") or not low <= value <= high:
             raise ArgumentError(f"expected an integer of {low} to {high}, got {value!r}")
         return operator.index(value)
+
+    return BeforeValidator(run)
+
+
+def _seconds() -> BeforeValidator:
+    def run(value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ArgumentError(f"expected seconds, 0 or more, got {value!r}")
+        return float(value)
 
     return BeforeValidator(run)
 
@@ -328,6 +340,13 @@ class EngineConfig:
     pin_memory: Annotated[str | int, _checked(_share)] = option(
         "25%", "SIZE", "What pins may take of the KV memory, a size or a share.", storages=_SHARING
     )
+    idle_trim: Annotated[float, _seconds()] = option(
+        _IDLE_TRIM_S,
+        "SECONDS",
+        "After so long without a request the KV cache's memory goes back to the system, and cached prefixes with it, "
+        "but for those that pins hold or tiers keep. 0: never.",
+        storages=_SHARING,
+    )
     tenant_secret: Annotated[bytes | None, _checked(lambda _, value: check_secret(value))] = option(
         None,
         None,
@@ -366,6 +385,8 @@ class EngineConfig:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written so")
         if self.swap_memory != "auto" and self.preemption == "recompute":
             self._refuse("swap_memory", "preemption swap or auto: recompute swaps out nothing")
+        if self.prefault and self.idle_trim not in (0, _IDLE_TRIM_S):
+            self._refuse("idle_trim", "prefault=False: memory taken at the start is kept")
         for entry in fields(self):
             storages = self.options()[entry.name].storages
             is_told = self.storage in storages or self.storage in REGISTERED_STORAGES

@@ -50,6 +50,10 @@ class PromptError(ArgumentError):
     """A prompt that cannot be served: empty, a token id out of range, longer than the model allows."""
 
 
+class PromptTooLongError(PromptError):
+    """A prompt of more tokens than the longest sequence holds; the message holds both."""
+
+
 class SequenceClosedError(ArgumentError):
     """A sequence was used after `Cache.close`."""
 

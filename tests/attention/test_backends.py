@@ -28,7 +28,9 @@ def test_without_the_extension_python_is_taken_and_native_refused(monkeypatch: p
 
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArgumentError, match=r'expected "native" or "python", got .cuda. for backend'):
+    with pytest.raises(
+        ArgumentError, match=r"a back end, one of \['native', 'python'\], got 'cuda' - in `backend`"
+    ):
         backend("cuda")
     monkeypatch.setenv("QUIRE_BACKEND", "fast")
     with pytest.raises(ArgumentError, match="QUIRE_BACKEND"):

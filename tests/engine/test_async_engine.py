@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import tiny_llm
 
 from quire import LLM, AsyncEngine, SamplingParams
-from quire.errors import ArgumentError, CancelledError, PromptError
+from quire.errors import ArgumentError, CancelledError, PromptError, PromptTooLongError
+from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import RequestOutput
+from quire.scheduler.request_options import RequestOptions
+from quire.scheduler.request_validator import RequestValidator
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
@@ -108,18 +113,93 @@ def test_cancelling_a_task_aborts(engine: AsyncEngine, slow_steps: None) -> None
     assert run(main())["num_unfinished_requests"] == 0
 
 
-def test_the_event_loop_is_never_blocked_by_a_step(engine: AsyncEngine, slow_steps: None) -> None:
-    async def main() -> float:
-        task = asyncio.create_task(collect(engine, "abc", SamplingParams(max_tokens=5, ignore_eos=True)))
-        longest = 0.0
-        while not task.done():
-            started = time.monotonic()
-            await asyncio.sleep(0)
-            longest = max(longest, time.monotonic() - started)
-        await task
-        return longest
+def test_the_event_loop_is_never_blocked_by_a_step(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step waits for the loop: were the loop to wait for the step, neither would go on."""
+    step, stepping, go_on = engine.llm.engine.step, threading.Event(), threading.Event()
 
-    assert run(main()) < 0.045
+    def waiting() -> Any:
+        stepping.set()
+        assert go_on.wait(30)
+        return step()
+
+    monkeypatch.setattr(engine.llm.engine, "step", waiting)
+
+    async def main() -> bool:
+        task = asyncio.create_task(collect(engine, "abc"))
+        while not stepping.is_set():
+            await asyncio.sleep(0.001)
+        go_on.set()
+        return (await task)[-1].finished
+
+    assert run(main())
+
+
+def _prompts(*prompts: str) -> list[tuple[Prompt, RequestOptions]]:
+    return [(Prompt(None, np.frombuffer(text.encode(), np.uint8)), RequestOptions(LONG)) for text in prompts]
+
+
+def test_requests_begin_together_or_not_at_all_and_are_checked_once(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+    check = RequestValidator.check_tokens
+
+    def counted(self: RequestValidator, tokens: Any) -> Any:
+        checked.append(len(tokens))
+        return check(self, tokens)
+
+    monkeypatch.setattr(RequestValidator, "check_tokens", counted)
+
+    async def main() -> None:
+        with pytest.raises(PromptTooLongError, match="in prompt 1 of 3"):
+            await engine.begin(_prompts("abc", "x" * 400, "def"))
+        assert (await engine.stats())["num_unfinished_requests"] == 0
+        assert checked == [3, 400]
+        checked.clear()
+        streams = await engine.begin(_prompts("abc", "defg"))
+        assert checked == [3, 4]
+        ends = [[output async for output in stream][-1] for stream in streams]
+        assert [len(end.outputs[0].token_ids) for end in ends] == [200, 200]
+        with pytest.raises(StopAsyncIteration):
+            await anext(streams[0])
+
+    run(main())
+
+
+def test_what_has_begun_and_is_closed_unread_is_aborted(engine: AsyncEngine, slow_steps: None) -> None:
+    async def main() -> dict[str, Any]:
+        (stream,) = await engine.begin(_prompts("abc"))
+        assert (await engine.stats())["num_unfinished_requests"] == 1
+        await stream.aclose()
+        return await engine.stats()
+
+    assert run(main())["num_unfinished_requests"] == 0
+
+
+def test_cancelled_while_it_begins_it_is_aborted(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        entered.set()
+        assert go_on.wait(30)
+
+    async def main() -> dict[str, Any]:
+        hold = engine.submit_between_steps(busy)
+        assert await asyncio.to_thread(entered.wait, 30)
+        task = asyncio.create_task(engine.begin(_prompts("abc")))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go_on.set()
+        await asyncio.wrap_future(hold)
+        return await engine.stats()
+
+    assert run(main())["num_unfinished_requests"] == 0
 
 
 def test_bad_requests_fail_alone(engine: AsyncEngine) -> None:
@@ -136,7 +216,8 @@ def test_bad_requests_fail_alone(engine: AsyncEngine) -> None:
 
     good, empty, out_of_range, too_long, first, second = run(main())
     assert good[-1].finished
-    assert [type(e) for e in (empty, out_of_range, too_long, second)] == [PromptError] * 3 + [ArgumentError]
+    errors = [PromptError, PromptError, PromptTooLongError, ArgumentError]
+    assert [type(e) for e in (empty, out_of_range, too_long, second)] == errors
     assert len(first[-1].outputs[0].token_ids) == 200
 
 

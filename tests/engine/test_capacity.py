@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,41 @@ def test_group_v1(tmp_path: Path) -> None:
 def test_a_container_whose_group_path_is_not_mounted_uses_the_mounts_root(tmp_path: Path) -> None:
     files = {"memory.max": "1000\n", "memory.current": "400\n"}
     assert free_memory_bytes(machine(tmp_path, 2048, "0::/../../host/path\n", files)) == 600
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """What the process may have, by kind; what is not in it is unlimited."""
+    set_to: dict[int, int] = {}
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (set_to.get(kind, resource.RLIM_INFINITY), resource.RLIM_INFINITY)
+    )
+    return set_to
+
+
+def test_the_processs_own_limits_count_less_what_is_mapped(tmp_path: Path, limits: dict[int, int]) -> None:
+    root, page = machine(tmp_path, 1 << 20, "0::/\n", {}), resource.getpagesize()
+    (root / "proc/self/statm").write_text("100 50 20 5 0 30 0\n")
+    assert free_memory_bytes(root) == 1 << 30
+    limits[resource.RLIMIT_AS] = 1000 * page
+    assert free_memory_bytes(root) == 900 * page
+    limits[resource.RLIMIT_DATA] = 500 * page
+    assert free_memory_bytes(root) == 470 * page
+    limits[resource.RLIMIT_AS] = 50 * page
+    assert free_memory_bytes(root) == 0
+
+
+def test_where_nothing_is_overcommitted_reservations_count(tmp_path: Path) -> None:
+    root = machine(tmp_path, 2048, "0::/\n", {})
+    with (root / "proc/meminfo").open("a") as meminfo:
+        meminfo.write("CommitLimit: 1500 kB\nCommitted_AS: 500 kB\n")
+    (root / "proc/sys/vm").mkdir(parents=True)
+    for mode, free_kib in ((0, 2048), (2, 1000)):
+        (root / "proc/sys/vm/overcommit_memory").write_text(f"{mode}\n")
+        assert free_memory_bytes(root) == free_kib * 1024
+
+
+def test_without_proc_the_kernel_is_asked(tmp_path: Path, limits: dict[int, int]) -> None:
+    assert 0 < free_memory_bytes(tmp_path) <= os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    limits[resource.RLIMIT_AS] = 4096
+    assert free_memory_bytes(tmp_path) == 4096

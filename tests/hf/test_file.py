@@ -26,6 +26,7 @@ from support.hf_case import STORAGES, model_of, quire_cache
 from quire.errors import ArgumentError, CapacityError, LoadError
 from quire.hf import QuireCache, accelerate, restore, virtual
 from quire.memory.placement import MappingBudget, MemfdBackend, PlacementHeap
+from quire.new_file import FileCalls
 
 OPTIONS = {"kv_memory": "64MiB", "piece_size": 4096, "max_length": 256}
 
@@ -63,6 +64,35 @@ def test_every_storage_reads_what_another_wrote(tmp_path: Path) -> None:
         for mine, theirs in zip(cache, loaded, strict=True):
             assert torch.equal(mine[0], theirs[0])
             assert torch.equal(mine[1], theirs[1])
+
+
+def test_the_bytes_are_those_of_earlier_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "quire.hf.file.fingerprint", lambda model: {"config": "c", "weights": "w", "behaviour": "b"}
+    )
+    keys, values = (torch.arange(24.0).reshape(1, 1, 2, 12)[..., :4] + one for one in (0, 1))
+    layer = (
+        b'{"rows": {"dtype": "float32", "first": 0, "length": 2, "num_heads": [1, 1], "num_rows": 1, "sha256": '
+        b'["4d828fe17250987bdb2deb04ab226b1a3566d47f07f7818dcf0ec53de7a4a83d", '
+        b'"bcedc314fd2c86faad6ce6da6ed7c04189fd962644ec82f3e0f1e36ef2fe529b"], "widths": [4, 4]}, "states": null}'
+    )
+    stored = (
+        b"QUIREKV1t\x02\x00\x00\x00\x00\x00\x00\xb1n\xdei`\xb3\xd57\x1bG\x9bU+ \x0f\x83u\x15\xff\x19e$\x1d\x89q;"
+        b'\x9e\x04<\xe7/@{"fingerprint": {"behaviour": "b", "config": "c", "weights": "w"}, "layers": ['
+        + layer
+        + b", "
+        + layer
+        + b"]}"
+        + 2 * b"".join(part.contiguous().numpy().tobytes() for part in (keys, values))
+    )
+    path, model = tmp_path / "cache", model_of("llama")
+    path.write_bytes(stored)
+    loaded = QuireCache.load(path, model, **OPTIONS)
+    for one in loaded:
+        assert torch.equal(one[0], keys)
+        assert torch.equal(one[1], values)
+    loaded.save(path)
+    assert path.read_bytes() == stored
 
 
 def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
@@ -127,13 +157,13 @@ def test_saving_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
     cache = _filled("llama")
     cache.save(path)
     good = path.read_bytes()
-    for name in ("replace", "fsync"):
+    for name in ("rename", "sync", "open"):
         with monkeypatch.context() as patch:
 
-            def fail(*args: object) -> None:
+            def fail(*args: object, **options: object) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(os, name, fail)
+            patch.setattr(FileCalls, name, fail)
             with pytest.raises(OSError, match="No space"):
                 cache.save(path)
         assert path.read_bytes() == good
@@ -151,7 +181,7 @@ def test_a_path_in_no_folder_is_refused_by_its_name_and_leaves_nothing(tmp_path:
     with pytest.raises(ArgumentError, match=f"name of a file .*{tmp_path}"):
         cache.save(tmp_path, model)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert list(tmp_path.parent.glob(".*.tmp")) == []
+    assert list(tmp_path.parent.glob("*.partial")) == []
     assert (tmp_path / "file").read_text() == "kept"
 
 
@@ -174,7 +204,7 @@ def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
 
 
 class _FailingFile(io.FileIO):
-    """A file of which writing or reading fails with `error` from the `at`-th time on."""
+    """A file of which reading fails with `error` from the `at`-th time on."""
 
     count = at = 0
     error = errno.ENOSPC
@@ -188,10 +218,6 @@ class _FailingFile(io.FileIO):
         cls.count += 1
         if cls.count >= cls.at:
             raise OSError(cls.error, os.strerror(cls.error))
-
-    def write(self, data: Any) -> int:
-        self._pass()
-        return super().write(data)
 
     def readinto(self, buffer: Any) -> int:
         self._pass()
@@ -219,14 +245,23 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_old_file(
     cache.save(path)
     good = path.read_bytes()
     _continue(cache)
-    monkeypatch.setattr(os, "fdopen", lambda descriptor, mode: _FailingFile(descriptor, "w"))
-    for at in range(1, 14):  # the header, and 3 layers' keys and values, each of 2 rows
-        _FailingFile.arm(at, errno.ENOSPC)
+    write, room = FileCalls.write, 0
+
+    def full(*given: Any) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room -= 1
+        return write(*given)
+
+    monkeypatch.setattr(FileCalls, "write", full)
+    for at in range(13):  # the header, and 3 layers' keys and values, each of 2 rows
+        room = at
         with pytest.raises(OSError, match="No space left"):
             cache.save(path)
         assert path.read_bytes() == good
         assert os.listdir(tmp_path) == ["cache"]
-    _FailingFile.arm(14, errno.ENOSPC)
+    room = 13
     cache.save(path)
     monkeypatch.undo()
     assert QuireCache.load(path, model_of("gemma3_text"), **OPTIONS).get_seq_length() == 55

@@ -16,6 +16,7 @@ from support.architectures import tiny
 from quire.errors import UnsupportedModelError
 from quire.model import PreparedModel, kept_proof, load
 from quire.model.prove.probe import rehearse
+from quire.new_file import FileCalls
 
 pytest.importorskip("quire._native")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="packed weights are kept on Linux")
@@ -149,10 +150,10 @@ def test_a_proof_that_cannot_be_written_is_one_warning(
     starts.start()
     starts.proofs()[0].unlink()
 
-    def full(*_: object, **__: object) -> tuple[int, str]:
+    def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept_proof.tempfile, "mkstemp", full)
+    monkeypatch.setattr(FileCalls, "write", full)
     with caplog.at_level(logging.WARNING, logger="quire"):
         prepared, proved = starts.start()
     assert proved
@@ -160,4 +161,4 @@ def test_a_proof_that_cannot_be_written_is_one_warning(
     assert [record.message for record in caplog.records if "proof" in record.message] == [
         f"the proof of the model is not kept in {starts.kept} (No space left on device)"
     ]
-    assert starts.proofs() == []
+    assert starts.proofs() == list(starts.kept.glob("*.partial")) == []

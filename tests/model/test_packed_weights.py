@@ -15,11 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from quire import LLM
 from quire.backends import native_module
 from quire.errors import ArgumentError
-from quire.model import PreparedModel, load, packed_weights
+from quire.model import PreparedModel, load
 from quire.model.huge_pages import huge_pages_are_given
 from quire.model.linear import NativeWeight
 from quire.model.mapped_weights import MappedWeights
 from quire.model.packed_weights import KeptWeights
+from quire.new_file import FileCalls
 
 pytest.importorskip("quire._native")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
@@ -195,16 +196,16 @@ def test_a_full_disk_is_one_warning(
     kept.mkdir()
     expected = _prepared(model, None)[1]
     written = 0
-    pwrite = os.pwrite
+    write = FileCalls.write
 
-    def full(descriptor: int, data: bytes, offset: int) -> int:
+    def full(calls: FileCalls, descriptor: int, parts: list[memoryview], offset: int) -> int:
         nonlocal written
-        written += len(data)
+        written += len(parts[0])
         if written > 60_000:
             raise OSError(28, "No space left on device")
-        return pwrite(descriptor, data, offset)
+        return write(calls, descriptor, parts, offset)
 
-    monkeypatch.setattr(packed_weights.os, "pwrite", full)
+    monkeypatch.setattr(FileCalls, "write", full)
     with caplog.at_level(logging.WARNING, logger="quire"):
         prepared, logits, _ = _prepared(model, kept)
     assert written > 60_000

@@ -9,8 +9,8 @@ import torch
 from support.architectures import tiny
 
 from quire import LLM, SamplingParams
-from quire.attention import AttentionOptions, AttentionPlan, Backend, backend, reference, register
-from quire.attention.backends import unregister
+from quire.attention import AttentionOptions, AttentionPlan, Backend, backend, reference
+from quire.attention.backends import register, unregister
 from quire.memory import PagedStorage
 from quire.spec import KVSpec
 
@@ -20,12 +20,11 @@ PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[Backend]:
-    from recipes.row_by_row import BACKEND
+    from recipes.row_by_row import RowByRow
 
-    unregister(BACKEND.name)
-    register(BACKEND.name, lambda: BACKEND)
-    yield BACKEND
-    unregister(BACKEND.name)
+    register(RowByRow.name, RowByRow)
+    yield backend(RowByRow.name)
+    unregister(RowByRow.name)
 
 
 def test_it_computes_what_the_reference_does(registered: Backend) -> None:

@@ -94,7 +94,7 @@ def test_a_name_is_taken_once(fifo: type[EvictionPolicy]) -> None:
     for name in ("fifo", "lru"):
         with pytest.raises(ArgumentError, match=f"expected a new name for an eviction policy, got '{name}'"):
             register(name, EvictionPolicy)
-    with pytest.raises(ArgumentError, match=r"expected one of \['fifo', 'lru'\] as eviction, got 'mru'"):
+    with pytest.raises(ArgumentError, match=r"policy, one of \['fifo', 'lru'\], got 'mru' - in `eviction`"):
         make("python", eviction="mru")
 
 

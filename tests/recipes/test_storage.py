@@ -22,7 +22,7 @@ def name() -> Iterator[str]:
     """Registered for these tests alone: others say which storages there are."""
     from recipes.tensor_per_layer import NAME, make
 
-    register(NAME, make, shares_blocks=True)
+    register(NAME, make, shares_blocks=True)  # the same again after the import: nothing new
     yield NAME
     unregister(NAME)
 
@@ -54,10 +54,17 @@ def test_the_tokens_of_paged(backend: str, architecture: str, tmp_path: Path, na
 
 
 def test_a_name_is_taken_once_and_gone_when_unregistered(name: str) -> None:
+    from recipes.tensor_per_layer import make
+
     for taken in (name, "paged", "auto"):
-        with pytest.raises(ArgumentError, match=f"expected a new name for a storage, got '{taken}'"):
+        with pytest.raises(ArgumentError, match=f"expected a new name for a storage, got .{taken}."):
             register(taken, lambda *_: None, shares_blocks=True)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ArgumentError, match="expected a new name for a storage"):
+        register(name, make, shares_blocks=False)
     unregister(name)
-    unregister("paged")  # not one that was registered: nothing happens
+    for gone in (name, "paged"):
+        with pytest.raises(ArgumentError, match=rf"storage that was registered, one of \[\], got '{gone}'"):
+            unregister(gone)
     with pytest.raises(ArgumentError, match="expected paged, contiguous, growing, virtual or auto, got"):
         LLM(storage=name)
+    register(name, make, shares_blocks=True)

@@ -43,7 +43,16 @@ def test_another_engine_finds_what_one_has_stored(backend: str, kept: dict[str, 
 
 def test_a_scheme_is_taken_once_and_redis_stays() -> None:
     for scheme in ("kept", "redis"):
-        with pytest.raises(ArgumentError, match=f"expected a new scheme for a tier, got '{scheme}'"):
+        with pytest.raises(ArgumentError, match=f"expected a new name for a tier's scheme, got '{scheme}'"):
             register(scheme, lambda url: None)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ArgumentError, match="expected a scheme that was registered, got 'unix'"):
+    with pytest.raises(ArgumentError, match=r"scheme that was registered, one of \['kept'\], got 'unix'"):
         unregister("unix")
+
+
+@pytest.mark.parametrize(("url", "scheme"), [("http://:secret@host", "http"), (":secret@host", "")])
+def test_a_url_for_which_there_is_no_tier_is_refused_without_its_password(url: str, scheme: str) -> None:
+    with pytest.raises(
+        ArgumentError, match=rf"\['kept', 'redis', .*, got '{scheme}' - in `remote_c"
+    ) as refused:
+        LLM((tiny("qwen3"), None), remote_cache=url)
+    assert "secret" not in str(refused.value)

@@ -365,4 +365,4 @@ def test_a_prompt_that_is_too_long_for_min_tokens_is_refused_in_openais_words(ur
     assert error["message"].startswith(
         "This model's maximum context length is 2048 tokens. However, you requested"
     )
-    assert error["param"] == "min_tokens"
+    assert (error["param"], error["code"]) == ("min_tokens", "context_length_exceeded")

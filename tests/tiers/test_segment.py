@@ -32,6 +32,23 @@ def test_comes_back() -> None:
     assert read_header(value())["parent"] == ROOT.hex()
 
 
+def test_the_bytes_are_those_of_earlier_versions() -> None:
+    key = bytes.fromhex("bd044f3bcced990093de40ed8b3f2c1a4d4290b48b8141792008f36fcb8e7e21")
+    header = (
+        b'{"dtype": "float32", "key": "bd044f3bcced990093de40ed8b3f2c1a4d4290b48b8141792008f36fcb8e7e21", '
+        b'"layers": [[1, 4, 4]], "made_at": 1.0, "num_tokens": 2, '
+        b'"parent": "98c967728c538609ff6cdf39c3217b85b18a6dd540ef32ce9fb9e6f8f37f3f52", "payload_bytes": 64, '
+        b'"payload_xxh3": "6187eb9089b0ed55", "start": 16, '
+        b'"tokens_sha256": "01acecb507abfe1a354aa8064f4af5d3f1acd019e37db3c11c97523b71c76e9d", "version": 1}'
+    )
+    stored = b"QUIRESEG\x8e\x01\x00\x00\xfeX[y\x1cT\x14\x86" + header + bytes(range(64))
+    layout = PayloadLayout.of(KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32"))
+    tokens = TOKENS[:2]
+    payload = decode(stored, key=key, tokens=tokens, start=16, layout=layout)
+    assert payload.tobytes() == bytes(range(64))
+    assert b"".join(encode(Segment(key, ROOT, 16, tokens, payload), layout, made_at=1.0)) == stored
+
+
 @given(st.data())
 def test_one_changed_bit_is_found(data: st.DataObject) -> None:
     damaged = bytearray(value())

@@ -559,3 +559,31 @@ def test_tiers_of_one_name_are_refused() -> None:
 def test_all_tiers_keep_the_contract_s_names() -> None:
     tiers: list[Tier] = [HostTier(1), DictTier()]
     assert [tier.name for tier in tiers] == ["host", "disk"]
+
+
+def test_behind_a_damaged_value_all_others_that_are_damaged_go_at_once() -> None:
+    disk = DictTier("disk")
+    names = chain(6)
+    stack = filled(TierStack([disk], SHAPE, workers=0), names)
+    broken = [names[at].key for at in (1, 3, 4)]
+    for key in broken:
+        disk.values[key] = disk.values[key][:-1] + bytes([disk.values[key][-1] ^ 1])
+    load = stack.load(names)
+    assert (load.outcome, load.num_loaded) == ("missing", 1)
+    assert set(disk.values) == {name.key for name in names} - set(broken)
+    assert stack.stats().tiers[0].damaged == 3
+    assert stack.stats().tiers[0].misses == 1  # only one was asked for
+    filled(stack, names)
+    assert stack.load(names).outcome == "complete"
+
+
+def test_without_damage_nothing_behind_a_miss_is_read() -> None:
+    disk = DictTier("disk")
+    names = chain(4)
+    stack = filled(TierStack([disk], SHAPE, workers=0), names)
+    del disk.values[names[1].key]
+    asked: list[bytes] = []
+    load = disk.load
+    disk.load = lambda key: asked.append(key) or load(key)  # type: ignore[method-assign]
+    assert stack.load(names).outcome == "missing"
+    assert asked == [names[0].key, names[1].key]

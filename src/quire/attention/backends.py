@@ -2,7 +2,7 @@
 
 Two are here: "python", the reference in torch, and "native", the extension's kernels, both in this machine's memory.
 Another device is a class with the members of `Backend` and one call of `register`; nothing above `memory`, `attention`
-and `model` knows which one runs (tests/test_device_seam.py).
+and `model` knows which one runs (tests/test_device_seam.py, tests/exact/test_fake_device.py, tests/hf/test_device.py).
 
 Cost: an import at the first call of a name, then a dictionary look-up. A step asks for none of this.
 """
@@ -18,9 +18,9 @@ import torch
 from quire.attention.options import AttentionOptions
 from quire.attention.plan import AttentionPlan
 from quire.backends import choose_backend
-from quire.errors import ArgumentError
 from quire.memory.device import DeviceMemory
 from quire.memory.view import KVView
+from quire.registry import Registry
 
 __all__ = ["AttentionBackend", "Backend", "PackedWeight", "backend", "register", "unregister"]
 
@@ -94,28 +94,24 @@ class Backend(AttentionBackend, DeviceMemory, Protocol):
         ...
 
 
-_MAKERS: dict[str, Callable[[], Backend]] = {
-    "native": lambda: cast(Backend, importlib.import_module("quire.attention.native").BACKEND),
-    "python": lambda: cast(Backend, importlib.import_module("quire.attention.reference").BACKEND),
-}
+_MAKERS: Registry[Callable[[], Backend]] = Registry(
+    "a back end",
+    "backend",
+    {
+        "native": lambda: cast(Backend, importlib.import_module("quire.attention.native").BACKEND),
+        "python": lambda: cast(Backend, importlib.import_module("quire.attention.reference").BACKEND),
+    },
+)
+unregister = _MAKERS.unregister
 
 
 def register(name: str, make: Callable[[], Backend]) -> None:
-    """Have `LLM(backend=name)` run on what `make` returns; it is called each time the name is asked for.
+    """Have `LLM(backend=name)`, `accelerate` and `QuireCache` run on what `make` returns; it is called each time the
+    name is asked for.
 
-    Raises:
-        ArgumentError: the name is taken.
+    *raises:* ArgumentError: the name is taken by another.
     """
-    if name in _MAKERS:
-        raise ArgumentError(f"expected a new name for a back end, got {name!r}; there are {sorted(_MAKERS)}")
-    _MAKERS[name] = make
-
-
-def unregister(name: str) -> None:
-    """Undo `register`. What runs on it goes on."""
-    if name in ("native", "python"):
-        raise ArgumentError(f"expected a back end that was registered, got {name!r}")
-    _MAKERS.pop(name, None)
+    _MAKERS.register(name, make)
 
 
 def backend(name: str | None = None) -> Backend:
@@ -128,9 +124,6 @@ def backend(name: str | None = None) -> Backend:
         ArgumentError: a name that does not exist.
         BackendError: the native one is asked for and was not built.
     """
-    if name is not None and name not in _MAKERS:
-        known = " or ".join(f'"{one}"' for one in _MAKERS)
-        raise ArgumentError(f"expected {known}, got {name!r} for backend")
     if name in (None, "native", "python"):
         name = choose_backend(name, needs="PagedView")
     return _MAKERS[name]()

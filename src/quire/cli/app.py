@@ -17,6 +17,7 @@ from quire.cli.chat import chat
 from quire.cli.compare import compare
 from quire.cli.explain import explain
 from quire.cli.generate import generate
+from quire.cli.limits import limit_behind
 from quire.cli.serve import serve
 from quire.cli.top import top
 from quire.errors import ArgumentError, CapacityError, QuireError
@@ -71,8 +72,11 @@ def main() -> None:
         # Whoever read our output has gone; keep Python from complaining about it once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as error:
-        fail(str(error), 1)
+    except (OSError, ImportError, MemoryError, RuntimeError) as error:
+        limit = limit_behind(error)
+        if limit is None and not isinstance(error, OSError):
+            raise
+        fail(limit or str(error), 1)
     except typer.Abort:
         status = _INTERRUPTED
     if status == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt

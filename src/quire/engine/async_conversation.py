@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quire.engine.core import EngineCore
     from quire.sessions.snapshots import Snapshot
 
-__all__ = ["AsyncConversation"]
+__all__ = ["AsyncConversation", "Outputs"]
 
 Result = TypeVar("Result")
 
@@ -35,6 +35,13 @@ class Requests(Protocol):
     def abort(self, request_id: str) -> None: ...
     async def between_steps(self, function: Callable[[], Result]) -> Result: ...
     def submit_between_steps(self, function: Callable[[], Result]) -> Future[Result]: ...
+
+
+class Outputs(Protocol):
+    """Of a request: an async generator, or an `AsyncEngine`'s stream."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+    def aclose(self) -> Awaitable[None]: ...
 
 
 class AsyncConversation(ConversationCore):
@@ -60,18 +67,41 @@ class AsyncConversation(ConversationCore):
         A loop that is left early closes it a moment later only; `contextlib.aclosing` does so at once.
         *raises:* as `AsyncEngine.generate`; an answer that ends with an error is not appended.
         """
-        params = self._params_of_turn(params)
-        transcript, name = self._transcript, request_id or self._engine.new_id()
-        self._turn, self._answer = name, []
+        prompt, options = self.asked(
+            params, priority=priority, request_id=request_id, cache_priority=cache_priority, deltas=deltas
+        )
+        async with aclosing(self.answered(options, self._engine.submit(prompt, options))) as outputs:
+            async for output in outputs:
+                yield output
+
+    def asked(
+        self,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        cache_priority: CachePriority = "normal",
+        deltas: bool = False,
+    ) -> tuple[Prompt, RequestOptions]:
+        """The request that the turn is, for `AsyncEngine.begin`; `answered` then takes its outputs."""
+        params, transcript = self._params_of_turn(params), self._transcript
+        name = request_id or self._engine.new_id()
         options = RequestOptions(
             params, transcript.key, priority, cache_priority, stream=True, deltas=deltas, request_id=name
         )
-        outputs = self._engine.submit(Prompt(None, transcript.token_ids), options)
+        return Prompt(None, transcript.token_ids), options
+
+    async def answered(
+        self, options: RequestOptions, outputs: Outputs
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of what was `asked`, appended when they end. *raises:* ArgumentError: a turn is under way."""
+        self._require_rest()
+        self._turn, self._answer = options.request_id, []
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     token_ids = output.outputs[0].token_ids
-                    if deltas:
+                    if options.deltas:
                         self._answer += token_ids
                     else:
                         self._answer = token_ids

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from quire.engine.explain import Explanation
     from quire.sessions.snapshots import Snapshot
 
-__all__ = ["AsyncEngine"]
+__all__ = ["AsyncEngine", "RequestStream"]
 
 Result = TypeVar("Result")
 _ids = itertools.count()
@@ -60,6 +60,43 @@ class _LoopSink:
 def _put_all(pairs: list[tuple[Queue, Answer]]) -> None:
     for queue, answer in pairs:
         queue.put_nowait(answer)
+
+
+class RequestStream(AsyncIterator[RequestOutput]):
+    """The outputs of a request that has begun, the last one `finished`. Closed before that, the request is aborted.
+
+    *raises* in the iteration: the error of the request, or the one that stopped the engine.
+    """
+
+    def __init__(self, engine: AsyncEngine, request_id: str) -> None:
+        self.request_id = request_id
+        self.queue: Queue = Queue()
+        self._engine = engine
+        self._ended = False
+
+    async def __anext__(self) -> RequestOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        output = await self.queue.get()
+        if isinstance(output, RequestOutput) and not output.finished:
+            return output
+        self._ended = True
+        self._engine._requests.pop(self.queue, None)
+        if isinstance(output, RequestOutput):
+            if output.error is None:
+                return output
+            output = output.error
+        raise output or CancelledError("the request was ended by somebody else")
+
+    def close(self) -> None:
+        """Aborts the request if it has not ended. Twice does nothing."""
+        if not self._ended:
+            self._ended = True
+            self._engine._drop(self)
+
+    async def aclose(self) -> None:
+        """As `close`, for `contextlib.aclosing`."""
+        self.close()
 
 
 class AsyncEngine:
@@ -124,9 +161,21 @@ class AsyncEngine:
 
     def submit(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[RequestOutput, None]:
         """`generate`, from a prompt's tokens and all of its options."""
-        name = self.new_id() if options.request_id is None else options.request_id
-        options = replace(options, request_id=name, stream=True)
-        return self._listen(name, lambda: self._engine.submit(prompt, options), options.params)
+        return self._outputs(lambda: self.begin([(prompt, options)]))
+
+    async def begin(self, requests: Sequence[tuple[Prompt, RequestOptions]]) -> list[RequestStream]:
+        """Queues all of the requests or none; the outputs of each, to be read to the end or closed.
+
+        *raises:* what `generate` raises, here and not with the first output.
+        """
+        named = [
+            (prompt, replace(asked, request_id=asked.request_id or self.new_id(), stream=True))
+            for prompt, asked in requests
+        ]
+        names = [asked.request_id or "" for _, asked in named]
+        return await self._begin(
+            names, [asked.params for _, asked in named], lambda: self._engine.submit_all(named)
+        )
 
     def fork(
         self, request_id: str, params: SamplingParams | None = None, *, new_request_id: str | None = None
@@ -137,7 +186,7 @@ class AsyncEngine:
         def submit() -> None:
             self._engine.fork(request_id, params, new_request_id=name, stream=True)
 
-        return self._listen(name, submit, params)
+        return self._outputs(lambda: self._begin([name], [params], submit))
 
     async def compile_grammar(self, params: SamplingParams | None) -> None:
         """Builds the grammar that `params` ask for, if it is new, in a thread beside the engine's: neither the
@@ -152,52 +201,58 @@ class AsyncEngine:
         """For a request, one that no other has."""
         return f"async-{next(_ids)}"
 
-    async def _listen(
-        self, name: str, submit: Callable[[], object], params: SamplingParams | None
+    async def _outputs(
+        self, begin: Callable[[], Awaitable[list[RequestStream]]]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of the request of that name, which `submit` hands to the engine in the driver's thread."""
-        self._driver.process.check()
-        self.llm.refuse_autocast()
-        await self.compile_grammar(params)
-        self._require_open()
-        sink, queue = _LoopSink(asyncio.get_running_loop()), Queue()
+        """The outputs of the one request that `begin` begins, once the first is asked for."""
+        (stream,) = await begin()
+        async with aclosing(stream):
+            async for output in stream:
+                yield output
+
+    async def _begin(
+        self, names: Sequence[str], params: Sequence[SamplingParams | None], submit: Callable[[], object]
+    ) -> list[RequestStream]:
+        """The outputs of the requests of these names, which `submit` queues in the driver's thread, all or none."""
         driver = self._driver
+        driver.process.check()
+        self.llm.refuse_autocast()
+        for one in params:
+            await self.compile_grammar(one)
+        self._require_open()
+        sink = _LoopSink(asyncio.get_running_loop())
+        streams = [RequestStream(self, name) for name in names]
 
         def begin() -> None:
-            try:
-                if self._closing:
-                    raise CancelledError("the engine was closed before the request ran")
+            if self._closing:
+                raise CancelledError("the engine was closed before the request ran")
+            for name in names:
                 if driver.ticket(name) is not None:
                     raise ArgumentError(f"expected a new request id, got {name!r}, which is still running")
-                submit()
-            except Exception as error:  # of this request alone
-                sink([(queue, error)])
-            else:
-                driver.expect(name, sink, ticket=queue)
+            submit()
+            for stream in streams:
+                driver.expect(stream.request_id, sink, ticket=stream.queue)
+
+        self._requests |= {stream.queue: (stream.request_id, sink) for stream in streams}
+        try:
+            await asyncio.wrap_future(driver.submit(begin))
+        except BaseException:  # a cancelled wait included, whose requests may begin yet
+            for stream in streams:
+                stream.close()
+            raise
+        return streams
+
+    def _drop(self, stream: RequestStream) -> None:
+        """Ends the request of that stream, if it has not ended."""
+        driver, name = self._driver, stream.request_id
 
         def drop() -> None:
-            if driver.ticket(name) is queue:  # and not a later one of the same name
+            if driver.ticket(name) is stream.queue:  # and not a later one of the same name
                 driver.drop(name)
 
-        self._requests[queue] = name, sink
-        ended = False
-        try:
-            driver.post(begin)
-            while not ended:
-                output = await queue.get()
-                if output is None:
-                    output = CancelledError("the request was ended by somebody else")
-                if isinstance(output, BaseException):
-                    ended = True
-                    raise output
-                ended = output.finished
-                if output.error is not None and output.finished:
-                    raise output.error
-                yield output
-        finally:
-            self._requests.pop(queue, None)
-            if not ended and driver.process.is_here:
-                driver.post(drop)
+        self._requests.pop(stream.queue, None)
+        if driver.process.is_here:
+            driver.post(drop)
 
     def abort(self, request_id: str) -> None:
         """Ends a request: its iteration gets a last output with finish_reason "abort". Unknown ids are ignored."""

@@ -21,7 +21,9 @@ Cost: `call` two switches of threads, 50 us; `post` one; a step no switch of its
 from __future__ import annotations
 
 import functools
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from quire.engine.engine import Engine
 
 __all__ = ["Answer", "Driver", "Mailbox", "Sink", "in_driver"]
+
+_log = logging.getLogger("quire")
 
 Result = TypeVar("Result")
 Answer = RequestOutput | BaseException | None
@@ -84,9 +88,20 @@ class Mailbox:
 
 
 class Driver:
-    """See the module's text. on_close: called in the thread at its end. num_threads: of torch, in this thread alone."""
+    """See the module's text. on_close: called in the thread at its end. num_threads: of torch, in this thread alone.
 
-    def __init__(self, engine: Engine, on_close: Callable[[], None], *, num_threads: int) -> None:
+    on_idle: called in the thread once no step has been computed for `idle_s` seconds since the last one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_close: Callable[[], None],
+        *,
+        num_threads: int,
+        on_idle: Callable[[], None] | None = None,
+        idle_s: float = 0.0,
+    ) -> None:
         self.failure: BaseException | None = None
         """What the last step failed with, until one succeeds."""
         self.process = OwnProcess(
@@ -96,6 +111,9 @@ class Driver:
         self._engine = engine
         self._on_close = on_close
         self._num_threads = num_threads
+        self._on_idle = on_idle
+        self._idle_s = idle_s
+        self._idle_at: float | None = None  # when `on_idle` is to be called, unless a step comes first
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], object]] = deque()
         self._is_closing = self._has_ended = False
@@ -275,11 +293,14 @@ class Driver:
         engine = self._engine
         while True:
             with self._wake:
-                while not (self._commands or self._is_closing or self._wanted):
-                    self._wake.wait()
+                while not (self._commands or self._is_closing or self._wanted or self._is_idle_due()):
+                    self._wake.wait(None if self._idle_at is None else self._idle_at - time.monotonic())
                 if self._is_closing:
                     return
                 commands, self._commands = self._commands, deque()
+            if self._is_idle_due():
+                self._idle_at = None
+                self._call_on_idle()
             while commands:
                 commands.popleft()()
             del commands  # D3
@@ -297,3 +318,15 @@ class Driver:
                 self.failure = None
                 self._deliver(outputs)
                 del outputs
+            if self._on_idle is not None:
+                self._idle_at = time.monotonic() + self._idle_s
+
+    def _is_idle_due(self) -> bool:
+        return self._idle_at is not None and not self._wanted and time.monotonic() >= self._idle_at
+
+    def _call_on_idle(self) -> None:
+        assert self._on_idle is not None
+        try:
+            self._on_idle()
+        except Exception:  # nobody asked for it, so nobody's call fails
+            _log.warning("what is done while the engine is idle failed", exc_info=True)

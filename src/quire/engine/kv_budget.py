@@ -96,6 +96,12 @@ class KVBudget:
         self._require_elastic()
         self._storage.give_back(self._engine.trim())
 
+    @property
+    def idle_trim_s(self) -> float:
+        """Seconds without a step after which `trim` is due; 0: never, nor where memory was taken to be kept."""
+        keeps = self._config.prefault or not self._storage.capabilities.elastic
+        return 0.0 if keeps else self._config.idle_trim
+
     def prefault(self) -> bool:
         """See `LLM.prefault`."""
         if self._name != "paged":

@@ -67,7 +67,13 @@ class LLM:
         self.storage, self.block_size = core.storage_name, core.budget.block_size
         self.cache, self.engine, self.runner = core.cache, core.engine, core.runner
         self.profile = core.profile
-        self.driver = Driver(core.engine, core.close, num_threads=core.num_threads)
+        self.driver = Driver(
+            core.engine,
+            core.close,
+            num_threads=core.num_threads,
+            on_idle=core.budget.trim if core.budget.idle_trim_s else None,
+            idle_s=core.budget.idle_trim_s,
+        )
         self.tenants = LLMTenants(core, self.driver)
         self.pins = LLMPins(core, self.driver)
         self.monitor = LLMMonitor(core, self.driver)

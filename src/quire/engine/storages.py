@@ -22,6 +22,7 @@ from quire.cache.protocol import KVCache
 from quire.config import REGISTERED_STORAGES, EngineConfig, parse_growth
 from quire.engine.capacity import kv_memory_bytes
 from quire.errors import ArgumentError
+from quire.registry import Registry
 from quire.sizes import parse_size
 from quire.spec import KVSpec
 
@@ -84,10 +85,13 @@ def num_blocks_within(
 
 
 def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
-    from quire.memory.paged import PagedStorage
+    from quire.memory.paged import PagedStorage, paged_block_bytes
 
-    storage = PagedStorage(spec, 1, config.block_size, device=_device(config))
-    return _with_cache(config, storage, spec, max_model_len, config.block_size)
+    block_size = config.block_size
+    num_blocks = num_blocks_within(
+        config, spec, max_model_len, block_size=block_size, block_bytes=paged_block_bytes(spec, block_size)
+    )
+    return _with_cache(config, PagedStorage(spec, num_blocks, block_size, device=_device(config)), num_blocks)
 
 
 def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
@@ -103,22 +107,24 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
         # With a prefix cache a parked row that is adopted whole is worth more than a short one.
         step_tokens=None if config.prefix_caching else config.max_batch_tokens,
     )
-    return _with_cache(config, storage, spec, max_model_len, block_size)
-
-
-def _with_cache(
-    config: EngineConfig, storage: Any, spec: KVSpec, max_model_len: int, block_size: int
-) -> tuple[Any, Any]:
-    """`storage`, which has one block, with those of the budget, and a `Cache` over them."""
     try:
         num_blocks = num_blocks_within(
             config, spec, max_model_len, block_size=block_size, block_bytes=storage.block_bytes
         )
         storage.resize(num_blocks)
+    except BaseException:
+        storage.close()
+        raise
+    return _with_cache(config, storage, num_blocks)
+
+
+def _with_cache(config: EngineConfig, storage: Any, num_blocks: int) -> tuple[Any, Any]:
+    """`storage` and a `Cache` over its blocks."""
+    try:
         cache = Cache(
-            spec,
+            storage.spec,
             num_blocks=num_blocks,
-            block_size=block_size,
+            block_size=storage.block_size,
             prefix_caching=config.prefix_caching,
             run_blocks=storage.run_blocks,
             backend=config.backend if is_host_backend(config.backend) else None,
@@ -200,12 +206,11 @@ def _chosen() -> str:
 
 
 _Maker = Callable[[EngineConfig, KVSpec, int], tuple[Any, KVCache]]
-_MAKERS: dict[str, _Maker] = {
-    "paged": _paged,
-    "contiguous": _contiguous,
-    "growing": _growing,
-    "virtual": _virtual,
-}
+_MAKERS: Registry[_Maker] = Registry(
+    "a storage",
+    "storage",
+    {"paged": _paged, "contiguous": _contiguous, "growing": _growing, "virtual": _virtual},
+)
 
 
 def register(name: str, make: _Maker, *, shares_blocks: bool) -> None:
@@ -214,15 +219,15 @@ def register(name: str, make: _Maker, *, shares_blocks: bool) -> None:
 
     shares_blocks: sequences can share them; the storage is a `BlockStorage`, the cache a `quire.Cache`.
 
-    Raises:
-        ArgumentError: the name is taken.
+    *raises:* ArgumentError: the name is taken by another.
     """
-    if name == "auto" or _MAKERS.setdefault(name, make) is not make:
-        raise ArgumentError(f"expected a new name for a storage, got {name!r}; there are {sorted(_MAKERS)}")
-    REGISTERED_STORAGES[name] = shares_blocks
+    if name == "auto":
+        raise ArgumentError('expected a new name for a storage, got "auto", which chooses one; take another')
+    _MAKERS.register(name, make)
+    REGISTERED_STORAGES.register(name, shares_blocks)
 
 
 def unregister(name: str) -> None:
     """Undo `register`. Engines that have such a storage go on."""
-    if REGISTERED_STORAGES.pop(name, None) is not None:
-        del _MAKERS[name]
+    _MAKERS.unregister(name)
+    REGISTERED_STORAGES.unregister(name)

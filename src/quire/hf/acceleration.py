@@ -8,6 +8,8 @@ Models whose forward Quire does not run exactly (states, latents, rotary embeddi
 the packed linear layers alone, and keep their own attention.
 Between the forwards of a `generate` on a QuireCache torch has one thread: what transformers computes there is small,
 and torch's other threads would spin on into the next step, where the kernels' want to run.
+What computes is a back end by name, any device's. The model lies in host memory, and its ids and logits do; where the
+back end's memory is its own, a forward on a QuireCache that is no step is refused, by the cache.
 
 Forwards of one model take turns (`_Accelerated.lock`): a step switches the model's attention, and has the kernels'
 threads for itself anyway. All else of `generate` runs beside those of other threads.
@@ -40,6 +42,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from quire.attention import Backend
+from quire.attention import backend as attention_backend
 from quire.backends import native_module
 from quire.errors import ArgumentError, ConfigError, UnsupportedModelError
 from quire.hf.cache import QuireCache
@@ -49,6 +53,7 @@ from quire.model import rope
 from quire.model.cache_keyword import CACHE_KEYWORDS, cache_keyword, given_cache
 from quire.model.linear import pack_linears
 from quire.model.load import base_model, load, not_plain
+from quire.model.missing import counts_padding
 from quire.model.model_lock import hold, let_go, require_free
 from quire.model.overlay import below, install
 from quire.model.prepare import PreparedModel
@@ -82,8 +87,11 @@ class Acceleration:
 class _Accelerated:
     """One model that is accelerated: what is done about it now."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, backend: Backend | None) -> None:
         self._model = weakref.ref(model)
+        self.backend = (
+            backend  # None: nothing here computes steps, linear layers are packed as this machine can
+        )
         self._undo: list[Callable[[], None]] = []
         self._stamp: Stamp | None = None
         self._steps: _Steps | None = None
@@ -166,12 +174,12 @@ class _Accelerated:
             with without_hooks(model):  # the probe's forwards are nobody's business
                 if reason is not None:
                     pass
-                elif native_module() is None:
+                elif self.backend is None:
                     reason = "the native extension is not built here"
                 elif rope.original_length(model) is not None:
                     reason = "its rotary embeddings switch with the length of the input"
                 else:
-                    prepared = PreparedModel(load((model, None)), backend="native")
+                    prepared = PreparedModel(load((model, None)), backend=self.backend.name)
         except (UnsupportedModelError, ConfigError) as error:
             reason = str(error)
         except ArgumentError as error:
@@ -180,7 +188,8 @@ class _Accelerated:
             reason = str(error)  # it has gone where Quire does not run it
         if prepared is None:
             self._done = Acceleration("linears", reason)
-            undo = pack_linears(model)
+            pack = None if self.backend is None else self.backend.pack
+            undo = pack_linears(model, None if pack is None else "device", pack=pack)
             self._undo.append(undo)
             hold(model, self, self._undo)
             self._undo.append(lambda: let_go(model, self))
@@ -197,18 +206,30 @@ class _Accelerated:
 _NAME = "_quire_accelerated"  # in the model's __dict__, with which it goes
 
 
-def accelerate(model: PreTrainedModel) -> Acceleration:
+def accelerate(model: PreTrainedModel, *, backend: str | None = None) -> Acceleration:
     """Have `model.generate(..., past_key_values=QuireCache(model.config))` run on Quire's kernels, until `restore`.
 
     Done twice, nothing happens the second time but that it tells what holds by now. A PeftModel is accelerated through
     its base model, with the adapters in it.
 
+    Args:
+        backend: what computes, by a name of `quire.attention.backend`; not given, the extension where it is built. On
+            another device than this machine caches are `QuireCache(model.config, storage="growing", backend=...)`.
+
     Raises:
-        ArgumentError: not a transformers model, one that is not on the CPU, or one that an open LLM runs.
+        ArgumentError: not a transformers model, one that is not on the CPU, one that an open LLM runs, one that is
+            accelerated on another back end, or a back end that does not exist.
+        BackendError: the extension is asked for and was not built.
     """
     model = base_model(model, "accelerate")
     known = model.__dict__.get(_NAME)
     if known is not None:
+        own: Backend | None = known[0].backend
+        if backend is not None and (own is None or own.name != backend):
+            raise ArgumentError(
+                f"expected backend {'None' if own is None else repr(own.name)}, on which the model is accelerated, "
+                f"got {backend!r}; restore(model) first"
+            )
         return known[0].done
     elsewhere = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
     if elsewhere:
@@ -217,7 +238,9 @@ def accelerate(model: PreTrainedModel) -> Acceleration:
             "model.to('cpu')"
         )
     require_free(model)
-    accelerated = _Accelerated(model)
+    if backend is None and native_module() is not None:
+        backend = "native"
+    accelerated = _Accelerated(model, None if backend is None else attention_backend(backend))
     model.__dict__[_NAME] = accelerated, _install(model, accelerated)
     return accelerated.done
 
@@ -240,6 +263,7 @@ def _install(model: PreTrainedModel, accelerated: _Accelerated) -> Callable[[], 
     names = list(inspect.signature(own_forward).parameters)
     keyword = cache_keyword(own_forward)
     here = _Here()
+    spins = accelerated.backend is None or accelerated.backend.is_native  # beside kernels' threads
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -253,7 +277,7 @@ def _install(model: PreTrainedModel, accelerated: _Accelerated) -> Callable[[], 
     def generate(*args: Any, **kwargs: Any) -> Any:
         with accelerated.generate():
             others = len(args) > 2 or any(kwargs.get(name) is not None for name in _OTHERS_WORK)
-            if others or not isinstance(given_cache(keyword, kwargs), QuireCache):
+            if others or not spins or not isinstance(given_cache(keyword, kwargs), QuireCache):
                 return own_generate(*args, **kwargs)
             outside = here.torch_threads
             outside.append(outside[-1] if outside else torch.get_num_threads())
@@ -291,11 +315,8 @@ class _Steps:
         self._cache_keyword = keyword  # of the model's forward
         self._prepared = prepared
         self._storages: weakref.WeakKeyDictionary[QuireCache, RowStorage] = weakref.WeakKeyDictionary()
-        from quire.model.fused.structure import forward_names  # needs the extension, as this class does
-
-        # Attention that takes its positions from the cache's length (Llama 4's temperature) counts padding with them.
         self._counts_padding = any(
-            "get_seq_length" in forward_names(module)
+            counts_padding(type(module))
             for module in prepared.loaded.model.modules()
             if hasattr(module, "layer_idx")
         )
@@ -329,7 +350,7 @@ class _Steps:
         ):
             return None
         length = cache.get_seq_length()
-        pads = _pads(given.get("attention_mask"), ids.shape[0], length + ids.shape[1])
+        pads = _pads(given.get("attention_mask"), ids.shape[0], length + ids.shape[1], self._prepared.backend)
         positions = _positions(given.get("position_ids"), ids.shape, length)
         if pads is None or positions is None or (self._counts_padding and pads.any()):
             return None
@@ -366,6 +387,13 @@ class _Steps:
             return True  # it was, and has the same rows
         if len(cache.layers) != len(layers):
             return False
+        theirs, ours = cache.backend, prepared.backend
+        if theirs.name != ours.name and not (theirs.is_host and ours.is_host):
+            how = "without backend=" if ours.is_host else f'with storage="growing", backend={ours.name!r}'
+            raise ArgumentError(
+                f"expected a QuireCache in memory that backend {ours.name!r}, which runs the model, reads, got one of "
+                f"backend {theirs.name!r}; make it {how}, or restore(model)"
+            )
         for layer, stored in zip(cache.layers, layers, strict=True):
             if isinstance(layer, RowLayer) != (stored.shares_kv_with is None):
                 return False
@@ -423,14 +451,21 @@ def _drop(storage: weakref.ref[RowStorage]) -> None:
         held.drop()
 
 
-def _pads(mask: Any, num_rows: int, length: int) -> np.ndarray | None:
-    """Leading padding of each row, int64 [num_rows]; None for a mask that is something else."""
+def _pads(mask: Any, num_rows: int, length: int, backend: Backend) -> np.ndarray | None:
+    """Leading padding of each row, int64 [num_rows]; None for a mask that is something else.
+
+    A row of nothing but padding is left to the model's own forward, which answers something, where that can be.
+    """
     if mask is None:
         return np.zeros(num_rows, np.int64)
     if not isinstance(mask, torch.Tensor) or mask.shape != (num_rows, length) or mask.is_floating_point():
         return None
+    if mask.device.type != "cpu":
+        return None
     seen = mask.numpy() != 0
     pads = np.argmax(seen, axis=1)
+    if not backend.is_host:
+        pads[~seen.any(axis=1)] = length
     if not all(row[pad:].all() for row, pad in zip(seen, pads, strict=True)):
         return None
     return pads

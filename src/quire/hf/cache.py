@@ -24,12 +24,14 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
+from quire.attention import Backend
+from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.hf.dense import DenseMemory
 from quire.hf.layer_kinds import StateAndRows, row_layer
@@ -58,6 +60,9 @@ class QuireCache(DynamicCache):
         kv_memory: what this cache and its forks may take together: bytes, or a size such as "4GiB".
         piece_size: of `virtual`, what memory is mapped in: a power of two from 4 KiB to 2 MiB.
         max_length: tokens a row may have. Not given: as many as the model has positions; `growing` has no limit then.
+        backend: whose memory it is, by a name of `quire.attention.backend`; not given, this machine's. Another device's
+            is `growing` or `contiguous`, and takes the steps of a model that `accelerate(model, backend=...)` runs
+            there; a forward of the model's own is refused.
 
     Raises:
         ArgumentError: an argument out of range, or a config that transformers makes no cache from.
@@ -72,6 +77,7 @@ class QuireCache(DynamicCache):
         kv_memory: str | int = "4GiB",
         piece_size: str | int = "64KiB",
         max_length: int | None = None,
+        backend: str | None = None,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise ArgumentError(
@@ -81,6 +87,12 @@ class QuireCache(DynamicCache):
             raise ArgumentError(f"expected the storage virtual, growing or contiguous, got {storage!r}")
         if max_length is not None and max_length < 1:
             raise ArgumentError(f"expected max_length of at least 1 token, got {max_length}")
+        self.backend: Backend = attention_backend(backend)
+        if storage == "virtual" and not self.backend.is_host:
+            raise ArgumentError(
+                f'expected storage="growing" or "contiguous" on backend {self.backend.name!r}, got "virtual", which '
+                "maps memory of this machine"
+            )
         limit = parse_size(kv_memory, where="kv_memory")
         longest = max_length or max_length_of(config) or _DEFAULT_MAX_LENGTH
         self.memory: RowMemory
@@ -89,9 +101,9 @@ class QuireCache(DynamicCache):
 
             self.memory = VirtualMemory(limit, longest, parse_size(piece_size, where="piece_size"))
         elif storage == "growing":
-            self.memory = DenseMemory(limit, max_length, set_aside=False)
+            self.memory = DenseMemory(self.backend, limit, max_length, set_aside=False)
         else:
-            self.memory = DenseMemory(limit, longest, set_aside=True)
+            self.memory = DenseMemory(self.backend, limit, longest, set_aside=True)
         self.storage: RowStorageName = storage
         self.config = config
         try:
@@ -120,6 +132,8 @@ class QuireCache(DynamicCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """As transformers asks before a step; the step's memory is taken here, before any layer has changed."""
+        if not self.backend.is_host:
+            self._refuse_own_forward()
         self.check_whole()
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, RowLayer) and layer.is_initialized and layer.length + query_length > layer.ready:
@@ -189,6 +203,8 @@ class QuireCache(DynamicCache):
                 "expected a model that is not compiled; torch.compile cannot trace a QuireCache, whose buffers are "
                 "memory that it maps itself: call the model eagerly, or use a StaticCache"
             )
+        if not self.backend.is_host:
+            self._refuse_own_forward()
         check_tokens(key_states, value_states, layer.shape if layer.is_initialized else None, layer.index)
         self.check_whole()
         length, num_new = layer.length, key_states.shape[2]
@@ -207,6 +223,16 @@ class QuireCache(DynamicCache):
             raise
         keys, values = layer.store(key_states, value_states)
         return (keys.contiguous(), values.contiguous()) if self._dense else (keys, values)
+
+    def _refuse_own_forward(self) -> NoReturn:
+        """A forward that is none of Quire's would need views of a device's memory."""
+        name = self.backend.name
+        raise ArgumentError(
+            f"expected a step of a model that Quire runs whole on backend {name!r}, whose memory only its own kernels "
+            f"read, got a forward of the model's own: accelerate(model, backend={name!r}) has to answer "
+            'level="whole", and the call to ask for no gradient, attentions, hidden states, labels or mask beyond left '
+            "padding; or make the cache without backend="
+        )
 
     def _undo_step(self, length: int) -> None:
         """Layers that have stored this step's tokens already hold `length` again."""
@@ -394,8 +420,9 @@ class QuireCache(DynamicCache):
         kv_memory: str | int = "4GiB",
         piece_size: str | int = "64KiB",
         max_length: int | None = None,
+        backend: str | None = None,
     ) -> QuireCache:
-        """The cache that `save` wrote, in a storage of one's choice.
+        """The cache that `save` wrote, in a storage and on a back end of one's choice.
 
         Raises:
             LoadError: not such a file, cut short, damaged, or of another model; nothing of it is used.
@@ -406,7 +433,12 @@ class QuireCache(DynamicCache):
 
         model = base_model(model, "load a cache for")
         cache = cls(
-            model.config, storage=storage, kv_memory=kv_memory, piece_size=piece_size, max_length=max_length
+            model.config,
+            storage=storage,
+            kv_memory=kv_memory,
+            piece_size=piece_size,
+            max_length=max_length,
+            backend=backend,
         )
         load(cache, Path(path), model)
         cache.filled_by = weakref.ref(model)
@@ -420,7 +452,7 @@ class QuireCache(DynamicCache):
         return False
 
     def to(self, *args: Any, **kwargs: Any) -> QuireCache:
-        """The cache itself, for the CPU; its memory cannot go anywhere else.
+        """The cache itself, for the CPU; its memory stays where it was made.
 
         Raises:
             ArgumentError: for another device, or a dtype.

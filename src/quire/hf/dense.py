@@ -1,4 +1,4 @@
-"""Rows in plain tensors: `growing` and `contiguous`.
+"""Rows in plain tensors, or in buffers of a device: `growing` and `contiguous`.
 
     growing     room for 128 + layer % 64 tokens more than are needed; when that is full, a larger buffer is taken and
                 the past copied. Layers differ in how much, so that they seldom copy in the same step.
@@ -10,7 +10,8 @@ its old one exists beside it (one of one layer at a time).
 Threads: rows belong to one cache, the count to all its forks. Buffers are taken, replaced and copied under the memory's
 lock; a child of `os.fork` has copies of all and goes on with them.
 
-Cost: `prepare` about 0.1 us where there is room; a replacement copies the buffer. `select` and `reorder` copy rows.
+Cost: `prepare` about 0.1 us where there is room; a replacement copies the buffer. `select` and `reorder` copy rows. On
+another device than this machine these copies go over host memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 
 from quire.errors import CapacityError
 from quire.hf.rows import LayerBuffer, Need, Rows
+from quire.memory.device import DeviceMemory
+from quire.memory.device_buffer import DeviceBuffer, read, write
 from quire.process import ForkSafeLock
 from quire.sizes import format_size
 from quire.tally import Tally
@@ -32,9 +35,12 @@ _SPREAD = 64
 
 
 class DenseMemory:
-    """Memory of `limit_bytes` for rows; of `max_length` tokens each from the start if `set_aside`."""
+    """Memory of `limit_bytes` of a device for rows; of `max_length` tokens each from the start if `set_aside`."""
 
-    def __init__(self, limit_bytes: int, max_length: int | None, *, set_aside: bool) -> None:
+    def __init__(
+        self, device: DeviceMemory, limit_bytes: int, max_length: int | None, *, set_aside: bool
+    ) -> None:
+        self.device = device
         self.limit_bytes = limit_bytes
         self.max_length = max_length
         self.set_aside = set_aside
@@ -86,7 +92,9 @@ class DenseMemory:
             if moved and need.first < need.stop:
                 assert isinstance(need.rows, DenseRows)
                 tokens = need.rows.tokens(need.first, need.stop)
-                tokens[moved] = tokens[[order[row] for row in moved]]  # the right side is a copy
+                sources = read(self.device, tokens)[[order[row] for row in moved]]  # a copy
+                for row, source in zip(moved, sources, strict=True):
+                    write(self.device, tokens[row], source)
 
     def select(self, needs: Sequence[Need], order: Sequence[int]) -> list[Rows]:
         selected: list[tuple[DenseRows, int, int]] = []
@@ -107,9 +115,10 @@ class DenseMemory:
             for (new, origin, capacity), need in zip(selected, needs, strict=True):
                 new.replace(origin, origin, capacity)
                 assert isinstance(need.rows, DenseRows)
-                source, target = need.rows.tokens(need.first, need.stop), new.tokens(need.first, need.stop)
+                source = read(self.device, need.rows.tokens(need.first, need.stop))
+                target = new.tokens(need.first, need.stop)
                 for row, chosen in enumerate(order):
-                    target[row] = source[chosen]
+                    write(self.device, target[row], source[chosen])
         found: list[Rows] = [new for new, _, _ in selected]
         return found
 
@@ -126,12 +135,14 @@ class DenseMemory:
 
 
 class DenseRows:
-    """Rows in one tensor of `num_rows + 1` times `capacity` tokens; the last part is never touched."""
+    """Rows in one buffer of `num_rows + 1` times `capacity` tokens; the last part is never touched."""
 
     def __init__(self, memory: DenseMemory, num_rows: int, token_bytes: int, spread: int) -> None:
         self.num_rows, self.token_bytes, self.spread = num_rows, token_bytes, spread
         self.capacity = self.origin = 0
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.device = memory.device
+        self._buffer = DeviceBuffer(self.device, 0)
+        self.buffer = self._buffer.tensor
         self._memory: DenseMemory | None = memory
 
     @property
@@ -146,24 +157,27 @@ class DenseRows:
         memory = self._memory
         assert memory is not None
         try:
-            with torch.inference_mode(False):
-                buffer = torch.empty((self.num_rows + 1) * num_tokens * self.token_bytes, dtype=torch.uint8)
+            buffer = DeviceBuffer(self.device, (self.num_rows + 1) * num_tokens * self.token_bytes)
         except RuntimeError as error:
             raise CapacityError(
                 f"cannot take {format_size(self.bytes_of(num_tokens))} from the operating system for {num_tokens} "
                 f"tokens in {self.num_rows} rows of the KV cache: {str(error).splitlines()[0]}"
             ) from error
         if first < stop:
-            target = buffer.view(self.num_rows + 1, num_tokens, self.token_bytes)
-            target[: self.num_rows, : stop - first] = self.tokens(first, stop)
+            target = buffer.tensor.view(self.num_rows + 1, num_tokens, self.token_bytes)
+            source = read(self.device, self.tokens(first, stop))
+            write(self.device, target[: self.num_rows, : stop - first], source)
         memory.used.add(self.bytes_of(num_tokens) - self.bytes_of(self.capacity))
-        self.buffer, self.capacity, self.origin = buffer, num_tokens, first
+        self._buffer.close()
+        self._buffer, self.buffer = buffer, buffer.tensor
+        self.capacity, self.origin = num_tokens, first
 
     def close(self) -> None:
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.used.add(-self.bytes_of(self.capacity))
-            self.buffer = torch.empty(0, dtype=torch.uint8)
+            self._buffer.close()
+            self.buffer = self._buffer.tensor
 
     __del__ = close
 

@@ -13,17 +13,16 @@ Invariants
     C1  `save` leaves the old file or the whole new one under the path, whenever it is interrupted.
     C2  `load` fills the cache with verified bytes of this model, or leaves it empty and raises.
 
-Cost: a pass of SHA-256 over the model's weights, and one over the cache.
+Cost: a pass of SHA-256 over the model's weights, and one over the cache; of another device than this machine, a copy of
+the cache in host memory (`save`) or of a layer's keys or values (`load`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -34,8 +33,11 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from quire.errors import ArgumentError, LoadError
 from quire.hf.layers import RowLayer
+from quire.hf.rows import bytes_of_row
 from quire.hf.stored_shape import StoredShape
+from quire.memory.device_buffer import read, write
 from quire.model.fingerprint import fingerprint
+from quire.new_file import NewFile
 
 __all__ = ["load", "save"]
 
@@ -68,25 +70,10 @@ def save(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
     header: dict[str, Any] = {"fingerprint": fingerprint(model), "layers": [entry for entry, _ in layers]}
     payload = [part for _, tensors in layers for tensor in tensors for part in tensor]
     front = json.dumps(header, sort_keys=True).encode()
-    folder = path.parent
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=folder)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(_MAGIC + len(front).to_bytes(8, "little") + hashlib.sha256(front).digest() + front)
-            for part in payload:
-                file.write(part.numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-    folder_descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(folder_descriptor)  # the renaming itself
-    finally:
-        os.close(folder_descriptor)
+    with NewFile(path) as file:
+        file.write(_MAGIC + len(front).to_bytes(8, "little") + hashlib.sha256(front).digest() + front)
+        for part in payload:
+            file.write(part.numpy().data)
 
 
 def load(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
@@ -133,7 +120,8 @@ def _describe(layer: Any, index: int) -> tuple[dict[str, Any], list[_Parts]]:
             "sha256": [],
         }
         for which in (0, 1):
-            parts = list(_rows_of(layer, which, first, layer.length))
+            device = layer.rows[which].device
+            parts = [read(device, place) for place in _rows_of(layer, which, first, layer.length)]
             entry["rows"]["sha256"].append(_digest(parts))
             tensors.append(parts)
     if isinstance(layer, LinearAttentionLayer):
@@ -170,8 +158,7 @@ def _rows_of(layer: RowLayer, which: int, first: int, stop: int) -> Iterator[tor
     """The bytes of positions [first, stop), row by row, as they lie."""
     rows = layer.rows[which]
     for row in range(rows.num_rows):
-        begin = (row * rows.row_tokens - rows.origin) * rows.token_bytes
-        yield rows.buffer[begin + first * rows.token_bytes : begin + stop * rows.token_bytes]
+        yield bytes_of_row(rows, row, first, stop)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -250,8 +237,13 @@ def _fill(cache: _Cache, file: BinaryIO, header: dict[str, Any], path: Path) -> 
     for layer, entry in zip(cache.layers, entries, strict=True):
         if (rows := entry["rows"]) is not None:
             for which in (0, 1):
-                parts = list(_rows_of(layer, which, rows["first"], rows["length"]))
+                device = layer.rows[which].device
+                places = list(_rows_of(layer, which, rows["first"], rows["length"]))
+                parts = places if device.is_host else [torch.empty_like(place) for place in places]
                 _read_into(file, parts, rows["sha256"][which], path)
+                if not device.is_host:
+                    for place, part in zip(places, parts, strict=True):
+                        write(device, place, part)
             layer.filled(rows["first"], rows["length"])
         if entry["states"] is not None:
             _fill_states(layer, file, entry["states"], path)

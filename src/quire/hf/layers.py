@@ -1,7 +1,8 @@
 """The attention half of a layer of a transformers cache, over rows that grow in place.
 
 `update` writes the new keys and values behind those that are there and returns views of all that the step attends to:
-nothing is concatenated, nothing padded.
+nothing is concatenated, nothing padded. On a device whose memory only its own kernels read there are no such views: the
+cache refuses `update` there, and `keys` is a copy in host memory.
 Not an owner of memory: `rows` says what rows are, and the cache prepares all its layers' rows together. Not yet a layer
 of transformers': `layer_kinds` makes those of it.
 
@@ -24,8 +25,9 @@ from typing import Any, Protocol
 import torch
 
 from quire.errors import ArgumentError
-from quire.hf.rows import LayerBuffer, Need, Rows
+from quire.hf.rows import LayerBuffer, Need, Rows, bytes_of_row
 from quire.hf.stored_shape import StoredShape
+from quire.memory.device_buffer import read
 
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
@@ -86,7 +88,10 @@ class RowLayer:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """[B, heads, tokens, head_dim], a view: the tokens that the next step may see."""
+        """[B, heads, tokens, head_dim], a view: the tokens that the next step may see.
+
+        Of another device than this machine: a copy in host memory.
+        """
         return self._kept_view(0)
 
     @keys.setter
@@ -145,8 +150,15 @@ class RowLayer:
     def _kept_view(self, which: int) -> torch.Tensor | None:
         if not self.is_initialized:
             return None
-        first = self.first_kept()
-        return self.views()[which].narrow(2, first - self.rows[which].origin, self.length - first)
+        first, rows = self.first_kept(), self.rows[which]
+        if rows.device.is_host:
+            return self.views()[which].narrow(2, first - rows.origin, self.length - first)
+        held = [
+            read(rows.device, bytes_of_row(rows, row, first, self.length)) for row in range(rows.num_rows)
+        ]
+        shape, heads = self.shape, self.shape.num_heads[which]
+        copied = torch.stack(held).view(shape.dtype)
+        return copied.view(rows.num_rows, self.length - first, heads, shape.widths[which]).transpose(1, 2)
 
     def first_kept(self) -> int:
         """The first position that `keys` shows: the next step, or a `crop`, may need it."""
@@ -167,7 +179,7 @@ class RowLayer:
         """Take over empty rows, of keys and of values."""
         k, v = rows
         self._rows, self._shape, self._views = (k, v), shape, None
-        self.dtype, self.device = shape.dtype, torch.device("cpu")
+        self.dtype, self.device = shape.dtype, k.buffer.device
         self.is_initialized = True
 
     def needs(self, num_new: int) -> tuple[Need, Need]:
@@ -210,7 +222,8 @@ class RowLayer:
         """Store [B, heads, T, width] of T new tokens. Returns views of all that these tokens may see.
 
         Raises:
-            ArgumentError: another batch, head count, width, dtype or device than is stored, or a gradient asked for.
+            ArgumentError: another batch, head count, width, dtype or device than is stored, a gradient asked for, or
+                rows in a device's memory, which give no views.
             CapacityError: the memory does not hold them; the whole cache is as it was before the step.
         """
         return self._owner().store(self, key_states, value_states)

@@ -6,8 +6,9 @@ view of it, for any number of tokens, and nothing is moved when a token is added
 the batches of `generate` have. A `RowMemory` opens them, and counts what they take against one limit; what changes
 several of them is one call, for all or for none.
 
-    dense.py     `growing`: one buffer, replaced by a larger one when it is full; `contiguous`: one of full length
-    virtual.py   `virtual`: a range of addresses; pieces of memory are mapped into it as it is written
+    dense.py     `growing`: one buffer, replaced by a larger one when it is full; `contiguous`: one of full length; of
+                 any device
+    virtual.py   `virtual`: a range of addresses; pieces of memory are mapped into it as it is written, by this machine
 
 Token after token, and not head after head: a row is then one range that grows at one end, so that a fork has one
 partial piece to copy and not one for each head; torch's attention and ours read either through strides.
@@ -28,7 +29,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["LayerBuffer", "Need", "RowMemory", "Rows"]
+from quire.memory.device import DeviceMemory
+
+__all__ = ["LayerBuffer", "Need", "RowMemory", "Rows", "bytes_of_row"]
 
 
 class LayerBuffer(NamedTuple):
@@ -44,8 +47,10 @@ class Rows(Protocol):
 
     origin: position of the first token in the buffer. row_tokens: tokens from one row's begin to the next one's; the
     buffer has addresses for `num_rows + 1` of them, so that a view may begin anywhere in a row and be as long as one.
+    device: whose memory it is; where it is not this machine's, `quire.memory.device_buffer` moves the bytes.
     """
 
+    device: DeviceMemory
     num_rows: int
     token_bytes: int
     origin: int
@@ -61,6 +66,12 @@ class Rows(Protocol):
     def close(self) -> None:
         """Done with: the memory goes back as W4 says. Twice is harmless."""
         ...
+
+
+def bytes_of_row(rows: Rows, row: int, first: int, stop: int) -> torch.Tensor:
+    """Positions [first, stop) of one row, uint8, as they lie."""
+    begin = (row * rows.row_tokens - rows.origin) * rows.token_bytes
+    return rows.buffer[begin + first * rows.token_bytes : begin + stop * rows.token_bytes]
 
 
 class Need(NamedTuple):

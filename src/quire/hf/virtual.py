@@ -36,6 +36,7 @@ import torch
 
 from quire.errors import ArgumentError, BackendError, CapacityError
 from quire.hf.rows import LayerBuffer, Need, Rows
+from quire.memory.device import HOST, DeviceMemory
 from quire.memory.placement import AddressRange, PlacementHeap, why_not
 from quire.process import OwnProcess
 from quire.sizes import format_size
@@ -352,6 +353,7 @@ class VirtualRows:
     """One layer buffer of a group."""
 
     origin = 0
+    device: DeviceMemory = HOST
 
     def __init__(self, group: _Group, place: int) -> None:
         self.group: _Group = group

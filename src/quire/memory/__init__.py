@@ -3,6 +3,7 @@
 Others may use the names below, and
     block_bytes          a block's bytes, read and written
     device               copies to and from a device
+    device_buffer        a device's memory for rows that are no blocks
     free_memory          what the machine has left
     heap, paged, storage, view, virtual.storage   homes of the names below
     placement            mapped memory, by its own face

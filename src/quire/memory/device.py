@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from quire.backends import native_module
-from quire.memory.free_memory import free_memory_bytes
+from quire.memory.free_memory import free_address_bytes, free_memory_bytes
 from quire.memory.heap import Heap, physical_bytes
 
 __all__ = ["HOST", "Allocation", "DeviceMemory", "HostMemory"]
@@ -48,7 +48,8 @@ class DeviceMemory(Protocol):
     @property
     def is_host(self) -> bool:
         """Whether any code may read and write its bytes where they are. Only then are there storages other than
-        `paged`, reads of a disk straight into a block, and the extension's fused layers."""
+        `paged` (`virtual` rows and views of rows in `quire.hf`), reads of a disk straight into a block, and the
+        extension's fused layers."""
         ...
 
     def total_bytes(self) -> int:
@@ -61,7 +62,8 @@ class DeviceMemory(Protocol):
 
     def reserve(self, num_bytes: int) -> Allocation:
         """Addresses for `num_bytes`; memory is taken behind them as they are written, so a storage asks for all that it
-        may ever need. *raises:* CapacityError where it has not so many."""
+        may ever need. May be called, and what it gives closed, by any thread. *raises:* CapacityError where it has not
+        so many."""
         ...
 
     def copy_blocks(self, pools: Sequence[torch.Tensor], copies: np.ndarray) -> None:
@@ -96,7 +98,8 @@ class HostMemory:
     is_host = True
 
     def total_bytes(self) -> int:
-        return physical_bytes()
+        """No more than half of what a limit of the process leaves: the other half is for everything else."""
+        return min(physical_bytes(), free_address_bytes() // 2)
 
     def free_bytes(self) -> int:
         return free_memory_bytes()

@@ -1,34 +1,55 @@
-"""How much memory is free to this process. Reading of /proc only.
+"""How much memory is free to this process. Reading of limits and of /proc only.
 
 It is what the kernel says is available (MemAvailable), lowered to what the process's control groups (v1 and v2, every
-level) still allow.
+level), its own limits (`ulimit -v`, `ulimit -d`) and a kernel that overcommits nothing still allow. Where there is no
+/proc, it is what the kernel says is free, and the process's limits as if nothing of them were used.
 """
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 
-from quire.errors import CapacityError
+__all__ = ["free_address_bytes", "free_memory_bytes"]
 
-__all__ = ["free_memory_bytes"]
+_PAGE_BYTES = resource.getpagesize()
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes this process can still use: the machine's available memory, and each control group's rest."""
-    free = _mem_available(root)
+    """Bytes this process can still use: the machine's available memory, and the rest of each limit."""
+    free = min(_mem_available(root), free_address_bytes(root))
     for limit_bytes, used_bytes in _control_groups(root):
         free = min(free, max(0, limit_bytes - used_bytes))
     return free
 
 
+def free_address_bytes(root: Path = Path("/")) -> int:
+    """Bytes that this process may still map, by its own limits; 2**63 - 1 where it has none."""
+    try:
+        pages = [int(word) for word in (root / "proc/self/statm").read_text().split()]
+    except OSError:
+        pages = [0] * 7
+    free = 2**63 - 1
+    for kind, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
+        limit_bytes = resource.getrlimit(kind)[0]
+        if limit_bytes != resource.RLIM_INFINITY:
+            free = min(free, max(0, limit_bytes - used * _PAGE_BYTES))
+    return free
+
+
 def _mem_available(root: Path) -> int:
     try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
-        pass
-    raise CapacityError("expected /proc/meminfo with MemAvailable, got none; give kv_memory as a size")
+        lines = []
+    said = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    free = said.get("MemAvailable")
+    if free is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * _PAGE_BYTES
+    if _read_int(root / "proc/sys/vm/overcommit_memory") == 2:  # what is mapped counts, used or not
+        free = min(free, max(0, said.get("CommitLimit", free) - said.get("Committed_AS", 0)))
+    return free
 
 
 def _control_groups(root: Path) -> list[tuple[int, int]]:

@@ -41,9 +41,22 @@ from quire.memory.storage import Capabilities, Placement
 from quire.memory.view import KVView
 from quire.spec import KVGroup, KVSpec, format_of
 
-__all__ = ["MAX_BLOCK_SIZE", "PagedStorage"]
+__all__ = ["MAX_BLOCK_SIZE", "PagedStorage", "paged_block_bytes"]
 
 MAX_BLOCK_SIZE = 512
+
+
+def paged_block_bytes(spec: KVSpec, block_size: int) -> int:
+    """Bytes of one block of a `PagedStorage`: a block in every slot."""
+    num_slots = max(len(group.layers) for group in spec.groups)
+    return num_slots * _block_elements(spec, block_size) * format_of(spec.dtype).torch_dtype.itemsize
+
+
+def _block_elements(spec: KVSpec, block_size: int) -> int:
+    """Elements that one block takes in a slot."""
+    return block_size * max(
+        group.num_kv_heads * (group.k_head_dim + group.v_head_dim) for group in spec.groups
+    )
 
 
 class PagedStorage(BlockStorage):
@@ -93,10 +106,7 @@ class PagedStorage(BlockStorage):
             layer: (group, slot) for group in spec.groups for slot, layer in enumerate(group.layers)
         }
 
-        # Elements that one block takes in a slot.
-        self._block_elements = block_size * max(
-            group.num_kv_heads * (group.k_head_dim + group.v_head_dim) for group in spec.groups
-        )
+        self._block_elements = _block_elements(spec, block_size)
 
         if max_blocks is None:
             max_blocks = max(num_blocks, device.total_bytes() // self.block_bytes)
@@ -111,7 +121,7 @@ class PagedStorage(BlockStorage):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: a block in every slot."""
-        return self.num_slots * self._block_elements * self.dtype.itemsize
+        return paged_block_bytes(self.spec, self.block_size)
 
     @property
     def bytes_committed(self) -> int:
@@ -215,7 +225,8 @@ class PagedStorage(BlockStorage):
         if num_blocks > self.max_blocks:
             raise CapacityError(
                 f"cannot grow the KV storage to {num_blocks} blocks: address space was reserved for "
-                f"{self.max_blocks} of {self.block_bytes} bytes; build it with a larger max_blocks"
+                f"{self.max_blocks} of {self.block_bytes} bytes, what was asked for at the start or the process's "
+                "limits allowed; build it with a larger max_blocks, or raise the limit (ulimit -v)"
             )
         if num_blocks < self.num_blocks:
             with self._giving_back():

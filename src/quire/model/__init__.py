@@ -6,9 +6,9 @@ Others may use the names below, and
     linear                       packed linear layers
     load, prepare, step          homes of the names below
     huge_pages                   weights moved to huge pages
-    missing                      why a model cannot be run
+    missing                      why a model cannot be run, and how it attends
     model_lock, overlay          one holder of a model, and forwards laid over its own
-    rope, fused.structure        what a model's parts are
+    rope                         rotary embeddings
     prove.hooks, prove.stamp     whether a model is still what was proved
 """
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from quire.model.load import LoadedModel
 from quire.model.prove.hooks import hooked
 from quire.model.prove.stamp import behaviour
 from quire.model.sources import LiveSource, WeightSource
+from quire.new_file import NewFile
 
 __all__ = ["engine_fingerprint", "fingerprint"]
 
@@ -115,11 +115,9 @@ def _kept_digest(path: Path) -> str:
         return entry["sha256"]
     digest = _sha256(path)
     kept[path.name] = {"stamp": stamp, "sha256": digest}
-    with suppress(OSError):  # a folder that is not ours to write in: it is computed again next time
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".quire-")
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(kept, file)
-        os.replace(name, path.parent / _DIGESTS)
+    # A folder that is not ours to write in: it is computed again next time.
+    with suppress(OSError), NewFile(path.parent / _DIGESTS) as file:
+        file.write(json.dumps(kept).encode())
     return digest
 
 

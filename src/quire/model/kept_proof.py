@@ -28,7 +28,6 @@ import logging
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +40,7 @@ from quire.model.held_weight import bytes_of
 from quire.model.plain_weights import is_packed, plain
 from quire.model.prove.hooks import hooked
 from quire.model.prove.stamp import behaviour
+from quire.new_file import NewFile
 
 if TYPE_CHECKING:
     from quire.model.load import LoadedModel
@@ -94,10 +94,8 @@ class KeptProof:
         body = json.dumps({"key": self._key, "found": found}).encode()
         content = _MAGIC + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
         try:
-            descriptor, name = tempfile.mkstemp(".partial", "", self.path.parent)
-            with os.fdopen(descriptor, "wb") as file:
+            with NewFile(self.path) as file:
                 file.write(content)
-            os.replace(name, self.path)
         except OSError as error:
             _log.warning(
                 "the proof of the model is not kept in %s (%s)", self.path.parent, error.strerror or error

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["attends_itself", "what_is_missing", "why_not_called"]
+__all__ = ["attends_itself", "counts_padding", "what_is_missing", "why_not_called"]
 
 # What forwards call a past that is no cache of K and V.
 _OTHER_PASTS = ("mems", "state", "past_buckets_states", "cache_params")
@@ -56,6 +56,12 @@ def attends_itself(cls: type) -> bool:
     """Whether the class's forward stores K and V in a cache, and does not attend through transformers' interface."""
     names = _names(cls)
     return "update" in names and "get_interface" not in names
+
+
+def counts_padding(cls: type) -> bool:
+    """Whether the class's forward takes positions from the cache's length (Llama 4's temperature), so that padding
+    counts."""
+    return "get_seq_length" in _names(cls)
 
 
 def _has_alibi(model: torch.nn.Module) -> bool:

@@ -37,11 +37,10 @@ import json
 import logging
 import mmap
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -50,12 +49,13 @@ from quire.backends import native_module
 from quire.model.linear import DTYPE_NAMES, NativeWeight
 from quire.model.load_gguf import WidenedWeights
 from quire.model.mapped_weights import MappedWeights
+from quire.new_file import UNFINISHED, NewFile
 
 __all__ = ["KeptWeights"]
 
 _MAGIC = b"quire packed weights 1\n"
 _ALIGNMENT = 4096
-_SUFFIX, _PARTIAL = ".packed", ".partial"
+_SUFFIX = ".packed"
 _TOUCHED_AT_ONCE = 16 << 20
 _MADV_POPULATE_READ = 22
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -80,7 +80,7 @@ class KeptWeights:
         self._header, self._num_bytes = self._plan()
         self.path = folder / (hashlib.sha256(self._header).hexdigest()[:32] + _SUFFIX)
         self._pages: np.ndarray | None = None  # the mapped file
-        self._writer: BinaryIO | None = None
+        self._writer: NewFile | None = None
         self._in_memory: list[tuple[NativeWeight, int]] = []
 
     def __enter__(self) -> KeptWeights:
@@ -93,7 +93,7 @@ class KeptWeights:
             return
         if kind is not None:
             self._abandon()
-        elif self._publish() and self._map():
+        elif self._publish(self._writer) and self._map():
             for weight, offset in self._in_memory:
                 weight.move(self._address(offset), self._pages)
         self._in_memory.clear()
@@ -115,7 +115,7 @@ class KeptWeights:
             return NativeWeight.at(weight, self._address(offset), self._pages)
         packed = NativeWeight(weight)
         if offset is not None and self._writer is not None:
-            self._write(packed, offset)
+            self._write(self._writer, packed, offset)
         return packed
 
     def _plan(self) -> tuple[bytes, int]:
@@ -165,44 +165,33 @@ class KeptWeights:
     def _begin(self) -> None:
         try:
             _remove_abandoned(self.path.parent)
-            descriptor, name = tempfile.mkstemp(_PARTIAL, "", self.path.parent)
-            self._writer = cast(BinaryIO, os.fdopen(descriptor, "wb", buffering=0, closefd=True))
-            self._partial = Path(name)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._write_all(self._header, 0)
+            self._writer = NewFile(self.path)
+            fcntl.flock(self._writer.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._writer.write(self._header)
         except OSError as error:
             self._fail(error)
 
-    def _write(self, packed: NativeWeight, offset: int) -> None:
+    def _write(self, writer: NewFile, packed: NativeWeight, offset: int) -> None:
         view = np.ctypeslib.as_array(_pointer(packed.native.address), shape=(packed.native.num_bytes,))
         try:
-            self._write_all(view.data, offset)
+            writer.write(view.data, offset)
         except OSError as error:
             self._fail(error)
             return
         self._in_memory.append((packed, offset))
 
-    def _write_all(self, data: bytes | memoryview, offset: int) -> None:
-        descriptor, view = cast(BinaryIO, self._writer).fileno(), memoryview(data)
-        while view:
-            written = os.pwrite(descriptor, view, offset)
-            view, offset = view[written:], offset + written
-
-    def _publish(self) -> bool:
+    def _publish(self, writer: NewFile) -> bool:
         """Give the file its name; not if a source file changed meanwhile."""
-        writer = cast(BinaryIO, self._writer)
         try:
-            os.ftruncate(writer.fileno(), self._num_bytes)  # the last weight's padding
-            os.fsync(writer.fileno())
+            os.ftruncate(writer.descriptor, self._num_bytes)  # the last weight's padding
             if not self._sources_stand():
                 self._abandon()
                 return False
-            os.replace(self._partial, self.path)
+            self._writer = None
+            writer.publish()
         except OSError as error:
             self._fail(error)
             return False
-        writer.close()
-        self._writer = None
         return True
 
     def _sources_stand(self) -> bool:
@@ -222,9 +211,7 @@ class KeptWeights:
 
     def _abandon(self) -> None:
         if self._writer is not None:
-            with contextlib.suppress(OSError):
-                self._partial.unlink()
-            self._writer.close()
+            self._writer.abandon()
             self._writer = None
 
 
@@ -252,7 +239,7 @@ def _touch(pages: np.ndarray) -> None:
 
 def _remove_abandoned(folder: Path) -> None:
     """Partial files of processes that ended while they wrote: nobody holds their lock."""
-    for path in folder.glob("*" + _PARTIAL):
+    for path in folder.glob("*" + UNFINISHED):
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()

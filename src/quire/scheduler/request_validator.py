@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.cache.pins import Pins
 from quire.cache.prefix_key import ResolvedKey
-from quire.errors import ArgumentError, PromptError
+from quire.errors import ArgumentError, PromptError, PromptTooLongError
 from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.grammar import Grammars
 from quire.sampling.params import SamplingParams
@@ -134,10 +134,10 @@ class RequestValidator:
         return params
 
     def _max_tokens(self, params: SamplingParams, tokens: np.ndarray, key: ResolvedKey) -> int:
-        """The tokens to generate at most. *raises:* CapacityError: it would never fit."""
+        """The tokens to generate at most. *raises:* CapacityError, PromptTooLongError: it would never fit."""
         room = self.max_model_len - len(tokens)
         if params.min_tokens > room:
-            raise ArgumentError(
+            raise PromptTooLongError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
                 f"{len(tokens) + params.min_tokens} tokens ({len(tokens)} in the prompt, {params.min_tokens} or more "
                 "in the answer) - in `min_tokens`; lower it or shorten the prompt"
@@ -181,7 +181,7 @@ class RequestValidator:
             )
         if len(tokens) >= self.max_model_len:
             # The words that clients of the OpenAI API look for.
-            raise PromptError(
+            raise PromptTooLongError(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
                 f"{len(tokens) + 1} tokens ({len(tokens)} in the prompt, 1 or more in the answer); shorten the prompt "
                 f"to at most {self.max_model_len - 1} or raise max_model_len"

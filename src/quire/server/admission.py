@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from types import TracebackType
 
 from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
@@ -33,7 +32,7 @@ class Admission:
         self._recent: dict[str, deque[float]] = {}
 
     def admit(self, tenant: Tenant, num_requests: int) -> Admitted:
-        """Places, to be left by a `with` or one by one. *raises:* ApiError with status 429: there are none."""
+        """Places, to be left together or one by one. *raises:* ApiError with status 429: there are none."""
         if self.num_open + num_requests > self._most:
             self.refuse("queue_full", f"{self.num_open} requests run or wait, at most {self._most} may")
         if tenant.max_requests is not None:
@@ -70,7 +69,7 @@ class Admission:
 
 
 class Admitted:
-    """The places of one request's prompts. The end of a `with` leaves those that were not left one by one."""
+    """The places of one request's prompts, to be left one by one or all together."""
 
     def __init__(self, admission: Admission, tenant: Tenant, num_places: int) -> None:
         self.tenant = tenant
@@ -87,14 +86,11 @@ class Admitted:
             recent.pop()
         self._leave(self._num_places)
 
-    def __enter__(self) -> Admitted:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def leave(self) -> None:
+        """Leaves those that were not left one by one. Twice does nothing."""
         self._leave(self._num_places)
 
     def _leave(self, num_places: int) -> None:
+        num_places = min(num_places, self._num_places)  # all were left, and one of them ends yet
         self._num_places -= num_places
         self._admission._count(self.tenant.name, -num_places)

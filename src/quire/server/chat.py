@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
-from quire.server.admission import Admitted
 from quire.server.asked_form import form_asked_for, in_names_of
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
@@ -29,7 +28,7 @@ from quire.server.schemas.chat import (
     Tool,
 )
 from quire.server.schemas.common import ERRORS, Usage
-from quire.server.service import Answer, Service, new_id
+from quire.server.service import Answer, Begun, Service, new_id
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.tools import CallDelta, CallReader, ToolForm, form_of, grammar_of
 
@@ -55,15 +54,8 @@ async def chat_completions(
     prompt = await service.encode(text, add_special_tokens=bool(body.add_special_tokens))
     one = ChatWriter(body, service, params, form_of(service.tokenizer) if tools else None)
     with in_names_of(body):
-        admitted = await service.admit(tenant, body, [prompt], params)
-    if body.stream:
-        return await one.stream(admitted, service.outputs(admitted, body, prompt, params, one.id))
-
-    async def whole() -> Response:
-        return one.whole(await service.answer(admitted, body, prompt, params))
-
-    with admitted:
-        return await unless_gone(request, whole())
+        begun = await service.begin(tenant, body, service.requests(tenant, body, [prompt], params, one.id))
+    return await one.respond(request, begun, begun.outputs())
 
 
 def _tools(body: ChatRequest, service: Service) -> list[Tool]:
@@ -133,6 +125,19 @@ class ChatWriter:
     def id(self) -> str:
         return self._head["id"]
 
+    async def respond(
+        self, request: Request, begun: Begun, outputs: AsyncGenerator[RequestOutput]
+    ) -> Response:
+        """The answer in the form that the body asks for. outputs: of the one request that has begun."""
+        if self._body.stream:
+            return await self.stream(begun, outputs)
+
+        async def whole() -> Response:
+            return self.whole(await Answer.gather(outputs, self._params.n))
+
+        with begun:
+            return await unless_gone(request, whole())
+
     def whole(self, answer: Answer) -> JSONResponse:
         choices: list[ChatChoice] = []
         for index, text in enumerate(answer.texts):
@@ -189,23 +194,23 @@ class ChatWriter:
         shown = token_ids[: len(entries)]
         return chat_logprobs(self._service.tokenizer, shown, entries, self._params.logprobs or 0)
 
-    async def stream(self, admitted: Admitted, outputs: AsyncGenerator[RequestOutput]) -> EventStream:
+    async def stream(self, begun: Begun, outputs: AsyncGenerator[RequestOutput]) -> EventStream:
         self._head["object"] = "chat.completion.chunk"
         answer = Answer.of(self._params.n)
-        events = self._events(admitted, outputs, answer)
+        events = self._events(begun, outputs, answer)
         first = await anext(events)  # its errors become a status
         return EventStream(first, events, _hit_header(answer))
 
     async def _events(
-        self, admitted: Admitted, generated: AsyncGenerator[RequestOutput], answer: Answer
+        self, begun: Begun, generated: AsyncGenerator[RequestOutput], answer: Answer
     ) -> AsyncGenerator[bytes]:
         readers = [CallReader(self._form) for _ in range(self._params.n)]
-        begun: set[int] = set()
+        opened: set[int] = set()
         with_ids = self._body.return_token_ids
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
-        with admitted:
+        with begun:
             async with aclosing(generated) as outputs:
                 async for output in outputs:
                     answer.num_prompt_tokens = len(output.prompt_token_ids)
@@ -214,14 +219,14 @@ class ChatWriter:
                         index, reason = part.index, part.finish_reason
                         if answer.finish_reasons[index] is not None or not (part.token_ids or reason):
                             continue
-                        if index not in begun:
+                        if index not in opened:
                             first = _choice(index, {"role": "assistant", "content": ""})
-                            if with_ids and not begun:
+                            if with_ids and not opened:
                                 head = {**self._head, "prompt_token_ids": output.prompt_token_ids}
                                 yield ChoiceEvents(head, with_usage=with_usage).choice(first)
                             else:
                                 yield write.choice(first)
-                            begun.add(index)
+                            opened.add(index)
                         answer.token_ids[index] += part.token_ids
                         answer.finish_reasons[index] = reason
                         logprobs = self._logprobs(part.token_ids, part.logprobs or [])

@@ -13,14 +13,13 @@ from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
-from quire.server.admission import Admitted
 from quire.server.asked_form import form_asked_for, in_names_of
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import completion_logprobs
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.schemas.completions import Completion, CompletionChoice, CompletionRequest
-from quire.server.service import Answer, Service, new_id
+from quire.server.service import Answer, Begun, Service, new_id
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 
 __all__ = ["router"]
@@ -46,15 +45,16 @@ async def completions(
     add_special = body.add_special_tokens is not False
     prompts = [await _token_ids(service, prompt, add_special) for prompt in given]
     one = _Writer(body, service, params, _echoes(body, service, given))
+    name = one.id if len(prompts) == 1 else None
     with in_names_of(body):
-        admitted = await service.admit(tenant, body, prompts, params)
+        begun = await service.begin(tenant, body, service.requests(tenant, body, prompts, params, name))
     if body.stream:
-        return await one.stream(admitted, prompts)
+        return await one.stream(begun)
 
     async def whole() -> Response:
-        return one.whole(await service.answers(admitted, body, prompts, params))
+        return one.whole(await begun.answers(params.n))
 
-    with admitted:
+    with begun:
         return await unless_gone(request, whole())
 
 
@@ -157,21 +157,23 @@ class _Writer:
                 del choice["token_ids"], choice["prompt_token_ids"]
         return JSONResponse(shown, headers=_hit_header(answers))
 
-    async def stream(self, admitted: Admitted, prompts: list[Any]) -> EventStream:
-        answers = [Answer.of(self._params.n) for _ in prompts]
-        events = self._events(admitted, prompts, answers)
+    @property
+    def id(self) -> str:
+        return self._head["id"]
+
+    async def stream(self, begun: Begun) -> EventStream:
+        answers = [Answer.of(self._params.n) for _ in range(len(begun))]
+        events = self._events(begun, answers)
         first = await anext(events)  # its errors become a status
         return EventStream(first, events, _hit_header(answers))
 
-    async def _events(
-        self, admitted: Admitted, prompts: list[Any], answers: list[Answer]
-    ) -> AsyncGenerator[bytes]:
+    async def _events(self, begun: Begun, answers: list[Answer]) -> AsyncGenerator[bytes]:
         offsets: dict[int, int] = {}
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
-        with admitted:
-            async with aclosing(self._outputs(admitted, prompts)) as outputs:
+        with begun:
+            async with aclosing(_outputs(begun)) as outputs:
                 async for one in outputs:
                     place, output = one if isinstance(one, tuple) else (0, one)
                     answer = answers[place]
@@ -221,45 +223,41 @@ class _Writer:
             yield event({**self._head, "choices": [], "usage": _usage(answers).model_dump()})
         yield DONE
 
-    def _outputs(
-        self, admitted: Admitted, prompts: list[Any]
-    ) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:
-        """The outputs of all prompts as they come: of several, each with its prompt's place."""
-        if len(prompts) == 1:  # the common case, without a layer more
-            return self._service.outputs(admitted, self._body, prompts[0], self._params, self._head["id"])
-        return self._outputs_of_several(admitted, prompts)
 
-    async def _outputs_of_several(
-        self, admitted: Admitted, prompts: list[Any]
-    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+def _outputs(begun: Begun) -> AsyncGenerator[RequestOutput | tuple[int, RequestOutput]]:
+    """The outputs of all requests as they come: of several, each with its place."""
+    return (
+        begun.outputs() if len(begun) == 1 else _outputs_of_several(begun)
+    )  # the common one without a layer more
 
-        async def feed(place: int, prompt: Any) -> None:
-            try:
-                async with aclosing(
-                    self._service.outputs(admitted, self._body, prompt, self._params)
-                ) as outputs:
-                    async for output in outputs:
-                        queue.put_nowait((place, output))
-                queue.put_nowait((place, None))
-            except Exception as error:
-                queue.put_nowait((place, error))
 
-        tasks = [asyncio.create_task(feed(place, prompt)) for place, prompt in enumerate(prompts)]
+async def _outputs_of_several(begun: Begun) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+
+    async def feed(place: int) -> None:
         try:
-            num_open = len(tasks)
-            while num_open:
-                place, output = await queue.get()
-                if isinstance(output, BaseException):
-                    raise output
-                if output is None:
-                    num_open -= 1
-                else:
-                    yield place, output
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            async with aclosing(begun.outputs(place)) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((place, output))
+            queue.put_nowait((place, None))
+        except Exception as error:
+            queue.put_nowait((place, error))
+
+    tasks = [asyncio.create_task(feed(place)) for place in range(len(begun))]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            place, output = await queue.get()
+            if isinstance(output, BaseException):
+                raise output
+            if output is None:
+                num_open -= 1
+            else:
+                yield place, output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _usage(answers: list[Answer]) -> Usage:

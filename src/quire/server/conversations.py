@@ -10,16 +10,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Request
 
 from quire.engine.async_conversation import AsyncConversation
-from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
-from quire.server.admission import Admitted
 from quire.server.asked_form import in_names_of
 from quire.server.chat import ChatWriter, chat_params
 from quire.server.conversation_store import Talk
-from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
+from quire.server.dependencies import TheService, TheTenant, text_only
 from quire.server.errors import ApiError
 from quire.server.messages import render, render_next, template_options
 from quire.server.schemas.common import ERRORS
@@ -37,7 +35,7 @@ from quire.server.schemas.conversations import (
     SnapshotRequest,
     Turn,
 )
-from quire.server.service import Answer, Service
+from quire.server.service import Service
 from quire.sessions.snapshot_files import NoSnapshotError, SnapshotExistsError
 
 __all__ = ["router"]
@@ -163,16 +161,16 @@ async def append(
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
     one = ChatWriter(body, service, params, more=lambda: {"conversation": _card(talk).model_dump()})
     with in_names_of(body):
-        admitted = await service.admit(tenant, body, [turn.token_ids], params)
-    outputs = _answered(service, admitted, talk, body, base, turn, params, one.id)
-    if body.stream:
-        return await one.stream(admitted, outputs)
-
-    async def whole() -> Response:
-        return one.whole(await Answer.gather(outputs, 1))
-
-    with admitted:
-        return await unless_gone(request, whole())
+        asked = turn.asked(
+            params,
+            priority=body.priority or 0,
+            request_id=one.id,
+            cache_priority=body.cache_priority or "normal",
+            deltas=True,
+        )
+        begun = await service.begin(tenant, body, [asked])
+    outputs = begun.outputs(through=lambda stream: turn.answered(asked[1], stream))
+    return await one.respond(request, begun, _answered(talk, base, turn, outputs))
 
 
 async def _turn_tokens(service: Service, talk: Talk, body: Turn, num_before: int) -> list[int]:
@@ -212,27 +210,15 @@ async def _plain_tokens(service: Service, body: NewConversation | Turn, *, is_fi
 
 
 async def _answered(
-    service: Service,
-    admitted: Admitted,
     talk: Talk,
-    body: Turn,
     base: AsyncConversation,
     turn: AsyncConversation,
-    params: SamplingParams,
-    request_id: str,
+    counted: AsyncGenerator[RequestOutput],
 ) -> AsyncGenerator[RequestOutput]:
-    """The answer's outputs. Nothing has begun before the first is asked for."""
+    """The answer's outputs; the conversation is being answered from the first that is asked for."""
     talk.begin(base, turn)
     is_kept = False
     try:
-        generated = turn.generate(
-            params,
-            priority=body.priority or 0,
-            request_id=request_id,
-            cache_priority=body.cache_priority or "normal",
-            deltas=True,
-        )
-        counted = service.counted(admitted, body, turn.token_ids, generated)
         async with aclosing(counted) as outputs:
             async for output in outputs:
                 is_kept = True

@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from quire.errors import ArgumentError, CancelledError, CapacityError, QuireError
+from quire.errors import ArgumentError, CancelledError, CapacityError, PromptTooLongError, QuireError
 
 __all__ = ["ApiError", "answer_of", "error_body", "install_handlers"]
 
@@ -69,10 +69,12 @@ def answer_of(error: BaseException) -> ApiError:
     """What the API says to any error: the engine's own ones in their words, others without details."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, CapacityError):
-        return ApiError(400, str(error), code="context_length_exceeded")
+    named = _NAMED_FIELD.search(str(error))
+    if isinstance(
+        error, (CapacityError, PromptTooLongError)
+    ):  # what OpenAI's clients know by a code of its own
+        return ApiError(400, str(error), param=named and named[1], code="context_length_exceeded")
     if isinstance(error, ArgumentError):
-        named = _NAMED_FIELD.search(str(error))
         return ApiError(400, str(error), param=named and named[1])
     if isinstance(error, CancelledError):
         return ApiError(503, str(error), code="cancelled", retry_after_s=1)

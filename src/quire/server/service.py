@@ -13,14 +13,17 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
-from quire.engine.async_engine import AsyncEngine
+from quire.engine.async_conversation import Outputs
+from quire.engine.async_engine import AsyncEngine, RequestStream
 from quire.errors import ArgumentError, CapacityError
 from quire.sampling.params import SamplingParams
+from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestOptions
 from quire.server.admission import Admission, Admitted
@@ -31,7 +34,7 @@ from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings
 from quire.server.tenants import Tenant, install
 
-__all__ = ["Answer", "Service", "new_id"]
+__all__ = ["Answer", "Begun", "Service", "new_id"]
 
 _LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
 
@@ -119,23 +122,26 @@ class Service:
         """Requests that run or wait."""
         return self._admission.num_open
 
-    async def admit(
-        self, tenant: Tenant, body: SamplingBody, prompts: Sequence[list[int]], params: SamplingParams
-    ) -> Admitted:
-        """A place for each prompt, once the engine has found all of them right.
+    async def begin(
+        self, tenant: Tenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
+    ) -> Begun:
+        """A place for each request, and all of them begun, once the engine has found all of them right.
 
         Places come first: what would wait beyond the bound, or exceed what its tenant may do, is refused at once,
         however long the engine's step takes, and no more than the bound wait for the engine's answer.
+        *raises:* what the engine does of requests that can never be served; nothing has begun then.
         """
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
-        admitted = self._admission.admit(tenant, len(prompts))
+        admitted = self._admission.admit(tenant, len(requests))
         try:
-            await self._check(tenant, body, prompts, params)
+            if body.keep_for is not None:
+                await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
+            streams = await self.engine.begin(requests)
         except BaseException:
             admitted.withdraw()
             raise
-        return admitted
+        return Begun(self, body, admitted, streams)
 
     # -- a request -------------------------------------------------------------------------------------
 
@@ -188,30 +194,27 @@ class Service:
             **others,
         )
 
-    def outputs(
+    def requests(
         self,
-        admitted: Admitted,
+        tenant: Tenant,
         body: SamplingBody,
-        prompt: Any,
+        prompts: Sequence[list[int]],
         params: SamplingParams,
         request_id: str | None = None,
-    ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of one prompt as it grows, each with what is new.
-
-        request_id: what the engine calls it, as the client does; a name of its own where there is none."""
-        generated = self.engine.generate(
-            prompt,
+    ) -> list[tuple[Prompt, RequestOptions]]:
+        """A request for each prompt. request_id: what the engine calls a single one, as the client does."""
+        options = RequestOptions.of(
             params,
-            request_id=request_id,
             priority=body.priority or 0,
             cache_priority=body.cache_priority or "normal",
             deltas=True,
-            **admitted.tenant.key(body.cache_salt),
+            request_id=request_id,
+            **tenant.key(body.cache_salt),
         )
-        return self.counted(admitted, body, prompt, generated)
+        return [(Prompt(None, prompt), options) for prompt in prompts]
 
     async def counted(
-        self, admitted: Admitted, body: SamplingBody, prompt: Any, generated: AsyncGenerator[RequestOutput]
+        self, admitted: Admitted, body: SamplingBody, generated: Outputs
     ) -> AsyncGenerator[RequestOutput]:
         """The outputs of a request, measured; its place is left at the end. Its prompt is kept, where the body says
         so, from the first output on."""
@@ -221,8 +224,6 @@ class Service:
         num_behind_first = 0  # tokens, of an answer that is one
         output: RequestOutput | None = None
         try:
-            if body.keep_for is not None:
-                await self._check_kept(tenant, body, prompt)
             async with aclosing(generated):
                 async for output in generated:
                     if first_s is not None:
@@ -245,17 +246,18 @@ class Service:
             if first_s is not None and num_behind_first:
                 self.metrics.time_per_output_token.observe((seconds - first_s) / num_behind_first)
 
-    async def _check_kept(self, tenant: Tenant, body: SamplingBody, prompt: Any) -> None:
+    async def _check_kept(self, tenant: Tenant, body: SamplingBody, prompts: Sequence[Any]) -> None:
         """Refuses at once what could not be kept."""
         pins, most = self.engine.pins, self.settings.limits.max_kept
 
         def check() -> None:
             kept = sum(pin.ttl_s is not None and pin.owner == (tenant.in_engine or "") for pin in pins)
-            if kept >= most:
+            if kept + len(prompts) > most:
                 self._admission.refuse(
                     "too_many_kept", f"{kept} of your prompts are kept, at most {most} may be"
                 )
-            pins.check(prompt, ttl=body.keep_for, **tenant.key(body.cache_salt))
+            for prompt in prompts:
+                pins.check(prompt, ttl=body.keep_for, **tenant.key(body.cache_salt))
 
         await self.engine.between_steps(check)
 
@@ -268,25 +270,6 @@ class Service:
             )
         except (ArgumentError, CapacityError):
             self.metrics.not_kept.inc()
-
-    async def answer(
-        self, admitted: Admitted, body: SamplingBody, prompt: Any, params: SamplingParams
-    ) -> Answer:
-        """The whole answer to one prompt."""
-        return await Answer.gather(self.outputs(admitted, body, prompt, params), params.n)
-
-    async def answers(
-        self, admitted: Admitted, body: SamplingBody, prompts: Sequence[Any], params: SamplingParams
-    ) -> list[Answer]:
-        """Likewise for several, side by side; the first error ends them all."""
-        if len(prompts) == 1:
-            return [await self.answer(admitted, body, prompts[0], params)]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self.answer(admitted, body, prompt, params)) for prompt in prompts]
-        except BaseExceptionGroup as errors:  # in the order in which they came
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
 
     # -- text and tokens -------------------------------------------------------------------------------
 
@@ -301,25 +284,6 @@ class Service:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
-    async def _check(
-        self, tenant: Tenant, body: SamplingBody, prompts: Sequence[list[int]], params: SamplingParams
-    ) -> None:
-        """Raises what the engine would: prompts or parameters that can never be served."""
-        await self.engine.compile_grammar(params)
-        engine, options = self.engine.core.engine, RequestOptions.of(params, **tenant.key(body.cache_salt))
-
-        def check() -> None:
-            for token_ids in prompts:
-                try:
-                    engine.check(token_ids, options)
-                except ArgumentError as error:
-                    if len(token_ids) < self.engine.max_model_len:
-                        raise
-                    # What OpenAI's clients know by a code of its own.
-                    raise ApiError(400, str(error), code="context_length_exceeded") from error
-
-        await self.engine.between_steps(check)
-
     def check_schema(self, schema: Any, param: str) -> None:
         """Refuses a JSON schema beyond the limits."""
         limits = self.settings.limits
@@ -331,6 +295,56 @@ class Service:
             raise ApiError(
                 400, f"expected a schema at most {limits.max_schema_depth} levels deep", param=param
             )
+
+
+class Begun:
+    """The requests of one body, which the engine has begun: where they come out, each `outputs` read once.
+
+    The end of a `with` ends those that have not ended, and leaves their places.
+    """
+
+    def __init__(
+        self, service: Service, body: SamplingBody, admitted: Admitted, streams: Sequence[RequestStream]
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._admitted = admitted
+        self._streams = streams
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def outputs(
+        self, place: int = 0, through: Callable[[RequestStream], Outputs] | None = None
+    ) -> AsyncGenerator[RequestOutput]:
+        """Of the request in that place as it grows, each with what is new. through: who is to see them before."""
+        stream = self._streams[place]
+        return self._service.counted(
+            self._admitted, self._body, stream if through is None else through(stream)
+        )
+
+    async def answers(self, n: int) -> list[Answer]:
+        """The whole answers to all of them, side by side; the first error ends them all."""
+        if len(self) == 1:
+            return [await Answer.gather(self.outputs(), n)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(Answer.gather(self.outputs(place), n)) for place in range(len(self))
+                ]
+        except BaseExceptionGroup as errors:  # in the order in which they came
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def __enter__(self) -> Begun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._admitted.leave()
 
 
 def _depth(value: Any, most: int) -> int:

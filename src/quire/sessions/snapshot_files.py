@@ -26,9 +26,8 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +35,9 @@ import numpy as np
 import xxhash
 
 from quire.errors import ArgumentError, LoadError
+from quire.new_file import NewFile
 from quire.tiers.files import Files
+from quire.tiers.folder_lock import FileLock
 from quire.tiers.tier import TierError
 
 __all__ = [
@@ -183,15 +184,9 @@ class SnapshotFiles:
 
     def _put(self, record: SnapshotRecord, path: Path) -> None:
         """Under the lock."""
-        writing = self.folder / _WRITING
-        try:
-            self._write(writing, _encoded(record))
-            self._files.rename(writing, path)
-        except BaseException:
-            with suppress(OSError):
-                self._files.remove(writing)
-            raise
-        self._files.sync_folder(self.folder)
+        # One name for all: the lock lets one write, and what a killed process left there is written over.
+        with NewFile(path, beside=self.folder / _WRITING, calls=self._files) as file:
+            file.write(_encoded(record))
 
     def _aside(self, name: str, namespace: bytes) -> Path:
         return self.folder / f"{_REMOVED}{_tag(namespace)}-{name}-{os.urandom(4).hex()}"
@@ -199,46 +194,17 @@ class SnapshotFiles:
     def _content(self, path: Path) -> bytes:
         descriptor = self._files.open(path)
         try:
-            return self._read(descriptor, self._files.size(path))
+            buffer = memoryview(bytearray(self._files.size(path)))
+            return bytes(buffer[: self._files.read_all(descriptor, buffer, 0)])
         finally:
             os.close(descriptor)
-
-    def _write(self, path: Path, content: bytes) -> None:
-        descriptor = self._files.open(path, create=True)
-        try:
-            rest = memoryview(content)
-            while rest:
-                rest = rest[self._files.write(descriptor, [rest], len(content) - len(rest)) :]
-            self._files.sync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def _read(self, descriptor: int, num_bytes: int) -> bytes:
-        buffer = bytearray(num_bytes)
-        done = 0
-        while done < num_bytes:
-            count = self._files.read(descriptor, memoryview(buffer)[done:], done)
-            if not count:
-                break
-            done += count
-        return bytes(buffer[:done])
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Nobody else writes or removes a snapshot here meanwhile."""
-        descriptor = self._files.open_lock(self.folder / _LOCK)
-        try:
-            until = time.monotonic() + self._timeout_s
-            while not self._files.try_lock(descriptor, exclusive=True):
-                if time.monotonic() > until:
-                    raise TierError(
-                        f"expected the snapshots in {self.folder} within {self._timeout_s} s, got no lock: somebody "
-                        "writes"
-                    )
-                time.sleep(0.005)
+        with closing(FileLock(self.folder / _LOCK, self._files, self._timeout_s)) as lock:
+            lock.acquire(exclusive=True)
             yield
-        finally:
-            os.close(descriptor)
 
     @contextmanager
     def _errors(self, done: str, name: str | None = None) -> Iterator[None]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.errors import ArgumentError
+from quire.registry import Registry
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FORMATS", "KVFormat", "format_of", "register"]
+__all__ = ["FORMATS", "KVFormat", "format_of", "register", "unregister"]
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,18 @@ class KVFormat:
         return getattr(torch, self.element)
 
 
-FORMATS: dict[str, KVFormat] = {}
+_NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FORMATS = Registry(
+    "a format", "dtype", {name: KVFormat(name, name, size) for name, size in _NUM_BYTES.items()}
+)
+unregister = FORMATS.unregister
 
 
 def register(new: KVFormat) -> None:
     """*raises:* ArgumentError: the name is taken by another format."""
-    if FORMATS.setdefault(new.name, new) != new:
-        raise ArgumentError(
-            f"expected a new name for a format, got {new.name!r}, which is {FORMATS[new.name]}"
-        )
+    FORMATS.register(new.name, new)
 
 
 def format_of(name: str) -> KVFormat:
     """*raises:* ArgumentError: there is none of this name."""
-    if name not in FORMATS:
-        raise ArgumentError(f"expected a dtype of {sorted(FORMATS)}, got {name!r}")
     return FORMATS[name]
-
-
-register(KVFormat("float32", "float32", 4))
-register(KVFormat("bfloat16", "bfloat16", 2))
-register(KVFormat("float16", "float16", 2))

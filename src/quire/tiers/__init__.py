@@ -17,5 +17,6 @@ Others may use
     disk, host, remote, by_url           the tiers; which one a URL means
     disk_folder, disk_index              what is in a folder
     names, segment, stored_prefix        what a segment is called, its bytes; how far a prompt is stored
-    speed, niceness, files               what was measured; threads that give way; system calls
+    speed, niceness                      what was measured; threads that give way
+    files, folder_lock                   system calls; one at a time
 """

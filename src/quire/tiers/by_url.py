@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.errors import ArgumentError
+from quire.registry import Registry
 from quire.tiers.tier import Tier
 
 __all__ = ["register", "tier_of", "unregister"]
@@ -19,7 +19,10 @@ def _redis(url: str) -> Tier:
     return RemoteTier(url)
 
 
-_MAKERS: dict[str, Callable[[str], Tier]] = {"redis": _redis, "rediss": _redis, "unix": _redis}
+_MAKERS: Registry[Callable[[str], Tier]] = Registry(
+    "a tier's scheme", "remote_cache", {"redis": _redis, "rediss": _redis, "unix": _redis}
+)
+unregister = _MAKERS.unregister
 
 
 def register(scheme: str, make: Callable[[str], Tier]) -> None:
@@ -27,20 +30,12 @@ def register(scheme: str, make: Callable[[str], Tier]) -> None:
 
     `make` may raise TierError: the engine goes on without the tier, and says so once.
 
-    Raises:
-        ArgumentError: the scheme is taken.
+    *raises:* ArgumentError: the scheme is taken by another.
     """
-    if _MAKERS.setdefault(scheme, make) is not make:
-        raise ArgumentError(f"expected a new scheme for a tier, got {scheme!r}; there are {sorted(_MAKERS)}")
-
-
-def unregister(scheme: str) -> None:
-    """Undo `register`. Engines that use such a tier go on."""
-    if _MAKERS.get(scheme) is _redis:
-        raise ArgumentError(f"expected a scheme that was registered, got {scheme!r}")
-    _MAKERS.pop(scheme, None)
+    _MAKERS.register(scheme, make)
 
 
 def tier_of(url: str) -> Tier:
     """*raises:* ArgumentError: a URL that no tier is for."""
-    return _MAKERS.get(url.partition("://")[0], _redis)(url)
+    scheme = url[: max(0, url.find("://"))]  # a URL without one may hold a password, which no error shows
+    return _MAKERS[scheme](url)

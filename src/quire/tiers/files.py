@@ -13,16 +13,15 @@ from typing import Any, TypeAlias
 import xxhash
 
 from quire.backends import native_module
+from quire.new_file import MAX_BUFFERS, FileCalls
 
-__all__ = ["MAX_BUFFERS", "Buffer", "Files"]
-
-MAX_BUFFERS = 512  # of one read or write; the system takes 1024
+__all__ = ["Buffer", "Files"]
 
 Buffer: TypeAlias = Any
 """What has the buffer protocol, writable, of single bytes: its length is theirs."""
 
 
-class Files:
+class Files(FileCalls):
     """The calls as they are. *raises:* OSError and sqlite3.Error, each as its callee does."""
 
     def connect(self, path: Path, *, timeout_s: float) -> sqlite3.Connection:
@@ -31,10 +30,6 @@ class Files:
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def open(self, path: Path, *, create: bool = False) -> int:
-        """For reading and writing; with `create`, made where it is not, and empty."""
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0), 0o600)
 
     def open_lock(self, path: Path) -> int:
         """Made where it is not, its owner's alone; its content stays."""
@@ -58,11 +53,15 @@ class Files:
     def truncate(self, descriptor: int, num_bytes: int) -> None:
         os.ftruncate(descriptor, num_bytes)
 
-    def write(self, descriptor: int, parts: Sequence[memoryview], offset: int) -> int:
-        return os.pwritev(descriptor, parts, offset)
-
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         return os.preadv(descriptor, [buffer], offset)
+
+    def read_all(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        """Fills the buffer, in as many calls as it takes; how many bytes, fewer where the file ends before."""
+        done = 0
+        while done < len(buffer) and (count := self.read(descriptor, buffer[done:], offset + done)):
+            done += count
+        return done
 
     def read_now(self, reads: Sequence[tuple[int, int, Buffer, Sequence[Buffer]]]) -> list[int]:
         """Reads values, (descriptor, offset, front, parts), each into its front and then its parts, as far as the
@@ -102,18 +101,6 @@ class Files:
             digest.update(part)
         return digest.intdigest()
 
-    def sync(self, descriptor: int) -> None:
-        """The file's bytes are on the medium when this returns."""
-        os.fdatasync(descriptor)
-
-    def sync_folder(self, path: Path) -> None:
-        """The names in the folder are on the medium when this returns."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
     def names(self, path: Path) -> list[str]:
         return os.listdir(path)
 
@@ -123,9 +110,3 @@ class Files:
             return os.stat(path).st_size
         except FileNotFoundError:
             return 0
-
-    def rename(self, path: Path, to: Path) -> None:
-        os.replace(path, to)
-
-    def remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)

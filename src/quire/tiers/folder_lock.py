@@ -27,7 +27,7 @@ class FileLock:
 
     def __init__(self, path: Path, files: Files, timeout_s: float) -> None:
         self._files = files
-        self._folder = path.parent
+        self._path = path
         self._timeout_s = timeout_s
         self._descriptor = files.open_lock(path)
 
@@ -39,7 +39,7 @@ class FileLock:
         while not self.try_acquire(exclusive=exclusive):
             if time.monotonic() >= until:
                 waited = f"within {self._timeout_s} s" if wait else "at once"
-                raise TierError(f"expected the disk cache in {self._folder} {waited}, got no lock")
+                raise TierError(f"expected the lock {self._path} {waited}, got no lock: others hold it")
             time.sleep(0.002)
 
     def release(self) -> None:

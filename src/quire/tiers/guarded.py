@@ -242,20 +242,39 @@ class GuardedTier:
 
     def _checked(self, name: SegmentName, value: Any, layout: PayloadLayout, seen: int) -> Fetched | None:
         """What a tier gave, if it is the segment (L2)."""
-        try:
-            view = memoryview(value).cast("B").toreadonly()
-            payload = decode(view, key=name.key, tokens=name.tokens, start=name.start, layout=layout)
-        except Exception as error:
-            self.count("damaged")
+        payload = self._payload(name, value, layout, seen)
+        if payload is None:
             self.count("misses")
-            self._log_once(("damaged",), f"a value was refused and removed: {error}")
-            self._guard("evict", lambda: self.tier.evict(name.key))
-            self._notices.gone(self.name, (name.key,), "damaged", seen)
             return None
         self.count("hits")
         self.count("loaded_bytes", payload.nbytes)
         self._notices.held(self.name, name, seen)
+        view = memoryview(value).cast("B").toreadonly()
         return Fetched(payload, view.nbytes, partial(list, [view]))
+
+    def _payload(self, name: SegmentName, value: Any, layout: PayloadLayout, seen: int) -> np.ndarray | None:
+        """What is in a value, verified; None: it was damaged, which is counted, and is removed."""
+        try:
+            view = memoryview(value).cast("B").toreadonly()
+            return decode(view, key=name.key, tokens=name.tokens, start=name.start, layout=layout)
+        except Exception as error:
+            self.count("damaged")
+            self._log_once(("damaged",), f"a value was refused and removed: {error}")
+            self._guard("evict", lambda: self.tier.evict(name.key))
+            self._notices.gone(self.name, (name.key,), "damaged", seen)
+            return None
+
+    @property
+    def num_damaged(self) -> int:
+        """Values that failed their check so far."""
+        return self._counts["damaged"]
+
+    def remove_if_damaged(self, name: SegmentName, layout: PayloadLayout) -> None:
+        """Looks at a value that nobody waits for; what fails its check is counted and removed."""
+        seen = self._notices.mark()
+        value = self._guard("load", lambda: self.tier.load(name.key))
+        if value is not None:
+            self._payload(name, value, layout, seen)
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
         """A load took so long, delivery included."""

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from quire.tiers.files import MAX_BUFFERS, Buffer, Files
+from quire.tiers.files import Buffer, Files
 from quire.tiers.read_buffers import ReadBuffers
 
 __all__ = ["PAGE", "Slabs", "pages_of"]
@@ -77,13 +77,7 @@ class Slabs:
         """The bytes, in memory of their own while referred to; None where the file ends before them."""
         opened = self._opened(slab)
         buffer = self._buffers.take(pages_of(num_bytes))[:num_bytes]
-        done = 0
-        while done < num_bytes:
-            count = self._files.read(opened.descriptor, buffer[done:], offset + done)
-            if count == 0:
-                return None
-            done += count
-        return buffer
+        return buffer if self._files.read_all(opened.descriptor, buffer, offset) == num_bytes else None
 
     def read_now(self, values: Sequence[tuple[int, int, Buffer, Sequence[Buffer]]]) -> list[int]:
         """See `Files.read_now`; of slabs instead of descriptors. It ends before the first of a slab that is gone."""
@@ -97,14 +91,7 @@ class Slabs:
     def write(self, slab: int, offset: int, parts: Sequence[memoryview]) -> None:
         """Writes the parts one after the other; they are durable after `sync`."""
         opened = self._opened(slab)
-        rest = [part.cast("B") for part in parts if part.nbytes]
-        while rest:
-            count = self._files.write(opened.descriptor, rest[:MAX_BUFFERS], offset)
-            offset += count
-            while rest and count >= len(rest[0]):
-                count -= len(rest.pop(0))
-            if count:
-                rest[0] = rest[0][count:]
+        self._files.write_all(opened.descriptor, parts, offset)
 
     def sync(self, slab: int) -> None:
         self._files.sync(self._opened(slab).descriptor)

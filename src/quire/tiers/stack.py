@@ -325,6 +325,7 @@ class TierStack:
 
     def _fetch(self, load: Load, indices: range, cache_priority: int, owner: str) -> bool:
         """Brings segments up; whether all were delivered."""
+        num_damaged = self._num_damaged()
         while indices:
             started = self._clock()
             names = load.chain[indices.start : indices.stop]
@@ -340,6 +341,8 @@ class TierStack:
                     return False
             else:
                 load._stop_at(indices.start, "missing")
+                if self._num_damaged() != num_damaged:
+                    self._look_through(load.chain[indices.start + 1 :])
                 return False
             if not self._hand_over(load, indices, found, tier.name):
                 return False
@@ -354,6 +357,16 @@ class TierStack:
                     one.store(outgoing, promoted=True)
             indices = indices[count:]
         return True
+
+    def _num_damaged(self) -> int:
+        return sum(tier.num_damaged for tier in self._tiers)
+
+    def _look_through(self, names: Sequence[SegmentName]) -> None:
+        """Behind a damaged value: the others that nobody asks for now go if they are damaged too, and are stored anew
+        with what is computed in their place. Else each start would find one of them."""
+        for tier in self._tiers:
+            for name in names:
+                self._readers.submit(partial(tier.remove_if_damaged, name, self.layout))
 
     def _some(self, names: Sequence[SegmentName]) -> Sequence[SegmentName]:
         """The leading ones, of `_COPIED_BYTES` together or one alone."""

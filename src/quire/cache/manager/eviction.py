@@ -29,7 +29,7 @@ from operator import itemgetter
 
 from quire.cache.manager.owners import NOBODY
 from quire.cache.types import DISCARD, KEEP, NORMAL
-from quire.errors import ArgumentError
+from quire.registry import Registry
 
 __all__ = ["NO_KEY", "EvictionOrder", "EvictionPolicy", "policy_of", "register", "unregister"]
 
@@ -50,32 +50,22 @@ class EvictionPolicy:
         return 0
 
 
-_POLICIES: dict[str, Callable[[], EvictionPolicy | None]] = {"lru": lambda: None}
+_POLICIES: Registry[Callable[[], EvictionPolicy | None]] = Registry(
+    "an eviction policy", "eviction", {"lru": lambda: None}
+)
+unregister = _POLICIES.unregister
 
 
 def register(name: str, make: Callable[[], EvictionPolicy]) -> None:
     """Have `Cache(backend="python", eviction=name)` evict as what `make` returns says, called once for each cache.
 
-    Raises:
-        ArgumentError: the name is taken.
+    *raises:* ArgumentError: the name is taken by another.
     """
-    if _POLICIES.setdefault(name, make) is not make:
-        raise ArgumentError(
-            f"expected a new name for an eviction policy, got {name!r}; there are {sorted(_POLICIES)}"
-        )
-
-
-def unregister(name: str) -> None:
-    """Undo `register`. Caches that evict so go on."""
-    if name == "lru":
-        raise ArgumentError("expected an eviction policy that was registered, got 'lru'")
-    _POLICIES.pop(name, None)
+    _POLICIES.register(name, make)
 
 
 def policy_of(name: str) -> EvictionPolicy | None:
     """A new policy of that name; None for "lru". ArgumentError for a name that does not exist."""
-    if name not in _POLICIES:
-        raise ArgumentError(f"expected one of {sorted(_POLICIES)} as eviction, got {name!r}")
     return _POLICIES[name]()
 
 

@@ -1,0 +1,73 @@
+"""A device's memory for somebody who cuts it up himself, and the two ways to move what is in it.
+
+For rows of tokens (`quire.hf`), which are no blocks. On this machine all of it is plain tensors: a buffer is torch's
+own, `read` gives the memory itself, and `write` is one copy. On another device only its own calls touch the bytes.
+
+Cost: on this machine that of `torch.empty` and `copy_`; on another device a copy over host memory, some us a call.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.memory.device import Allocation, DeviceMemory
+
+__all__ = ["DeviceBuffer", "read", "write"]
+
+
+class DeviceBuffer:
+    """`num_bytes` of a device. What they hold at first is nobody's.
+
+    tensor: uint8 [num_bytes]; on another device than this machine it carries addresses (D1 of `device`).
+
+    Raises:
+        CapacityError: the device has not so many; RuntimeError: torch got no memory from the system.
+    """
+
+    def __init__(self, device: DeviceMemory, num_bytes: int) -> None:
+        self._allocation: Allocation | None = None
+        with torch.inference_mode(False):  # one made in that mode could not be written outside of it
+            if device.is_host or not num_bytes:
+                self.tensor = torch.empty(num_bytes, dtype=torch.uint8)
+            else:
+                self._allocation = device.reserve(num_bytes)
+                self.tensor = self._allocation.tensor(torch.uint8)[:num_bytes]
+
+    def close(self) -> None:
+        """Done with. This machine's memory goes back with the last tensor made of it, a device's now."""
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            allocation.close()
+
+
+def read(device: DeviceMemory, source: torch.Tensor) -> torch.Tensor:
+    """What lies in `source`, in host memory: on this machine `source` itself, else a dense copy.
+
+    source: uint8, a part of a buffer's tensor, all of whose dimensions but the first are dense.
+    """
+    if device.is_host:
+        return source
+    payload = torch.empty(source.shape, dtype=torch.uint8)
+    if payload.numel():
+        device.copy_pieces(payload.view(-1).numpy(), _piece(source), False)
+    return payload
+
+
+def write(device: DeviceMemory, target: torch.Tensor, payload: torch.Tensor) -> None:
+    """Have `target` hold the bytes of `payload`.
+
+    target: as `source` of `read`. payload: uint8 of its shape, in host memory.
+    """
+    if device.is_host:
+        target.copy_(payload)
+    elif payload.numel():
+        device.copy_pieces(payload.contiguous().view(-1).numpy(), _piece(target), True)
+
+
+def _piece(part: torch.Tensor) -> np.ndarray:
+    """int64 [1, 5], see `DeviceMemory.copy_pieces`."""
+    num_rows = 1 if part.is_contiguous() else len(part)
+    row_bytes = part.numel() // num_rows
+    return np.array([[0, part.data_ptr(), num_rows, row_bytes, part.stride(0)]], np.int64)
