@@ -112,6 +112,7 @@ def test_a_field_that_is_not_served_takes_what_asks_for_nothing(model: Any, body
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [2**30]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1] * 100_000}, "allowed_token_ids"),
         ({"bad_words": [""]}, "bad_words.0"),
         ({"min_tokens": 9}, "min_tokens"),
         ({"min_tokens": 3000, "max_tokens": 4000}, "min_tokens"),
@@ -358,6 +359,32 @@ def test_a_text_may_go_without_the_tokens_that_begin_texts(
         for wanted in (None, True, False):
             post(url, path, {**body, "add_special_tokens": wanted})
     assert asked == [True, True, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"), [(None, slice(-3, None)), ("left", slice(-3, None)), ("right", slice(3))]
+)
+def test_a_prompt_is_cut_where_that_is_asked_for(url: str, llm: LLM, side: str | None, kept: slice) -> None:
+    ids = llm.tokenizer(PROMPT["prompt"])["input_ids"]
+    common = {**PROMPT, "echo": True, "return_token_ids": True}
+    choice = choice_of(url, "completions", {**common, "truncate_prompt_tokens": 3, "truncation_side": side})
+    assert choice["prompt_token_ids"] == ids[kept]
+    assert choice == choice_of(url, "completions", {**common, "prompt": ids[kept]})
+    long = {**common, "truncate_prompt_tokens": 3000}
+    assert choice_of(url, "completions", long)["prompt_token_ids"] == ids
+    chat = post(url, "chat/completions", {**CHAT, "truncate_prompt_tokens": 3})
+    assert chat["usage"]["prompt_tokens"] == 3
+    error = refused(url, "completions", {**PROMPT, "truncate_prompt_tokens": 0})
+    assert error["param"] == "truncate_prompt_tokens"
+
+
+def test_logprobs_may_name_tokens_by_their_ids(url: str) -> None:
+    common = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    choice = choice_of(url, "completions", {**PROMPT, **common, "logprobs": 1})
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    choice = choice_of(url, "chat/completions", {**CHAT, **common, "logprobs": True})
+    told = [one["token"] for one in choice["logprobs"]["content"]]
+    assert told == [f"token_id:{token}" for token in choice["token_ids"]]
 
 
 def test_a_prompt_that_is_too_long_for_min_tokens_is_refused_in_openais_words(url: str) -> None:

@@ -51,7 +51,7 @@ async def chat_completions(
     params = chat_params(body, service)
     options = template_options(service.tokenizer, body)
     text = render(service.tokenizer, body.messages, service.settings.limits, tools, options)
-    prompt = await service.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    prompt = body.cut(await service.encode(text, add_special_tokens=bool(body.add_special_tokens)))
     one = ChatWriter(body, service, params, form_of(service.tokenizer) if tools else None)
     with in_names_of(body):
         begun = await service.begin(tenant, body, service.requests(tenant, body, [prompt], params, one.id))
@@ -192,7 +192,8 @@ class ChatWriter:
         if not self._body.logprobs:
             return None
         shown = token_ids[: len(entries)]
-        return chat_logprobs(self._service.tokenizer, shown, entries, self._params.logprobs or 0)
+        tokenizer = None if self._body.return_tokens_as_token_ids else self._service.tokenizer
+        return chat_logprobs(tokenizer, shown, entries, self._params.logprobs or 0)
 
     async def stream(self, begun: Begun, outputs: AsyncGenerator[RequestOutput]) -> EventStream:
         self._head["object"] = "chat.completion.chunk"

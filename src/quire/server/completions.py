@@ -43,8 +43,9 @@ async def completions(
     given = _prompts(body, service)
     params = _params(body, service)
     add_special = body.add_special_tokens is not False
-    prompts = [await _token_ids(service, prompt, add_special) for prompt in given]
-    one = _Writer(body, service, params, _echoes(body, service, given))
+    prompts = [body.cut(await _token_ids(service, prompt, add_special)) for prompt in given]
+    echoed = given if body.truncate_prompt_tokens is None else prompts
+    one = _Writer(body, service, params, _echoes(body, service, echoed))
     name = one.id if len(prompts) == 1 else None
     with in_names_of(body):
         begun = await service.begin(tenant, body, service.requests(tenant, body, prompts, params, name))
@@ -115,6 +116,7 @@ class _Writer:
     ) -> None:
         self._body = body
         self._service = service
+        self._named_by = None if body.return_tokens_as_token_ids else service.tokenizer
         self._params = params
         self._echoes = echoes
         self._head = {
@@ -132,7 +134,7 @@ class _Writer:
                 logprobs = None
                 if body.logprobs is not None:
                     logprobs = completion_logprobs(
-                        self._service.tokenizer,
+                        self._named_by,
                         answer.token_ids[index][: len(answer.logprobs[index])],
                         answer.logprobs[index],
                         len(echo),
@@ -210,7 +212,7 @@ class _Writer:
                             choice["prompt_token_ids"] = output.prompt_token_ids
                         if self._body.logprobs is not None and part.logprobs:
                             shown = completion_logprobs(
-                                self._service.tokenizer,
+                                self._named_by,
                                 part.token_ids,
                                 part.logprobs,
                                 offsets[index],

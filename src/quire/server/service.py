@@ -169,6 +169,10 @@ class Service:
                 f"expected at most {limits.max_stop} stop strings of {limits.max_stop_chars} characters",
                 param="stop",
             )
+        if len(body.allowed_token_ids or ()) > self.engine.vocab_size:
+            raise ApiError(
+                400, f"expected at most {self.engine.vocab_size} token ids", param="allowed_token_ids"
+            )
         try:
             bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
         except ValueError as error:

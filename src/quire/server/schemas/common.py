@@ -103,6 +103,15 @@ class SamplingBody(UnservedFields):
     guided_regex: str | None = Field(None, description="Likewise.")
     guided_choice: Choices | None = Field(None, description="Likewise.")
     guided_grammar: str | None = Field(None, description="Likewise.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, lt=2**31, description="vLLM's: a longer prompt is cut to so many tokens."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="vLLM's: where a prompt is cut, left if nothing is said: the last tokens stay."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        False, description="vLLM's: logprobs call tokens `token_id:N`."
+    )
     return_token_ids: bool | None = Field(
         False, description="vLLM's: the answer has token_ids and prompt_token_ids."
     )
@@ -137,6 +146,13 @@ class SamplingBody(UnservedFields):
     keep_for: float | None = Field(
         None, gt=0, le=30 * 86400, description="Ours: seconds for which its prompt's content is pinned."
     )
+
+    def cut(self, token_ids: list[int]) -> list[int]:
+        """The tokens of a prompt that `truncate_prompt_tokens` leaves."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        return token_ids[:most] if self.truncation_side == "right" else token_ids[-most:]
 
     @model_validator(mode="before")
     @classmethod

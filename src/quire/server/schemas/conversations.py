@@ -48,6 +48,8 @@ class Turn(ChatFields):
     text: str | None = None
     tokens: Tokens | None = None
     add_special_tokens: Annotated[Any, Only("a turn has what its conversation needs")] = None
+    truncate_prompt_tokens: Annotated[Any, Only("a conversation keeps its tokens")] = None
+    truncation_side: Annotated[Any, Only("a conversation keeps its tokens")] = None
     generate: bool = Field(True, description="Whether the model answers; false: text or tokens are appended.")
 
 

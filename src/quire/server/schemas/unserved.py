@@ -67,14 +67,11 @@ class UnservedFields(StrictBody):
     skip_special_tokens: Annotated[Any, Only("text is written without special tokens", True)] = None
     prompt_logprobs: Annotated[Any, Only(_NO_PROMPT_LOGPROBS)] = None
     logprob_token_ids: Annotated[Any, Only("say how many of the likeliest instead")] = None
-    truncate_prompt_tokens: Annotated[Any, Only("no prompt is cut")] = None
-    truncation_side: Annotated[Any, Only("no prompt is cut")] = None
     logits_processors: Annotated[Any, Only("this server runs no code of its clients", [])] = None
     guided_decoding_backend: Annotated[
         Any, Only("llguidance is what this server has", "auto", "guidance")
     ] = None
     guided_whitespace_pattern: Annotated[Any, Only("JSON is written on one line")] = None
-    return_tokens_as_token_ids: Annotated[Any, Only("ask for return_token_ids", False)] = None
     return_token_offsets: Annotated[Any, Only(_NO_RENDER, False)] = None
     return_mm_kwargs: Annotated[Any, Only(_NO_RENDER, True)] = None
     repetition_detection: Annotated[Any, Only("use repetition_penalty")] = None
