@@ -267,9 +267,45 @@ def test_the_chat_template_is_told(
     httpx.delete(f"{url}/v1/conversations/{conversation}")
 
 
+RAG = (
+    "{% for d in documents or [] %}[{{ d.text }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "prompt"),
+    [
+        ({}, "<user>a</><assistant>b</><assistant>"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": False},
+            "<user>a</><assistant>b</><assistant>",
+        ),
+        ({"add_generation_prompt": False}, "<user>a</><assistant>b</>"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "<user>a</><assistant>b"),
+        ({"continue_final_message": True}, "<user>a</><assistant>b"),
+        ({"documents": [{"title": "t", "text": "d"}]}, "[d]<user>a</><assistant>b</><assistant>"),
+        ({"documents": []}, "<user>a</><assistant>b</><assistant>"),
+    ],
+)
+def test_how_the_prompt_ends_and_what_it_has_beside_messages(
+    url: str, llm: LLM, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], prompt: str
+) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", RAG)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    answer = post(url, "chat/completions", {**CHAT, "messages": messages, "return_token_ids": True, **more})
+    assert answer["prompt_token_ids"] == llm.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+
+
 @pytest.mark.parametrize(
     ("template", "more", "param"),
     [
+        (RAG, {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        (TEMPLATE, {"documents": [{"text": "d"}]}, "documents"),
+        (None, {"documents": [{"text": "d"}]}, "documents"),
+        (None, {"continue_final_message": True}, "continue_final_message"),
+        (None, {"add_generation_prompt": False}, "add_generation_prompt"),
         ("{{ messages[0].content }}", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("{{ messages[0].content }}", {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ("{{ messages[0].content }}", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

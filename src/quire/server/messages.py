@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.server.errors import ApiError
-from quire.server.schemas.chat import ChatFields, ChatMessage, Tool
+from quire.server.schemas.chat import ChatFields, ChatMessage, ChatRequest, Tool
 from quire.server.settings import Limits
 from quire.server.tools import system_message, template_tells_tools, template_text
 
@@ -55,7 +55,34 @@ def template_options(tokenizer: Any, body: ChatFields) -> dict[str, Any]:
                 param="reasoning_effort",
             )
         options = known | options
-    return options
+    return options | (_options_of_chats(template, body) if isinstance(body, ChatRequest) else {})
+
+
+def _options_of_chats(template: str, body: ChatRequest) -> dict[str, Any]:
+    """Those that transformers takes beside the messages. *raises:* ApiError: they say two things, or nothing to it."""
+    asked: dict[str, Any] = {}
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise ApiError(
+                400,
+                "expected no add_generation_prompt beside continue_final_message",
+                param="add_generation_prompt",
+            )
+        asked = {"continue_final_message": True, "add_generation_prompt": False}
+    elif body.add_generation_prompt is False:
+        asked = {"add_generation_prompt": False}
+    if body.documents:
+        if "documents" not in template:
+            raise ApiError(
+                400,
+                "expected none, as the model's chat template knows no documents; put them in a message",
+                param="documents",
+            )
+        asked["documents"] = body.documents
+    if asked and not template:
+        name = next(iter(asked))
+        raise ApiError(400, f"expected no {name}, as this model has no chat template", param=name)
+    return asked
 
 
 def render(
@@ -96,7 +123,7 @@ def render(
         return "".join(f"{one['role']}: {one['content'] or ''}\n" for one in plain) + "assistant:"
     try:
         return tokenizer.apply_chat_template(
-            plain, tools=told, tokenize=False, add_generation_prompt=True, **(options or {})
+            plain, tools=told, tokenize=False, **{"add_generation_prompt": True, **(options or {})}
         )
     except Exception as error:  # templates raise what they like
         raise ApiError(

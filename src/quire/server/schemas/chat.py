@@ -85,6 +85,16 @@ class ChatFields(SamplingBody, UnservedInChats):
 
 class ChatRequest(ChatFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="vLLM's: false: the prompt ends with the last message, and asks for no answer by itself.",
+    )
+    continue_final_message: bool | None = Field(
+        False, description="vLLM's: the answer goes on with the last message instead of beginning another."
+    )
+    documents: list[dict[str, Any]] | None = Field(
+        None, description="vLLM's: for a chat template that knows documents; others refuse them."
+    )
 
 
 class TopLogprob(BaseModel):

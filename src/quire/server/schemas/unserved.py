@@ -104,8 +104,5 @@ class UnservedInChats(UnservedFields):
     function_call: Annotated[Any, Only("use tool_choice", "none", "auto")] = None
     include_reasoning: Annotated[Any, Only(_NO_THINKING, True)] = None
     echo: Annotated[Any, Only("answers of chats are new messages", False)] = None
-    add_generation_prompt: Annotated[Any, Only("the prompt asks for the next message", True)] = None
-    continue_final_message: Annotated[Any, Only("the prompt asks for the next message", False)] = None
-    documents: Annotated[Any, Only("put them in a message", [])] = None
     chat_template: Annotated[Any, Only("the model's own is used")] = None
     return_prompt_text: Annotated[Any, Only(_NO_RENDER, False)] = None
