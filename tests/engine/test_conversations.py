@@ -331,7 +331,7 @@ def test_a_turn_that_is_left_keeps_what_came_and_one_that_fails_nothing(
     [
         (lambda c: c.append([]), PromptError, "expected at least one token, got none"),
         (lambda c: c.append([tiny_llm.VOCAB_SIZE]), PromptError, "expected token ids of 0 to 257, got 258"),
-        (lambda c: c.append([1] * 210), PromptError, "expected a prompt of at most 255 tokens"),
+        (lambda c: c.append([1] * 210), PromptError, "maximum context length is 256 tokens"),
         (lambda c: c.append(""), PromptError, "expected text, got an empty string"),
         (lambda c: c.append(5), PromptError, "expected a string"),
         (

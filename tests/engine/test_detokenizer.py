@@ -121,6 +121,45 @@ def test_text_ends_before_the_stop_string_wherever_tokens_end(
     assert detokenizer.stopped == (expected != text)
 
 
+@pytest.mark.parametrize(
+    ("stop", "text", "min_tokens", "expected", "reason"),
+    [
+        (("b",), "abab", 2, "aba", "b"),  # the first is complete too early
+        (("b",), "abab", 1, "a", "b"),
+        (("b",), "abab", 4, "abab", None),
+        (("aa",), "aaa", 2, "a", "aa"),  # one that begins early and ends late counts
+        (("ab", "abcd"), "abcdx", 3, "", "abcd"),  # what is held back ends nothing by itself
+        (("ab", "abcd"), "abcx", 3, "abcx", None),
+    ],
+)
+def test_a_stop_string_that_is_complete_too_early_is_none(
+    stop: tuple[str, ...], text: str, min_tokens: int, expected: str, reason: str | None
+) -> None:
+    for step in (1, len(text)):
+        detokenizer = Detokenizer(TOKENIZER, stop=stop, min_tokens=min_tokens)
+        ids = ids_of(text)
+        shown = "".join(detokenizer.push(ids[at : at + step]) for at in range(0, len(ids), step))
+        assert shown + detokenizer.finish() == detokenizer.text == expected
+        assert detokenizer.stop_reason == reason
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "expected", "reason"),
+    [
+        (("stop",), "abc stop def", "abc stop", "stop"),
+        (("abc", "b"), "xabc", "xab", "b"),
+        (("€",), "1€2", "1€", "€"),
+        (("zz",), "az", "az", None),
+    ],
+)
+def test_text_may_end_with_the_stop_string(
+    stop: tuple[str, ...], text: str, expected: str, reason: str | None
+) -> None:
+    detokenizer = Detokenizer(TOKENIZER, stop=stop, include_stop=True)
+    shown = "".join(detokenizer.push([token]) for token in ids_of(text)) + detokenizer.finish()
+    assert (shown, detokenizer.stop_reason) == (expected, reason)
+
+
 def test_nothing_is_held_back_longer_than_it_may_become_a_stop_string() -> None:
     detokenizer = Detokenizer(TOKENIZER, stop=("stop",))
     assert [detokenizer.push([token]) for token in ids_of("xstox")] == ["x", "", "", "", "stox"]

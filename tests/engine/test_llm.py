@@ -183,7 +183,7 @@ def test_stats_merge_cache_and_engine(llm: LLM) -> None:
         ([[]], "none"),
         ([5, VOCAB := tiny_llm.VOCAB_SIZE], f"got {VOCAB} at position 1"),
         ([[1], [-4]], "got -4 at position 0"),
-        ("x" * 256, "at most 255 tokens .* got 256"),
+        ("x" * 256, "maximum context length is 256 tokens. .* requested 257 tokens .256 in"),
         (3, "got int"),
         ([None], "prompt"),
         ([{"content": "no role"}], "role"),

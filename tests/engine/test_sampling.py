@@ -148,6 +148,10 @@ def test_forbidding_every_token_fails_the_sample() -> None:
     sequence = make_sample(temperature=1.0, logit_bias=dict.fromkeys(range(VOCAB), float("-inf")))
     draw(logits(1), sequence)
     assert "no token possible" in str(sequence.error)
+    greedy = make_sample(logit_bias=dict.fromkeys(range(VOCAB), float("-inf")))
+    rows = logits(2)
+    assert draw(rows, greedy, make_sample(temperature=1.0, top_k=1))[1] == int(rows[1].argmax())
+    assert "no token possible" in str(greedy.error)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-6])

@@ -18,8 +18,10 @@ from quire.sampling.params import SamplingParams
         ("temperature", -1, "0 (greedy) or more"),
         ("temperature", float("nan"), "0 (greedy) or more"),
         ("temperature", "hot", "0 (greedy) or more"),
-        ("top_p", 0, "more than 0, at most 1"),
-        ("top_p", 1.01, "more than 0, at most 1"),
+        ("top_p", -0.1, "0 (the most likely token) to 1"),
+        ("top_p", 1.01, "0 (the most likely token) to 1"),
+        ("min_tokens", -1, "0 or more"),
+        ("min_tokens", None, "0 or more"),
         ("top_k", -1, "0 or more"),
         ("top_k", True, "0 or more"),
         ("min_p", 1.5, "0 to 1"),
@@ -43,9 +45,20 @@ def test_a_bad_value_is_refused_with_field_value_and_range(field: str, value: An
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("stop", ""), ("stop", ["a", ""]), ("stop", [3]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"])],
+    [
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [3]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("bad_words", [""]),
+        ("bad_words", [3]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", ["a"]),
+    ],
 )
-def test_bad_stops_are_refused(field: str, value: Any) -> None:
+def test_bad_strings_and_ids_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ArgumentError, match=f"`{field}`"):
         SamplingParams(**{field: value})
 
@@ -71,7 +84,26 @@ def test_what_the_user_gave_wins_over_the_model_and_the_model_over_neutral() -> 
     assert SamplingParams().resolved(None).temperature == 0.0
 
 
+def test_a_top_p_of_nothing_is_greedy() -> None:
+    resolved = SamplingParams(top_p=0, temperature=0.9).resolved()
+    assert (resolved.temperature, resolved.top_p) == (0.0, 1.0)
+    assert resolved.is_plain_greedy
+
+
+def test_an_answer_cannot_be_shorter_and_longer() -> None:
+    with pytest.raises(ArgumentError, match=r"at most max_tokens 3, got 4 - in `min_tokens`"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+    assert SamplingParams(min_tokens=9).resolved({"max_new_tokens": 4}).max_tokens == 9
+
+
 def test_plain_greedy_is_only_what_one_argmax_decides() -> None:
     assert SamplingParams().resolved().is_plain_greedy
-    for changed in ({"temperature": 0.5}, {"repetition_penalty": 1.1}, {"logit_bias": {1: 2.0}}):
+    for changed in (
+        {"temperature": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {1: 2.0}},
+        {"min_tokens": 1},
+        {"bad_words": ["a"]},
+        {"allowed_token_ids": [1]},
+    ):
         assert not SamplingParams(**changed).resolved().is_plain_greedy  # type: ignore[arg-type]

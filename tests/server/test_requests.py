@@ -26,13 +26,13 @@ KEYS = KeyRing([(digest_of_key("key-a"), Tenant("team a")), (digest_of_key("key-
 def names(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the engine is asked to call its requests."""
     found: list[str] = []
-    submit = llm.engine.submit
+    submit_all = llm.engine.submit_all
 
-    def noted(prompt: Any, options: Any) -> Any:
-        found.append(options.request_id)
-        return submit(prompt, options)
+    def noted(requests: Any) -> Any:
+        found.extend(options.request_id for _, options in requests)
+        return submit_all(requests)
 
-    monkeypatch.setattr(llm.engine, "submit", noted)
+    monkeypatch.setattr(llm.engine, "submit_all", noted)
     return found
 
 

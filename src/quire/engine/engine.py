@@ -237,7 +237,8 @@ class Engine:
         sequence = parent.sequences[0]
         if params is None:
             left = parent.max_tokens - len(sequence.output_ids)
-            params = replace(parent.params, max_tokens=left, seed=None)
+            least = max(0, parent.params.min_tokens - len(sequence.output_ids))
+            params = replace(parent.params, max_tokens=left, min_tokens=least, seed=None)
         options = replace(
             parent.options,
             params=params,
@@ -333,11 +334,13 @@ class Engine:
     def _read(self, sequence: RequestSequence, detokenizer: Detokenizer) -> None:
         """Turns a sequence's newest token into text and ends the sequence at a stop string."""
         try:
-            if not (sequence.finished and sequence.finish_reason != "length"):
+            is_stop_token = sequence.finished and sequence.finish_reason != "length"
+            if not is_stop_token or sequence.request.params.include_stop_str_in_output:
                 detokenizer.push(sequence.output_ids[-1:])
-            if detokenizer.stopped:
+            if detokenizer.stopped and not is_stop_token:
                 self.scheduler.finish(sequence, "stop")
                 sequence.finish_reason = "stop"  # rather than the length it reached with the same token
+                sequence.stop_reason = detokenizer.stop_reason
         except Exception as error:  # of this sequence alone (E2)
             self.scheduler.finish(sequence, "error", error)
             sequence.finish_reason, sequence.error = "error", error

@@ -64,6 +64,7 @@ class Outputs:
             text=text,
             token_ids=sequence.output_ids[shown:],
             finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
             logprobs=None if sequence.logprobs is None else sequence.logprobs[shown:],
             new_text=new_text,
             error=sequence.error,
@@ -79,7 +80,7 @@ class Outputs:
         if self._tokenizer is None or not sequence.finished:
             return "", ""
         ids = sequence.output_ids
-        if sequence.finish_reason == "stop":
+        if sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output:
             ids = ids[:-1]  # the stop token
         text = decode(self._tokenizer, ids, sequence.request.prompt_token_ids[-8:].tolist())
         return text, text

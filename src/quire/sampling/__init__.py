@@ -4,5 +4,6 @@ Others may use
     params        `SamplingParams`
     sampler       one token for each sequence
     grammar       what a token may be
+    token_mask    tokens that a request forbids
     detokenizer   text of tokens
 """

@@ -6,7 +6,7 @@ context being the last tokens whose text is complete (the tail of the prompt at 
 U+FFFD is an unfinished character: it waits for the next token, and is given out as it is at the end.
 
 Stop strings: text that is a proper prefix of a stop string is held back until it is decided; the text ends
-before the earliest stop string.
+before the earliest stop string, or behind it. One that is complete within the first `min_tokens` tokens is none.
 
 Not here: stop tokens (the scheduler's). Cost per token: one decode of a few tokens, and a search in the new
 text and the longest stop string before it.
@@ -49,19 +49,37 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], Any]:
 
 
 class Detokenizer:
-    """The text of one sequence. `text` is what may be shown so far; `stopped` once a stop string was met."""
+    """The text of one sequence. `text` is what may be shown so far; `stop_reason` the stop string once one was met.
 
-    def __init__(self, tokenizer: Any, prompt_tail: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+    include_stop: the text ends with the stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_tail: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
         self._decode = _decoder(tokenizer)
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
+        self._include_stop = include_stop
+        self._num_exempt = min_tokens if self._stop else 0  # tokens to come whose text ends nothing
         # The tokens still needed: [0, _num_context) are complete text, the rest is pending.
         self._tokens = [int(token) for token in prompt_tail[-_CONTEXT_TOKENS:]]
         self._num_context = len(self._tokens)
         self._pieces: list[str] = []  # decided
         self._num_taken = 0  # characters of them that `take_new` has given out
         self._held = ""  # decoded, but may become a stop string
-        self.stopped = False
+        self._num_held_exempt = 0  # characters of it that no stop string may end in
+        self.stop_reason: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_reason is not None
 
     @property
     def text(self) -> str:
@@ -79,8 +97,14 @@ class Detokenizer:
         """Takes further tokens and returns the text that is decided by them, possibly empty."""
         if self.stopped:
             return ""
+        piece = ""
+        if self._num_exempt:
+            early, token_ids = token_ids[: self._num_exempt], token_ids[self._num_exempt :]
+            self._num_exempt -= len(early)
+            self._tokens.extend(int(token) for token in early)
+            piece = self._give(self._complete(final=False), exempt=True)
         self._tokens.extend(int(token) for token in token_ids)
-        return self._give(self._complete(final=False))
+        return piece + self._give(self._complete(final=False))
 
     def finish(self) -> str:
         """No more tokens will come: the rest of the text."""
@@ -110,18 +134,25 @@ class Detokenizer:
             self._num_context = _CONTEXT_TOKENS
         return after[len(before) :]
 
-    def _give(self, new: str) -> str:
-        """Moves text out of `_held` + `new`, up to a stop string or what may become one."""
+    def _give(self, new: str, *, exempt: bool = False) -> str:
+        """Moves text out of `_held` + `new`, up to a stop string or what may become one. exempt: none ends in it."""
         text = self._held + new
+        num_exempt = len(text) if exempt else self._num_held_exempt
         if not self._stop:
             piece, self._held = text, ""
         else:
-            found = [start for start in (text.find(stop) for stop in self._stop) if start >= 0]
+            found = [
+                (start, len(stop), stop)
+                for stop in self._stop
+                if (start := text.find(stop, max(0, num_exempt + 1 - len(stop)))) >= 0
+            ]
             if found:
-                piece, self._held, self.stopped = text[: min(found)], "", True
+                start, length, self.stop_reason = min(found)
+                piece, self._held = text[: start + length * self._include_stop], ""
             else:
                 num_held = self._num_undecided(text)
                 piece, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
+                self._num_held_exempt = max(0, num_exempt - len(piece))
         if piece:
             self._pieces.append(piece)
         return piece

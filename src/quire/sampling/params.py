@@ -27,23 +27,30 @@ class SamplingParams:
     """How to draw the tokens of one request.
 
     max_tokens: most tokens to generate per sequence; None: the model's default, else what fits, at most 256.
+    min_tokens: no end token, token of `stop_token_ids` or stop string ends a sequence before it has more than so many.
     temperature: 0 is greedy (the most likely token); None: the model's default, else greedy.
-    top_p, top_k, min_p: keep the smallest set of tokens of probability top_p (1: all), the top_k most likely
-        (0: all), those with at least min_p times the probability of the most likely (0: all).
+    top_p, top_k, min_p: keep the smallest set of tokens of probability top_p (1: all; 0: the most likely token, as
+        temperature 0), the top_k most likely (0: all), those with at least min_p times the probability of the most
+        likely (0: all).
     repetition_penalty: divides (positive) or multiplies (negative) the logits of tokens in prompt or output.
     presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once / per count.
     stop: strings that end a sequence; the text is cut before them. stop_token_ids: tokens that end it.
+    include_stop_str_in_output: the text has the stop string or token that ended it.
     n: sequences per prompt; the prompt is computed once and its blocks are shared.
     seed: the same seed gives the same tokens whatever else runs; None: derived from the engine's seed.
     logprobs: for each token its log probability and those of this many likeliest tokens (of the model's raw
         logits, before penalties and temperature).
     ignore_eos: the model's end tokens do not end a sequence (`stop_token_ids` still do).
     logit_bias: token id -> value added to its logit, -inf forbids it.
+    allowed_token_ids: the only tokens that may come; None: all.
+    bad_words: words that are not written, in the tokens that the tokenizer makes of them with a space before them and
+        without: the last of these may not come behind the others. Cut into other tokens they are not known.
     json_schema: the answer is a JSON text of this schema (a dict, or its JSON; {} for any JSON). regex: it matches this
         expression. grammar: it follows this Lark grammar, as llguidance reads them. At most one of the three.
     """
 
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -53,11 +60,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     stop: str | Iterable[str] = ()
     stop_token_ids: Iterable[int] = ()
+    include_stop_str_in_output: bool = False
     n: int = 1
     seed: int | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Iterable[int] | None = None
+    bad_words: Iterable[str] = ()
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -65,8 +75,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # frozen: the normal forms of what was given
         _check_int("max_tokens", self.max_tokens, 1, None, optional=True)
+        _check_int("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ArgumentError(
+                f"expected min_tokens of at most max_tokens {self.max_tokens}, got {self.min_tokens} - in `min_tokens`"
+            )
         _check_number("temperature", self.temperature, 0.0, None, "0 (greedy) or more", optional=True)
-        _check_number("top_p", self.top_p, 0.0, 1.0, "more than 0, at most 1", optional=True, open_low=True)
+        _check_number("top_p", self.top_p, 0.0, 1.0, "0 (the most likely token) to 1", optional=True)
         _check_int("top_k", self.top_k, 0, None, optional=True, note=" (0: all tokens)")
         _check_number("min_p", self.min_p, 0.0, 1.0, "0 to 1", optional=True)
         _check_number(
@@ -91,6 +106,16 @@ class SamplingParams:
         set_field(
             self, "stop_token_ids", tuple(_token_id("stop_token_ids", t) for t in self.stop_token_ids or ())
         )
+        if self.allowed_token_ids is not None:
+            allowed = tuple(dict.fromkeys(_token_id("allowed_token_ids", t) for t in self.allowed_token_ids))
+            if not allowed:
+                raise ArgumentError("expected at least one token id, got none - in `allowed_token_ids`")
+            set_field(self, "allowed_token_ids", allowed)
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        for word in words:
+            if not isinstance(word, str) or not word:
+                raise ArgumentError(f"expected non-empty strings, got {word!r} - in `bad_words`")
+        set_field(self, "bad_words", words)
         bias = {_token_id("logit_bias", token): value for token, value in (self.logit_bias or {}).items()}
         for token, value in bias.items():
             if not _is_number(value) or math.isnan(value) or value == math.inf:
@@ -121,11 +146,15 @@ class SamplingParams:
             given = defaults.get(name)
             return neutral if given is None else given
 
+        max_tokens = pick(self.max_tokens, "max_new_tokens", None)
+        temperature, top_p = pick(self.temperature, "temperature", 1.0), pick(self.top_p, "top_p", 1.0)
+        if top_p == 0.0:
+            temperature, top_p = 0.0, 1.0
         return replace(
             self,
-            max_tokens=pick(self.max_tokens, "max_new_tokens", None),
-            temperature=pick(self.temperature, "temperature", 1.0),
-            top_p=pick(self.top_p, "top_p", 1.0),
+            max_tokens=None if max_tokens is None else max(max_tokens, self.min_tokens),
+            temperature=temperature,
+            top_p=top_p,
             top_k=pick(self.top_k, "top_k", 0),
             min_p=pick(self.min_p, "min_p", 0.0),
             repetition_penalty=pick(self.repetition_penalty, "repetition_penalty", 1.0),
@@ -142,10 +171,16 @@ class SamplingParams:
         return {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
 
     @property
+    def masks_tokens(self) -> bool:
+        """Whether some tokens are forbidden, by grammar or bias apart."""
+        return self.allowed_token_ids is not None or bool(self.bad_words) or self.min_tokens > 0
+
+    @property
     def changes_logits(self) -> bool:
         """Whether the logits are edited before temperature (of a resolved record)."""
         return bool(
             self.logit_bias
+            or self.masks_tokens
             or any(form is not None for form in self.forms.values())
             or self.presence_penalty
             or self.frequency_penalty

@@ -4,8 +4,8 @@ Each sequence draws from a generator of its own, one number per token, and every
 a request draws depends on its seed and its logits, never on what else is in the batch. A row without a finite
 logit fails its own sequence (`error`) and no other.
 
-Order, as in transformers: the grammar's mask, logit bias, repetition, presence and frequency penalty, temperature,
-top_k, top_p, min_p; then one uniform number and the inverse of the cumulative distribution.
+Order, as in transformers: the masks of grammar and request, logit bias, repetition, presence and frequency penalty,
+temperature, top_k, top_p, min_p; then one uniform number and the inverse of the cumulative distribution.
 
 Cost: O(rows * vocabulary); rows with equal warper settings are processed together.
 """
@@ -18,10 +18,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quire.errors import QuireError
+from quire.errors import ArgumentError, QuireError
 from quire.sampling.grammar import Matcher
 from quire.sampling.greedy import most_likely
 from quire.sampling.params import SamplingParams
+from quire.sampling.token_mask import TokenMask
 from quire.torch_threads import one_torch_thread
 
 __all__ = ["new_generator", "sample_tokens"]
@@ -34,6 +35,8 @@ class _Request(Protocol):
     def params(self) -> SamplingParams: ...
     @property
     def is_plain(self) -> bool: ...
+    @property
+    def mask(self) -> TokenMask | None: ...
     @property
     def seed(self) -> int: ...
 
@@ -118,6 +121,7 @@ def _sample_others(scores: torch.Tensor, sequences: list[DrawingSequence]) -> np
                 scores[index] = _edit(scores[index], sequence, params)
             except Exception as error:  # of this sequence alone
                 sequence.error = error
+                scores[index] = 0.0  # drawn from all the same, and of no use
         key = (_f(params.temperature), params.top_k or 0, _f(params.top_p), _f(params.min_p))
         groups.setdefault(key, []).append(index)
     tokens = np.zeros(len(sequences), np.int64)
@@ -137,9 +141,11 @@ def _f(value: float | None) -> float:
 
 
 def _edit(row: torch.Tensor, sequence: DrawingSequence, params: SamplingParams) -> torch.Tensor:
-    """A row [vocab] with the grammar's mask, bias and penalties applied."""
+    """A row [vocab] with the masks, bias and penalties applied. *raises:* ArgumentError: they leave no token."""
     if sequence.matcher is not None:
         sequence.matcher.mask(row)
+    if sequence.request.mask is not None:
+        sequence.request.mask.apply(row, sequence.output_ids)
     if params.logit_bias:
         tokens = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         row[tokens] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
@@ -152,7 +158,24 @@ def _edit(row: torch.Tensor, sequence: DrawingSequence, params: SamplingParams) 
         unique, counts = np.unique(np.asarray(sequence.output_ids, np.int64), return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * torch.from_numpy(counts).to(row.dtype)
         row[torch.from_numpy(unique)] -= penalty
+    if not torch.isfinite(row.max()):
+        _refuse_nothing(sequence, params)
     return row
+
+
+def _refuse_nothing(sequence: DrawingSequence, params: SamplingParams) -> None:
+    asked = [name for name, form in params.forms.items() if form is not None]
+    asked += ["allowed_token_ids"] * (params.allowed_token_ids is not None) + ["bad_words"] * bool(
+        params.bad_words
+    )
+    asked += ["min_tokens"] * (len(sequence.output_ids) < params.min_tokens) + ["logit_bias"] * bool(
+        params.logit_bias
+    )
+    raise ArgumentError(
+        f"expected a token that may come next, got no token possible after {len(sequence.output_ids)} of request "
+        f"{sequence.request.request_id!r}: {', '.join(asked) or 'the penalties'} forbid all"
+        + (f" - in `{asked[-1]}`" if asked else "")
+    )
 
 
 def _warp(scores: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:

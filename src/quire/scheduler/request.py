@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quire.offload.swap import Swapped
     from quire.sampling.detokenizer import Detokenizer
     from quire.sampling.grammar import Matcher
+    from quire.sampling.token_mask import TokenMask
 
 __all__ = ["CompletionOutput", "Request", "RequestOutput", "RequestSequence", "SequenceState", "Timings"]
 
@@ -73,6 +74,7 @@ class RequestSequence:
         "request",
         "search",
         "state",
+        "stop_reason",
         "swapped",
         "waits_for",
     )
@@ -95,6 +97,7 @@ class RequestSequence:
             None  # one that runs or loads, and the position it has to reach
         )
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
         self.error: BaseException | None = None
         self.generator: torch.Generator | None = None
         self.logprobs: list[dict[int, float]] | None = None
@@ -147,6 +150,8 @@ class Request:
         *,
         max_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
+        end_ids: frozenset[int] = frozenset(),
+        mask: TokenMask | None = None,
         arrival: int = 0,
         seed: int = 0,
         arrival_s: float = 0.0,
@@ -154,7 +159,10 @@ class Request:
         options: RequestOptions | None = None,
         key: ResolvedKey | None = None,
     ) -> None:
-        """*raises:* ArgumentError for a cache priority that is none."""
+        """stop_ids: tokens that end a sequence; end_ids: those of them that the model has for that.
+
+        mask: what it forbids. *raises:* ArgumentError for a cache priority that is none.
+        """
         self.options = options = options or RequestOptions(params)
         self.key = key = key or NOBODYS
         self.request_id = request_id
@@ -162,6 +170,8 @@ class Request:
         self.params = params
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
+        self.end_ids = end_ids
+        self.mask = mask
         self.arrival = arrival
         self.priority = key.priority + options.priority
         self.seed = seed
@@ -212,6 +222,7 @@ class Timings:
 class CompletionOutput:
     """One continuation so far. `finish_reason`: None while it grows, then "stop", "length", "abort" or "error".
 
+    stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None for an end token of the model.
     new_text: what this output adds to the text of the one before (streaming). logprobs: one dict per token,
     the chosen token first, then the likeliest. Of a request for deltas, `token_ids` and `logprobs` are those that came
     since the output before, and `text` is `new_text`.
@@ -221,6 +232,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     logprobs: list[dict[int, float]] | None = None
     new_text: str = ""
     error: BaseException | None = None

@@ -19,6 +19,7 @@ from quire.errors import ArgumentError, PromptError, PromptTooLongError
 from quire.sampling.detokenizer import Detokenizer
 from quire.sampling.grammar import Grammars
 from quire.sampling.params import SamplingParams
+from quire.sampling.token_mask import BadWords, TokenMask
 from quire.scheduler.fair_share import FairShare
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import Request
@@ -53,6 +54,7 @@ class RequestValidator:
         self._tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self._grammars = Grammars(tokenizer, vocab_size, sorted(self.eos_token_ids))
+        self._bad_words = BadWords(tokenizer, vocab_size)
         self._sampling_defaults = sampling_defaults
         self.default_max_tokens = _DEFAULT_MAX_TOKENS  # where neither a request nor the model says
         self._seed = seed
@@ -78,13 +80,16 @@ class RequestValidator:
         seed = params.seed
         if seed is None:
             seed = int(np.random.SeedSequence([self._seed, arrival]).generate_state(1, np.uint64)[0])
-        stop_ids = frozenset(params.stop_token_ids)
+        end_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        stop_ids = end_ids.union(params.stop_token_ids)
         request = Request(
             f"request-{arrival}" if options.request_id is None else options.request_id,
             tokens,
             params,
             max_tokens=max_tokens,
-            stop_ids=stop_ids if params.ignore_eos else stop_ids | self.eos_token_ids,
+            stop_ids=stop_ids,
+            end_ids=end_ids,
+            mask=TokenMask.of(params, self._bad_words.sequences(params.bad_words), stop_ids),  # type: ignore[arg-type]
             arrival=arrival,
             seed=seed,
             arrival_s=self._clock(),
@@ -94,7 +99,13 @@ class RequestValidator:
         )
         if self._tokenizer is not None and (request.stream or params.stop):
             for sequence in request.sequences:
-                sequence.detokenizer = Detokenizer(self._tokenizer, tokens[-8:].tolist(), params.stop)  # type: ignore[arg-type]
+                sequence.detokenizer = Detokenizer(
+                    self._tokenizer,
+                    tokens[-8:].tolist(),
+                    params.stop,  # type: ignore[arg-type]
+                    min_tokens=params.min_tokens,
+                    include_stop=params.include_stop_str_in_output,
+                )
         for sequence in request.sequences:
             sequence.matcher = self._grammars.matcher(params)
         return request
@@ -108,7 +119,8 @@ class RequestValidator:
         if not isinstance(params, SamplingParams):
             raise ArgumentError(f"expected SamplingParams, got {type(params).__name__}")
         params = params.resolved(self._sampling_defaults)
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids = getattr(params, name) or ()
             beyond = [token for token in ids if token >= self._vocab_size]
             if beyond:
                 raise ArgumentError(
@@ -122,11 +134,17 @@ class RequestValidator:
         return params
 
     def _max_tokens(self, params: SamplingParams, tokens: np.ndarray, key: ResolvedKey) -> int:
-        """The tokens to generate at most. *raises:* CapacityError: it would never fit."""
+        """The tokens to generate at most. *raises:* CapacityError, PromptTooLongError: it would never fit."""
         room = self.max_model_len - len(tokens)
+        if params.min_tokens > room:
+            raise PromptTooLongError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{len(tokens) + params.min_tokens} tokens ({len(tokens)} in the prompt, {params.min_tokens} or more "
+                "in the answer) - in `min_tokens`; lower it or shorten the prompt"
+            )
         if params.max_tokens is None:
             fits = self._share.max_tokens(key.owner_id) + 1 - len(tokens)
-            max_tokens = max(1, min(self.default_max_tokens, room, fits))
+            max_tokens = max(1, params.min_tokens, min(self.default_max_tokens, room, fits))
         else:
             max_tokens = min(params.max_tokens, room)
         self._share.check_fits(
@@ -162,8 +180,10 @@ class RequestValidator:
                 f"{int(np.flatnonzero(tokens == bad)[0])} of the prompt"
             )
         if len(tokens) >= self.max_model_len:
+            # The words that clients of the OpenAI API look for.
             raise PromptTooLongError(
-                f"expected a prompt of at most {self.max_model_len - 1} tokens (the longest sequence is "
-                f"{self.max_model_len}, one of it to generate), got {len(tokens)}; shorten it or raise max_model_len"
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested "
+                f"{len(tokens) + 1} tokens ({len(tokens)} in the prompt, 1 or more in the answer); shorten the prompt "
+                f"to at most {self.max_model_len - 1} or raise max_model_len"
             )
         return tokens.astype(np.int32)  # a copy: the caller may go on with its own

@@ -282,6 +282,7 @@ class Scheduler:
             if request.first_token_s is None:
                 request.first_token_s = now
             if token in request.stop_ids:
+                sequence.stop_reason = None if token in request.end_ids else token
                 self.finish(sequence, "stop")
             elif len(sequence.output_ids) >= request.max_tokens:
                 self.finish(sequence, "length")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from quire.errors import ArgumentError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
+from quire.server.asked_form import form_asked_for, in_names_of
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_logprobs
-from quire.server.messages import render
+from quire.server.messages import render, template_options
 from quire.server.schemas.chat import (
     AnsweredCall,
     AnswerMessage,
@@ -30,12 +30,9 @@ from quire.server.schemas.chat import (
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.service import Answer, Begun, Service, id_of_answer, new_id
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
-from quire.server.tools import CallReader, ToolForm, form_of, grammar_of
+from quire.server.tools import CallDelta, CallReader, ToolForm, form_of, grammar_of
 
-__all__ = ["ChatWriter", "chat_params", "in_names_of_chats", "router"]
-
-# What the engine calls them, and what a chat completion's body does.
-_NAMES = {"json_schema": "response_format.json_schema.schema", "grammar": "tools"}
+__all__ = ["ChatWriter", "chat_params", "router"]
 
 router = APIRouter(tags=["OpenAI"], dependencies=[Depends(text_only)])
 
@@ -52,10 +49,11 @@ async def chat_completions(
     service.check_model(body.model)
     tools = _tools(body, service)
     params = chat_params(body, service)
-    text = render(service.tokenizer, body.messages, service.settings.limits, tools)
-    prompt = await service.encode(text, add_special_tokens=False)
+    options = template_options(service.tokenizer, body)
+    text = render(service.tokenizer, body.messages, service.settings.limits, tools, options)
+    prompt = body.cut(await service.encode(text, add_special_tokens=bool(body.add_special_tokens)))
     one = ChatWriter(body, service, params, form_of(service.tokenizer) if tools else None)
-    with in_names_of_chats():
+    with in_names_of(body):
         begun = await service.begin(tenant, body, service.requests(tenant, body, [prompt], params))
     return await one.respond(request, begun, begun.outputs())
 
@@ -76,20 +74,6 @@ def _tools(body: ChatRequest, service: Service) -> list[Tool]:
     return [] if choice == "none" else tools
 
 
-@contextmanager
-def in_names_of_chats() -> Iterator[None]:
-    """An error of the engine's names the field that the client has written."""
-    try:
-        yield
-    except ArgumentError as error:
-        message = str(error)
-        for name, field in _NAMES.items():
-            message = message.replace(f" - in `{name}`", f" - in `{field}`")
-        if message == str(error):
-            raise
-        raise ArgumentError(message) from error
-
-
 def chat_params(body: ChatFields, service: Service) -> SamplingParams:
     limits = service.settings.limits
     top = body.top_logprobs or 0
@@ -99,28 +83,16 @@ def chat_params(body: ChatFields, service: Service) -> SamplingParams:
         )
     if top and not body.logprobs:
         raise ApiError(400, "expected logprobs: true with top_logprobs", param="top_logprobs")
-    schema = None
-    form = body.response_format
-    if form is not None and form.type == "json_object":
-        schema = {"type": "object"}
-    elif form is not None and form.type == "json_schema":
-        if form.json_schema is None or form.json_schema.schema_ is None:
-            raise ApiError(400, "expected a schema", param="response_format.json_schema.schema")
-        schema = form.json_schema.schema_
-        service.check_schema(schema, "response_format")
-    grammar = None
+    form = form_asked_for(body, service)
+    forms = {} if form is None else {form.kind: form.value}
     if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
-        if schema is not None:
-            raise ApiError(400, "expected no response_format with a required call", param="response_format")
-        grammar = grammar_of(form_of(service.tokenizer) or ToolForm(), body.tools or [], body.tool_choice)
+        if form is not None:
+            raise ApiError(400, f"expected no {form.field} with a required call", param=form.field)
+        forms["grammar"] = grammar_of(
+            form_of(service.tokenizer) or ToolForm(), body.tools or [], body.tool_choice
+        )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return service.params(
-        body,
-        max_tokens=max_tokens,
-        logprobs=top if body.logprobs else None,
-        json_schema=schema,
-        grammar=grammar,
-    )
+    return service.params(body, max_tokens=max_tokens, logprobs=top if body.logprobs else None, **forms)
 
 
 class ChatWriter:
@@ -173,14 +145,22 @@ class ChatWriter:
                     message=message,
                     logprobs=self._logprobs(answer.token_ids[index], answer.logprobs[index]),
                     finish_reason="tool_calls" if message.tool_calls and reason == "stop" else reason,
+                    stop_reason=answer.stop_reasons[index],
+                    token_ids=answer.token_ids[index] if self._body.return_token_ids else None,
                 )
             )
         completion = ChatCompletion(**self._head, choices=choices, usage=_usage(answer))
+        if self._body.return_token_ids:
+            completion.prompt_token_ids = answer.prompt_token_ids
         more = {} if self._more is None else self._more()
         shown = completion.model_dump()
         for choice in shown["choices"]:
             if choice["message"]["tool_calls"] is None:  # not there rather than null, as OpenAI's
                 del choice["message"]["tool_calls"]
+        if not self._body.return_token_ids:
+            del shown["prompt_token_ids"]
+            for choice in shown["choices"]:
+                del choice["token_ids"]
         return JSONResponse({**shown, **more}, headers=_hit_header(answer))
 
     def _message(self, text: str) -> AnswerMessage:
@@ -189,6 +169,8 @@ class ChatWriter:
         for part in CallReader(self._form).push(text, final=True):
             if isinstance(part, str):
                 said.append(part)
+            elif self._is_beyond(part):
+                continue
             elif part.name is not None:
                 calls.append(AnsweredCall(id=new_id("call"), function={"name": part.name, "arguments": ""}))
             else:
@@ -198,11 +180,16 @@ class ChatWriter:
             content=None if calls and not content.strip() else content, tool_calls=calls or None
         )
 
+    def _is_beyond(self, call: CallDelta) -> bool:
+        """Whether this call is one more than the client wants."""
+        return self._body.parallel_tool_calls is False and call.index > 0
+
     def _logprobs(self, token_ids: list[int], entries: list[dict[int, float]]) -> Any:
         if not self._body.logprobs:
             return None
         shown = token_ids[: len(entries)]
-        return chat_logprobs(self._service.tokenizer, shown, entries, self._params.logprobs or 0)
+        tokenizer = None if self._body.return_tokens_as_token_ids else self._service.tokenizer
+        return chat_logprobs(tokenizer, shown, entries, self._params.logprobs or 0)
 
     async def stream(self, begun: Begun, outputs: AsyncGenerator[RequestOutput]) -> EventStream:
         self._head["object"] = "chat.completion.chunk"
@@ -216,6 +203,7 @@ class ChatWriter:
     ) -> AsyncGenerator[bytes]:
         readers = [CallReader(self._form) for _ in range(self._params.n)]
         opened: set[int] = set()
+        with_ids = self._body.return_token_ids
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
@@ -229,26 +217,32 @@ class ChatWriter:
                         if answer.finish_reasons[index] is not None or not (part.token_ids or reason):
                             continue
                         if index not in opened:
+                            first = _choice(index, {"role": "assistant", "content": ""})
+                            if with_ids and not opened:
+                                head = {**self._head, "prompt_token_ids": output.prompt_token_ids}
+                                yield ChoiceEvents(head, with_usage=with_usage).choice(first)
+                            else:
+                                yield write.choice(first)
                             opened.add(index)
-                            yield write.choice(_choice(index, {"role": "assistant", "content": ""}))
                         answer.token_ids[index] += part.token_ids
                         answer.finish_reasons[index] = reason
                         logprobs = self._logprobs(part.token_ids, part.logprobs or [])
                         dumped = None if logprobs is None else logprobs.model_dump()
                         deltas = self._deltas(readers[index], part.new_text, final=reason is not None)
-                        if dumped is not None and not deltas:
+                        ids = part.token_ids if with_ids else []
+                        if (dumped is not None or ids) and not deltas:
                             deltas = [{"content": ""}]
                         for delta in deltas:
-                            if dumped is None and len(delta) == 1 and "content" in delta:
+                            if dumped is None and not ids and len(delta) == 1 and "content" in delta:
                                 yield write.content(index, delta["content"])
                                 continue
-                            yield write.choice(_choice(index, delta, logprobs=dumped))
-                            dumped = None
+                            choice = _choice(index, delta, logprobs=dumped)
+                            yield write.choice({**choice, "token_ids": ids} if ids else choice)
+                            dumped, ids = None, []
                         if reason is not None:
                             called = reason == "stop" and readers[index].num_calls
-                            yield write.choice(
-                                _choice(index, {}, finish_reason="tool_calls" if called else reason)
-                            )
+                            last = _choice(index, {}, finish_reason="tool_calls" if called else reason)
+                            yield write.choice({**last, "stop_reason": part.stop_reason})
         more = {} if self._more is None else self._more()
         if more or with_usage:
             yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump(), **more})
@@ -259,6 +253,8 @@ class ChatWriter:
         for part in reader.push(text, final=final):
             if isinstance(part, str):
                 deltas.append({"content": part})
+                continue
+            if self._is_beyond(part):
                 continue
             function = {"arguments": part.arguments}
             call: dict[str, Any] = {"index": part.index, "function": function}

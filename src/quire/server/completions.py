@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
+from quire.server.asked_form import form_asked_for, in_names_of
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import completion_logprobs
@@ -41,9 +42,12 @@ async def completions(
     service.check_model(body.model)
     given = _prompts(body, service)
     params = _params(body, service)
-    prompts = [await _token_ids(service, prompt) for prompt in given]
-    one = _Writer(body, service, params, _echoes(body, service, given))
-    begun = await service.begin(tenant, body, service.requests(tenant, body, prompts, params))
+    add_special = body.add_special_tokens is not False
+    prompts = [body.cut(await _token_ids(service, prompt, add_special)) for prompt in given]
+    echoed = given if body.truncate_prompt_tokens is None else prompts
+    one = _Writer(body, service, params, _echoes(body, service, echoed))
+    with in_names_of(body):
+        begun = await service.begin(tenant, body, service.requests(tenant, body, prompts, params))
     if body.stream:
         return await one.stream(begun)
 
@@ -78,14 +82,9 @@ def _params(body: CompletionRequest, service: Service) -> SamplingParams:
         )
     if body.max_tokens == 0:
         raise ApiError(400, "expected max_tokens of 1 or more: every request generates", param="max_tokens")
-    service.check_schema(body.json_schema, "json_schema")
-    return service.params(
-        body,
-        max_tokens=body.max_tokens,
-        logprobs=body.logprobs,
-        json_schema=body.json_schema,
-        regex=body.regex,
-    )
+    form = form_asked_for(body, service)
+    forms = {} if form is None else {form.kind: form.value}
+    return service.params(body, max_tokens=body.max_tokens, logprobs=body.logprobs, **forms)
 
 
 def _echoes(body: CompletionRequest, service: Service, prompts: list[Any]) -> list[str]:
@@ -100,12 +99,12 @@ def _echoes(body: CompletionRequest, service: Service, prompts: list[Any]) -> li
     return [one if isinstance(one, str) else service.tokenizer.decode(one) for one in prompts]
 
 
-async def _token_ids(service: Service, prompt: Any) -> list[int]:
+async def _token_ids(service: Service, prompt: Any, add_special_tokens: bool) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     if not prompt:
         raise ApiError(400, "expected a prompt of some text, got an empty one", param="prompt")
-    return await service.encode(prompt)
+    return await service.encode(prompt, add_special_tokens=add_special_tokens)
 
 
 class _Writer:
@@ -116,6 +115,7 @@ class _Writer:
     ) -> None:
         self._body = body
         self._service = service
+        self._named_by = None if body.return_tokens_as_token_ids else service.tokenizer
         self._params = params
         self._echoes = echoes
         self._head = {
@@ -133,7 +133,7 @@ class _Writer:
                 logprobs = None
                 if body.logprobs is not None:
                     logprobs = completion_logprobs(
-                        self._service.tokenizer,
+                        self._named_by,
                         answer.token_ids[index][: len(answer.logprobs[index])],
                         answer.logprobs[index],
                         len(echo),
@@ -145,10 +145,18 @@ class _Writer:
                         text=echo + text,
                         logprobs=logprobs,
                         finish_reason=answer.finish_reasons[index],
+                        stop_reason=answer.stop_reasons[index],
                     )
                 )
+                if body.return_token_ids:
+                    choices[-1].token_ids = answer.token_ids[index]
+                    choices[-1].prompt_token_ids = answer.prompt_token_ids
         completion = Completion(**self._head, choices=choices, usage=_usage(answers))
-        return JSONResponse(completion.model_dump(), headers=_hit_header(answers))
+        shown = completion.model_dump()
+        if not body.return_token_ids:  # not there rather than null, as OpenAI's
+            for choice in shown["choices"]:
+                del choice["token_ids"], choice["prompt_token_ids"]
+        return JSONResponse(shown, headers=_hit_header(answers))
 
     async def stream(self, begun: Begun) -> EventStream:
         answers = [Answer.of(self._params.n) for _ in range(len(begun))]
@@ -176,11 +184,13 @@ class _Writer:
                         answer.token_ids[part.index] += part.token_ids
                         answer.finish_reasons[part.index] = part.finish_reason
                         index = place * self._params.n + part.index
-                        if index not in offsets:
+                        is_first = index not in offsets
+                        if is_first:
                             offsets[index] = len(self._echoes[place])
                             if self._echoes[place]:
                                 yield write.text(index, self._echoes[place])
-                        if part.finish_reason is None and not part.logprobs:
+                        with_ids = self._body.return_token_ids
+                        if part.finish_reason is None and not part.logprobs and not with_ids:
                             yield write.text(index, part.new_text)
                             continue
                         choice: dict[str, Any] = {
@@ -189,9 +199,15 @@ class _Writer:
                             "logprobs": None,
                             "finish_reason": part.finish_reason,
                         }
+                        if part.finish_reason is not None:
+                            choice["stop_reason"] = part.stop_reason
+                        if with_ids:
+                            choice["token_ids"] = part.token_ids
+                        if with_ids and is_first:
+                            choice["prompt_token_ids"] = output.prompt_token_ids
                         if self._body.logprobs is not None and part.logprobs:
                             shown = completion_logprobs(
-                                self._service.tokenizer,
+                                self._named_by,
                                 part.token_ids,
                                 part.logprobs,
                                 offsets[index],

@@ -14,11 +14,12 @@ from fastapi import APIRouter, Depends, Request
 
 from quire.engine.async_conversation import AsyncConversation
 from quire.scheduler.request import RequestOutput
-from quire.server.chat import ChatWriter, chat_params, in_names_of_chats
+from quire.server.asked_form import in_names_of
+from quire.server.chat import ChatWriter, chat_params
 from quire.server.conversation_store import Talk
 from quire.server.dependencies import TheService, TheTenant, text_only
 from quire.server.errors import ApiError
-from quire.server.messages import render, render_next
+from quire.server.messages import render, render_next, template_options
 from quire.server.schemas.common import ERRORS
 from quire.server.schemas.conversations import (
     ConversationAnswer,
@@ -159,7 +160,7 @@ async def append(
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
     one = ChatWriter(body, service, params, more=lambda: {"conversation": _card(talk).model_dump()})
-    with in_names_of_chats():
+    with in_names_of(body):
         asked = turn.asked(
             params,
             priority=body.priority or 0,
@@ -176,6 +177,10 @@ async def _turn_tokens(service: Service, talk: Talk, body: Turn, num_before: int
     """What a turn adds."""
     given = _one_of(body, "messages", "text", "tokens")
     first = list(talk.first) if num_before == 0 else []
+    if not (given == "messages" or first):  # what a chat template would have to be told
+        for name in ("chat_template_kwargs", "reasoning_effort"):
+            if getattr(body, name):
+                raise ApiError(400, f"expected messages with {name}, got none", param=name)
     if not body.generate and given not in ("text", "tokens"):
         raise ApiError(400, "expected text or tokens to append without an answer", param="generate")
     if given in ("text", "tokens"):
@@ -185,10 +190,11 @@ async def _turn_tokens(service: Service, talk: Talk, body: Turn, num_before: int
     messages, limits = [*first, *(body.messages or [])], service.settings.limits
     if not messages:
         return []
+    options = template_options(service.tokenizer, body)
     if num_before == 0:
-        text = render(service.tokenizer, messages, limits)
+        text = render(service.tokenizer, messages, limits, options=options)
     else:
-        text = render_next(service.tokenizer, messages, limits)
+        text = render_next(service.tokenizer, messages, limits, options)
         last = talk.state.token_ids[-1]
         if last in service.tokenizer.all_special_ids:  # the answer's end is there already
             text = text.removeprefix(service.tokenizer.decode([last]))

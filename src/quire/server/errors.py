@@ -72,12 +72,12 @@ def answer_of(error: BaseException) -> ApiError:
     """What the API says to any error: the engine's own ones in their words, others without details."""
     if isinstance(error, ApiError):
         return error
+    named = _NAMED_FIELD.search(str(error))
     if isinstance(
         error, (CapacityError, PromptTooLongError)
     ):  # what OpenAI's clients know by a code of its own
-        return ApiError(400, str(error), code="context_length_exceeded")
+        return ApiError(400, str(error), param=named and named[1], code="context_length_exceeded")
     if isinstance(error, ArgumentError):
-        named = _NAMED_FIELD.search(str(error))
         return ApiError(400, str(error), param=named and named[1])
     if isinstance(error, CancelledError):
         return ApiError(503, str(error), code="cancelled", retry_after_s=1)
@@ -180,6 +180,11 @@ def _invalid(error: RequestValidationError, content_type: str) -> ApiError:
         place = place[1:]
     where = ".".join(str(part) for part in place)
     got = first.get("input")
+    if first["type"] == "extra_forbidden":
+        message = (
+            f"expected fields that this request has (see /openapi.json), got an unknown one - in `{where}`"
+        )
+        return ApiError(400, message, param=where, code="unknown_field")
     shown = "" if first["type"] == "missing" or isinstance(got, (dict, list)) else f", got {got!r}"
     message = f"{first['msg']}{shown if len(shown) <= _MOST_SHOWN else ''} - in `{where}`"
     return ApiError(400, message, param=where or None, code="invalid_body")

@@ -8,27 +8,94 @@ The plain form, for models that were never taught one:
 
 from __future__ import annotations
 
+import inspect
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.server.errors import ApiError
-from quire.server.schemas.chat import ChatMessage, Tool
+from quire.server.schemas.chat import ChatFields, ChatMessage, ChatRequest, Tool
 from quire.server.settings import Limits
 from quire.server.tools import system_message, template_tells_tools, template_text
 
-__all__ = ["render", "render_next"]
+__all__ = ["render", "render_next", "template_options"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
+def template_options(tokenizer: Any, body: ChatFields) -> dict[str, Any]:
+    """What the body has the chat template know beside the messages, by name. *raises:* ApiError: it cannot."""
+    options, template = dict(body.chat_template_kwargs or {}), template_text(tokenizer)
+    if options and not template:
+        raise ApiError(
+            400,
+            "expected none, as this model has no chat template to pass them to",
+            param="chat_template_kwargs",
+        )
+    if options:
+        own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} & options.keys()
+        if own:
+            raise ApiError(
+                400,
+                f"expected names of the template's, got {min(own)!r}, which the server sets",
+                param="chat_template_kwargs",
+            )
+    effort = body.reasoning_effort
+    if effort is not None:
+        known = {
+            name: value
+            for name, value in (("reasoning_effort", effort), ("enable_thinking", effort != "none"))
+            if name in template
+        }
+        if not known and effort != "none":
+            raise ApiError(
+                400,
+                "expected none, as the model's chat template knows no reasoning_effort and no enable_thinking",
+                param="reasoning_effort",
+            )
+        options = known | options
+    return options | (_options_of_chats(template, body) if isinstance(body, ChatRequest) else {})
+
+
+def _options_of_chats(template: str, body: ChatRequest) -> dict[str, Any]:
+    """Those that transformers takes beside the messages. *raises:* ApiError: they say two things, or nothing to it."""
+    asked: dict[str, Any] = {}
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise ApiError(
+                400,
+                "expected no add_generation_prompt beside continue_final_message",
+                param="add_generation_prompt",
+            )
+        asked = {"continue_final_message": True, "add_generation_prompt": False}
+    elif body.add_generation_prompt is False:
+        asked = {"add_generation_prompt": False}
+    if body.documents:
+        if "documents" not in template:
+            raise ApiError(
+                400,
+                "expected none, as the model's chat template knows no documents; put them in a message",
+                param="documents",
+            )
+        asked["documents"] = body.documents
+    if asked and not template:
+        name = next(iter(asked))
+        raise ApiError(400, f"expected no {name}, as this model has no chat template", param=name)
+    return asked
+
+
 def render(
-    tokenizer: Any, messages: Sequence[ChatMessage], limits: Limits, tools: Sequence[Tool] = ()
+    tokenizer: Any,
+    messages: Sequence[ChatMessage],
+    limits: Limits,
+    tools: Sequence[Tool] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt that asks for the next message. *raises:* ApiError: the template refuses these messages.
 
-    tools: those the model may call, told by the template or, where it knows none, by a system message.
+    tools: those the model may call, told by the template or, where it knows none, by a system message. options: what
+    else the template gets, as `template_options` has it.
     """
     if len(messages) > limits.max_messages:
         raise ApiError(
@@ -55,20 +122,27 @@ def render(
     if not template:
         return "".join(f"{one['role']}: {one['content'] or ''}\n" for one in plain) + "assistant:"
     try:
-        return tokenizer.apply_chat_template(plain, tools=told, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            plain, tools=told, tokenize=False, **{"add_generation_prompt": True, **(options or {})}
+        )
     except Exception as error:  # templates raise what they like
         raise ApiError(
             400, f"the model's chat template refuses the messages: {error}", param="messages"
         ) from error
 
 
-def render_next(tokenizer: Any, messages: Sequence[ChatMessage], limits: Limits) -> str:
+def render_next(
+    tokenizer: Any,
+    messages: Sequence[ChatMessage],
+    limits: Limits,
+    options: Mapping[str, Any] | None = None,
+) -> str:
     """What the template puts behind an answer to go on with these messages: the answer's end, them, the next one's
     beginning. *raises:* ApiError: as `render`, or the template does not repeat answers as they are.
     """
     answer = f"answer-{secrets.token_hex(8)}"
     before = [ChatMessage(role="user", content="-"), ChatMessage(role="assistant", content=answer)]
-    _, found, text = render(tokenizer, [*before, *messages], limits).partition(answer)
+    _, found, text = render(tokenizer, [*before, *messages], limits, options=options).partition(answer)
     if not found or answer in text:
         raise ApiError(
             400,

@@ -54,11 +54,13 @@ class Answer:
     """What one prompt of a request has come to: gathered from outputs of deltas."""
 
     num_prompt_tokens: int = 0
+    prompt_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     texts: list[str] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
     logprobs: list[list[dict[int, float]]] = field(default_factory=list)
     finish_reasons: list[str | None] = field(default_factory=list)
+    stop_reasons: list[str | int | None] = field(default_factory=list)
 
     @classmethod
     def of(cls, n: int) -> Answer:
@@ -67,6 +69,7 @@ class Answer:
             token_ids=[[] for _ in range(n)],
             logprobs=[[] for _ in range(n)],
             finish_reasons=[None] * n,
+            stop_reasons=[None] * n,
         )
 
     @classmethod
@@ -78,6 +81,7 @@ class Answer:
         return answer
 
     def add(self, output: RequestOutput) -> None:
+        self.prompt_token_ids = output.prompt_token_ids
         self.num_prompt_tokens = len(output.prompt_token_ids)
         self.num_cached_tokens = output.num_cached_tokens
         for part in output.outputs:
@@ -85,6 +89,7 @@ class Answer:
             self.token_ids[part.index] += part.token_ids
             self.logprobs[part.index] += part.logprobs or []
             self.finish_reasons[part.index] = part.finish_reason
+            self.stop_reasons[part.index] = part.stop_reason
 
     @property
     def num_generated_tokens(self) -> int:
@@ -184,6 +189,10 @@ class Service:
                 f"expected at most {limits.max_stop} stop strings of {limits.max_stop_chars} characters",
                 param="stop",
             )
+        if len(body.allowed_token_ids or ()) > self.engine.vocab_size:
+            raise ApiError(
+                400, f"expected at most {self.engine.vocab_size} token ids", param="allowed_token_ids"
+            )
         try:
             bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
         except ValueError as error:
@@ -198,6 +207,10 @@ class Service:
             frequency_penalty=body.frequency_penalty or 0.0,
             stop=stop,
             stop_token_ids=body.stop_token_ids or (),
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+            min_tokens=body.min_tokens or 0,
+            bad_words=body.bad_words or (),
+            allowed_token_ids=body.allowed_token_ids,
             n=n,
             seed=None if body.seed is None else body.seed % 2**63,  # a negative one is as good as any
             ignore_eos=bool(body.ignore_eos),

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from quire.server.schemas.common import Body, SamplingBody, Usage
+from quire.server.schemas.unserved import UnservedInChats
 
 __all__ = [
     "ChatChoice",
@@ -14,7 +15,6 @@ __all__ = [
     "ChatFields",
     "ChatMessage",
     "ChatRequest",
-    "ResponseFormat",
     "ToolCall",
 ]
 
@@ -43,18 +43,6 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
 
-class JsonSchemaFormat(Body):
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
 class Function(Body):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -76,21 +64,37 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class ChatFields(SamplingBody):
+class ChatFields(SamplingBody, UnservedInChats):
     """How a message is to be answered."""
 
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0)
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: the first call alone is told.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="vLLM's: what the chat template gets by these names, like enable_thinking."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None,
+        description="For a chat template that knows reasoning_effort or enable_thinking; others refuse it.",
+    )
 
 
 class ChatRequest(ChatFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="vLLM's: false: the prompt ends with the last message, and asks for no answer by itself.",
+    )
+    continue_final_message: bool | None = Field(
+        False, description="vLLM's: the answer goes on with the last message instead of beginning another."
+    )
+    documents: list[dict[str, Any]] | None = Field(
+        None, description="vLLM's: for a chat template that knows documents; others refuse them."
+    )
 
 
 class TopLogprob(BaseModel):
@@ -125,6 +129,8 @@ class ChatChoice(BaseModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -133,4 +139,5 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = None
     usage: Usage | None = None

@@ -6,28 +6,73 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["Body", "ErrorBody", "ModelCard", "ModelList", "SamplingBody", "StreamOptions", "Usage"]
+from quire.server.schemas.unserved import Only, StrictBody, UnservedFields
+
+__all__ = [
+    "Body",
+    "ErrorBody",
+    "ModelCard",
+    "ModelList",
+    "ResponseFormat",
+    "SamplingBody",
+    "StreamOptions",
+    "StructuredOutputs",
+    "Usage",
+]
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field()]
 
 
 class Body(BaseModel):
-    """A request's body. Unknown fields are accepted, as OpenAI's clients send new ones at any time."""
+    """A body, or a part of one, whose unknown fields are of no account."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
-class StreamOptions(Body):
+class StreamOptions(StrictBody):
     include_usage: bool | None = Field(False, description="A last event with the usage.")
+    include_obfuscation: Annotated[Any, Only("events are not padded", False)] = None
+    continuous_usage_stats: Annotated[Any, Only("the usage is that of the last event", False)] = None
 
 
-class SamplingBody(Body):
-    """Fields that say how to draw tokens, and ours that say how to keep them."""
+class JsonSchemaFormat(Body):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+class StructuredOutputs(StrictBody):
+    """vLLM's: one of json, regex, choice, grammar and json_object."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A schema, or its JSON text.")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = Field(
+        None, description="In Lark, as llguidance reads it, or as `name ::= ...` rules."
+    )
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = Field(None, description="JSON is written on one line in any case.")
+    disable_additional_properties: Annotated[Any, Only("say it in the schema", False)] = None
+    whitespace_pattern: Annotated[Any, Only("JSON is written on one line")] = None
+    structural_tag: Annotated[Any, Only("ask for json, regex, choice or grammar")] = None
+
+
+class SamplingBody(UnservedFields):
+    """Fields that say how to draw tokens, and ours that say how to keep them. Unknown ones are refused by name."""
 
     model: str | None = Field(None, description="The served model's name; any of `/v1/models`.")
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1, description="0: the most likely token.")
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="Ours: 0 or -1 for all tokens.")
     min_p: float | None = Field(None, ge=0, le=1, description="Ours.")
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Ours.")
@@ -37,11 +82,54 @@ class SamplingBody(Body):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, description="Ours.")
+    include_stop_str_in_output: bool | None = Field(
+        False, description="vLLM's: the text has what ended it, a stop string or a token of stop_token_ids."
+    )
+    min_tokens: int | None = Field(
+        0,
+        ge=0,
+        lt=2**31,
+        description="vLLM's: nothing but max_tokens ends an answer of so many tokens or fewer.",
+    )
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
+        None, max_length=256, description="vLLM's: words that are not written, see SamplingParams."
+    )
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, min_length=1, description="vLLM's: the only tokens that may come."
+    )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's.")
+    guided_json: dict[str, Any] | str | None = Field(None, description="vLLM's before structured_outputs.")
+    guided_regex: str | None = Field(None, description="Likewise.")
+    guided_choice: Choices | None = Field(None, description="Likewise.")
+    guided_grammar: str | None = Field(None, description="Likewise.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, lt=2**31, description="vLLM's: a longer prompt is cut to so many tokens."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="vLLM's: where a prompt is cut, left if nothing is said: the last tokens stay."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        False, description="vLLM's: logprobs call tokens `token_id:N`."
+    )
+    return_token_ids: bool | None = Field(
+        False, description="vLLM's: the answer has token_ids and prompt_token_ids."
+    )
+    spaces_between_special_tokens: bool | None = Field(None, description="Text has no special tokens.")
+    add_special_tokens: bool | None = Field(
+        None,
+        description="vLLM's: whether a text gets the tokens that the tokenizer begins texts with. Default: "
+        "prompts do, messages do not.",
+    )
     ignore_eos: bool | None = Field(False, description="Ours: end tokens do not end the answer.")
     n: int | None = Field(1, ge=1)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Accepted and not used.")
+    user: str | None = Field(None, description="Accepted and not used, as the next four.")
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    session_id: str | None = None
+    metadata: dict[str, Any] | None = None
     cache_salt: str | None = Field(
         None,
         max_length=1024,
@@ -58,6 +146,13 @@ class SamplingBody(Body):
     keep_for: float | None = Field(
         None, gt=0, le=30 * 86400, description="Ours: seconds for which its prompt's content is pinned."
     )
+
+    def cut(self, token_ids: list[int]) -> list[int]:
+        """The tokens of a prompt that `truncate_prompt_tokens` leaves."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        return token_ids[:most] if self.truncation_side == "right" else token_ids[-most:]
 
     @model_validator(mode="before")
     @classmethod

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from quire.server.schemas.common import SamplingBody, TokenId, Usage
+from quire.server.schemas.unserved import Only
 
 __all__ = ["Completion", "CompletionChoice", "CompletionRequest"]
 
@@ -20,6 +21,7 @@ class CompletionRequest(SamplingBody):
     echo: bool | None = False
     best_of: int | None = Field(None, ge=1, description="Only n itself.")
     suffix: str | None = Field(None, description="Not supported: refused unless null or empty.")
+    prompt_embeds: Annotated[Any, Only("a prompt is text or tokens")] = None
     json_schema: dict[str, Any] | None = Field(None, description="Ours: the answer is JSON of this schema.")
     regex: str | None = Field(None, description="Ours: the answer matches this expression.")
 
@@ -36,6 +38,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Completion(BaseModel):

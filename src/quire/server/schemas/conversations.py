@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 
 from quire.server.schemas.chat import ChatCompletion, ChatFields, ChatMessage
 from quire.server.schemas.common import Body, TokenId
+from quire.server.schemas.unserved import Only
 
 __all__ = [
     "ConversationAnswer",
@@ -46,6 +47,9 @@ class Turn(ChatFields):
     messages: Messages | None = Field(None, description="Framed by the chat template as it goes on.")
     text: str | None = None
     tokens: Tokens | None = None
+    add_special_tokens: Annotated[Any, Only("a turn has what its conversation needs")] = None
+    truncate_prompt_tokens: Annotated[Any, Only("a conversation keeps its tokens")] = None
+    truncation_side: Annotated[Any, Only("a conversation keeps its tokens")] = None
     generate: bool = Field(True, description="Whether the model answers; false: text or tokens are appended.")
 
 
