@@ -24,9 +24,11 @@ _CONTEXT_TOKENS = 4  # of the prompt: enough for a decoder to be past its treatm
 _UNFINISHED = "\ufffd"
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int], prompt_tail: Sequence[int] = ()) -> str:
+def decode(
+    tokenizer: Any, token_ids: Sequence[int], prompt_tail: Sequence[int] = (), shown: Sequence[int] = ()
+) -> str:
     """The text of `token_ids` as a continuation of the prompt, whole."""
-    detokenizer = Detokenizer(tokenizer, prompt_tail)
+    detokenizer = Detokenizer(tokenizer, prompt_tail, shown=shown)
     return detokenizer.push(token_ids) + detokenizer.finish()
 
 
@@ -49,10 +51,22 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], Any]:
 
 
 class Detokenizer:
-    """The text of one sequence. `text` is what may be shown so far; `stopped` once a stop string was met."""
+    """The text of one sequence. `text` is what may be shown so far; `stopped` once a stop string was met.
 
-    def __init__(self, tokenizer: Any, prompt_tail: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+    shown: special tokens that are text too; the others are left out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt_tail: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        shown: Sequence[int] = (),
+    ) -> None:
         self._decode = _decoder(tokenizer)
+        self._shown = {
+            int(token): tokenizer.decode([int(token)], skip_special_tokens=False) for token in shown
+        }
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
         # The tokens still needed: [0, _num_context) are complete text, the rest is pending.
@@ -79,8 +93,22 @@ class Detokenizer:
         """Takes further tokens and returns the text that is decided by them, possibly empty."""
         if self.stopped:
             return ""
+        if self._shown:
+            return "".join(self._push_one(int(token)) for token in token_ids)
         self._tokens.extend(int(token) for token in token_ids)
         return self._give(self._complete(final=False))
+
+    def _push_one(self, token: int) -> str:
+        if self.stopped:
+            return ""
+        marker = self._shown.get(token)
+        if marker is None:
+            self._tokens.append(token)
+            return self._give(self._complete(final=False))
+        new = self._complete(final=True)  # a character unfinished before a marker stays so
+        self._tokens = [*self._tokens, token][-_CONTEXT_TOKENS:]
+        self._num_context = len(self._tokens)  # as context it is left out like other special tokens
+        return self._give(new + marker)
 
     def finish(self) -> str:
         """No more tokens will come: the rest of the text."""

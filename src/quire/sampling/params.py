@@ -39,6 +39,7 @@ class SamplingParams:
         logits, before penalties and temperature).
     ignore_eos: the model's end tokens do not end a sequence (`stop_token_ids` still do).
     logit_bias: token id -> value added to its logit, -inf forbids it.
+    shown_token_ids: special tokens that the text shows; it leaves the others out.
     json_schema: the answer is a JSON text of this schema (a dict, or its JSON; {} for any JSON). regex: it matches this
         expression. grammar: it follows this Lark grammar, as llguidance reads them. At most one of the three.
     """
@@ -58,6 +59,7 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    shown_token_ids: Iterable[int] = ()
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -88,9 +90,8 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise ArgumentError(f"expected non-empty strings, got {text!r} - in `stop`")
         set_field(self, "stop", stop)
-        set_field(
-            self, "stop_token_ids", tuple(_token_id("stop_token_ids", t) for t in self.stop_token_ids or ())
-        )
+        for name in ("stop_token_ids", "shown_token_ids"):
+            set_field(self, name, tuple(_token_id(name, token) for token in getattr(self, name) or ()))
         bias = {_token_id("logit_bias", token): value for token, value in (self.logit_bias or {}).items()}
         for token, value in bias.items():
             if not _is_number(value) or math.isnan(value) or value == math.inf:

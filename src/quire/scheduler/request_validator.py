@@ -94,7 +94,9 @@ class RequestValidator:
         )
         if self._tokenizer is not None and (request.stream or params.stop):
             for sequence in request.sequences:
-                sequence.detokenizer = Detokenizer(self._tokenizer, tokens[-8:].tolist(), params.stop)  # type: ignore[arg-type]
+                sequence.detokenizer = Detokenizer(
+                    self._tokenizer, tokens[-8:].tolist(), params.stop, params.shown_token_ids
+                )  # type: ignore[arg-type]
         for sequence in request.sequences:
             sequence.matcher = self._grammars.matcher(params)
         return request
@@ -108,8 +110,8 @@ class RequestValidator:
         if not isinstance(params, SamplingParams):
             raise ArgumentError(f"expected SamplingParams, got {type(params).__name__}")
         params = params.resolved(self._sampling_defaults)
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            beyond = [token for token in ids if token >= self._vocab_size]
+        for name in ("logit_bias", "stop_token_ids", "shown_token_ids"):
+            beyond = [token for token in getattr(params, name) if token >= self._vocab_size]
             if beyond:
                 raise ArgumentError(
                     f"expected token ids below the vocabulary of {self._vocab_size}, got {beyond[0]} - in `{name}`"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
+import string
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -14,10 +16,13 @@ from quire.errors import ArgumentError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
+from quire.server.answer_form import AnswerForm, AnswerReader
+from quire.server.answer_grammar import answer_grammar
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_logprobs
 from quire.server.messages import render
+from quire.server.reasoning import Thought
 from quire.server.schemas.chat import (
     AnsweredCall,
     AnswerMessage,
@@ -31,7 +36,6 @@ from quire.server.schemas.chat import (
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.service import Answer, Service, new_id
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
-from quire.server.tools import CallReader, ToolForm, form_of, grammar_of
 
 __all__ = ["ChatWriter", "chat_params", "in_names_of_chats", "router"]
 
@@ -52,10 +56,11 @@ async def chat_completions(
     """Answers a conversation."""
     service.check_model(body.model)
     tools = _tools(body, service)
-    params = chat_params(body, service)
     text = render(service.tokenizer, body.messages, service.settings.limits, tools)
     prompt = await service.encode(text, add_special_tokens=False)
-    one = ChatWriter(body, service, params, form_of(service.tokenizer) if tools else None)
+    form = AnswerForm.of(service.tokenizer, text, may_call=bool(tools), must_call=_must_call(body))
+    params = chat_params(body, service, form, tools)
+    one = ChatWriter(body, service, params, form)
     with in_names_of_chats():
         admitted = await service.admit(tenant, body, [prompt], params)
     if body.stream:
@@ -84,6 +89,10 @@ def _tools(body: ChatRequest, service: Service) -> list[Tool]:
     return [] if choice == "none" else tools
 
 
+def _must_call(body: ChatFields) -> bool:
+    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+
+
 @contextmanager
 def in_names_of_chats() -> Iterator[None]:
     """An error of the engine's names the field that the client has written."""
@@ -93,12 +102,16 @@ def in_names_of_chats() -> Iterator[None]:
         message = str(error)
         for name, field in _NAMES.items():
             message = message.replace(f" - in `{name}`", f" - in `{field}`")
+            message = message.replace("expected a grammar that", "expected tools or a schema that")
         if message == str(error):
             raise
         raise ArgumentError(message) from error
 
 
-def chat_params(body: ChatFields, service: Service) -> SamplingParams:
+def chat_params(
+    body: ChatFields, service: Service, answer_form: AnswerForm, tools: Sequence[Tool] = ()
+) -> SamplingParams:
+    """answer_form: of the answers to the prompt. tools: those the model is told of."""
     limits = service.settings.limits
     top = body.top_logprobs or 0
     if top > limits.max_logprobs:
@@ -116,23 +129,48 @@ def chat_params(body: ChatFields, service: Service) -> SamplingParams:
             raise ApiError(400, "expected a schema", param="response_format.json_schema.schema")
         schema = form.json_schema.schema_
         service.check_schema(schema, "response_format")
-    grammar = None
-    if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
-        if schema is not None:
-            raise ApiError(400, "expected no response_format with a required call", param="response_format")
-        grammar = grammar_of(form_of(service.tokenizer) or ToolForm(), body.tools or [], body.tool_choice)
+    grammar = _grammar(body, service, answer_form, tools, schema)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return service.params(
         body,
         max_tokens=max_tokens,
         logprobs=top if body.logprobs else None,
-        json_schema=schema,
+        json_schema=schema if grammar is None else None,
         grammar=grammar,
+        shown_token_ids=answer_form.shown_token_ids(service.tokenizer),
     )
 
 
+def _grammar(
+    body: ChatFields, service: Service, form: AnswerForm, tools: Sequence[Tool], schema: dict[str, Any] | None
+) -> str | None:
+    """Of answers with a call in them or behind thoughts; None where the schema says all, or nothing is forced."""
+    if _must_call(body):
+        if schema is not None:
+            raise ApiError(400, "expected no response_format with a required call", param="response_format")
+        choice = body.tool_choice
+        wanted = [
+            tool
+            for tool in tools
+            if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
+        ]
+        if not wanted:
+            raise ApiError(400, "expected tools to require a call of, got none", param="tool_choice")
+        return answer_grammar(service.tokenizer, form, wanted)
+    if schema is None:
+        return None
+    if tools and (form.calls is None or not form.calls.begin):
+        raise ApiError(
+            400,
+            "expected no response_format beside tools: this model's chat template has no marker that tells a call "
+            "from such an answer; say tool_choice none, or leave one of both out",
+            param="response_format",
+        )
+    return answer_grammar(service.tokenizer, form, tools, schema) if tools or form.in_thoughts else None
+
+
 class ChatWriter:
-    """The answer to one request, written in this endpoint's shape. form: of the calls to look for, if any.
+    """The answer to one request, written in this endpoint's shape. form: what to look for in it.
 
     more: fields beside OpenAI's, told at the end.
     """
@@ -142,7 +180,7 @@ class ChatWriter:
         body: ChatFields,
         service: Service,
         params: SamplingParams,
-        form: ToolForm | None = None,
+        form: AnswerForm,
         more: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self._more = more
@@ -178,23 +216,29 @@ class ChatWriter:
         more = {} if self._more is None else self._more()
         shown = completion.model_dump()
         for choice in shown["choices"]:
-            if choice["message"]["tool_calls"] is None:  # not there rather than null, as OpenAI's
-                del choice["message"]["tool_calls"]
+            for field in ("tool_calls", "reasoning_content"):  # not there rather than null, as OpenAI's
+                if choice["message"][field] is None:
+                    del choice["message"][field]
         return JSONResponse({**shown, **more}, headers=_hit_header(answer))
 
     def _message(self, text: str) -> AnswerMessage:
+        thoughts: list[str] = []
         said: list[str] = []
         calls: list[AnsweredCall] = []
-        for part in CallReader(self._form).push(text, final=True):
-            if isinstance(part, str):
+        for part in AnswerReader(self._form).push(text, final=True):
+            if isinstance(part, Thought):
+                thoughts.append(part.text)
+            elif isinstance(part, str):
                 said.append(part)
             elif part.name is not None:
-                calls.append(AnsweredCall(id=new_id("call"), function={"name": part.name, "arguments": ""}))
+                calls.append(AnsweredCall(id=_call_id(), function={"name": part.name, "arguments": ""}))
             else:
                 calls[-1].function["arguments"] += part.arguments
         content = "".join(said)
         return AnswerMessage(
-            content=None if calls and not content.strip() else content, tool_calls=calls or None
+            content=None if calls and not content.strip() else content,
+            tool_calls=calls or None,
+            reasoning_content="".join(thoughts) or None,
         )
 
     def _logprobs(self, token_ids: list[int], entries: list[dict[int, float]]) -> Any:
@@ -213,7 +257,7 @@ class ChatWriter:
     async def _events(
         self, admitted: Admitted, generated: AsyncGenerator[RequestOutput], answer: Answer
     ) -> AsyncGenerator[bytes]:
-        readers = [CallReader(self._form) for _ in range(self._params.n)]
+        readers = [AnswerReader(self._form) for _ in range(self._params.n)]
         begun: set[int] = set()
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
@@ -253,19 +297,27 @@ class ChatWriter:
             yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump(), **more})
         yield DONE
 
-    def _deltas(self, reader: CallReader, text: str, *, final: bool) -> list[dict[str, Any]]:
+    def _deltas(self, reader: AnswerReader, text: str, *, final: bool) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         for part in reader.push(text, final=final):
             if isinstance(part, str):
                 deltas.append({"content": part})
                 continue
+            if isinstance(part, Thought):
+                deltas.append({"reasoning_content": part.text})
+                continue
             function = {"arguments": part.arguments}
             call: dict[str, Any] = {"index": part.index, "function": function}
             if part.name is not None:
                 function["name"] = part.name
-                call |= {"id": new_id("call"), "type": "function"}
+                call |= {"id": _call_id(), "type": "function"}
             deltas.append({"tool_calls": [call]})
         return deltas
+
+
+def _call_id() -> str:
+    """As Mistral's templates want it; others take any."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 def _choice(

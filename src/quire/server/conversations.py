@@ -16,6 +16,7 @@ from quire.engine.async_conversation import AsyncConversation
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
+from quire.server.answer_form import AnswerForm
 from quire.server.chat import ChatWriter, chat_params, in_names_of_chats
 from quire.server.conversation_store import Talk
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
@@ -40,6 +41,8 @@ from quire.server.service import Answer, Service
 from quire.sessions.snapshot_files import NoSnapshotError, SnapshotExistsError
 
 __all__ = ["router"]
+
+_TAIL_TOKENS = 16  # where a prompt that opens thoughts says so
 
 router = APIRouter(tags=["Conversations"], dependencies=[Depends(text_only)], responses=ERRORS)
 
@@ -157,10 +160,14 @@ async def append(
         talk.begin(base, turn)
         talk.end(turn, is_kept=True)
         return _card(talk)
-    params = chat_params(body, service)
+    form = AnswerForm()
+    if body.messages or (len(base) == 0 and talk.first):  # an answer to messages, rather than more of a text
+        tail = service.tokenizer.decode(turn.token_ids[-_TAIL_TOKENS:])
+        form = AnswerForm.of(service.tokenizer, tail)
+    params = chat_params(body, service, form)
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
-    one = ChatWriter(body, service, params, more=lambda: {"conversation": _card(talk).model_dump()})
+    one = ChatWriter(body, service, params, form, more=lambda: {"conversation": _card(talk).model_dump()})
     with in_names_of_chats():
         admitted = await service.admit(tenant, body, [turn.token_ids], params)
     outputs = _answered(service, admitted, talk, body, base, turn, params, one.id)

@@ -41,6 +41,9 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(
+        None, description="Ours: an answer's thoughts, for templates that repeat them."
+    )
 
 
 class JsonSchemaFormat(Body):
@@ -118,6 +121,7 @@ class AnswerMessage(BaseModel):
     content: str | None = None
     refusal: None = None
     tool_calls: list[AnsweredCall] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(BaseModel):
