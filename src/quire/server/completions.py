@@ -16,7 +16,7 @@ from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
-from quire.server.logprobs import completion_logprobs
+from quire.server.logprobs import CompletionTokens
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.schemas.completions import Completion, CompletionChoice, CompletionRequest
 from quire.server.service import Answer, Service, new_id
@@ -133,12 +133,9 @@ class _Writer:
                 echo = self._echoes[place]
                 logprobs = None
                 if body.logprobs is not None:
-                    logprobs = completion_logprobs(
-                        self._service.tokenizer,
-                        answer.token_ids[index][: len(answer.logprobs[index])],
-                        answer.logprobs[index],
-                        len(echo),
-                        body.logprobs,
+                    entries = answer.logprobs[index]
+                    logprobs = CompletionTokens(self._service.tokenizer, len(echo)).logprobs(
+                        answer.token_ids[index][: len(entries)], entries, body.logprobs
                     )
                 choices.append(
                     CompletionChoice(
@@ -160,7 +157,7 @@ class _Writer:
     async def _events(
         self, admitted: Admitted, prompts: list[Any], answers: list[Answer]
     ) -> AsyncGenerator[bytes]:
-        offsets: dict[int, int] = {}
+        tokens: dict[int, CompletionTokens] = {}
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
@@ -179,8 +176,10 @@ class _Writer:
                         answer.token_ids[part.index] += part.token_ids
                         answer.finish_reasons[part.index] = part.finish_reason
                         index = place * self._params.n + part.index
-                        if index not in offsets:
-                            offsets[index] = len(self._echoes[place])
+                        if index not in tokens:
+                            tokens[index] = CompletionTokens(
+                                self._service.tokenizer, len(self._echoes[place])
+                            )
                             if self._echoes[place]:
                                 yield write.text(index, self._echoes[place])
                         if part.finish_reason is None and not part.logprobs:
@@ -193,14 +192,7 @@ class _Writer:
                             "finish_reason": part.finish_reason,
                         }
                         if self._body.logprobs is not None and part.logprobs:
-                            shown = completion_logprobs(
-                                self._service.tokenizer,
-                                part.token_ids,
-                                part.logprobs,
-                                offsets[index],
-                                self._body.logprobs,
-                            )
-                            offsets[index] = shown.text_offset[-1] + len(shown.tokens[-1])
+                            shown = tokens[index].logprobs(part.token_ids, part.logprobs, self._body.logprobs)
                             choice["logprobs"] = shown.model_dump()
                         yield write.choice(choice)
         if with_usage:
