@@ -86,10 +86,12 @@ def _learn(tokenizer: Any, template: str) -> tuple[ToolForm | None, bool]:
     except Exception:  # a template that cannot take this answer
         return None, True
     start = said.rfind(_TEXT)
+    differ = (at for at, (one, other) in enumerate(zip(called, said, strict=False)) if one != other)
+    begin = min(start, next(differ, start))  # before a text there may be a blank that a call does not have
     rest = said[start + len(_TEXT) :]
     at = called.rfind(_NAME, 0, len(called) - len(rest))
-    found = _object_around(called, at, start)
-    if start < 0 or at < start or found is None or not called.endswith(rest):
+    found = _object_around(called, at, begin)
+    if start < 0 or at < begin or found is None or not called.endswith(rest):
         return None, True
     value, first, last = found
     names = [key for key, inner in value.items() if inner == _NAME]
@@ -98,7 +100,7 @@ def _learn(tokenizer: Any, template: str) -> tuple[ToolForm | None, bool]:
         return None, True
     return (
         ToolForm(
-            called[start:first],
+            called[begin:first],
             called[last : len(called) - len(rest)].replace(tokenizer.eos_token or "\0", ""),
             names[0],
             arguments[0],
