@@ -83,5 +83,5 @@ class Outputs:
             ids = ids[:-1]  # the stop token
         request = sequence.request
         shown = request.params.shown_token_ids
-        text = decode(self._tokenizer, ids, request.prompt_token_ids[-8:].tolist(), shown)  # type: ignore[arg-type]
+        text = decode(self._tokenizer, ids, request.prompt_token_ids[-8:].tolist(), shown)
         return text, text

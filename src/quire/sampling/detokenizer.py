@@ -15,7 +15,7 @@ text and the longest stop string before it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 __all__ = ["Detokenizer", "decode"]
@@ -25,7 +25,7 @@ _UNFINISHED = "\ufffd"
 
 
 def decode(
-    tokenizer: Any, token_ids: Sequence[int], prompt_tail: Sequence[int] = (), shown: Sequence[int] = ()
+    tokenizer: Any, token_ids: Sequence[int], prompt_tail: Sequence[int] = (), shown: Iterable[int] = ()
 ) -> str:
     """The text of `token_ids` as a continuation of the prompt, whole."""
     detokenizer = Detokenizer(tokenizer, prompt_tail, shown=shown)
@@ -61,7 +61,7 @@ class Detokenizer:
         tokenizer: Any,
         prompt_tail: Sequence[int] = (),
         stop: Sequence[str] = (),
-        shown: Sequence[int] = (),
+        shown: Iterable[int] = (),
     ) -> None:
         self._decode = _decoder(tokenizer)
         self._shown = {

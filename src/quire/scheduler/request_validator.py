@@ -95,8 +95,11 @@ class RequestValidator:
         if self._tokenizer is not None and (request.stream or params.stop):
             for sequence in request.sequences:
                 sequence.detokenizer = Detokenizer(
-                    self._tokenizer, tokens[-8:].tolist(), params.stop, params.shown_token_ids
-                )  # type: ignore[arg-type]
+                    self._tokenizer,
+                    tokens[-8:].tolist(),
+                    params.stop,  # type: ignore[arg-type]
+                    params.shown_token_ids,
+                )
         for sequence in request.sequences:
             sequence.matcher = self._grammars.matcher(params)
         return request

@@ -9,6 +9,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+from quire.server.markers import special_token_ids
 from quire.server.schemas.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from quire.server.schemas.completions import CompletionLogprobs
 from quire.server.token_bytes import shown, token_bytes
@@ -28,9 +29,7 @@ class CompletionTokens:
 
     def __init__(self, tokenizer: Any, offset: int) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(
-            token for token, one in getattr(tokenizer, "added_tokens_decoder", {}).items() if one.special
-        )
+        self._special = special_token_ids(tokenizer)
         self._offset = offset
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -6,17 +6,30 @@ other tokens are another text to it. Decoding leaves special tokens out, so a ma
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["added_tokens", "in_grammar", "shown_token_ids"]
+__all__ = ["added_tokens", "in_grammar", "shown_token_ids", "special_token_ids"]
 
 
-def added_tokens(tokenizer: Any) -> dict[str, int]:
+def added_tokens(tokenizer: Any) -> Mapping[str, int]:
     """The tokens that were added to the vocabulary, by their text; {} without a tokenizer."""
-    return {} if tokenizer is None else dict(tokenizer.get_added_vocab())
+    return {} if tokenizer is None else _added(tokenizer, len(tokenizer))[0]
+
+
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """The tokens that decoding leaves out; none without a tokenizer."""
+    return frozenset() if tokenizer is None else _added(tokenizer, len(tokenizer))[1]
+
+
+@functools.lru_cache(maxsize=16)
+def _added(tokenizer: Any, size: int) -> tuple[dict[str, int], frozenset[int]]:
+    """size: of the vocabulary, which has grown where tokens were added since."""
+    special = {token for token, one in getattr(tokenizer, "added_tokens_decoder", {}).items() if one.special}
+    return dict(tokenizer.get_added_vocab()), frozenset(special)
 
 
 def in_grammar(tokenizer: Any, text: str) -> list[str]:
@@ -31,5 +44,4 @@ def shown_token_ids(tokenizer: Any, texts: Iterable[str]) -> tuple[int, ...]:
     """The special tokens in these texts: those that decoding would leave out."""
     added = added_tokens(tokenizer)
     found = {added[one] for text in texts for one in added if one in text}
-    special = {token for token, one in getattr(tokenizer, "added_tokens_decoder", {}).items() if one.special}
-    return tuple(sorted(found & special))
+    return tuple(sorted(found & special_token_ids(tokenizer)))

@@ -41,9 +41,7 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = Field(
-        None, description="Ours: an answer's thoughts, for templates that repeat them."
-    )
+    reasoning_content: str | None = None  # ours: an answer's thoughts, for templates that repeat them
 
 
 class JsonSchemaFormat(Body):
