@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import families
@@ -20,6 +21,7 @@ from quire.sampling.detokenizer import Detokenizer
 from quire.server.answer_form import AnswerForm, AnswerReader
 from quire.server.answer_grammar import answer_grammar
 from quire.server.call_reader import CallDelta
+from quire.server.markers import in_grammar, shown_token_ids
 from quire.server.messages import render
 from quire.server.reasoning import ReasoningForm, ReasoningReader, Thought, reasoning_form_of
 from quire.server.schemas.chat import ChatMessage, Tool
@@ -232,6 +234,29 @@ def test_grammar_names_tokens_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(begin) not in tried[0]
 
 
+class _FewWords:
+    """A tokenizer that tells its special tokens alone, as those of mistral-common."""
+
+    all_special_tokens = ("</s>", "[TOOL_CALLS]")
+
+    def __len__(self) -> int:
+        return 10
+
+    @property
+    def added_tokens_decoder(self) -> Any:
+        raise NotImplementedError
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int]:
+        return [{"</s>": 2, "[TOOL_CALLS]": 5}[one] for one in tokens]
+
+
+def test_tokenizer_that_tells_its_special_tokens_alone() -> None:
+    assert in_grammar(_FewWords(), "[TOOL_CALLS] [") == ["<[5]>", '" ["']
+    assert shown_token_ids(_FewWords(), ["[TOOL_CALLS] [", "]"]) == (5,)
+    assert in_grammar(None, "[TOOL_CALLS]") == ['"[TOOL_CALLS]"']
+    assert shown_token_ids(None, ["[TOOL_CALLS]"]) == ()
+
+
 # -- schemas
 
 
@@ -260,6 +285,7 @@ def test_references_are_each_tools_own(serve: Callable[[str], str]) -> None:
         ({"type": "object", "properties": {}}, {}),
         ({"properties": {"a": {"const": 1}}, "required": ["a"]}, {"a": 1}),
         ({"$ref": "#/$defs/A", "$defs": {"A": A}}, {"a": 1}),
+        ({"type": "object", "properties": {"a": {"anyOf": [A, A]}}, "required": ["a"]}, {"a": {"a": 1}}),
         ({"type": "object", "properties": {"properties": {"const": 2}}, "required": ["properties"]}, {"properties": 2}),
         (
             {"allOf": [{"properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}]},
@@ -273,6 +299,43 @@ def test_arguments_hold_what_the_parameters_name(
     choice = ask(serve("qwen2.5"), tools=[tool("f", parameters)], tool_choice="required")
     (call,) = choice["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == want
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": {"a": {"const": 1}}, "required": ["b"]},
+        {"type": "object", "properties": {"a": {"const": 1}}, "minProperties": 2},
+        {"type": "object", "properties": {"a": {"const": 1}}, "anyOf": [A], "required": ["a"]},
+        {"type": "object", "allOf": [A, {"properties": {"b": {"const": 1}}, "required": ["b"]}]},
+        {"type": "object", "properties": {"x": {**A, "$ref": "#/$defs/A"}}, "$defs": {"A": A}},
+        {"type": "object", "properties": {"a": A}, "additionalProperties": {"type": "null"}},
+    ],
+)  # fmt: skip
+def test_parameters_that_cannot_be_closed_stay_open(parameters: dict[str, Any]) -> None:
+    tokenizer = families.tokenizer("qwen2.5")
+    text = answer_grammar(
+        tokenizer, AnswerForm.of(tokenizer, "", must_call=True), [Tool.model_validate(tool("f", parameters))]
+    )
+    (line,) = [one for one in text.splitlines() if one.startswith("arguments_0")]
+    schema = json.loads(line.partition("%json ")[2])
+    assert schema.get("additionalProperties") == parameters.get("additionalProperties")
+
+
+def test_thoughts_whose_end_is_several_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "try_grammar", lambda text: None)
+    tokenizer = families.tokenizer("hermes")
+    text = answer_grammar(
+        tokenizer, AnswerForm(None, THINK, in_thoughts=True), (), {"type": "array", "maxItems": 0}
+    )
+    grammars = grammar.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    matcher = grammars.matcher(SamplingParams(grammar=text))
+    assert matcher is not None
+    for one in [*tokenizer("[Hm] <b>\n</think>\n\n[]")["input_ids"], tokenizer.eos_token_id]:
+        row = torch.zeros(len(tokenizer))
+        matcher.mask(row)
+        assert row[one] == 0
+        matcher.accept(one)
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,10 @@ from quire.server.schemas.chat import Tool
 __all__ = ["answer_grammar"]
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # of schemas by name
+_MAPS = ("properties", "$defs", "definitions")  # of schemas by name
 _LISTS = ("anyOf", "oneOf", "prefixItems")
-_OPEN = (
-    "additionalProperties",
-    "patternProperties",
-    "unevaluatedProperties",
-    "anyOf",
-    "oneOf",
-    "allOf",
-    "$ref",
-)
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties")
+_OTHERS = ("$ref", "anyOf", "oneOf", "if", "dependentSchemas")  # that add to an object's own properties
 
 
 def answer_grammar(
@@ -79,9 +72,18 @@ def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
     """
     if "type" not in parameters:
         parameters = {"type": "object", **parameters}
-    if '"allOf"' in json.dumps(parameters):  # its parts know of each other's names only together
-        return parameters
-    return _closed_schema(parameters)
+    return parameters if _is_composed(parameters) else _closed_schema(parameters)
+
+
+def _is_composed(value: Any) -> bool:
+    """Whether an object's properties are named in several places, none of which knows them all."""
+    if isinstance(value, list):
+        return any(map(_is_composed, value))
+    if not isinstance(value, dict):
+        return False
+    if "allOf" in value or ("properties" in value and any(key in value for key in _OTHERS)):
+        return True
+    return any(map(_is_composed, value.values()))
 
 
 def _closed_schema(schema: Any) -> Any:
@@ -96,6 +98,7 @@ def _closed_schema(schema: Any) -> Any:
             closed[key] = [_closed_schema(one) for one in inner]
     for key in ("items", "additionalProperties"):
         closed |= {key: _closed_schema(schema[key])} if key in schema else {}
-    if "properties" in schema and not any(key in schema for key in _OPEN):
-        closed["additionalProperties"] = False
+    named, required = schema.get("properties"), schema.get("required", [])
+    if isinstance(named, dict) and isinstance(required, list) and not any(key in schema for key in _OPEN):
+        closed |= {"additionalProperties": False} if all(name in named for name in required) else {}
     return closed

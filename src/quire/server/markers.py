@@ -28,8 +28,13 @@ def special_token_ids(tokenizer: Any) -> frozenset[int]:
 @functools.lru_cache(maxsize=16)
 def _added(tokenizer: Any, size: int) -> tuple[dict[str, int], frozenset[int]]:
     """size: of the vocabulary, which has grown where tokens were added since."""
-    special = {token for token, one in getattr(tokenizer, "added_tokens_decoder", {}).items() if one.special}
-    return dict(tokenizer.get_added_vocab()), frozenset(special)
+    try:
+        special = [token for token, one in tokenizer.added_tokens_decoder.items() if one.special]
+        return dict(tokenizer.get_added_vocab()), frozenset(special)
+    except (AttributeError, NotImplementedError):  # not every tokenizer tells more than its special tokens
+        names = list(tokenizer.all_special_tokens)
+        special = tokenizer.convert_tokens_to_ids(names)
+        return dict(zip(names, special, strict=True)), frozenset(special)
 
 
 def in_grammar(tokenizer: Any, text: str) -> list[str]:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from quire.server.markers import added_tokens
+
 __all__ = ["shown", "token_bytes"]
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -32,9 +34,7 @@ def shown(data: bytes, prefix: str = "") -> str:
 
 @functools.lru_cache(maxsize=16)
 def _reader(tokenizer: Any) -> Callable[[int], bytes]:
-    added = {
-        token: str(one).encode() for token, one in getattr(tokenizer, "added_tokens_decoder", {}).items()
-    }
+    added = {token: text.encode() for text, token in added_tokens(tokenizer).items()}
     kinds = _decoder_kinds(tokenizer)
     piece: Callable[[str], bytes] | None = None
     if "ByteLevel" in kinds:
