@@ -185,17 +185,16 @@ def test_conversation_tells_thoughts_apart(serve: Callable[[str], str]) -> None:
 # -- special markers
 
 
-def test_shown_special_tokens(serve: Callable[[str], str]) -> None:
+def test_shown_special_tokens() -> None:
     tokenizer = families.tokenizer("mistral")
     marker = token("mistral", "[TOOL_CALLS]")
     tokens = tokenizer("a é[TOOL_CALLS] [{[INST]b", add_special_tokens=False)["input_ids"]
     shown = Detokenizer(tokenizer, shown=[marker])
     assert "".join(shown.push([one]) for one in tokens) + shown.finish() == "a é[TOOL_CALLS] [{b"
     assert shown.text == "a é[TOOL_CALLS] [{b"
-    half = tokenizer("é", add_special_tokens=False)["input_ids"][:1]
-    if tokenizer.decode(half) == "\ufffd":
-        cut = Detokenizer(tokenizer, shown=[marker])
-        assert cut.push([*half, marker]) == "\ufffd[TOOL_CALLS]"
+    half = tokenizer.convert_tokens_to_ids("\u00c3")  # the byte 0xC3
+    cut = Detokenizer(tokenizer, shown=[marker])
+    assert (cut.push([half]), cut.push([marker])) == ("", "\ufffd[TOOL_CALLS]")
 
 
 def test_shown_special_tokens_of_a_request() -> None:
