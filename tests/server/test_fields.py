@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from quire import LLM
+from quire.server.answer_form import AnswerForm, AnswerReader
 from quire.server.chat import ChatWriter
 from quire.server.schemas.chat import ChatFields, ChatRequest
 from quire.server.schemas.completions import CompletionRequest
@@ -371,11 +372,10 @@ def test_one_call_alone_is_told_where_the_client_wants_no_more(wanted: bool | No
         f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in ("f", "g")
     )
     body = ChatFields(parallel_tool_calls=wanted)
-    writer = ChatWriter(body, Service(), None, ToolForm())  # type: ignore[arg-type]
+    form = AnswerForm(calls=ToolForm())
+    writer = ChatWriter(body, Service(), None, form)  # type: ignore[arg-type]
     assert [call.function["name"] for call in writer._message(text).tool_calls or []] == names
-    from quire.server.tools import CallReader
-
-    deltas = writer._deltas(CallReader(ToolForm()), text, final=True)
+    deltas = writer._deltas(AnswerReader(form), text, final=True)
     streamed = [call["function"].get("name") for delta in deltas for call in delta.get("tool_calls", [])]
     assert [name for name in streamed if name] == names
 

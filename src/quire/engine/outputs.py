@@ -82,5 +82,7 @@ class Outputs:
         ids = sequence.output_ids
         if sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output:
             ids = ids[:-1]  # the stop token
-        text = decode(self._tokenizer, ids, sequence.request.prompt_token_ids[-8:].tolist())
+        request = sequence.request
+        shown = request.params.shown_token_ids
+        text = decode(self._tokenizer, ids, request.prompt_token_ids[-8:].tolist(), shown)
         return text, text

@@ -15,7 +15,7 @@ text and the longest stop string before it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 __all__ = ["Detokenizer", "decode"]
@@ -24,9 +24,11 @@ _CONTEXT_TOKENS = 4  # of the prompt: enough for a decoder to be past its treatm
 _UNFINISHED = "\ufffd"
 
 
-def decode(tokenizer: Any, token_ids: Sequence[int], prompt_tail: Sequence[int] = ()) -> str:
+def decode(
+    tokenizer: Any, token_ids: Sequence[int], prompt_tail: Sequence[int] = (), shown: Iterable[int] = ()
+) -> str:
     """The text of `token_ids` as a continuation of the prompt, whole."""
-    detokenizer = Detokenizer(tokenizer, prompt_tail)
+    detokenizer = Detokenizer(tokenizer, prompt_tail, shown=shown)
     return detokenizer.push(token_ids) + detokenizer.finish()
 
 
@@ -51,7 +53,7 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], Any]:
 class Detokenizer:
     """The text of one sequence. `text` is what may be shown so far; `stop_reason` the stop string once one was met.
 
-    include_stop: the text ends with the stop string.
+    include_stop: the text ends with the stop string. shown: special tokens that are text too; the others are left out.
     """
 
     def __init__(
@@ -62,8 +64,12 @@ class Detokenizer:
         *,
         min_tokens: int = 0,
         include_stop: bool = False,
+        shown: Iterable[int] = (),
     ) -> None:
         self._decode = _decoder(tokenizer)
+        self._shown = {
+            int(token): tokenizer.decode([int(token)], skip_special_tokens=False) for token in shown
+        }
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
         self._include_stop = include_stop
@@ -97,6 +103,8 @@ class Detokenizer:
         """Takes further tokens and returns the text that is decided by them, possibly empty."""
         if self.stopped:
             return ""
+        if self._shown:
+            return "".join(self._push_one(int(token)) for token in token_ids)
         piece = ""
         if self._num_exempt:
             early, token_ids = token_ids[: self._num_exempt], token_ids[self._num_exempt :]
@@ -105,6 +113,20 @@ class Detokenizer:
             piece = self._give(self._complete(final=False), exempt=True)
         self._tokens.extend(int(token) for token in token_ids)
         return piece + self._give(self._complete(final=False))
+
+    def _push_one(self, token: int) -> str:
+        if self.stopped:
+            return ""
+        exempt = self._num_exempt > 0
+        self._num_exempt -= exempt
+        marker = self._shown.get(token)
+        if marker is None:
+            self._tokens.append(token)
+            return self._give(self._complete(final=False), exempt=exempt)
+        new = self._complete(final=True)  # a character unfinished before a marker stays so
+        self._tokens = [*self._tokens, token][-_CONTEXT_TOKENS:]
+        self._num_context = len(self._tokens)  # as context it is left out like other special tokens
+        return self._give(new + marker, exempt=exempt)
 
     def finish(self) -> str:
         """No more tokens will come: the rest of the text."""

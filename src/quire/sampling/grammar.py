@@ -18,6 +18,7 @@ to 10 ms; a mask takes 0.05 to 2 ms.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -29,10 +30,13 @@ from quire.errors import ArgumentError
 from quire.sampling.grammar_trial import try_grammar
 from quire.sampling.params import SamplingParams
 
-__all__ = ["Grammars", "Matcher"]
+__all__ = ["ONE_LINE", "Grammars", "Matcher"]
 
 # White space as json.dumps writes it: a model cannot spend its tokens on blank lines.
-_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_TOKEN = re.compile(r"<\[\d+\]>")  # a token by its id, as Lark grammars of llguidance write it
+_PLACE = re.compile(r"at \d+\(\d+\): ")  # in the grammar
+_MOST_SHOWN = 300  # characters of what is wrong with a grammar
 _MAX_KEPT = 64  # grammars, or what was wrong with them, that are not built again
 
 
@@ -96,18 +100,18 @@ class Grammars:
             elif name == "grammar":
                 grammar = LLMatcher.grammar_from_lark(text)
             else:
-                grammar = LLMatcher.grammar_from_json_schema(text, overrides=_ONE_LINE)
-            try_grammar(grammar)
+                grammar = LLMatcher.grammar_from_json_schema(text, overrides=ONE_LINE)
+            try_grammar(_TOKEN.sub("<[0]>", grammar))  # the trial has few tokens
             if problem := LLMatcher.validate_grammar(grammar, vocabulary):
-                return problem
+                return _reason(problem)
             begun = LLMatcher(vocabulary, grammar)
             begun.compute_bitmask()  # validation alone lets through what no text satisfies
         except BaseException as error:
             # A panic inside llguidance arrives as pyo3's PanicException: no Exception, and nowhere to import from.
             if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
-                return str(error)
+                return _reason(str(error))
             raise
-        return _first_line(begun.get_error()) or begun
+        return _reason(begun.get_error()) or begun
 
     def _llguidance(self) -> Any:
         with self._lock:
@@ -150,7 +154,7 @@ class Matcher:
         matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if matcher.is_error():
             raise ArgumentError(
-                f"the answer cannot follow its grammar any more: {_first_line(matcher.get_error())}"
+                f"the answer cannot follow its grammar any more: {_reason(matcher.get_error())}"
             )
         allowed = np.unpackbits(self._bits.view(np.uint8), count=row.shape[0], bitorder="little")
         row.masked_fill_(torch.from_numpy(allowed == 0), float("-inf"))
@@ -168,6 +172,10 @@ def _key(params: SamplingParams) -> tuple[str, str] | None:
     return None
 
 
-def _first_line(text: str) -> str:
-    """Of an error with the library's state behind it."""
-    return text.strip().split("\n", 1)[0]
+def _reason(text: str) -> str:
+    """Of an error what is wrong, without the grammar or the library's state, which stand behind it."""
+    first, *others = text.strip().split("\n")
+    where = _PLACE.match(first)
+    first = first[where.end() if where else 0 :]
+    details = [line[len("error: ") :] for line in others if line.startswith("error: ")]
+    return " ".join([first, *details[:1]])[:_MOST_SHOWN]

@@ -45,6 +45,7 @@ class SamplingParams:
     allowed_token_ids: the only tokens that may come; None: all.
     bad_words: words that are not written, in the tokens that the tokenizer makes of them with a space before them and
         without: the last of these may not come behind the others. Cut into other tokens they are not known.
+    shown_token_ids: special tokens that the text shows; it leaves the others out.
     json_schema: the answer is a JSON text of this schema (a dict, or its JSON; {} for any JSON). regex: it matches this
         expression. grammar: it follows this Lark grammar, as llguidance reads them. At most one of the three.
     """
@@ -68,6 +69,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Iterable[int] | None = None
     bad_words: Iterable[str] = ()
+    shown_token_ids: Iterable[int] = ()
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -103,9 +105,8 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise ArgumentError(f"expected non-empty strings, got {text!r} - in `stop`")
         set_field(self, "stop", stop)
-        set_field(
-            self, "stop_token_ids", tuple(_token_id("stop_token_ids", t) for t in self.stop_token_ids or ())
-        )
+        for name in ("stop_token_ids", "shown_token_ids"):
+            set_field(self, name, tuple(_token_id(name, token) for token in getattr(self, name) or ()))
         if self.allowed_token_ids is not None:
             allowed = tuple(dict.fromkeys(_token_id("allowed_token_ids", t) for t in self.allowed_token_ids))
             if not allowed:

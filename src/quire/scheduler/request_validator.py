@@ -105,6 +105,7 @@ class RequestValidator:
                     params.stop,  # type: ignore[arg-type]
                     min_tokens=params.min_tokens,
                     include_stop=params.include_stop_str_in_output,
+                    shown=params.shown_token_ids,
                 )
         for sequence in request.sequences:
             sequence.matcher = self._grammars.matcher(params)
@@ -119,7 +120,7 @@ class RequestValidator:
         if not isinstance(params, SamplingParams):
             raise ArgumentError(f"expected SamplingParams, got {type(params).__name__}")
         params = params.resolved(self._sampling_defaults)
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "shown_token_ids"):
             ids = getattr(params, name) or ()
             beyond = [token for token in ids if token >= self._vocab_size]
             if beyond:

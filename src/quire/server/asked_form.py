@@ -56,9 +56,13 @@ def in_names_of(body: SamplingBody) -> Iterator[None]:
     try:
         yield
     except ArgumentError as error:
-        # A form that the body does not ask for is that of a call that has to come.
-        names = {"grammar": "tools"} | {form.kind: form.field for form in _forms(body)}
+        # A grammar that the body does not ask for is of a call that may come, or of a schema behind thoughts.
+        asked = {form.kind: form.field for form in _forms(body)}
+        wrapped = "tools" if getattr(body, "tools", None) else asked.get("json_schema", "tools")
+        names = {"grammar": wrapped} | asked
         message = str(error)
+        if "grammar" not in asked:
+            message = message.replace("expected a grammar that", "expected tools or a schema that")
         for name, field in names.items():
             message = message.replace(f" - in `{name}`", f" - in `{field}`")
         if message == str(error):

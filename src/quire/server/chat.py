@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import secrets
+import string
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -12,11 +15,15 @@ from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
-from quire.server.asked_form import form_asked_for, in_names_of
+from quire.server.answer_form import AnswerForm, AnswerReader
+from quire.server.answer_grammar import answer_grammar
+from quire.server.asked_form import AskedForm, form_asked_for, in_names_of
+from quire.server.call_reader import CallDelta
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_logprobs
 from quire.server.messages import render, template_options
+from quire.server.reasoning import Thought
 from quire.server.schemas.chat import (
     AnsweredCall,
     AnswerMessage,
@@ -28,9 +35,8 @@ from quire.server.schemas.chat import (
     Tool,
 )
 from quire.server.schemas.common import ERRORS, Usage
-from quire.server.service import Answer, Begun, Service, id_of_answer, new_id
+from quire.server.service import Answer, Begun, Service, id_of_answer
 from quire.server.sse import DONE, ChoiceEvents, EventStream, event
-from quire.server.tools import CallDelta, CallReader, ToolForm, form_of, grammar_of
 
 __all__ = ["ChatWriter", "chat_params", "router"]
 
@@ -48,11 +54,12 @@ async def chat_completions(
     """Answers a conversation."""
     service.check_model(body.model)
     tools = _tools(body, service)
-    params = chat_params(body, service)
     options = template_options(service.tokenizer, body)
     text = render(service.tokenizer, body.messages, service.settings.limits, tools, options)
     prompt = body.cut(await service.encode(text, add_special_tokens=bool(body.add_special_tokens)))
-    one = ChatWriter(body, service, params, form_of(service.tokenizer) if tools else None)
+    form = AnswerForm.of(service.tokenizer, text, may_call=bool(tools), must_call=_must_call(body))
+    params = chat_params(body, service, form, tools)
+    one = ChatWriter(body, service, params, form)
     with in_names_of(body):
         begun = await service.begin(tenant, body, service.requests(tenant, body, [prompt], params))
     return await one.respond(request, begun, begun.outputs())
@@ -74,7 +81,14 @@ def _tools(body: ChatRequest, service: Service) -> list[Tool]:
     return [] if choice == "none" else tools
 
 
-def chat_params(body: ChatFields, service: Service) -> SamplingParams:
+def _must_call(body: ChatFields) -> bool:
+    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+
+
+def chat_params(
+    body: ChatFields, service: Service, answer_form: AnswerForm, tools: Sequence[Tool] = ()
+) -> SamplingParams:
+    """answer_form: of the answers to the prompt. tools: those the model is told of."""
     limits = service.settings.limits
     top = body.top_logprobs or 0
     if top > limits.max_logprobs:
@@ -83,20 +97,57 @@ def chat_params(body: ChatFields, service: Service) -> SamplingParams:
         )
     if top and not body.logprobs:
         raise ApiError(400, "expected logprobs: true with top_logprobs", param="top_logprobs")
-    form = form_asked_for(body, service)
-    forms = {} if form is None else {form.kind: form.value}
-    if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
-        if form is not None:
-            raise ApiError(400, f"expected no {form.field} with a required call", param=form.field)
-        forms["grammar"] = grammar_of(
-            form_of(service.tokenizer) or ToolForm(), body.tools or [], body.tool_choice
-        )
+    asked = form_asked_for(body, service)
+    grammar = _grammar(body, service, answer_form, tools, asked)
+    forms = {} if asked is None else {asked.kind: asked.value}
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return service.params(body, max_tokens=max_tokens, logprobs=top if body.logprobs else None, **forms)
+    return service.params(
+        body,
+        max_tokens=max_tokens,
+        logprobs=top if body.logprobs else None,
+        shown_token_ids=answer_form.shown_token_ids(service.tokenizer),
+        **(forms if grammar is None else {"grammar": grammar}),
+    )
+
+
+def _grammar(
+    body: ChatFields, service: Service, form: AnswerForm, tools: Sequence[Tool], asked: AskedForm | None
+) -> str | None:
+    """Of answers with a call in them or behind thoughts; None where what is asked says all, or nothing is forced."""
+    if _must_call(body):
+        if asked is not None:
+            raise ApiError(400, f"expected no {asked.field} with a required call", param=asked.field)
+        choice = body.tool_choice
+        wanted = [
+            tool
+            for tool in tools
+            if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
+        ]
+        if not wanted:
+            raise ApiError(400, "expected tools to require a call of, got none", param="tool_choice")
+        return answer_grammar(service.tokenizer, form, wanted)
+    if asked is None or not (tools or form.in_thoughts):
+        return None
+    if tools and (form.calls is None or not form.calls.begin):
+        raise ApiError(
+            400,
+            f"expected no {asked.field} beside tools: this model's chat template has no marker that tells a call "
+            "from such an answer; say tool_choice none, or leave one of both out",
+            param=asked.field,
+        )
+    if asked.kind != "json_schema":
+        raise ApiError(
+            400,
+            f"expected a JSON schema as the form of an answer beside tools or behind the model's thoughts, got "
+            f"{asked.field}; leave the tools out, or have the template open no thoughts (enable_thinking: false)",
+            param=asked.field,
+        )
+    schema = json.loads(asked.value) if isinstance(asked.value, str) else asked.value
+    return answer_grammar(service.tokenizer, form, tools, schema)
 
 
 class ChatWriter:
-    """The answer to one request, written in this endpoint's shape. form: of the calls to look for, if any.
+    """The answer to one request, written in this endpoint's shape. form: what to look for in it.
 
     more: fields beside OpenAI's, told at the end.
     """
@@ -106,7 +157,7 @@ class ChatWriter:
         body: ChatFields,
         service: Service,
         params: SamplingParams,
-        form: ToolForm | None = None,
+        form: AnswerForm,
         more: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self._more = more
@@ -155,8 +206,9 @@ class ChatWriter:
         more = {} if self._more is None else self._more()
         shown = completion.model_dump()
         for choice in shown["choices"]:
-            if choice["message"]["tool_calls"] is None:  # not there rather than null, as OpenAI's
-                del choice["message"]["tool_calls"]
+            for field in ("tool_calls", "reasoning_content"):  # not there rather than null, as OpenAI's
+                if choice["message"][field] is None:
+                    del choice["message"][field]
         if not self._body.return_token_ids:
             del shown["prompt_token_ids"]
             for choice in shown["choices"]:
@@ -164,20 +216,25 @@ class ChatWriter:
         return JSONResponse({**shown, **more}, headers=_hit_header(answer))
 
     def _message(self, text: str) -> AnswerMessage:
+        thoughts: list[str] = []
         said: list[str] = []
         calls: list[AnsweredCall] = []
-        for part in CallReader(self._form).push(text, final=True):
-            if isinstance(part, str):
+        for part in AnswerReader(self._form).push(text, final=True):
+            if isinstance(part, Thought):
+                thoughts.append(part.text)
+            elif isinstance(part, str):
                 said.append(part)
             elif self._is_beyond(part):
                 continue
             elif part.name is not None:
-                calls.append(AnsweredCall(id=new_id("call"), function={"name": part.name, "arguments": ""}))
+                calls.append(AnsweredCall(id=_call_id(), function={"name": part.name, "arguments": ""}))
             else:
                 calls[-1].function["arguments"] += part.arguments
         content = "".join(said)
         return AnswerMessage(
-            content=None if calls and not content.strip() else content, tool_calls=calls or None
+            content=None if calls and not content.strip() else content,
+            tool_calls=calls or None,
+            reasoning_content="".join(thoughts) or None,
         )
 
     def _is_beyond(self, call: CallDelta) -> bool:
@@ -201,7 +258,7 @@ class ChatWriter:
     async def _events(
         self, begun: Begun, generated: AsyncGenerator[RequestOutput], answer: Answer
     ) -> AsyncGenerator[bytes]:
-        readers = [CallReader(self._form) for _ in range(self._params.n)]
+        readers = [AnswerReader(self._form) for _ in range(self._params.n)]
         opened: set[int] = set()
         with_ids = self._body.return_token_ids
         options = self._body.stream_options
@@ -248,11 +305,14 @@ class ChatWriter:
             yield event({**self._head, "choices": [], "usage": _usage(answer).model_dump(), **more})
         yield DONE
 
-    def _deltas(self, reader: CallReader, text: str, *, final: bool) -> list[dict[str, Any]]:
+    def _deltas(self, reader: AnswerReader, text: str, *, final: bool) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         for part in reader.push(text, final=final):
             if isinstance(part, str):
                 deltas.append({"content": part})
+                continue
+            if isinstance(part, Thought):
+                deltas.append({"reasoning_content": part.text})
                 continue
             if self._is_beyond(part):
                 continue
@@ -260,9 +320,14 @@ class ChatWriter:
             call: dict[str, Any] = {"index": part.index, "function": function}
             if part.name is not None:
                 function["name"] = part.name
-                call |= {"id": new_id("call"), "type": "function"}
+                call |= {"id": _call_id(), "type": "function"}
             deltas.append({"tool_calls": [call]})
         return deltas
+
+
+def _call_id() -> str:
+    """As Mistral's templates want it; others take any."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 def _choice(

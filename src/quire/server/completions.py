@@ -16,7 +16,7 @@ from quire.scheduler.request import RequestOutput
 from quire.server.asked_form import form_asked_for, in_names_of
 from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
 from quire.server.errors import ApiError
-from quire.server.logprobs import completion_logprobs
+from quire.server.logprobs import CompletionTokens
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.schemas.completions import Completion, CompletionChoice, CompletionRequest
 from quire.server.service import Answer, Begun, Service, id_of_answer
@@ -115,7 +115,6 @@ class _Writer:
     ) -> None:
         self._body = body
         self._service = service
-        self._named_by = None if body.return_tokens_as_token_ids else service.tokenizer
         self._params = params
         self._echoes = echoes
         self._head = {
@@ -125,6 +124,10 @@ class _Writer:
             "model": service.model_name,
         }
 
+    def _tokens(self, offset: int) -> CompletionTokens:
+        by_id = bool(self._body.return_tokens_as_token_ids)
+        return CompletionTokens(self._service.tokenizer, offset, by_id=by_id)
+
     def whole(self, answers: list[Answer]) -> JSONResponse:
         body, choices = self._body, []
         for place, answer in enumerate(answers):
@@ -132,12 +135,9 @@ class _Writer:
                 echo = self._echoes[place]
                 logprobs = None
                 if body.logprobs is not None:
-                    logprobs = completion_logprobs(
-                        self._named_by,
-                        answer.token_ids[index][: len(answer.logprobs[index])],
-                        answer.logprobs[index],
-                        len(echo),
-                        body.logprobs,
+                    entries = answer.logprobs[index]
+                    logprobs = self._tokens(len(echo)).logprobs(
+                        answer.token_ids[index][: len(entries)], entries, body.logprobs
                     )
                 choices.append(
                     CompletionChoice(
@@ -165,7 +165,7 @@ class _Writer:
         return EventStream(first, events, _hit_header(answers))
 
     async def _events(self, begun: Begun, answers: list[Answer]) -> AsyncGenerator[bytes]:
-        offsets: dict[int, int] = {}
+        tokens: dict[int, CompletionTokens] = {}
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         write = ChoiceEvents(self._head, with_usage=with_usage)
@@ -184,9 +184,9 @@ class _Writer:
                         answer.token_ids[part.index] += part.token_ids
                         answer.finish_reasons[part.index] = part.finish_reason
                         index = place * self._params.n + part.index
-                        is_first = index not in offsets
+                        is_first = index not in tokens
                         if is_first:
-                            offsets[index] = len(self._echoes[place])
+                            tokens[index] = self._tokens(len(self._echoes[place]))
                             if self._echoes[place]:
                                 yield write.text(index, self._echoes[place])
                         with_ids = self._body.return_token_ids
@@ -206,14 +206,7 @@ class _Writer:
                         if with_ids and is_first:
                             choice["prompt_token_ids"] = output.prompt_token_ids
                         if self._body.logprobs is not None and part.logprobs:
-                            shown = completion_logprobs(
-                                self._named_by,
-                                part.token_ids,
-                                part.logprobs,
-                                offsets[index],
-                                self._body.logprobs,
-                            )
-                            offsets[index] = shown.text_offset[-1] + len(shown.tokens[-1])
+                            shown = tokens[index].logprobs(part.token_ids, part.logprobs, self._body.logprobs)
                             choice["logprobs"] = shown.model_dump()
                         yield write.choice(choice)
         if with_usage:

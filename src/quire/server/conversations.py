@@ -14,6 +14,7 @@ from fastapi import APIRouter, Depends, Request
 
 from quire.engine.async_conversation import AsyncConversation
 from quire.scheduler.request import RequestOutput
+from quire.server.answer_form import AnswerForm
 from quire.server.asked_form import in_names_of
 from quire.server.chat import ChatWriter, chat_params
 from quire.server.conversation_store import Talk
@@ -39,6 +40,8 @@ from quire.server.service import Service
 from quire.sessions.snapshot_files import NoSnapshotError, SnapshotExistsError
 
 __all__ = ["router"]
+
+_TAIL_TOKENS = 16  # where a prompt that opens thoughts says so
 
 router = APIRouter(tags=["Conversations"], dependencies=[Depends(text_only)], responses=ERRORS)
 
@@ -156,10 +159,14 @@ async def append(
         talk.begin(base, turn)
         talk.end(turn, is_kept=True)
         return _card(talk)
-    params = chat_params(body, service)
+    form = AnswerForm()
+    if body.messages or (len(base) == 0 and talk.first):  # an answer to messages, rather than more of a text
+        tail = service.tokenizer.decode(turn.token_ids[-_TAIL_TOKENS:])
+        form = AnswerForm.of(service.tokenizer, tail)
+    params = chat_params(body, service, form)
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
-    one = ChatWriter(body, service, params, more=lambda: {"conversation": _card(talk).model_dump()})
+    one = ChatWriter(body, service, params, form, more=lambda: {"conversation": _card(talk).model_dump()})
     with in_names_of(body):
         asked = turn.asked(
             params,

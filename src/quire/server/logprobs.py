@@ -1,36 +1,62 @@
 """The engine's log probabilities in OpenAI's two shapes.
 
-A token's text alone may be part of a character: it is shown as the tokenizer decodes it.
+A token that is part of a character has bytes and no text: it is shown as OpenAI shows it, by its bytes in hexadecimal.
 """
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
+from quire.server.markers import special_token_ids
 from quire.server.schemas.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from quire.server.schemas.completions import CompletionLogprobs
+from quire.server.token_bytes import shown, token_bytes
 
-__all__ = ["chat_logprobs", "completion_logprobs"]
+__all__ = ["CompletionTokens", "chat_logprobs"]
 
 _LEAST = -9999.0  # what JSON can say of a token that cannot come
+_PART = "bytes:"  # before a token without a text, in completions
 
 
-def completion_logprobs(
-    tokenizer: Any, token_ids: Sequence[int], entries: Sequence[dict[int, float]], offset: int, num_top: int
-) -> CompletionLogprobs:
-    """Of tokens whose text begins `offset` characters into the choice's; entry i belongs to token i."""
-    tokens, values, tops, offsets = [], [], [], []
-    for token, entry in zip(token_ids, entries, strict=True):
-        text = _text(tokenizer, token)
-        tokens.append(text)
-        values.append(_finite(entry[token]))
-        tops.append({_text(tokenizer, other): _finite(value) for other, value in entry.items()})
-        offsets.append(offset)
-        offset += len(text)
-    return CompletionLogprobs(
-        tokens=tokens, token_logprobs=values, top_logprobs=tops if num_top else None, text_offset=offsets
-    )
+class CompletionTokens:
+    """The tokens of one completion as they come, and where each begins in the completion's text.
+
+    offset: characters of the text before the first. A token that goes on with a character begins where that does; a
+    special one, which the text leaves out, where the next does. by_id: tokens are called `token_id:N`.
+    """
+
+    def __init__(self, tokenizer: Any, offset: int, *, by_id: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._named_by = None if by_id else tokenizer
+        self._special = special_token_ids(tokenizer)
+        self._offset = offset
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def logprobs(
+        self, token_ids: Sequence[int], entries: Sequence[dict[int, float]], num_top: int
+    ) -> CompletionLogprobs:
+        """Of the next tokens; entry i belongs to token i."""
+        tokens, values, tops, offsets = [], [], [], []
+        for token, entry in zip(token_ids, entries, strict=True):
+            tokens.append(_text(self._named_by, token, _PART))
+            values.append(_finite(entry[token]))
+            tops.append(self._by_text(entry))
+            offsets.append(self._offset)
+            if self._tokenizer is not None and token not in self._special:
+                self._offset += len(self._characters.decode(token_bytes(self._tokenizer, token)))
+        return CompletionLogprobs(
+            tokens=tokens, token_logprobs=values, top_logprobs=tops if num_top else None, text_offset=offsets
+        )
+
+    def _by_text(self, entry: dict[int, float]) -> dict[str, float]:
+        """The same by the tokens' text; by its id, a token whose text is another's too."""
+        found: dict[str, float] = {}
+        for token, value in entry.items():
+            text = _text(self._named_by, token, _PART)
+            found[f"token_id:{token}" if text in found else text] = _finite(value)
+        return found
 
 
 def chat_logprobs(
@@ -45,14 +71,13 @@ def chat_logprobs(
 
 
 def _shown(tokenizer: Any, token: int, value: float) -> dict[str, Any]:
-    text = _text(tokenizer, token)
-    return {"token": text, "logprob": _finite(value), "bytes": list(text.encode("utf-8", "replace"))}
+    text = _text(tokenizer, token, "")
+    data = text.encode() if tokenizer is None else token_bytes(tokenizer, token)
+    return {"token": text, "logprob": _finite(value), "bytes": list(data)}
 
 
-def _text(tokenizer: Any, token: int) -> str:
-    if tokenizer is None:
-        return f"token_id:{token}"
-    return tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+def _text(tokenizer: Any, token: int, prefix: str) -> str:
+    return f"token_id:{token}" if tokenizer is None else shown(token_bytes(tokenizer, token), prefix)
 
 
 def _finite(value: float) -> float:

@@ -8,6 +8,7 @@ The plain form, for models that were never taught one:
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import secrets
@@ -17,7 +18,7 @@ from typing import Any
 from quire.server.errors import ApiError
 from quire.server.schemas.chat import ChatFields, ChatMessage, ChatRequest, Tool
 from quire.server.settings import Limits
-from quire.server.tools import system_message, template_tells_tools, template_text
+from quire.server.tools import system_message, template_tells_tools, template_text, written_call
 
 __all__ = ["render", "render_next", "template_options"]
 
@@ -115,17 +116,28 @@ def render(
         for one in plain:
             one["role"] = "system" if one["role"] == "developer" else one["role"]
     told: list[Any] | None = None
-    if tools and template_tells_tools(tokenizer):
-        told = [tool.model_dump(exclude_none=True) for tool in tools]
-    elif tools:
-        plain.insert(0, system_message(tools))
+    if template_tells_tools(tokenizer):
+        told = [tool.model_dump(exclude_none=True) for tool in tools] or None
+    else:
+        for one in plain:
+            _write_calls(one)
+        if tools:
+            plain.insert(0, system_message(tools))
     if not template:
         return "".join(f"{one['role']}: {one['content'] or ''}\n" for one in plain) + "assistant:"
+    asked: dict[str, Any] = {
+        "tools": told,
+        "tokenize": False,
+        "add_generation_prompt": True,
+        **(options or {}),
+    }
     try:
-        return tokenizer.apply_chat_template(
-            plain, tools=told, tokenize=False, **{"add_generation_prompt": True, **(options or {})}
-        )
+        return tokenizer.apply_chat_template(plain, **asked)
     except Exception as error:  # templates raise what they like
+        try:
+            return tokenizer.apply_chat_template([_plainer(one) for one in plain], **asked)
+        except Exception:
+            pass  # nor these: the first reason is what the client can do something about
         raise ApiError(
             400, f"the model's chat template refuses the messages: {error}", param="messages"
         ) from error
@@ -158,7 +170,7 @@ def _tells(template: str, role: str) -> bool:
 
 
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message as templates read it: content one text, arguments of calls as objects."""
+    """A message as templates read it: content one text, arguments of calls as objects where they are JSON."""
     content = message.content
     if isinstance(content, list):
         kinds = sorted({part.type for part in content if part.type != "text"})
@@ -172,18 +184,54 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
         plain["name"] = message.name
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
         plain["tool_calls"] = [
-            {"type": "function", "id": call.id, "function": _function(call.function, index)}
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
             for call in message.tool_calls
         ]
     return plain
 
 
-def _function(call: Any, index: int) -> dict[str, Any]:
+def _arguments(text: str) -> Any:
+    """The value of a call's arguments; the text itself where it is no JSON, as of an answer that was cut short."""
     try:
-        return {"name": call.name, "arguments": json.loads(call.arguments or "{}")}
-    except ValueError as error:
-        raise ApiError(
-            400, f"expected arguments as JSON text: {error}", param=f"messages.{index}.tool_calls"
-        ) from error
+        value = json.loads(text or "{}")
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # not JSON, or half a surrogate pair in it
+        return text
+    return text if isinstance(value, str) else value
+
+
+def _write_calls(plain: dict[str, Any]) -> None:
+    """A message's calls as part of its text, in our form, for a template that knows none."""
+    for call in plain.pop("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        text = written_call(
+            call["function"]["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
+        )
+        plain["content"] = f"{plain['content']}\n{text}" if plain["content"] else text
+
+
+def _plainer(plain: dict[str, Any]) -> dict[str, Any]:
+    """A message with what some templates insist on: arguments that are objects, ids of nine letters and digits."""
+    plain = dict(plain)
+    if "tool_call_id" in plain:
+        plain["tool_call_id"] = _short_id(plain["tool_call_id"])
+    calls = plain.get("tool_calls", ())
+    for number, call in enumerate(calls):
+        function = call["function"]
+        if not isinstance(function["arguments"], dict):
+            function = {**function, "arguments": {"arguments": function["arguments"]}}
+        calls[number] = {**call, "id": _short_id(call["id"]), "function": function}
+    return plain
+
+
+def _short_id(name: str | None) -> str:
+    name = name or ""
+    return name if len(name) == 9 and name.isalnum() else hashlib.sha256(name.encode()).hexdigest()[:9]

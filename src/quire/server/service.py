@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -35,13 +34,9 @@ from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings
 from quire.server.tenants import ANYBODY, Tenant, install
 
-__all__ = ["Answer", "Begun", "Service", "id_of_answer", "new_id"]
+__all__ = ["Answer", "Begun", "Service", "id_of_answer"]
 
 _LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}-{uuid.uuid4().hex}"
 
 
 def id_of_answer(kind: str) -> str:

@@ -41,6 +41,7 @@ class ChatMessage(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None  # ours: an answer's thoughts, for templates that repeat them
 
 
 class Function(Body):
@@ -122,6 +123,7 @@ class AnswerMessage(BaseModel):
     content: str | None = None
     refusal: None = None
     tool_calls: list[AnsweredCall] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(BaseModel):

@@ -1,0 +1,52 @@
+"""Markers: pieces of text that a tokenizer may have as tokens of their own, special or not.
+
+A model writes `<tool_call>` as one token, so a grammar has to name that token by its id: the same letters in
+other tokens are another text to it. Decoding leaves special tokens out, so a marker that is one has to be shown.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["added_tokens", "in_grammar", "shown_token_ids", "special_token_ids"]
+
+
+def added_tokens(tokenizer: Any) -> Mapping[str, int]:
+    """The tokens that were added to the vocabulary, by their text; {} without a tokenizer."""
+    return {} if tokenizer is None else _added(tokenizer, len(tokenizer))[0]
+
+
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """The tokens that decoding leaves out; none without a tokenizer."""
+    return frozenset() if tokenizer is None else _added(tokenizer, len(tokenizer))[1]
+
+
+@functools.lru_cache(maxsize=16)
+def _added(tokenizer: Any, size: int) -> tuple[dict[str, int], frozenset[int]]:
+    """size: of the vocabulary, which has grown where tokens were added since."""
+    try:
+        special = [token for token, one in tokenizer.added_tokens_decoder.items() if one.special]
+        return dict(tokenizer.get_added_vocab()), frozenset(special)
+    except (AttributeError, NotImplementedError):  # not every tokenizer tells more than its special tokens
+        names = list(tokenizer.all_special_tokens)
+        special = tokenizer.convert_tokens_to_ids(names)
+        return dict(zip(names, special, strict=True)), frozenset(special)
+
+
+def in_grammar(tokenizer: Any, text: str) -> list[str]:
+    """A text as symbols of a Lark grammar of llguidance: added tokens by id, the rest as strings."""
+    added = added_tokens(tokenizer)
+    longest_first = sorted(added, key=len, reverse=True)
+    pieces = re.split("|".join(f"({re.escape(one)})" for one in longest_first), text) if added else [text]
+    return [f"<[{added[piece]}]>" if piece in added else json.dumps(piece) for piece in pieces if piece]
+
+
+def shown_token_ids(tokenizer: Any, texts: Iterable[str]) -> tuple[int, ...]:
+    """The special tokens in these texts: those that decoding would leave out."""
+    added = added_tokens(tokenizer)
+    found = {added[one] for text in texts for one in added if one in text}
+    return tuple(sorted(found & special_token_ids(tokenizer)))

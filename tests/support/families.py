@@ -1,0 +1,188 @@
+"""Tokenizers with the added tokens and the chat templates of known families, and a tiny random model for each.
+
+The vocabulary is the embedded model's; the markers of calls and thoughts are tokens of their own, special or not as in
+the family's own tokenizer, and each template writes calls in the family's form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from support.architectures import randomize
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from quire import LLM
+from quire.model.load import EMBEDDED
+
+__all__ = ["FAMILIES", "llm", "tokenizer"]
+
+_QWEN_HEAD = """{%- if tools %}<|im_start|>system
+# Tools
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+For each call return <tool_call>
+{"name": <name>, "arguments": <arguments>}
+</tool_call><|im_end|>
+{% endif %}"""
+
+_QWEN = (
+    _QWEN_HEAD
+    + """{%- for message in messages %}
+{%- if message.role == "tool" %}{{ '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+{{- '\\n</tool_response><|im_end|>\\n' }}
+{%- elif message.tool_calls %}{{ '<|im_start|>' + message.role }}
+{%- if message.content %}{{ '\\n' + message.content }}{% endif %}
+{%- for call in message.tool_calls %}{% if call.function is defined %}{% set call = call.function %}{% endif %}
+{{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}{{ call.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+)
+
+# The last answer is shown with its thoughts; a call's arguments may be text.
+_QWEN3 = (
+    _QWEN_HEAD
+    + """{%- for message in messages %}
+{%- if message.role == "assistant" %}
+{{- '<|im_start|>assistant\\n<think>\\n' + (message.reasoning_content or '').strip('\\n') + '\\n</think>\\n\\n' }}
+{{- message.content.lstrip('\\n') }}
+{%- for call in message.tool_calls or [] %}
+{%- if message.content or not loop.first %}{{ '\\n' }}{% endif %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{%- if call.function.arguments is string %}{{ call.function.arguments }}
+{%- else %}{{ call.function.arguments | tojson }}{% endif %}{{ '}\\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+)
+
+# Thoughts are opened in the prompt.
+_QWQ = _QWEN.replace(
+    "<|im_start|>assistant\\n' }}{% endif %}", "<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+)
+
+_HERMES = {
+    "default": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "tool_use": _QWEN.replace("# Tools", "You are a function calling AI model."),
+}
+
+_MISTRAL = """{%- for message in messages %}
+{%- if message.role == "user" %}
+{%- if loop.last and tools %}{{ '[AVAILABLE_TOOLS] ' }}{{ tools | tojson }}{{ '[/AVAILABLE_TOOLS]' }}{% endif %}
+{{- '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.tool_calls is defined and message.tool_calls is not none %}{{ '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{%- if call.id is not defined or call.id | length != 9 %}
+{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}
+{{- ', "id": "' + call.id + '"}' }}{{ ', ' if not loop.last else ']' + eos_token }}
+{%- endfor %}
+{%- elif message.role == "tool" %}
+{%- if message.tool_call_id is not defined or message.tool_call_id | length != 9 %}
+{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}
+{{- '[TOOL_RESULTS] {"content": ' }}{{ message.content | tojson }}
+{{- ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- else %}{{ ' ' + message.content + eos_token }}
+{%- endif %}
+{%- endfor %}"""
+
+_LLAMA3 = """{%- if tools %}{{ '<|start_header_id|>system<|end_header_id|>\\n\\nEnvironment: ipython' }}
+{%- for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}{{ '<|eot_id|>' }}{% endif %}
+{%- for message in messages %}
+{%- if message.tool_calls %}
+{%- if message.tool_calls | length != 1 %}
+{{- raise_exception('This model only supports single tool-calls at once!') }}{% endif %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{{- MARKER + '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' }}
+{{- message.tool_calls[0].function.arguments | tojson }}{{ '}<|eot_id|>' }}
+{%- else %}
+{{- '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\\n\\n' }}
+{{- message.content + '<|eot_id|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+
+@dataclass(frozen=True)
+class Family:
+    template: str | dict[str, str]
+    special: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
+    eos: str = "<|im_end|>"
+
+
+_CALLS = ("<tool_call>", "</tool_call>")
+_THOUGHTS = ("<think>", "</think>")
+_LLAMA3_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
+_MISTRAL_TOKENS = tuple(
+    f"[{name}]"
+    for name in (
+        "INST",
+        "/INST",
+        "TOOL_CALLS",
+        "AVAILABLE_TOOLS",
+        "/AVAILABLE_TOOLS",
+        "TOOL_RESULTS",
+        "/TOOL_RESULTS",
+    )
+)
+
+FAMILIES = {
+    "qwen2.5": Family(_QWEN, plain=_CALLS),
+    "qwen3": Family(_QWEN3, plain=(*_CALLS, "<tool_response>", "</tool_response>", *_THOUGHTS)),
+    "qwq": Family(_QWQ, plain=(*_CALLS, *_THOUGHTS)),
+    "hermes": Family(_HERMES, plain=(*_CALLS, "<tools>", "</tools>")),
+    "mistral": Family(_MISTRAL, special=_MISTRAL_TOKENS, eos="<|endoftext|>"),
+    "llama3": Family(_LLAMA3.replace("MARKER + ", ""), special=_LLAMA3_TOKENS, eos="<|eot_id|>"),
+    "python_tag": Family(
+        _LLAMA3.replace("MARKER", "'<|python_tag|>'"), special=_LLAMA3_TOKENS, eos="<|eot_id|>"
+    ),
+}
+
+
+@cache
+def tokenizer(name: str) -> Any:
+    family = FAMILIES[name]
+    made = AutoTokenizer.from_pretrained(EMBEDDED)
+    made.add_tokens(
+        [AddedToken(one, special=True, normalized=False) for one in family.special], special_tokens=True
+    )
+    made.add_tokens([AddedToken(one, special=False, normalized=False) for one in family.plain])
+    made.eos_token = family.eos
+    made.chat_template = family.template
+    return made
+
+
+def llm(name: str, **options: Any) -> LLM:
+    words = tokenizer(name)
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=4096,
+        eos_token_id=words.eos_token_id,
+        pad_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3ForCausalLM(config).float().eval()
+    randomize(model)
+    return LLM((model, words), **{"kv_memory": "4MiB", "max_batch_tokens": 2048, **options})
