@@ -1,16 +1,14 @@
-// Binding of attention. Tensors cross as addresses and strides (quire/attention/native.py reads them off and has checked
-// shapes and types): that costs a tenth of what a conversion through DLPack does. What stays the same from call to
-// call - a layer's view, a step's plan, a layer's options - crosses once, as an object.
+// Binding of attention. Tensors cross as they are: their addresses, shapes and strides are read off here (array.hpp). What stays
+// the same from call to call - a layer's view, a step's plan, a layer's options - crosses once, as an object.
+#include "bindings/attention.hpp"
+
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "bindings/array.hpp"
 #include "bindings/bindings.hpp"
-#include "bindings/element_name.hpp"
-
-#include <nanobind/stl/string.h>
-
-#include "kernels/attention.hpp"
+#include "bindings/released.hpp"
 
 namespace nb = nanobind;
 
@@ -18,43 +16,94 @@ namespace quire {
 
 namespace {
 
-using Address = std::uintptr_t;
 using Int = std::int64_t;
 
-unsigned char* bytes_at(Address address) { return reinterpret_cast<unsigned char*>(address); }
+constexpr Int kMost = (Int{1} << 31) - 1;  // of what the kernels count in 32 bits
+
+PagedTensor paged(const Array& array, unsigned char* data) {
+    return {data, array.stride(0), array.stride(1), array.stride(2), array.shape(3)};
+}
+
+const std::int32_t* int32s(const Array& array, Int count) { return reinterpret_cast<const std::int32_t*>(array.dense(Type::i32, count)); }
+
+Int num_sequences_of(const Array& context_lengths) {
+    context_lengths.dense(Type::i32);
+    const Int count = context_lengths.count();
+    check_range("the number of sequences", count, 1, kMost);
+    return count;
+}
+
+Int table_width_of(const Array& block_tables, Int num_sequences) {
+    block_tables.shaped(Type::i32, {num_sequences, -1});
+    block_tables.dense(Type::i32);
+    return block_tables.shape(1);
+}
 
 }  // namespace
 
-void bind_attention(nb::module_& m) {
-    nb::class_<PagedView>(m, "PagedView", "One layer's keys and values; strides in elements. Does not own the memory.")
-        .def(
-            "__init__",
-            [](PagedView* self, const std::string& dtype, Int num_blocks, Int num_kv_heads, Int block_size, Address k, Int k_width,
-               Int k_block_stride, Int k_head_stride, Int k_token_stride, Address v, Int v_width, Int v_block_stride, Int v_head_stride,
-               Int v_token_stride) {
-                new (self) PagedView{{bytes_at(k), k_block_stride, k_head_stride, k_token_stride, k_width},
-                                     {bytes_at(v), v_block_stride, v_head_stride, v_token_stride, v_width},
-                                     element_named(dtype, "keys and values"), num_blocks, num_kv_heads, block_size};
-            },
-            nb::arg("dtype"), nb::arg("num_blocks"), nb::arg("num_kv_heads"), nb::arg("block_size"), nb::arg("k"), nb::arg("k_width"),
-            nb::arg("k_block_stride"), nb::arg("k_head_stride"), nb::arg("k_token_stride"), nb::arg("v"), nb::arg("v_width"),
-            nb::arg("v_block_stride"), nb::arg("v_head_stride"), nb::arg("v_token_stride"));
+BoundBatch::BoundBatch(nb::handle query_start_, nb::handle context_lengths_, nb::handle block_tables_, int num_threads_, bool share_prefixes_)
+    : AttentionBatch(nullptr, nullptr, nullptr, 0, 0, num_threads_, share_prefixes_), num_rows(0) {
+    const Array starts(query_start_, "query_start"), contexts(context_lengths_, "context_lengths"), tables(block_tables_, "block_tables");
+    check_range("num_threads", num_threads_, 1, kMost);
+    num_sequences = num_sequences_of(contexts);
+    table_width = table_width_of(tables, num_sequences);
+    query_start = int32s(starts, num_sequences + 1);
+    context_lengths = int32s(contexts, num_sequences);
+    block_tables = int32s(tables, num_sequences * table_width);
+    bool rises = query_start[0] == 0;
+    for (Int s = 0; s < num_sequences; ++s) rises = rises && query_start[s + 1] > query_start[s];
+    if (!rises) throw std::invalid_argument("expected query_start to rise from 0, a row or more for each sequence, got others");
+    num_rows = query_start[num_sequences];
+    owners[0] = starts.owner(), owners[1] = contexts.owner(), owners[2] = tables.owner();
+}
 
-    nb::class_<AttentionBatch>(m, "AttentionBatch", "A step's rows and block tables, int32 and contiguous. Does not own the memory.")
+void check_heads(const PagedView& view, const BoundOptions& options, Int num_q_heads, Int num_rows) {
+    for (const Int width : {view.k.width, view.v.width}) {
+        if (width % 8 != 0 || width < 8 || width > kMaxHeadWidth) {
+            throw std::invalid_argument("expected heads of 8 to 512 elements, in multiples of 8, got " + std::to_string(view.k.width) +
+                                        " for keys and " + std::to_string(view.v.width) + " for values");
+        }
+    }
+    if (num_q_heads < 1 || num_q_heads % view.num_kv_heads != 0 || num_q_heads > kMost / std::max<Int>(num_rows, 1)) {
+        throw std::invalid_argument("expected query heads in a multiple of the " + std::to_string(view.num_kv_heads) +
+                                    " heads of keys and values, and fewer than 2^31 with those of all " + std::to_string(num_rows) +
+                                    " rows, got " + std::to_string(num_q_heads));
+    }
+    if (options.sinks != nullptr && options.num_sinks != num_q_heads) {
+        throw std::invalid_argument("expected " + std::to_string(num_q_heads) + " sinks, one for each query head, got " +
+                                    std::to_string(options.num_sinks));
+    }
+}
+
+void bind_attention(nb::module_& m) {
+    nb::class_<BoundView>(m, "PagedView", "One layer's keys and values, which it keeps alive.")
         .def(
             "__init__",
-            [](AttentionBatch* self, Address query_start, Address context_lengths, Address block_tables, Int num_sequences, Int table_width,
-               int num_threads, bool share_prefixes) {
-                new (self) AttentionBatch(reinterpret_cast<const std::int32_t*>(query_start),
-                                          reinterpret_cast<const std::int32_t*>(context_lengths),
-                                          reinterpret_cast<const std::int32_t*>(block_tables), num_sequences, table_width, num_threads,
-                                          share_prefixes);
+            [](BoundView* self, nb::handle k, nb::handle v) {
+                const Array keys(k, "k", Array::Use::written), values(v, "v", Array::Use::written);
+                const Element element = keys.element("keys and values");
+                const Type type = type_of(element);
+                unsigned char* const k_data = keys.shaped(type, {-1, -1, -1, -1});
+                unsigned char* const v_data = values.shaped(type, {keys.shape(0), keys.shape(1), keys.shape(2), -1});
+                check_range("the number of blocks", keys.shape(0), 0, kMost);
+                check_range("the number of heads", keys.shape(1), 1, 1 << 20);
+                check_range("the block size", keys.shape(2), 1, kMost);
+                for (const Array* array : {&keys, &values}) check_range("a head's width", array->shape(3), 1, 1 << 20);
+                new (self) BoundView{{paged(keys, k_data), paged(values, v_data), element, keys.shape(0), keys.shape(1), keys.shape(2)},
+                                     keys.owner(), values.owner()};
             },
-            nb::arg("query_start"), nb::arg("context_lengths"), nb::arg("block_tables"), nb::arg("num_sequences"), nb::arg("table_width"),
-            nb::arg("num_threads"), nb::arg("share_prefixes") = true)
+            nb::arg("k"), nb::arg("v"),
+            "k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width), of float32, bfloat16 or float16; the last "
+            "dimension is dense, other strides are as they are.");
+
+    nb::class_<BoundBatch>(m, "AttentionBatch", "A step's rows and block tables, int32 and contiguous, which it keeps alive.")
+        .def(nb::init<nb::handle, nb::handle, nb::handle, int, bool>(), nb::arg("query_start"), nb::arg("context_lengths"),
+             nb::arg("block_tables"), nb::arg("num_threads"), nb::arg("share_prefixes") = true,
+             "query_start [n + 1], rising from 0; context_lengths [n]; block_tables [n, widest]. None of them may change.")
         .def(
             "traffic",
-            [](const AttentionBatch& self, const PagedView& view, Int num_q_heads, const AttentionOptions& options) {
+            [](const BoundBatch& self, const BoundView& view, Int num_q_heads, const BoundOptions& options) {
+                check_heads(view, options, num_q_heads, self.num_rows);
                 const AttentionTraffic traffic = attention_traffic(view, num_q_heads, self, options);
                 return nb::make_tuple(traffic.kv_bytes, traffic.unshared_kv_bytes, traffic.num_shared_runs);
             },
@@ -62,31 +111,57 @@ void bind_attention(nb::module_& m) {
             nb::sig("def traffic(self, view: PagedView, num_q_heads: int, options: AttentionOptions) -> tuple[int, int, int]"),
             "Bytes of keys and values that a call reads, what they would be without sharing, and the number of shared runs.");
 
-    nb::class_<AttentionOptions>(m, "AttentionOptions", "A layer's settings; `sinks` is an address, or 0. Does not own the memory.")
+    nb::class_<BoundOptions>(m, "AttentionOptions", "A layer's settings; it keeps `sinks` alive.")
         .def(
             "__init__",
-            [](AttentionOptions* self, float scale, Int window, Int chunk, float softcap, Address sinks) {
-                new (self) AttentionOptions{scale, window, chunk, softcap, reinterpret_cast<const float*>(sinks)};
+            [](BoundOptions* self, float scale, Int window, Int chunk, float softcap, nb::handle sinks) {
+                check_range("a window", window, 0, INT64_MAX);
+                check_range("a chunk", chunk, 0, INT64_MAX);
+                if (sinks.is_none()) {
+                    new (self) BoundOptions{{scale, window, chunk, softcap, nullptr}, 0, {}};
+                    return;
+                }
+                const Array given(sinks, "sinks");
+                const auto* values = reinterpret_cast<const float*>(given.dense(Type::f32));
+                new (self) BoundOptions{{scale, window, chunk, softcap, values}, given.count(), given.owner()};
             },
-            nb::arg("scale"), nb::arg("window"), nb::arg("chunk"), nb::arg("softcap"), nb::arg("sinks"));
+            nb::arg("scale"), nb::arg("window"), nb::arg("chunk"), nb::arg("softcap"), nb::arg("sinks").none(),
+            "window, chunk, softcap: 0 for none. sinks: float32 [num_q_heads], or None.");
 
     m.def(
         "attention_write",
-        [](const PagedView& view, Address k, Int k_token_stride, Int k_head_stride, Address v, Int v_token_stride, Int v_head_stride,
-           Address slots, Int num_tokens, int num_threads) {
-            attention_write(view, {bytes_at(k), k_token_stride, k_head_stride}, {bytes_at(v), v_token_stride, v_head_stride},
-                            reinterpret_cast<const std::int64_t*>(slots), num_tokens, num_threads);
+        [](const BoundView& view, nb::handle k, nb::handle v, nb::handle slots, int num_threads) {
+            const Array keys(k, "k"), values(v, "v"), given(slots, "slots");
+            const Type type = type_of(view.element);
+            const auto* slot = reinterpret_cast<const Int*>(given.dense(Type::i64));
+            const Int num_tokens = given.count();
+            unsigned char* const from_k = keys.shaped(type, {num_tokens, view.num_kv_heads, view.k.width});
+            unsigned char* const from_v = values.shaped(type, {num_tokens, view.num_kv_heads, view.v.width});
+            check_range("num_threads", num_threads, 1, kMost);
+            const Released released;
+            attention_write(view, {from_k, keys.stride(0), keys.stride(1)}, {from_v, values.stride(0), values.stride(1)}, slot, num_tokens,
+                            num_threads);
         },
-        nb::call_guard<nb::gil_scoped_release>(), "Stores keys and values in slots. Raises ValueError for a slot outside the view.");
+        nb::arg("view"), nb::arg("k"), nb::arg("v"), nb::arg("slots"), nb::arg("num_threads"),
+        "Stores keys [tokens, num_kv_heads, k_width] and values of the view's type in int64 slots [tokens]. Raises ValueError for a slot "
+        "outside the view.");
     m.def(
         "attention_run",
-        [](const PagedView& view, Address query, Int token_stride, Int head_stride, Address out, Int out_token_stride, Int out_head_stride,
-           Int num_q_heads, const AttentionBatch& batch, const AttentionOptions& options) {
-            attention_run(view, {bytes_at(query), token_stride, head_stride}, {bytes_at(out), out_token_stride, out_head_stride}, num_q_heads,
-                          batch, options, current_isa());
+        [](const BoundView& view, nb::handle query, nb::handle out, const BoundBatch& batch, const BoundOptions& options) {
+            const Array queries(query, "query"), given(out, "out", Array::Use::written);
+            const Type type = type_of(view.element);
+            unsigned char* const from = queries.shaped(type, {batch.num_rows, -1, view.k.width});
+            const Int num_q_heads = queries.shape(1);
+            unsigned char* const to = given.shaped(type, {batch.num_rows, num_q_heads, view.v.width});
+            check_heads(view, options, num_q_heads, batch.num_rows);
+            const Released released;
+            attention_run(view, {from, queries.stride(0), queries.stride(1)}, {to, given.stride(0), given.stride(1)}, num_q_heads, batch,
+                          options, current_isa());
         },
-        nb::call_guard<nb::gil_scoped_release>(), "Attention of a batch. Raises ValueError for a block outside the view.");
-    m.def("read_bandwidth", &read_bandwidth, nb::arg("num_bytes"), nb::arg("repetitions"), nb::call_guard<nb::gil_scoped_release>(),
+        nb::arg("view"), nb::arg("query"), nb::arg("out"), nb::arg("batch"), nb::arg("options"),
+        "Attention of a batch: out [rows, num_q_heads, v_width] of query [rows, num_q_heads, k_width], both of the view's type. Raises "
+        "ValueError for a block outside the view.");
+    m.def("read_bandwidth", &read_bandwidth, nb::arg("num_bytes"), nb::arg("repetitions"), nb::call_guard<Released>(),
           "Bytes per second at which all threads together read a buffer of num_bytes; the best of `repetitions`.");
 }
 

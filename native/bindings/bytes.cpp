@@ -1,7 +1,7 @@
-// Bindings of what is done to the bytes of segments: copying between payloads and storages (addresses, as everywhere below
-// `quire.memory`, which has checked what lies behind them), and reading.
+// Bindings of what is done to the bytes of segments: copying between payloads and storages (whose side is addresses), and reading.
 #include "bindings/bindings.hpp"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <deque>
@@ -14,10 +14,11 @@
 #include <utility>
 #include <vector>
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings/array.hpp"
+#include "bindings/released.hpp"
 #include "kernels/copy_rows.hpp"
 #include "kernels/read_now.hpp"
 #include "kernels/xxh3.hpp"
@@ -72,22 +73,49 @@ std::vector<ValueRead> value_reads(const Reads& reads, Held& held) {
     return found;
 }
 
+// The storage's side is addresses, of which a storage knows that they are its own: here only what can be no address is refused.
+void check_pieces(const RowPiece* pieces, std::int64_t num_pieces, std::int64_t payload_bytes) {
+    constexpr std::int64_t kFirst = 1 << 16, kEnd = std::int64_t{1} << 47;  // what Linux gives a process
+    const auto within = [](std::int64_t value, std::int64_t low, std::int64_t high) { return value >= low && value <= high; };
+    for (std::int64_t index = 0; index < num_pieces; ++index) {
+        const RowPiece& piece = pieces[index];
+        std::int64_t num_bytes = 0, last = 0, end = 0;
+        const bool fits = piece.num_rows >= 0 && piece.row_bytes >= 0 && !__builtin_mul_overflow(piece.num_rows, piece.row_bytes, &num_bytes) &&
+                          within(piece.payload_offset, 0, payload_bytes) && num_bytes <= payload_bytes - piece.payload_offset;
+        if (fits && num_bytes == 0) continue;
+        const auto address = static_cast<std::int64_t>(piece.address);
+        const bool is_address = fits && within(address, kFirst, kEnd) && !__builtin_mul_overflow(piece.num_rows - 1, piece.stride, &last) &&
+                                !__builtin_add_overflow(address, last, &end) && within(end, kFirst, kEnd) && piece.row_bytes <= kEnd - std::max(end, address);
+        if (!is_address) {
+            throw std::invalid_argument("expected pieces within a payload of " + std::to_string(payload_bytes) +
+                                        " bytes, at addresses of this process, got " + std::to_string(piece.num_rows) + " rows of " +
+                                        std::to_string(piece.row_bytes) + " bytes at offset " + std::to_string(piece.payload_offset) +
+                                        " and address " + std::to_string(address) + ", " + std::to_string(piece.stride) +
+                                        " bytes apart, as piece " + std::to_string(index));
+        }
+    }
+}
+
 }  // namespace
 
 void bind_bytes(nb::module_& m) {
-    using Pieces = nb::ndarray<const std::int64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
     m.def(
         "copy_rows",
-        [](std::uintptr_t payload, const Pieces& pieces, bool to_storage) {
+        [](nb::handle payload, nb::handle pieces, bool to_storage) {
             static_assert(sizeof(RowPiece) == 5 * sizeof(std::int64_t));
-            const auto* rows = reinterpret_cast<const RowPiece*>(pieces.data());  // NOLINT: five numbers each
-            const auto num_pieces = static_cast<std::int64_t>(pieces.shape(0));
-            const nb::gil_scoped_release release;
-            copy_rows(payload, rows, num_pieces, to_storage);
+            const Array bytes(payload, "payload", to_storage ? Array::Use::read : Array::Use::written), table(pieces, "pieces");
+            table.shaped(Type::i64, {-1, 5});
+            const auto* rows = reinterpret_cast<const RowPiece*>(table.dense(Type::i64));  // NOLINT: five numbers each
+            const std::int64_t num_pieces = table.shape(0);
+            const auto first = reinterpret_cast<std::uintptr_t>(bytes.dense(Type::u8));  // NOLINT: the interface is addresses
+            check_pieces(rows, num_pieces, bytes.count());
+            const Released released;
+            copy_rows(first, rows, num_pieces, to_storage);
         },
         nb::arg("payload"), nb::arg("pieces"), nb::arg("to_storage"),
-        "Copies rows between the payload at an address and a storage. pieces: int64 [n, 5], of each its offset in the payload, its "
-        "address in the storage, its number of rows, bytes of a row (adjacent in the payload) and their distance in the storage.");
+        "Copies rows between a payload (uint8, contiguous) and a storage. pieces: int64 [n, 5], of each its offset in the payload, its "
+        "address in the storage, its number of rows, bytes of a row (adjacent in the payload) and their distance in the storage. Raises "
+        "ValueError for a piece that is not within the payload; the addresses in the storage are the caller's word.");
     m.attr("SHORTEST_READ") = kShortestXxh3;
     m.def(
         "read_now",
@@ -97,7 +125,7 @@ void bind_bytes(nb::module_& m) {
             std::vector<std::uint64_t> digests;
             int error = 0;
             {
-                const nb::gil_scoped_release release;
+                const Released released;
                 try {
                     for (const ValueRead& value : values) {
                         const std::optional<std::uint64_t> digest = read_now(value);

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/array.hpp"
 #include "bindings/bindings.hpp"
 #include "bindings/block_manager.hpp"
 #include "core/block_manager.hpp"
@@ -74,9 +75,16 @@ GroupView group_of(const GroupView& self, std::int64_t index) {
     return {self.plan, static_cast<std::size_t>(index), {}};
 }
 
+constexpr std::int64_t kMostLookahead = (std::int64_t{1} << 31) - 1;
+constexpr std::int64_t kMostBlockSize = 8191;  // as a node of the tree counts
+constexpr std::int64_t kMostRunBlocks = 1 << 15;
+constexpr std::int64_t kMostGroups = 4096;
+
 std::vector<Span> spans_of(const std::vector<std::pair<std::string, std::int64_t>>& rules) {
+    check_range("the number of groups", static_cast<std::int64_t>(rules.size()), 1, kMostGroups);
     std::vector<Span> spans;
     for (const auto& [kind, size] : rules) {
+        if (kind != "full") check_range("the size of a window or a chunk", size, 1, INT64_MAX);
         if (kind == "full") {
             spans.push_back({Span::Kind::full, 0});
         } else if (kind == "window") {
@@ -97,6 +105,8 @@ nb::object plan_or_none(std::shared_ptr<const StepPlan> plan) {
 
 nb::object reserve(PythonBlockManager& self, const Input<std::int64_t>& sequences,
                    const Input<std::int64_t>& num_new_tokens, std::int64_t num_lookahead) {
+    check_same_length(sequences, num_new_tokens, "sequences and num_new_tokens");
+    check_range("num_lookahead", num_lookahead, 0, kMostLookahead);
     return plan_or_none(
         self.use(0, [&] { return self.reserve(span_of(sequences), span_of(num_new_tokens), num_lookahead); }));
 }
@@ -185,6 +195,12 @@ void bind_cache(nb::module_& module) {
              [](Manager* self, const std::vector<std::pair<std::string, std::int64_t>>& spans,
                 std::int64_t num_blocks, std::int64_t block_size, bool prefix_caching, std::int64_t watermark_blocks,
                 bool overlapped_steps, std::int64_t run_blocks) {
+                 check_range("num_blocks", num_blocks, 0, kMostBlocks);
+                 check_range("block_size", block_size, 1, kMostBlockSize);
+                 check_range("watermark_blocks", watermark_blocks, 0, kMostBlocks);
+                 check_range("run_blocks", run_blocks, 1, kMostRunBlocks);
+                 if ((run_blocks & (run_blocks - 1)) != 0)
+                     throw BadArgument("expected a power of two for run_blocks, got " + std::to_string(run_blocks));
                  new (self) Manager(spans_of(spans), num_blocks, block_size, prefix_caching,
                                     watermark_blocks, overlapped_steps, run_blocks);
              },
@@ -205,6 +221,8 @@ void bind_cache(nb::module_& module) {
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
                 const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys, std::int32_t owner_id,
                 std::int32_t cache_priority) {
+                 check_range("owner_id", owner_id, 0, kMostOwner);
+                 check_range("cache_priority", cache_priority, kDiscard, kNumPriorities - 1);
                  return with_prompt(self, tokens, name, key_positions, keys,
                                     [&](const Prompt& prompt) { return self.open(prompt, owner_id, cache_priority); });
              },
@@ -246,6 +264,8 @@ KEEP, what blocks it uses are raised to.)")
         .def("num_blocks_needed",
              [](Manager& self, const Input<std::int64_t>& sequences, const Input<std::int64_t>& num_new_tokens,
                 std::int64_t num_lookahead) {
+                 check_same_length(sequences, num_new_tokens, "sequences and num_new_tokens");
+                 check_range("num_lookahead", num_lookahead, 0, kMostLookahead);
                  return self.use(0, [&] {
                      return self.num_blocks_needed(span_of(sequences), span_of(num_new_tokens), num_lookahead);
                  });
@@ -277,6 +297,8 @@ num_computed < n <= num_tokens. Until a commit of exactly n or a rewind the sequ
         .def("advance",
              [](Manager& self, const Input<std::int64_t>& sequences, const Input<std::int64_t>& num_computed_tokens,
                 const Input<std::int32_t>& tokens) {
+                 check_same_length(sequences, num_computed_tokens, "sequences and num_computed_tokens");
+                 check_same_length(sequences, tokens, "sequences and tokens");
                  self.use(0, [&] {
                      self.advance(span_of(sequences), span_of(num_computed_tokens), span_of(tokens));
                  });
@@ -310,6 +332,8 @@ before it are done. The three arrays have one length.)")
              R"(ValueError while sequences are open.)")
         .def("resize",
              [](Manager& self, std::int64_t num_blocks, std::int64_t watermark_blocks) {
+                 check_range("num_blocks", num_blocks, 0, kMostBlocks);
+                 check_range("watermark_blocks", watermark_blocks, 0, kMostBlocks);
                  const std::vector<BlockId> given_up = self.use(0, [&] { return self.resize(num_blocks, watermark_blocks); });
                  return copy_of(std::span(given_up));
              },

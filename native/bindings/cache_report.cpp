@@ -5,8 +5,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <tuple>
 
+#include "bindings/array.hpp"
 #include "bindings/block_manager.hpp"
 
 namespace quire {
@@ -76,8 +78,8 @@ nb::dict tree(PythonBlockManager& self) {
     return arrays;
 }
 
-nb::object content_of(const PythonBlockManager& self, BlockId block_id) {
-    const std::optional<BlockContent> content = self.content_of(block_id);
+nb::object content_of(PythonBlockManager& self, BlockId block_id) {
+    const std::optional<BlockContent> content = self.use(0, [&] { return self.content_of(block_id); });
     if (!content) return nb::none();
     return nb::make_tuple(bytes_of(content->name), copy_of(std::span(content->tokens)), content->num_own);
 }
@@ -114,6 +116,9 @@ that left the tree and are held or in flight still.
 What the tokens themselves go through stays. Sequences that have computed such content are withdrawn.)")
         .def("set_limits",
              [](Manager& self, std::int32_t owner_id, std::int64_t floor_blocks, std::int64_t quota_blocks) {
+                 check_range("owner_id", owner_id, 1, kMostOwner);
+                 check_range("floor_blocks", floor_blocks, 0, kMostBlocks);
+                 if (quota_blocks != kNoQuota) check_range("quota_blocks", quota_blocks, std::max<std::int64_t>(floor_blocks, 1), INT64_MAX);
                  self.use(0, [&] { self.set_limits(owner_id, floor_blocks, quota_blocks); });
              },
              "owner_id"_a, "floor_blocks"_a, "quota_blocks"_a,
@@ -122,16 +127,18 @@ What the tokens themselves go through stays. Sequences that have computed such c
 ValueError if all floors add up to more than num_blocks. Evicts nothing: a quota below what the owner
 owns takes effect when it next reserves.)")
         .def("owner_counts",
-             [](const Manager& self, std::int32_t owner_id) {
-                 const Counts counts = self.owner_counts(owner_id);
+             [](Manager& self, std::int32_t owner_id) {
+                 const Counts counts = self.use(0, [&] { return self.owner_counts(owner_id); });
                  return std::tuple(counts.num_held, counts.num_cached, counts.num_in_flight);
              },
              "owner_id"_a,
              R"((held, cached, in flight) blocks that count in the owner; over all owners they add up to `counts`.)")
-        .def("num_available", [](const Manager& self, std::int32_t owner_id) { return self.num_available(owner_id); },
+        .def("num_available",
+             [](Manager& self, std::int32_t owner_id) { return self.use(0, [&] { return self.num_available(owner_id); }); },
              "owner_id"_a,
              R"(Blocks that a `reserve` for this owner alone could take now: O(owners).)")
-        .def("max_blocks", [](const Manager& self, std::int32_t owner_id) { return self.max_blocks(owner_id); },
+        .def("max_blocks",
+             [](Manager& self, std::int32_t owner_id) { return self.use(0, [&] { return self.max_blocks(owner_id); }); },
              "owner_id"_a,
              R"(Blocks the owner can always have when nothing else is held: all but the others' floors, or its quota.)")
         .def("record_events", [](Manager& self, bool is_on) { self.use(0, [&] { self.record_events(is_on); }); },
@@ -143,16 +150,16 @@ owns takes effect when it next reserves.)")
              R"(What happened to the full nodes since the last call; nothing while off.)")
         .def("tree", &tree,
              R"(Every node, parents before children. O(nodes).)")
-        .def("block_map", [](const Manager& self) {
-            const BlockMap map = self.block_map();
+        .def("block_map", [](Manager& self) {
+            const BlockMap map = self.use(0, [&] { return self.block_map(); });
             return std::tuple(copy_of(std::span(map.states)), copy_of(std::span(map.names)));
         },
              R"(The first two entries of `block_map.BlockMap`. O(blocks + nodes).)")
         .def("content_of", &content_of, "block_id"_a,
              R"(The entries of `block_map.BlockContent`; None where nothing is known. ValueError: no such id.)")
-        .def("namespaces", [](const Manager& self) {
+        .def("namespaces", [](Manager& self) {
             std::vector<nb::bytes> names;
-            for (const std::string_view name : self.namespaces()) names.push_back(bytes_of(name));
+            for (const std::string_view name : self.use(0, [&] { return self.namespaces(); })) names.push_back(bytes_of(name));
             return names;
         },
              R"(Those with a root, sorted.)");

@@ -2,6 +2,7 @@
 #include "bindings/bindings.hpp"
 
 NB_MODULE(_native, m) {
+    nanobind::set_leak_warnings(false);  // a process may end while a step runs, and then all is left as it is
     m.doc() = "Quire's native back end: block manager, attention, linear.";
     quire::bind_cache(m);
     quire::bind_runtime(m);

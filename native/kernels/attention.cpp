@@ -196,9 +196,10 @@ __attribute__((target("avx2"))) std::uint64_t sum_words_avx2(const std::uint64_t
 }  // namespace
 
 double read_bandwidth(std::int64_t num_bytes, int repetitions) {
-    if (num_bytes < (1 << 20) || repetitions < 1) {
-        throw std::invalid_argument("expected at least 1 MiB and 1 repetition, got " + std::to_string(num_bytes) + " bytes and " +
-                                    std::to_string(repetitions));
+    constexpr int kMostRepetitions = 1000;
+    if (num_bytes < (1 << 20) || repetitions < 1 || repetitions > kMostRepetitions) {
+        throw std::invalid_argument("expected at least 1 MiB and 1 to " + std::to_string(kMostRepetitions) + " repetitions, got " +
+                                    std::to_string(num_bytes) + " bytes and " + std::to_string(repetitions));
     }
     const std::int64_t num_words = num_bytes / 8;
     const AlignedBuffer<std::uint64_t> buffer = aligned_buffer<std::uint64_t>(num_words);

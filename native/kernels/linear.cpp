@@ -120,15 +120,11 @@ void PackedWeight::Free::operator()(void* data) const { std::free(data); }
 
 PackedWeight::PackedWeight(Element element, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa)
     : element_(element), isa_(isa), kernel_(&kernel_of(isa, element)), num_outputs_(num_outputs), num_inputs_(num_inputs), data_(nullptr) {
-    if (num_outputs < 1 || num_inputs < 1) {
-        throw std::invalid_argument("expected a weight of at least 1 x 1, got " + std::to_string(num_outputs) + " x " +
-                                    std::to_string(num_inputs));
-    }
+    num_bytes_ = packed_num_bytes(element, num_outputs, num_inputs, isa);
     require_isa(isa);
     depth_ = round_up(num_inputs, kernel_->depth);
     panel_bytes_ = depth_ * kernel_->columns * element_bytes(element);
     num_panels_ = divide_up(num_outputs, kernel_->columns);
-    num_bytes_ = packed_num_bytes(element, num_outputs, num_inputs, isa);
 }
 
 PackedWeight::PackedWeight(Element element, const void* packed, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa)
@@ -170,6 +166,11 @@ PackedWeight::PackedWeight(Element element, const void* weight, std::int64_t num
 }
 
 std::size_t packed_num_bytes(Element element, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa) {
+    constexpr std::int64_t kMostElements = std::int64_t{1} << 46;  // of all that a processor can address
+    if (num_outputs < 1 || num_inputs < 1 || num_outputs > kMostElements / num_inputs) {
+        throw std::invalid_argument("expected a weight of at least 1 x 1, at most 2^46 elements, got " + std::to_string(num_outputs) +
+                                    " x " + std::to_string(num_inputs));
+    }
     const LinearKernel& kernel = kernel_of(isa, element);
     return static_cast<std::size_t>(divide_up(num_outputs, kernel.columns) * kernel.columns * round_up(num_inputs, kernel.depth) *
                                     element_bytes(element));

@@ -1,7 +1,7 @@
 # Kernels: one source for all instruction sets, compiled once per variant. Bindings: native/bindings/{attention,linear}.cpp.
 target_sources(_native PRIVATE native/kernels/isa.cpp native/kernels/profile.cpp
                native/kernels/thread_pool.cpp native/kernels/copy_rows.cpp native/kernels/xxh3.cpp native/kernels/read_now.cpp
-               native/bindings/runtime.cpp native/bindings/bytes.cpp)
+               native/bindings/runtime.cpp native/bindings/bytes.cpp native/bindings/array.cpp)
 find_package(Threads REQUIRED)
 target_link_libraries(_native PRIVATE Threads::Threads)
 

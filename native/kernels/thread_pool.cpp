@@ -1,12 +1,15 @@
 #include "kernels/thread_pool.hpp"
 
+#include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <new>
 #include <pthread.h>
 #include <sched.h>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -21,11 +24,15 @@ constexpr std::chrono::microseconds kYields{300};
 
 int default_num_threads() {
     if (const char* given = std::getenv("QUIRE_NUM_THREADS"); given != nullptr && *given != '\0') {
-        const int threads = std::atoi(given);
-        if (threads >= 1) return threads;
+        const long threads = std::strtol(given, nullptr, 10);
+        if (threads > ThreadPool::kMostThreads) {
+            std::fprintf(stderr, "quire: expected QUIRE_NUM_THREADS of 1 to %d, got %s; %d serve\n", ThreadPool::kMostThreads, given,
+                         ThreadPool::kMostThreads);
+        }
+        if (threads >= 1) return static_cast<int>(std::min<long>(threads, ThreadPool::kMostThreads));
     }
     cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set) > 0 ? CPU_COUNT(&set) : 1;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) return std::clamp(CPU_COUNT(&set), 1, ThreadPool::kMostThreads);
     return 1;
 }
 
@@ -40,7 +47,7 @@ void pause_briefly() {
 }
 
 ThreadPool& ThreadPool::instance() {
-    static ThreadPool pool;
+    static ThreadPool& pool = *new ThreadPool;  // T8
     return pool;
 }
 
@@ -50,13 +57,18 @@ ThreadPool::ThreadPool() {
     pthread_atfork(nullptr, nullptr, [] { instance().forget_parent(); });
 }
 
-ThreadPool::~ThreadPool() { stop(); }
-
 void ThreadPool::start() {
     stopping_.store(false);
     callers_processor_ = -1;
     const std::uint32_t seen = generation_.load();
-    for (int i = 1; i < num_threads_; ++i) workers_.emplace_back([this, seen] { work(seen); });
+    const int wanted = num_threads();
+    workers_.reserve(static_cast<std::size_t>(wanted) - 1);
+    try {
+        while (static_cast<int>(workers_.size()) + 1 < wanted) workers_.emplace_back([this, seen] { work(seen); });
+    } catch (const std::system_error& error) {  // T9
+        num_threads_.store(static_cast<int>(workers_.size()) + 1);
+        std::fprintf(stderr, "quire: expected %d threads for the kernels, got %d (%s); these serve\n", wanted, num_threads(), error.what());
+    }
     started_ = true;
 }
 
@@ -78,11 +90,13 @@ void ThreadPool::stop() {
 }
 
 void ThreadPool::set_num_threads(int num_threads) {
-    if (num_threads < 1) throw std::invalid_argument("expected at least 1 thread, got " + std::to_string(num_threads));
+    if (num_threads < 1 || num_threads > kMostThreads) {
+        throw std::invalid_argument("expected 1 to " + std::to_string(kMostThreads) + " threads, got " + std::to_string(num_threads));
+    }
     const std::lock_guard lock(owner_);
-    if (num_threads == num_threads_) return;
+    if (num_threads == this->num_threads()) return;
     stop();
-    num_threads_ = num_threads;
+    num_threads_.store(num_threads);
     start();
 }
 

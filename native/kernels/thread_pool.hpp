@@ -18,6 +18,8 @@
 //   T7  A worker is kept off the processor that the caller runs on, and has one of its own where there is one for each:
 //       some kernels put a woken thread beside the one that wakes it, where it waits for the end of its time slice
 //       (measured on one that packs virtual processors: 3.9 ms from notify to running, 0.09 ms so).
+//   T8  The pool is never taken down: threads that compute while the process ends find it as it was, and end with the process.
+//   T9  Where the system gives fewer threads than asked for, those that could be started serve, and a line on stderr says so.
 #pragma once
 
 #include <atomic>
@@ -38,9 +40,9 @@ class ThreadPool {
     static ThreadPool& instance();
 
     // Threads that take part, the caller's included. Default: QUIRE_NUM_THREADS, else the processors this process
-    // may run on.
-    int num_threads() const { return num_threads_; }
-    // At least 1. Waits for a running run() to end.
+    // may run on. While none of the others has been started: those that will be.
+    int num_threads() const { return num_threads_.load(std::memory_order_relaxed); }
+    // 1 to kMostThreads. Waits for a running run() to end.
     void set_num_threads(int num_threads);
 
     template <typename Task>
@@ -51,7 +53,8 @@ class ThreadPool {
             const_cast<void*>(static_cast<const void*>(std::addressof(task))));
     }
 
-    ~ThreadPool();
+    static constexpr int kMostThreads = 1024;
+
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
@@ -69,7 +72,7 @@ class ThreadPool {
     void place_workers(int processor);
 
     std::mutex owner_;
-    int num_threads_ = 1;
+    std::atomic<int> num_threads_{1};  // written by the owner, read by anybody
     bool started_ = false;  // not yet in a child
     std::vector<std::thread> workers_;
     int callers_processor_ = -1;  // that the workers are kept off

@@ -2,11 +2,16 @@
 # parts' source lists name the target `_native`; here that is a plain library, and what needs Python (native/bindings) is
 # left out of it. The core is a library below it: a test that includes no kernels/ header links, and waits for, nothing else.
 # -g1: files and lines for the reports; all of -g makes the compiler take half as long again.
-add_compile_options(-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
-                    -Wall -Wextra)
-add_link_options(-fsanitize=address,undefined)
+if(QUIRE_SANITIZE STREQUAL "thread")
+  set(sanitizers thread)
+  set(QUIRE_TEST_KERNELS OFF)  # their threads are those of the real ones
+else()
+  set(sanitizers address,undefined)
+  set(QUIRE_TEST_KERNELS ON)
+endif()
+add_compile_options(-O1 -g1 -fno-omit-frame-pointer -fsanitize=${sanitizers} -fno-sanitize-recover=all -Wall -Wextra)
+add_link_options(-fsanitize=${sanitizers})
 
-set(QUIRE_TEST_KERNELS ON)
 add_library(_native STATIC)
 target_include_directories(_native PUBLIC native)
 include(native/core/sources.cmake)

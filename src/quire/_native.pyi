@@ -378,13 +378,9 @@ def take_records() -> bytes:
     Ends the recording. int64 [n, 3] as bytes: operator (0 linear, 1 attention, 2 KV write, 3 a fused one that holds such), start and duration in ns of time.perf_counter_ns().
     """
 
-def copy_rows(
-    payload: int,
-    pieces: Annotated[NDArray[numpy.int64], dict(shape=(None, 5), order="C", device="cpu", writable=False)],
-    to_storage: bool,
-) -> None:
+def copy_rows(payload: object, pieces: object, to_storage: bool) -> None:
     """
-    Copies rows between the payload at an address and a storage. pieces: int64 [n, 5], of each its offset in the payload, its address in the storage, its number of rows, bytes of a row (adjacent in the payload) and their distance in the storage.
+    Copies rows between a payload (uint8, contiguous) and a storage. pieces: int64 [n, 5], of each its offset in the payload, its address in the storage, its number of rows, bytes of a row (adjacent in the payload) and their distance in the storage. Raises ValueError for a piece that is not within the payload; the addresses in the storage are the caller's word.
     """
 
 SHORTEST_READ: int = 241
@@ -395,41 +391,28 @@ def read_now(reads: Sequence[tuple[int, int, object, Sequence[object]]]) -> list
     """
 
 class PackedWeight:
-    """
-    A linear layer's weight packed once for the kernels. All buffers are addresses of CPU memory.
-    """
+    """A linear layer's weight packed once for the kernels."""
 
-    def __init__(
-        self,
-        weight: int,
-        num_outputs: int,
-        num_inputs: int,
-        output_stride: int,
-        input_stride: int,
-        dtype: str,
-        isa: str | None = None,
-    ) -> None:
+    def __init__(self, weight: object, isa: str | None = None) -> None:
         """
-        Packs the weight whose element (n, k) lies at weight + n * output_stride + k * input_stride (in elements). dtype: float32, bfloat16 or float16; isa: a variant's name, default the one in use. The weight may be freed afterwards.
+        Packs a weight [num_outputs, num_inputs] of float32, bfloat16 or float16, of any strides. isa: a variant's name, default the one in use. The weight may be freed afterwards.
         """
 
     @staticmethod
-    def at(
-        packed: int, num_outputs: int, num_inputs: int, dtype: str, isa: str | None, owner: object
-    ) -> PackedWeight:
+    def at(packed: object, num_outputs: int, num_inputs: int, dtype: str, isa: str | None) -> PackedWeight:
         """
-        A weight that was packed before with the same panel_layout, read where it lies: num_bytes bytes at a multiple of 64. `owner` keeps them, and is kept.
+        A weight that was packed before with the same panel_layout, read where it lies: packed_num_bytes bytes (uint8) at a multiple of 64, which it keeps alive.
         """
 
-    def multiply(self, x: int, rows: int, bias: int, out: int) -> None:
+    def multiply(self, x: object, bias: object | None, out: object) -> None:
         """
-        out [rows, num_outputs] = x [rows, num_inputs] times the weight + bias [num_outputs] (0: none); all contiguous, of the weight's dtype.
+        out [rows, num_outputs] = x [rows, num_inputs] times the weight + bias [num_outputs] (or None); all contiguous, of the weight's dtype.
         """
 
-    def unpack(self, out: int) -> None:
+    def unpack(self, out: object) -> None:
         """Writes the weight, bit for bit, contiguous [num_outputs, num_inputs]."""
 
-    def gather_rows(self, ids: int, num_ids: int, out: int) -> None:
+    def gather_rows(self, ids: object, out: object) -> None:
         """
         Rows of the weight for int64 ids, contiguous [num_ids, num_inputs]. Raises IndexError for an id out of range.
         """
@@ -459,86 +442,54 @@ def packed_num_bytes(num_outputs: int, num_inputs: int, dtype: str, isa: str | N
     """Bytes of the packed form of a weight."""
 
 class PagedView:
-    """
-    One layer's keys and values; strides in elements. Does not own the memory.
-    """
+    """One layer's keys and values, which it keeps alive."""
 
-    def __init__(
-        self,
-        dtype: str,
-        num_blocks: int,
-        num_kv_heads: int,
-        block_size: int,
-        k: int,
-        k_width: int,
-        k_block_stride: int,
-        k_head_stride: int,
-        k_token_stride: int,
-        v: int,
-        v_width: int,
-        v_block_stride: int,
-        v_head_stride: int,
-        v_token_stride: int,
-    ) -> None: ...
+    def __init__(self, k: object, v: object) -> None:
+        """
+        k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width), of float32, bfloat16 or float16; the last dimension is dense, other strides are as they are.
+        """
 
 class AttentionBatch:
     """
-    A step's rows and block tables, int32 and contiguous. Does not own the memory.
+    A step's rows and block tables, int32 and contiguous, which it keeps alive.
     """
 
     def __init__(
         self,
-        query_start: int,
-        context_lengths: int,
-        block_tables: int,
-        num_sequences: int,
-        table_width: int,
+        query_start: object,
+        context_lengths: object,
+        block_tables: object,
         num_threads: int,
         share_prefixes: bool = True,
-    ) -> None: ...
+    ) -> None:
+        """
+        query_start [n + 1], rising from 0; context_lengths [n]; block_tables [n, widest]. None of them may change.
+        """
+
     def traffic(self, view: PagedView, num_q_heads: int, options: AttentionOptions) -> tuple[int, int, int]:
         """
         Bytes of keys and values that a call reads, what they would be without sharing, and the number of shared runs.
         """
 
 class AttentionOptions:
-    """
-    A layer's settings; `sinks` is an address, or 0. Does not own the memory.
-    """
+    """A layer's settings; it keeps `sinks` alive."""
 
-    def __init__(self, scale: float, window: int, chunk: int, softcap: float, sinks: int) -> None: ...
+    def __init__(self, scale: float, window: int, chunk: int, softcap: float, sinks: object | None) -> None:
+        """
+        window, chunk, softcap: 0 for none. sinks: float32 [num_q_heads], or None.
+        """
 
-def attention_write(
-    arg0: PagedView,
-    arg1: int,
-    arg2: int,
-    arg3: int,
-    arg4: int,
-    arg5: int,
-    arg6: int,
-    arg7: int,
-    arg8: int,
-    arg9: int,
-    /,
-) -> None:
+def attention_write(view: PagedView, k: object, v: object, slots: object, num_threads: int) -> None:
     """
-    Stores keys and values in slots. Raises ValueError for a slot outside the view.
+    Stores keys [tokens, num_kv_heads, k_width] and values of the view's type in int64 slots [tokens]. Raises ValueError for a slot outside the view.
     """
 
 def attention_run(
-    arg0: PagedView,
-    arg1: int,
-    arg2: int,
-    arg3: int,
-    arg4: int,
-    arg5: int,
-    arg6: int,
-    arg7: int,
-    arg8: AttentionBatch,
-    arg9: AttentionOptions,
-    /,
+    view: PagedView, query: object, out: object, batch: AttentionBatch, options: AttentionOptions
 ) -> None:
-    """Attention of a batch. Raises ValueError for a block outside the view."""
+    """
+    Attention of a batch: out [rows, num_q_heads, v_width] of query [rows, num_q_heads, k_width], both of the view's type. Raises ValueError for a block outside the view.
+    """
 
 def read_bandwidth(num_bytes: int, repetitions: int) -> float:
     """
@@ -546,12 +497,12 @@ def read_bandwidth(num_bytes: int, repetitions: int) -> float:
     """
 
 class Norm:
-    """
-    A norm over a row; does not own its float32 weight and bias, given as addresses.
-    """
+    """A norm over a row; it keeps its weight and bias alive."""
 
-    def __init__(self, kind: str, weight: int, bias: int, epsilon: float) -> None: ...
-    def run(self, dtype: str, x: int, rows: int, width: int, out: int) -> None:
+    def __init__(self, kind: str, weight: object, bias: object | None, epsilon: float) -> None:
+        """kind: rms or layer. weight, bias: float32 [width]; a bias may be None."""
+
+    def run(self, x: object, out: object) -> None:
         """The norm of each row of x [rows, width], contiguous."""
 
 class Surroundings:
@@ -561,55 +512,61 @@ class Surroundings:
         """residual_scale: of what is added to the input; None: nothing is added."""
 
 class AttentionBlock:
-    """The attention half of a decoder layer. Owns nothing it is made of."""
+    """
+    The attention half of a decoder layer. It keeps alive what it is made of.
+    """
 
     def __init__(
         self,
         around: Surroundings,
-        qkv: Sequence[tuple[PackedWeight, int]],
+        qkv: Sequence[tuple[PackedWeight, object]],
         q_norm: Norm | None,
         k_norm: Norm | None,
         norm_heads: bool,
         rotation: str,
         output: PackedWeight,
-        output_bias: int,
+        output_bias: object | None,
         num_q_heads: int,
-    ) -> None: ...
+    ) -> None:
+        """
+        qkv: weight and bias (or None) of q, k and v, or of one product that gives them in this order.
+        """
+
     def run(
         self,
-        rows: int,
         view: PagedView,
         batch: AttentionBatch,
         options: AttentionOptions,
-        slots: int,
-        cos: int,
-        sin: int,
-        table_width: int,
-        hidden: int,
-        out: int,
+        slots: object,
+        cos: object | None,
+        sin: object | None,
+        hidden: object,
+        out: object,
     ) -> None:
         """
-        Stores the rows' K and V and writes out [rows, width]. Raises ValueError for a slot or a block outside the view.
+        Stores the rows' K and V in int64 slots [rows] and writes out [rows, width] of hidden [rows, width]; cos and sin [rows, table width], or None where nothing turns. Raises ValueError for a slot or a block outside the view.
         """
 
 class MlpBlock:
-    """The MLP half of a decoder layer. Owns nothing it is made of."""
+    """The MLP half of a decoder layer. It keeps alive what it is made of."""
 
     def __init__(
         self,
         around: Surroundings,
-        inputs: Sequence[tuple[PackedWeight, int]],
+        inputs: Sequence[tuple[PackedWeight, object]],
         gated: bool,
         activation: str,
         output: PackedWeight,
-        output_bias: int,
-    ) -> None: ...
-    def run(self, rows: int, hidden: int, out: int) -> None:
-        """out [rows, width] may be hidden."""
+        output_bias: object | None,
+    ) -> None:
+        """inputs: weight and bias (or None) of gate and up, or of one product."""
+
+    def run(self, hidden: object, out: object) -> None:
+        """out [rows, width] of hidden [rows, width]; it may be hidden."""
 
 class Decoder:
     """
-    Layers one after another over one cache, and what stands around them; keeps nothing of what it is given alive.
+    Layers one after another over one cache, and what stands around them, all of which it keeps alive.
     """
 
     def __init__(
@@ -621,7 +578,7 @@ class Decoder:
         embedding: PackedWeight | None,
         norm: Norm,
         head: PackedWeight,
-        head_bias: int,
+        head_bias: object | None,
     ) -> None:
         """
         tables: which of a step's tables leads to each layer. embedding: None where the caller brings the embedded rows.
@@ -630,26 +587,20 @@ class Decoder:
     def run(
         self,
         batches: Sequence[AttentionBatch],
-        slots: Sequence[int],
-        rows: int,
-        ids: int,
-        hidden: int,
-        positions: int,
-        cos: int,
-        sin: int,
-        table_width: int,
-        num_positions: int,
-        logit_rows: int,
-        num_logits: int,
-        logits: int,
+        slots: Sequence[object],
+        ids: object,
+        hidden: object | None,
+        positions: object,
+        cos: object | None,
+        sin: object | None,
+        logit_rows: object,
+        logits: object,
     ) -> None:
         """
-        From token ids [rows], or embedded rows [rows, width] that are written over, to logits [num_logits, outputs] of logit_rows. batches and slots: of each table; cos and sin [num_positions, table_width]: a row takes its position's. Raises IndexError for a token, a position or a row that is not there, ValueError for a slot or a block outside a view.
+        From token ids [rows], or embedded rows [rows, width] that are written over, to logits [num_logits, outputs] of logit_rows. batches and slots [rows]: of each table; cos and sin [num_positions, table width]: a row takes its position's; None where nothing turns. Indices are int64. Raises IndexError for a token, a position or a row that is not there, ValueError for a slot or a block outside a view.
         """
 
-def argmax_rows(
-    dtype: str, x: int, rows: int, width: int, indices: int, best: int, isa: str | None = None
-) -> None:
+def argmax_rows(x: object, indices: object, best: object, isa: str | None = None) -> None:
     """
     The first index (int64) of the largest element of each row of x [rows, width], contiguous, and the element as float32; of the first NaN where a row has one.
     """

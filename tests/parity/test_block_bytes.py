@@ -274,10 +274,10 @@ def test_rows_of_any_length_and_alignment_come_and_go(
         at = theirs + row * stride
         expected[at : at + row_bytes] = payload[ours + row * row_bytes :][:row_bytes]
     pieces = np.array([[ours, storage.ctypes.data + theirs, num_rows, row_bytes, stride]], np.int64)
-    native.copy_rows(payload.ctypes.data, pieces, True)
+    native.copy_rows(payload, pieces, True)
     assert np.array_equal(storage, expected)
     back = np.zeros_like(payload)
-    native.copy_rows(back.ctypes.data, pieces, False)
+    native.copy_rows(back, pieces, False)
     assert np.array_equal(back[ours:], payload[ours:])
     assert not back[:ours].any()
 

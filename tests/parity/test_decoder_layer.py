@@ -46,9 +46,7 @@ class Norm:
     def __init__(self, kind: str, width: int, seed: int, bias: bool = False) -> None:
         self.kind, self.width = kind, width
         self.weight, self.bias = random(width, seed=seed), random(width, seed=seed + 1) if bias else None
-        self.native = _native.Norm(
-            kind, self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), 1e-5
-        )
+        self.native = _native.Norm(kind, self.weight, self.bias, 1e-5)
 
     def twin(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "layer":
@@ -71,11 +69,11 @@ def mlp(
     output = NativeWeight(down, isa)
     block = _native.MlpBlock(
         _native.Surroundings(before and before.native, after and after.native, scale),
-        [(weight.native, 0) for weight in weights], gated, activation, output.native, bias.data_ptr(),
+        [(weight.native, None) for weight in weights], gated, activation, output.native, bias,
     )  # fmt: skip
     x = random(rows, hidden, dtype=dtype, seed=rows)
     out = torch.full_like(x, float("nan"))
-    block.run(rows, x.data_ptr(), out.data_ptr())
+    block.run(x, out)
     y = x.float() if before is None else before.twin(x.float())
     inside = ACTIVATIONS[activation](y @ gate.float().T)
     y = (inside * (y @ up.float().T) if gated else inside) @ down.float().T + bias.float()
@@ -152,8 +150,8 @@ def test_attention(isa: str, dtype: torch.dtype, rotation: str) -> None:
     k_norm = Norm("rms", width * (kv_heads if whole else 1), 6)
     block = _native.AttentionBlock(
         _native.Surroundings(before.native, None, 1.0),
-        [(weight.native, piece.data_ptr()) for weight, piece in zip(weights, biases, strict=True)],
-        q_norm.native, k_norm.native, not whole, rotation, output.native, 0, heads,
+        [(weight.native, piece) for weight, piece in zip(weights, biases, strict=True)],
+        q_norm.native, k_norm.native, not whole, rotation, output.native, None, heads,
     )  # fmt: skip
     pool = torch.full((8, kv_heads, 4, width + v_width), float("nan"), dtype=dtype)
     view = KVView(pool[..., :width], pool[..., width:], 4)
@@ -169,10 +167,7 @@ def test_attention(isa: str, dtype: torch.dtype, rotation: str) -> None:
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     x = random(tokens, hidden, dtype=dtype, seed=7)
     out = torch.full_like(x, float("nan"))
-    block.run(
-        tokens, *handles(view, plan, options), slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), table_width,
-        x.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
+    block.run(*handles(view, plan, options), slots, cos, sin, x, out)
 
     q, k, v = (before.twin(x.float()) @ qkv.float().T + bias.float()).split(split, -1)
     shaped = (q_norm.twin(q) if whole else q).view(tokens, heads, width)
@@ -205,10 +200,9 @@ def test_emulated_row_operators_give_the_real_ones_bits(activation: str) -> None
 
 
 def argmax(isa: str, x: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    rows, width = x.shape
+    rows = x.shape[0]
     indices, best = torch.full((rows,), -7), torch.full((rows,), float("nan"))
-    name = str(x.dtype).removeprefix("torch.")
-    _native.argmax_rows(name, x.data_ptr(), rows, width, indices.data_ptr(), best.data_ptr(), isa)
+    _native.argmax_rows(x, indices, best, isa)
     return indices.tolist(), best
 
 
@@ -242,30 +236,22 @@ def test_a_slot_outside_is_refused_before_anything_is_written() -> None:
     output = NativeWeight(random(8, 8), None)
     block = _native.AttentionBlock(
         _native.Surroundings(None, None, None),
-        [(weight.native, 0)],
+        [(weight.native, None)],
         None,
         None,
         True,
         "none",
         output.native,
-        0,
+        None,
         1,
     )
     pool = torch.full((2, 1, 2, 4, 8), float("nan"))
     view = KVView(pool[:, :, 0], pool[:, :, 1], 4)
     plan = AttentionPlan.build([0, 2], [2], torch.tensor([[0]], dtype=torch.int32), 4)
     slots, x, out = torch.tensor([0, 8]), random(2, 8), torch.zeros(2, 8)
-    arguments = (
-        2,
-        *handles(view, plan, AttentionOptions(scale=1.0)),
-        slots.data_ptr(),
-        0,
-        0,
-        0,
-        x.data_ptr(),
-    )
+    arguments = (*handles(view, plan, AttentionOptions(scale=1.0)), slots, None, None, x)
     with pytest.raises(ValueError, match="expected slots of 0 to 7, got 8"):
-        block.run(*arguments, out.data_ptr())
+        block.run(*arguments, out)
     assert pool.isnan().all()
     assert not out.any()
 
@@ -274,6 +260,6 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     around = _native.Surroundings(None, None, None)
     up, down = NativeWeight(random(12, 8), None), NativeWeight(random(8, 10), None)
     with pytest.raises(ValueError, match="another width than the output takes"):
-        _native.MlpBlock(around, [(up.native, 0)], False, "silu", down.native, 0)
+        _native.MlpBlock(around, [(up.native, None)], False, "silu", down.native, None)
     with pytest.raises(ValueError, match="expected one of silu, gelu"):
-        _native.MlpBlock(around, [(up.native, 0)], False, "swish", down.native, 0)
+        _native.MlpBlock(around, [(up.native, None)], False, "swish", down.native, None)

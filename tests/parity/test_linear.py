@@ -56,7 +56,7 @@ def multiply(
     rows, num_outputs = x.shape[0], packed.num_outputs
     buffer = torch.full((rows * num_outputs + 2 * margin,), float("nan"), dtype=x.dtype)
     out = buffer[margin : margin + rows * num_outputs]
-    packed._multiply(x.data_ptr(), rows, 0 if bias is None else bias.data_ptr(), out.data_ptr())
+    packed._multiply(x, bias, out)
     assert buffer[:margin].isnan().all()
     assert buffer[-margin:].isnan().all()
     return out.view(rows, num_outputs)
@@ -228,15 +228,15 @@ def test_an_id_out_of_range_changes_nothing() -> None:
     packed = NativeWeight(random(10, 4, dtype=torch.float32, seed=1))
     out, ids = torch.full((2, 4), 7.0), torch.tensor([0, 10])
     with pytest.raises(IndexError, match=r"expected ids in \[0, 10\), got 10 at position 1"):
-        packed.native.gather_rows(ids.data_ptr(), 2, out.data_ptr())
+        packed.native.gather_rows(ids, out)
     assert (out == 7.0).all()
 
 
 def test_bad_arguments_are_refused() -> None:
     for arguments, message in [
-        ((0, 0, 4, 4, 1, "float32"), "at least 1 x 1, got 0 x 4"),
-        ((0, 4, 4, 4, 1, "float64"), "got float64"),
-        ((0, 4, 4, 4, 1, "float32", "sse9"), "got 'sse9'"),
+        ((torch.empty(0, 4),), "at least 1 x 1, .* got 0 x 4"),
+        ((torch.zeros(4, 4, dtype=torch.float64),), "got float64"),
+        ((torch.zeros(4, 4), "sse9"), "got 'sse9'"),
     ]:
         with pytest.raises(ValueError, match=message):
             _native.PackedWeight(*arguments)
@@ -254,9 +254,10 @@ import ctypes, importlib.util, sys
 spec = importlib.util.spec_from_file_location("_native", sys.argv[1])
 native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
-weight, x, out = (ctypes.c_float * 6)(1, 2, 3, 4, 5, 6), (ctypes.c_float * 3)(1, 10, 100), (ctypes.c_float * 2)()
-packed = native.PackedWeight(ctypes.addressof(weight), 2, 3, 3, 1, "float32")
-packed.multiply(ctypes.addressof(x), 1, 0, ctypes.addressof(out))
+weight, x = (ctypes.c_float * 3 * 2)((1, 2, 3), (4, 5, 6)), (ctypes.c_float * 3)(1, 10, 100)
+out = (ctypes.c_float * 2)()
+packed = native.PackedWeight(weight)
+packed.multiply(x, None, out)
 print(packed.isa, list(out))
 """
     done = subprocess.run(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from support.variants import needs_emulated
 
@@ -31,7 +32,7 @@ def test_a_build_has_all_emulated_variants_or_none() -> None:
 def test_a_variant_that_is_not_here_is_refused(isa: str) -> None:
     missing = "build-native" if isa in EMULATED else "this processor lacks"
     with pytest.raises(ValueError, match=f"got '{isa}'.*{missing}"):
-        _native.PackedWeight(0, 1, 1, 1, 1, "float32", isa)
+        _native.PackedWeight(np.zeros((1, 1), np.float32), isa)
     code = "from quire import _native; _native.isa()"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "QUIRE_ISA": isa}, capture_output=True, text=True

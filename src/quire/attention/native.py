@@ -2,8 +2,9 @@
 
 Not here: the arithmetic, and how a call is cut up for the threads.
 
-Tensors cross as addresses. What does not change between calls - a view, a plan, a layer's options - crosses once and is
-kept on the object it was made from.
+Tensors cross as they are: the extension reads their addresses, shapes and strides, and refuses what does not fit. What
+does not change between calls - a view, a plan, a layer's options - crosses once and is kept on the object it was made
+from.
 
 Cost: about 3 us a call beside the work, and 2 us for `out` where it is not given.
 """
@@ -62,26 +63,13 @@ def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Te
     handle = view.__dict__.get(_HANDLE) or _view(view)
     if k.dtype is not view.k.dtype or v.dtype is not view.k.dtype:
         k, v = k.to(view.dtype), v.to(view.dtype)
-    num_tokens = slot_mapping.numel()
-    heads, k_width, v_width = view.__dict__["_native_shape"]
-    if (
-        k.shape != (num_tokens, heads, k_width)
-        or v.shape != (num_tokens, heads, v_width)
-        or slot_mapping.dtype is not torch.int64
-        or slot_mapping.dim() != 1
-    ):
-        check_write(view, k, v, slot_mapping)
-    k_token, k_head, k_element = k.stride()
-    v_token, v_head, v_element = v.stride()
-    if k_element != 1 or v_element != 1:
-        return write(view, k.contiguous(), v.contiguous(), slot_mapping)
+    if k.stride()[-1:] != (1,) or v.stride()[-1:] != (1,):
+        k, v = k.contiguous(), v.contiguous()
     slots = slot_mapping.contiguous()
     try:
-        _native.attention_write(
-            handle, k.data_ptr(), k_token, k_head, v.data_ptr(), v_token, v_head, slots.data_ptr(), num_tokens,
-            torch.get_num_threads(),
-        )  # fmt: skip
+        _native.attention_write(handle, k, v, slots, torch.get_num_threads())
     except ValueError as error:
+        check_write(view, k, v, slot_mapping)
         raise ArgumentError(str(error)) from None
 
 
@@ -125,16 +113,12 @@ def run(
     target = out
     if target is None:
         target = torch.empty((num_tokens, num_q_heads, v_width), dtype=query.dtype)
-    token, head, element = query.stride()
-    out_token, out_head, out_element = target.stride()
-    if element != 1:
-        return run(view, query.contiguous(), plan, options, out=out)
-    if out_element != 1:
+    if query.stride()[2] != 1:
+        query = query.contiguous()
+    if target.stride()[2] != 1:
         raise ArgumentError(f"expected out with a dense last dimension, got strides {target.stride()}")
     try:
-        _native.attention_run(
-            handle, query.data_ptr(), token, head, target.data_ptr(), out_token, out_head, num_q_heads, batch, settings
-        )  # fmt: skip
+        _native.attention_run(handle, query, target, batch, settings)
     except ValueError as error:
         raise ArgumentError(str(error)) from None
     return target
@@ -174,11 +158,7 @@ def _view(view: KVView) -> Any:
     if k.device.type != "cpu":
         raise ArgumentError(f"expected keys and values on the CPU, got {k.device}")
     try:
-        handle = _native.PagedView(
-            str(view.dtype).removeprefix("torch."), view.num_blocks, view.num_kv_heads, view.block_size,
-            k.data_ptr(), k.shape[3], k.stride(0), k.stride(1), k.stride(2),
-            v.data_ptr(), v.shape[3], v.stride(0), v.stride(1), v.stride(2),
-        )  # fmt: skip
+        handle = _native.PagedView(k, v)
     except ValueError as error:
         raise ArgumentError(str(error)) from None
     object.__setattr__(view, "_native_shape", (view.num_kv_heads, view.k_head_dim, view.v_head_dim))
@@ -186,13 +166,10 @@ def _view(view: KVView) -> Any:
 
 
 def _batch(plan: AttentionPlan, *, share_prefixes: bool = True) -> Any:
-    return _keep(
-        plan,
-        _native.AttentionBatch(
-            plan.query_start.data_ptr(), plan.context_lengths.data_ptr(), plan.block_tables.data_ptr(),
-            plan.num_sequences, plan.block_tables.shape[1], plan.num_threads, share_prefixes,
-        ),
-    )  # fmt: skip
+    batch = _native.AttentionBatch(
+        plan.query_start, plan.context_lengths, plan.block_tables, plan.num_threads, share_prefixes
+    )
+    return _keep(plan, batch)
 
 
 def _settings(options: AttentionOptions) -> Any:
@@ -201,11 +178,10 @@ def _settings(options: AttentionOptions) -> Any:
             f"expected a window or a chunk for backend 'native', got a window of {options.window} tokens that moves in "
             f"steps of {options.chunk}; use backend='python'"
         )
-    sinks = 0 if options.sinks is None else options.sinks.data_ptr()
-    return _keep(
-        options,
-        _native.AttentionOptions(options.scale, options.window, options.chunk, options.softcap, sinks),
+    settings = _native.AttentionOptions(
+        options.scale, options.window, options.chunk, options.softcap, options.sinks
     )
+    return _keep(options, settings)
 
 
 class NativeBackend(HostMemory):

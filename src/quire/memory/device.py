@@ -116,7 +116,7 @@ class HostMemory:
         """By the extension, which lets go of Python's lock, at about the speed of memcpy; else a call for each row."""
         native = native_module()
         if native is not None:
-            native.copy_rows(payload.ctypes.data, pieces, to_device)
+            native.copy_rows(payload, pieces, to_device)
             return
         base = payload.ctypes.data
         for offset, address, num_rows, row_bytes, stride in pieces.tolist():

@@ -71,26 +71,26 @@ class NativeWeight:
         module = native_module()
         if module is None:
             raise BackendError('expected quire._native for packing "native", and it is not built here')
-        self.native = module.PackedWeight(
-            weight.data_ptr(), *weight.shape, *weight.stride(), DTYPE_NAMES[weight.dtype], isa
-        )
+        self.native = module.PackedWeight(weight, isa)
         self._multiply = self.native.multiply
 
     @classmethod
-    def at(cls, weight: torch.Tensor, address: int, owner: object) -> NativeWeight:
-        """`weight`, of which only shape and dtype are read, packed before by the variant in use: its packed bytes lie
-        at `address`, kept by `owner`."""
+    def at(cls, weight: torch.Tensor, packed: Any) -> NativeWeight:
+        """`weight`, of which only shape and dtype are read, packed before by the variant in use.
+
+        packed: its packed bytes, uint8, at a multiple of 64; they are kept.
+        """
         self = cls.__new__(cls)
         self.dtype = weight.dtype
         self.num_outputs, self.num_inputs = weight.shape
-        self.move(address, owner)
+        self.move(packed)
         return self
 
-    def move(self, address: int, owner: object) -> None:
-        """Read the packed bytes at `address` from now on. Before anybody has taken `native`."""
+    def move(self, packed: Any) -> None:
+        """Read these packed bytes from now on. Before anybody has taken `native`."""
         module = cast(Any, native_module())
         self.native = module.PackedWeight.at(
-            address, self.num_outputs, self.num_inputs, DTYPE_NAMES[self.dtype], None, owner
+            packed, self.num_outputs, self.num_inputs, DTYPE_NAMES[self.dtype], None
         )
         self._multiply = self.native.multiply
 
@@ -98,19 +98,18 @@ class NativeWeight:
         if not x.is_contiguous():
             x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], self.num_outputs))
-        rows = x.numel() // self.num_inputs
-        self._multiply(x.data_ptr(), rows, 0 if bias is None else bias.data_ptr(), out.data_ptr())
+        self._multiply(x, bias, out)
         return out
 
     def unpack(self) -> torch.Tensor:
         out = torch.empty(self.num_outputs, self.num_inputs, dtype=self.dtype)
-        self.native.unpack(out.data_ptr())
+        self.native.unpack(out)
         return out
 
     def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
         ids = ids.to(torch.int64).contiguous()
         out = torch.empty((*ids.shape, self.num_inputs), dtype=self.dtype)
-        self.native.gather_rows(ids.data_ptr(), ids.numel(), out.data_ptr())
+        self.native.gather_rows(ids, out)
         return out
 
 

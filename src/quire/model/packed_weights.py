@@ -95,7 +95,7 @@ class KeptWeights:
             self._abandon()
         elif self._publish(self._writer) and self._map():
             for weight, offset in self._in_memory:
-                weight.move(self._address(offset), self._pages)
+                weight.move(self._bytes(offset, weight.native.num_bytes))
         self._in_memory.clear()
 
     @property
@@ -112,7 +112,8 @@ class KeptWeights:
         """The packed form of `weight`: mapped, or packed now (and written)."""
         offset = self._offsets.get(_key(weight))
         if offset is not None and self._pages is not None:
-            return NativeWeight.at(weight, self._address(offset), self._pages)
+            num_bytes = cast(Any, native_module()).packed_num_bytes(*weight.shape, DTYPE_NAMES[weight.dtype])
+            return NativeWeight.at(weight, self._bytes(offset, num_bytes))
         packed = NativeWeight(weight)
         if offset is not None and self._writer is not None:
             self._write(self._writer, packed, offset)
@@ -142,8 +143,8 @@ class KeptWeights:
         self._offsets = {key: start + offset for key, offset in self._offsets.items()}
         return header, start + position
 
-    def _address(self, offset: int) -> int:
-        return cast(np.ndarray, self._pages).ctypes.data + offset
+    def _bytes(self, offset: int, num_bytes: int) -> np.ndarray:
+        return cast(np.ndarray, self._pages)[offset : offset + num_bytes]
 
     def _map(self) -> bool:
         """Map the file if it is the one that was planned."""

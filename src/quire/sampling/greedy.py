@@ -19,13 +19,16 @@ def most_likely(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
     logits: [num_rows, vocab]. A row with a NaN gives that NaN.
     """
-    name = DTYPE_NAMES.get(logits.dtype)
-    if name is None or choose_backend(None, needs="argmax_rows") == "python" or not logits.is_contiguous():
+    if (
+        logits.dtype not in DTYPE_NAMES
+        or choose_backend(None, needs="argmax_rows") == "python"
+        or not logits.is_contiguous()
+    ):
         tokens = torch.argmax(logits.float(), dim=-1)
         return tokens.numpy(), logits.gather(1, tokens[:, None])[:, 0].float().numpy()
     native = native_module()
     assert native is not None  # choose_backend found it
-    num_rows, vocab_size = logits.shape
+    num_rows = logits.shape[0]
     tokens, best = np.empty(num_rows, np.int64), np.empty(num_rows, np.float32)
-    native.argmax_rows(name, logits.data_ptr(), num_rows, vocab_size, tokens.ctypes.data, best.ctypes.data)
+    native.argmax_rows(logits, tokens, best)
     return tokens, best

@@ -24,7 +24,7 @@ from quire.model.fused.structure import PackedLayer, forward_names, packed_layer
 from quire.model.paged_cache import PagedCache
 from quire.spec import LayerSpec
 
-__all__ = ["FusedAttention", "match_attention", "rotary_table"]
+__all__ = ["FusedAttention", "RotaryTable", "match_attention", "rotary_table"]
 
 _ROTATIONS = ("halves", "pairs_half_table", "pairs", "halves_short_table", "none")
 _NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
@@ -40,10 +40,14 @@ _FORWARD_NAMES = frozenset({
 })  # fmt: skip
 
 
-def rotary_table(position_embeddings: Any, rows: int, dtype: torch.dtype) -> tuple[int, int, int] | None:
-    """Addresses of cos and sin [1, rows, width] and their width; None where they are not of that form."""
+# cos and sin [1, rows, width] of a call, or two None where nothing turns.
+RotaryTable = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
+
+
+def rotary_table(position_embeddings: Any, rows: int, dtype: torch.dtype) -> RotaryTable | None:
+    """cos and sin [1, rows, width], contiguous; None where they are not of that form."""
     if position_embeddings is None:
-        return 0, 0, 0
+        return None, None
     if not isinstance(position_embeddings, tuple) or len(position_embeddings) != 2:
         return None
     cos, sin = position_embeddings
@@ -55,7 +59,7 @@ def rotary_table(position_embeddings: Any, rows: int, dtype: torch.dtype) -> tup
             or not table.is_contiguous()
         ):
             return None
-    return cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
+    return cos, sin
 
 
 @dataclass
@@ -122,17 +126,12 @@ class FusedAttention:
             self.num_q_heads,
         )
 
-    def run(
-        self, block: Any, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]
-    ) -> torch.Tensor:
+    def run(self, block: Any, hidden: torch.Tensor, cache: PagedCache, table: RotaryTable) -> torch.Tensor:
         """hidden [1, T, width], contiguous, through `block`; K and V are in their slots afterwards."""
         layer, settings = self.place
         out = torch.empty_like(hidden)
         view, batch, options = handles(cache.view(layer), cache.plan(layer), settings)
-        block.run(
-            hidden.shape[1], view, batch, options, cache.slots(layer).data_ptr(), *table, hidden.data_ptr(),
-            out.data_ptr(),
-        )  # fmt: skip
+        block.run(view, batch, options, cache.slots(layer), *table, hidden, out)
         cache.num_attended += 1
         return out
 
@@ -146,7 +145,7 @@ class FusedAttention:
             and hidden.is_contiguous()
         )
 
-    def __call__(self, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, cache: PagedCache, table: RotaryTable) -> torch.Tensor:
         """The module's answer [1, T, width]. table: of `rotary_table`."""
         if self._alone is None:
             self._alone = self.block(_native.Surroundings(None, None, None), self.proved_rotation)
@@ -167,7 +166,7 @@ class FusedAttention:
         return fitting
 
     def turned(
-        self, rotation: str, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]
+        self, rotation: str, hidden: torch.Tensor, cache: PagedCache, table: RotaryTable
     ) -> torch.Tensor:
         """`__call__` with an embedding that turns in this way."""
         block = self.block(_native.Surroundings(None, None, None), rotation)

@@ -47,12 +47,11 @@ _OUTPUTS = "OutputWithPast"  # what the classes of their outputs are called, in 
 
 
 class _Compiled(NamedTuple):
-    """A native decoder over a cache's views. kept: what it refers to; the native side keeps nothing alive."""
+    """A native decoder over a cache's views, which it keeps."""
 
     decoder: FusedDecoder
     generation: int
     native: Any
-    kept: Any
 
 
 class FusedDecoder:
@@ -84,18 +83,14 @@ class FusedDecoder:
         logits = torch.empty((logits_rows.numel(), self._head.num_outputs), dtype=self._norm.dtype)
         self._over_views(cache).run(
             [batch_handle(plan) for plan in step.plans],
-            [mapping.data_ptr() for mapping in step.slot_mappings],
-            ids.numel(),
-            ids.data_ptr(),
-            0 if hidden is None else hidden.data_ptr(),
-            angles.rows.data_ptr(),
-            angles.cos.data_ptr(),
-            angles.sin.data_ptr(),
-            angles.cos.shape[1],
-            angles.cos.shape[0],
-            logits_rows.data_ptr(),
-            logits_rows.numel(),
-            logits.data_ptr(),
+            step.slot_mappings,
+            ids,
+            hidden,
+            angles.rows,
+            angles.cos,
+            angles.sin,
+            logits_rows,
+            logits,
         )
         cache.num_attended += len(self._layers)
         return logits
@@ -120,7 +115,7 @@ class FusedDecoder:
             native = _native.Decoder(
                 self._blocks, views, options, tables, embedding, self._norm.native, *self._head.product
             )
-            cache.compiled = compiled = _Compiled(self, cache.generation, native, (views, options))
+            cache.compiled = compiled = _Compiled(self, cache.generation, native)
         return compiled.native
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.model.fused.attention import FusedAttention
+from quire.model.fused.attention import FusedAttention, RotaryTable
 from quire.model.fused.mlp import FusedMlp
 from quire.model.fused.norm import RowNorm
 from quire.model.fused.structure import forward_names
@@ -56,7 +56,7 @@ class FusedLayer:
     def serves(self, hidden: Any, cache: object, mask: Any) -> bool:
         return self.attention.serves(hidden, cache, mask)
 
-    def __call__(self, hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, cache: PagedCache, table: RotaryTable) -> torch.Tensor:
         """The layer's answer [1, T, width]. table: of `rotary_table`."""
         return self._run(self.blocks, hidden, cache, table)
 
@@ -75,12 +75,11 @@ class FusedLayer:
         )
 
     def _run(
-        self, blocks: tuple[Any, Any], hidden: torch.Tensor, cache: PagedCache, table: tuple[int, int, int]
+        self, blocks: tuple[Any, Any], hidden: torch.Tensor, cache: PagedCache, table: RotaryTable
     ) -> torch.Tensor:
         attention, mlp = blocks
         out = self.attention.run(attention, hidden, cache, table)
-        address = out.data_ptr()
-        mlp.run(hidden.shape[1], address, address)
+        mlp.run(out, out)
         return out
 
 

@@ -31,10 +31,9 @@ class RowNorm:
     ) -> None:
         self.found = found
         self.width, self.dtype, self.epsilon = weight.numel(), dtype, epsilon
-        self._kept = (weight, bias)  # the native norm holds their addresses
         kind = "layer" if found == "layer" else "rms"
-        self.native = _native.Norm(kind, weight.data_ptr(), 0 if bias is None else bias.data_ptr(), epsilon)
-        self._run, self._name = self.native.run, DTYPE_NAMES[dtype]
+        self.native = _native.Norm(kind, weight, bias, epsilon)
+        self._run = self.native.run
 
     def serves(self, x: Any) -> bool:
         return (
@@ -44,7 +43,7 @@ class RowNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., width], contiguous."""
         out = torch.empty_like(x)
-        self._run(self._name, x.data_ptr(), x.numel() // self.width, self.width, out.data_ptr())
+        self._run(x, out)
         return out
 
 

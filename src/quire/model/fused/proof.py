@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.model.fused.attention import FusedAttention, match_attention, rotary_table
+from quire.model.fused.attention import FusedAttention, RotaryTable, match_attention, rotary_table
 from quire.model.fused.layer import match_layer
 from quire.model.fused.mlp import FusedMlp, mlp_candidates
 from quire.model.fused.norm import RowNorm, norm_candidates
@@ -185,8 +185,10 @@ class Proof:
         answers: dict[str, torch.Tensor] = {}
         dtype = call.hidden.dtype
         with torch.inference_mode(), Paged(call, self._shape_of(call), dtype) as memory:
-            width = _table(call, call.parts[0])
-            for rotation in [] if width is None else part.rotations(width[2]):
+            whole = _table(call, call.parts[0])
+            for rotation in (
+                [] if whole is None else part.rotations(0 if whole[0] is None else whole[0].shape[-1])
+            ):
                 if only is not None and rotation != only:
                     continue
                 rows = [
@@ -257,7 +259,7 @@ def _part(hidden: torch.Tensor, where: slice) -> torch.Tensor:
     return hidden[:, where].contiguous()
 
 
-def _table(call: Call, where: slice) -> tuple[int, int, int] | None:
+def _table(call: Call, where: slice) -> RotaryTable | None:
     embeddings = call.keywords.get("position_embeddings")
     if isinstance(embeddings, tuple):
         embeddings = tuple(table[:, where] for table in embeddings)

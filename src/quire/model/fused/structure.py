@@ -17,17 +17,16 @@ __all__ = ["PackedLayer", "forward_names", "packed_layer", "packed_layers", "ran
 
 
 class PackedLayer:
-    """A packed linear layer as the kernels take it: the native weight, the address of its bias, its two widths."""
+    """A packed linear layer as the kernels take it: the native weight, its bias, its two widths."""
 
     def __init__(self, weight: NativeWeight, bias: torch.Tensor | None) -> None:
         self.native = weight.native
-        self.bias = 0 if bias is None else bias.data_ptr()
+        self.bias = bias
         self.dtype = weight.dtype
         self.num_outputs, self.num_inputs = weight.num_outputs, weight.num_inputs
-        self._kept = (weight, bias)
 
     @property
-    def product(self) -> tuple[_native.PackedWeight, int]:
+    def product(self) -> tuple[_native.PackedWeight, torch.Tensor | None]:
         return self.native, self.bias
 
 
