@@ -17,7 +17,8 @@ from fastapi import APIRouter, Depends, Response
 from quire.cache.pins import Pin
 from quire.cache.prefix_key import NamespaceKeywords, PrefixKey
 from quire.errors import ArgumentError, CapacityError
-from quire.server.dependencies import TheService, administrator, text_only
+from quire.server.bodies import BodyRoute
+from quire.server.dependencies import TheService, administrator
 from quire.server.errors import ApiError
 from quire.server.messages import render
 from quire.server.schemas.admin import (
@@ -41,7 +42,8 @@ __all__ = ["router"]
 router = APIRouter(
     prefix="/admin",
     tags=["Admin"],
-    dependencies=[Depends(administrator), Depends(text_only)],
+    dependencies=[Depends(administrator)],
+    route_class=BodyRoute,
     responses=ERRORS,
 )
 

@@ -7,14 +7,15 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from quire.errors import ArgumentError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
-from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
+from quire.server.bodies import BodyRoute
+from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_logprobs
 from quire.server.messages import render
@@ -38,7 +39,7 @@ __all__ = ["ChatWriter", "chat_params", "in_names_of_chats", "router"]
 # What the engine calls them, and what a chat completion's body does.
 _NAMES = {"json_schema": "response_format.json_schema.schema", "grammar": "tools"}
 
-router = APIRouter(tags=["OpenAI"], dependencies=[Depends(text_only)])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
 @router.post(

@@ -8,13 +8,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
-from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
+from quire.server.bodies import BodyRoute
+from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import completion_logprobs
 from quire.server.schemas.common import ERRORS, Usage
@@ -24,7 +25,7 @@ from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["OpenAI"], dependencies=[Depends(text_only)])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
 @router.post(

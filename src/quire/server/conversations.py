@@ -10,15 +10,16 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from quire.engine.async_conversation import AsyncConversation
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
+from quire.server.bodies import BodyRoute
 from quire.server.chat import ChatWriter, chat_params, in_names_of_chats
 from quire.server.conversation_store import Talk
-from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
+from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
 from quire.server.messages import render, render_next
 from quire.server.schemas.common import ERRORS
@@ -41,7 +42,7 @@ from quire.sessions.snapshot_files import NoSnapshotError, SnapshotExistsError
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["Conversations"], dependencies=[Depends(text_only)], responses=ERRORS)
+router = APIRouter(tags=["Conversations"], route_class=BodyRoute, responses=ERRORS)
 
 
 def _card(talk: Talk) -> ConversationCard:

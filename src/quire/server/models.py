@@ -7,7 +7,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
-from quire.server.dependencies import TheService, tenant_of, text_only
+from quire.server.bodies import BodyRoute
+from quire.server.dependencies import TheService, tenant_of
 from quire.server.errors import ApiError
 from quire.server.messages import render
 from quire.server.schemas.chat import ChatMessage
@@ -16,7 +17,7 @@ from quire.server.service import Service
 
 __all__ = ["health_router", "router"]
 
-router = APIRouter(dependencies=[Depends(tenant_of), Depends(text_only)], responses=ERRORS)
+router = APIRouter(dependencies=[Depends(tenant_of)], route_class=BodyRoute, responses=ERRORS)
 health_router = APIRouter(tags=["Health"])
 
 

@@ -47,13 +47,15 @@ __all__ = ["Limits", "ServerSettings", "StoredAs", "load_config", "load_stored_a
 class Limits:
     """What one request, and all together, may ask for.
 
-    max_waiting: requests that wait for the engine; one more gets 429. max_body_bytes: of a request. The others are
-    counts within one request; max_schema_depth: of nested objects and arrays of a JSON schema. max_kept: prompts of one
-    tenant that `keep_for` keeps at once; max_conversations: that one tenant may have.
+    max_waiting: requests that wait for the engine; one more gets 429. max_body_bytes: of a request. max_body_values:
+    of its JSON, see `bodies.weight_of`. The others are counts within one request; max_schema_depth: of nested objects
+    and arrays of a JSON schema. max_kept: prompts of one tenant that `keep_for` keeps at once; max_conversations: that
+    one tenant may have.
     """
 
     max_waiting: int = 512
     max_body_bytes: int = 16 << 20
+    max_body_values: int = 1 << 19
     max_prompts: int = 64
     max_n: int = 16
     max_stop: int = 16

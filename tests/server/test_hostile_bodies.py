@@ -1,0 +1,176 @@
+"""Bodies that are meant to stop a server: refused for little, with one answer, and never in everybody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import httpx
+import pytest
+from fastapi import APIRouter, FastAPI
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from starlette.testclient import TestClient
+
+from quire.server import bodies
+from quire.server.bodies import LARGE_BODY, BodyRoute, parsed, weight_of
+from quire.server.errors import ApiError
+from quire.server.models import DetokenizeRequest, TokenizeRequest
+from quire.server.schemas.admin import AdminPrompt
+from quire.server.schemas.chat import ChatRequest
+from quire.server.schemas.common import Body
+from quire.server.schemas.completions import CompletionRequest
+from quire.server.schemas.conversations import NewConversation, Turn
+from quire.server.settings import Limits, ServerSettings
+from quire.server.tenants import KeyRing, Tenant, digest_of_key
+
+SHORT = {"prompt": "def f(", "max_tokens": 2, "temperature": 0}
+MANY: list[Any] = [{}] * 1000
+MESSAGE = {"role": "user", "content": "a"}
+JSON = {"Content-Type": "application/json"}
+
+
+checked: list[Any] = []
+
+
+class Texts(Body):
+    texts: Annotated[list[str], BeforeValidator(lambda texts: checked.append(texts) or texts)]
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"prompt": MANY}),
+        (CompletionRequest, {"prompt": ["a"] * 1000 + MANY}),
+        (CompletionRequest, {"prompt": "a", "stop": MANY}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": MANY}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(token): "x" for token in range(1000)}}),
+        (ChatRequest, {"messages": MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": MANY}]}),
+        (ChatRequest, {"messages": [{"role": "user", "tool_calls": MANY}]}),
+        (ChatRequest, {"messages": [MESSAGE], "tools": MANY}),
+        (TokenizeRequest, {"messages": MANY}),
+        (DetokenizeRequest, {"tokens": MANY}),
+        (NewConversation, {"messages": MANY, "tokens": MANY}),
+        (Turn, {"messages": MANY, "tokens": MANY}),
+        (AdminPrompt, {"prompt": MANY, "messages": MANY}),
+    ],
+)
+def test_a_list_of_wrong_items_is_one_error_not_one_each(model: type[Body], body: Any) -> None:
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(body)
+    assert refused.value.error_count() <= 8
+
+
+def test_biases_are_numbers_also_as_text() -> None:
+    body = {"prompt": "a", "logit_bias": {"1": 5, "2": -0.5, "3": "7"}}
+    assert CompletionRequest.model_validate(body).logit_bias == {"1": 5, "2": -0.5, "3": 7}
+    for wrong in (101, "nan", None, []):
+        with pytest.raises(ValidationError, match="-100 to 100"):
+            CompletionRequest.model_validate({"prompt": "a", "logit_bias": {"1": wrong}})
+
+
+def test_weight_is_of_values_and_not_of_what_stands_in_texts() -> None:
+    assert weight_of(b"[1,2,3]", 100) == 8 + 2
+    assert weight_of(b'{"a":{"b":1}}', 100) == 2 * (8 + 16)
+    text = json.dumps({"prompt": ':,{["\\' * 1000}).encode()
+    assert weight_of(text, 100) < 100
+    assert weight_of(b"[" + b"{}," * 1000, 100) > 100
+    assert 100 < weight_of(b'",",' * 1000, 100) < 110  # no further than it has to
+    for torn in (b'"' + b'\\"' * 1000, b'"a\\', b'{"a":"b', b'\\"\\'):
+        assert weight_of(torn, 1) >= 0
+
+
+def test_what_holds_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = TypeAdapter(CompletionRequest)
+    assert parsed(b'{"prompt":[1,2,3]}', adapter, 100).prompt == [1, 2, 3]
+    monkeypatch.setattr(bodies.json, "loads", lambda body: pytest.fail("it was parsed"))
+    with pytest.raises(ApiError, match="max_body_values") as refused:
+        parsed(b'{"prompt":"a","other":[' + b"{}," * 100 + b"{}]}", adapter, 100)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b'{"a":' * 30_000, b'{"prompt":' + b"1" * 5000 + b"}", b'{"prompt":"\xff"}', b"{"],
+)
+def test_what_cannot_be_read_is_a_wrong_request(url: str, body: bytes) -> None:
+    answer = httpx.post(f"{url}/v1/completions", content=body, headers=JSON)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_body")
+
+
+def test_large_bodies_are_parsed_beside_the_event_loop(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def watched(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return parsed(*arguments)
+
+    monkeypatch.setattr(bodies, "parsed", watched)
+    for size in (100, LARGE_BODY):
+        answer = httpx.post(f"{url}/v1/completions", json={**SHORT, "user": "x" * size})
+        assert answer.status_code == 200
+    small, large = threads
+    assert not small.startswith("quire-bodies")
+    assert large.startswith("quire-bodies")
+
+
+def test_what_was_checked_is_not_checked_again() -> None:
+    checked.clear()
+    router = APIRouter(route_class=BodyRoute)
+
+    @router.post("/")
+    async def count(body: Texts) -> int:
+        return len(body.texts)
+
+    app = FastAPI()
+    app.state.service = SimpleNamespace(settings=ServerSettings())
+    app.include_router(router)
+    client = TestClient(app)
+    assert client.post("/", json={"texts": ["a", "b"]}).json() == 2
+    assert checked == [["a", "b"]]
+    assert client.post("/", json={"texts": [1]}).status_code == 422
+    assert len(checked) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/completions", 401), ("/tokenize", 401), ("/admin/drop", 403)]
+)
+def test_who_may_not_ask_is_told_before_the_body_is_read(serve, path: str, status: int) -> None:
+    async def ask(app: Any) -> int:
+        async def receive() -> Any:
+            pytest.fail("the body was read")
+
+        statuses = []
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"content-length", b"1000000")],
+            "client": ("192.0.2.1", 1),
+            "server": ("127.0.0.1", 1),
+            "scheme": "http",
+        }
+        await app(scope, receive, send)
+        return statuses[0]
+
+    with serve(ServerSettings(keys=KeyRing([(digest_of_key("key-a"), Tenant("a"))]))) as (_, app):
+        assert asyncio.run(ask(app)) == status
+
+
+def test_the_limit_of_values_is_a_setting(serve) -> None:
+    with serve(ServerSettings(limits=Limits(max_body_values=1000))) as (url, _):
+        body = {**SHORT, "prompt": [5] * 1100}
+        answer = httpx.post(f"{url}/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert "max_body_values" in answer.json()["error"]["message"]
