@@ -65,3 +65,52 @@ def test_what_is_withdrawn_counts_in_no_minute(admission: Admission) -> None:
     assert admission.num_open == 0
     with admission.admit(BOB, 3):
         assert admission.num_open == 3
+
+
+def test_each_prompt_counts_for_all_of_its_answers(admission: Admission) -> None:
+    with admission.admit(Tenant("any"), 2, 2) as admitted:
+        assert admission.num_open == 4
+        with pytest.raises(ApiError) as refused:
+            admission.admit(Tenant("any"), 1)
+        assert refused.value.code == "queue_full"
+        admitted.leave_one()
+        assert admission.num_open == 2
+    assert admission.num_open == 0
+    admission.admit(BOB, 1, 3).withdraw()
+    with admission.admit(BOB, 1, 3), pytest.raises(ApiError) as refused:
+        admission.admit(BOB, 1)
+    assert refused.value.code == "rate_limit"
+
+
+@pytest.mark.parametrize(
+    ("tenant", "num_prompts", "n"), [(Tenant("any"), 1, 5), (ANN, 1, 3), (ANN, 3, 1), (BOB, 2, 2)]
+)
+def test_what_can_never_be_admitted_is_wrong_and_not_early(
+    admission: Admission, tenant: Tenant, num_prompts: int, n: int
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        admission.admit(tenant, num_prompts, n)
+    assert (refused.value.status, refused.value.code) == (400, "too_many_answers")
+    assert admission.num_open == 0
+
+
+def test_no_tenant_takes_all_places_from_the_others() -> None:
+    """Unless it says otherwise, or is the only one."""
+
+    def most_of(admission: Admission, tenant: Tenant) -> int:
+        for number in range(100):
+            try:
+                admission.admit(tenant, 1)
+            except ApiError:
+                return number
+        raise AssertionError("no end to them")
+
+    greedy, second, own = Tenant("greedy"), Tenant("second"), Tenant("own", max_requests=10)
+    assert most_of(Admission(12, Metrics("m")), greedy) == 12
+    shared = Admission(12, Metrics("m"), is_shared=True)
+    assert most_of(shared, greedy) == 6
+    assert most_of(shared, second) == 3
+    with pytest.raises(ApiError):
+        shared.admit(greedy, 1)
+    assert shared.num_open == 9
+    assert most_of(Admission(12, Metrics("m"), is_shared=True), own) == 10

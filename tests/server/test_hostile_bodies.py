@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ from fastapi import APIRouter, FastAPI
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from starlette.testclient import TestClient
 
-from quire.server import bodies
+from quire import LLM
+from quire.server import bodies, service
 from quire.server.bodies import LARGE_BODY, BodyRoute, parsed, weight_of
 from quire.server.errors import ApiError
 from quire.server.models import DetokenizeRequest, TokenizeRequest
+from quire.server.off_loop import OffLoop
 from quire.server.schemas.admin import AdminPrompt
 from quire.server.schemas.chat import ChatRequest
 from quire.server.schemas.common import Body
@@ -174,3 +177,82 @@ def test_the_limit_of_values_is_a_setting(serve) -> None:
         answer = httpx.post(f"{url}/v1/completions", json=body)
         assert answer.status_code == 400
         assert "max_body_values" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"prompt": ["a"] * 17, "n": 4}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"stop_token_ids": [5] * 257}, "stop_token_ids"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"regex": "a" * 20_000}, "regex"),
+        ({"json_schema": {"enum": ["a" * 300_000]}}, "json_schema"),
+        ({"json_schema": {"enum": list(range(100_000))}}, "json_schema"),
+    ],
+)
+def test_counts_within_a_request_have_limits(url: str, more: dict[str, Any], param: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", json={**SHORT, **more})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("brackets", ["[" * 100_000, "[" * 900 + "]" * 900, '{"a":' * 100_000])
+def test_arguments_nested_too_deep_are_a_wrong_request(url: str, brackets: str) -> None:
+    call = {"function": {"name": "f", "arguments": brackets}}
+    body = {"messages": [MESSAGE, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+    assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code in (200, 400)
+    assert httpx.post(f"{url}/tokenize", json=body).status_code in (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", lambda text: {"prompt": text}, 400),
+        ("/v1/completions", lambda text: {"prompt": ["a", text]}, 400),
+        ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}, 400),
+        ("/v1/conversations", lambda text: {"text": text}, 400),
+        ("/tokenize", lambda text: {"prompt": text}, 200),
+        ("/tokenize", lambda text: {"prompt": 4 * text}, 400),
+    ],
+)
+def test_a_text_longer_than_the_longest_tokens_is_not_tokenized(
+    server: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: Any, status: int
+) -> None:
+    url, app = server
+    most = (
+        app.state.service.engine.max_model_len * 80
+    )  # the embedded tokenizer's longest: 40 blanks, 2 bytes each
+    lengths: list[int] = []
+    encode = app.state.service._encode
+
+    def watched(text: str, add_special_tokens: bool) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(app.state.service, "_encode", watched)
+    answer = httpx.post(f"{url}{path}", json=body("blue " * (400_000 // 5)), timeout=60)
+    assert answer.status_code == status
+    if status == 400:
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert all(length <= most for length in lengths)
+    else:
+        assert lengths == [400_000]
+
+
+def test_a_chat_template_has_its_time_and_no_more(serve, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def slow(*arguments: Any, **options: Any) -> str:
+        begun.set()
+        for _ in itertools.count():
+            pass
+        raise AssertionError
+
+    within = OffLoop.within
+    monkeypatch.setattr(OffLoop, "within", lambda self, seconds, *work: within(self, seconds / 500, *work))
+    with serve(ServerSettings()) as (url, _):
+        monkeypatch.setattr(service, "render", slow)
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [MESSAGE], "max_tokens": 1})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        assert "max_template_seconds" in answer.json()["error"]["message"]
+    assert begun.is_set()

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -24,13 +24,14 @@ from pydantic import TypeAdapter, ValidationError
 from quire.server.dependencies import administrator, service_of, tenant_of
 from quire.server.errors import ApiError
 
-__all__ = ["LARGE_BODY", "BodyRoute", "parsed", "weight_of"]
+__all__ = ["LARGE_BODY", "BodyRoute", "beside_if_large", "parsed", "weight_of"]
 
 LARGE_BODY = 64 << 10  # bytes: a few milliseconds of parsing
 
 # Texts, and what stands between them. Neither goes back over what it has seen: the time is linear in the bytes.
 _PARTS = re.compile(rb'[^"]++|"(?:[^"\\]++|\\.)*+"?+', re.DOTALL)
 
+Result = TypeVar("Result")
 _NOT_READ = object()
 _thread = ThreadPoolExecutor(1, thread_name_prefix="quire-bodies")
 
@@ -70,6 +71,13 @@ class _ReadRequest(Request):
 
     async def json(self) -> Any:
         return await super().json() if self.value is _NOT_READ else self.value
+
+
+async def beside_if_large(request: Request, function: Callable[..., Result], *arguments: Any) -> Result:
+    """What a function returns or raises that looks at all of the request's body: in the thread, if that is large."""
+    if len(await request.body()) <= LARGE_BODY:
+        return function(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(_thread, function, *arguments)
 
 
 def parsed(body: bytes, adapter: TypeAdapter[Any], max_values: int) -> Any:

@@ -14,11 +14,10 @@ from quire.errors import ArgumentError
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
-from quire.server.bodies import BodyRoute
+from quire.server.bodies import BodyRoute, beside_if_large
 from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_logprobs
-from quire.server.messages import render
 from quire.server.schemas.chat import (
     AnsweredCall,
     AnswerMessage,
@@ -52,9 +51,9 @@ async def chat_completions(
 ) -> Any:
     """Answers a conversation."""
     service.check_model(body.model)
-    tools = _tools(body, service)
-    params = chat_params(body, service)
-    text = render(service.tokenizer, body.messages, service.settings.limits, tools)
+    tools = await beside_if_large(request, _tools, body, service)
+    params = await beside_if_large(request, chat_params, body, service)
+    text = await service.render(body.messages, tools)
     prompt = await service.encode(text, add_special_tokens=False)
     one = ChatWriter(body, service, params, form_of(service.tokenizer) if tools else None)
     with in_names_of_chats():

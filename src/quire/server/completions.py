@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
-from quire.server.bodies import BodyRoute
+from quire.server.bodies import BodyRoute, beside_if_large
 from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import completion_logprobs
@@ -42,7 +42,7 @@ async def completions(
     """Continues each prompt."""
     service.check_model(body.model)
     given = _prompts(body, service)
-    params = _params(body, service)
+    params = await beside_if_large(request, _params, body, service)
     prompts = [await _token_ids(service, prompt) for prompt in given]
     one = _Writer(body, service, params, _echoes(body, service, given))
     admitted = await service.admit(tenant, body, prompts, params)
@@ -61,9 +61,13 @@ def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
     prompt = body.prompt
     one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts: list[Any] = [prompt] if one else list(prompt)  # type: ignore[arg-type]
-    if len(prompts) > limits.max_prompts:
+    most, n = max(limits.max_prompts, limits.max_n), body.n or 1
+    if len(prompts) > limits.max_prompts or most < len(prompts) * n <= len(prompts) * limits.max_n:
         raise ApiError(
-            400, f"expected at most {limits.max_prompts} prompts, got {len(prompts)}", param="prompt"
+            400,
+            f"expected at most {limits.max_prompts} prompts, and {most} answers to them, got {len(prompts)} prompts "
+            f"with n={n}",
+            param="prompt",
         )
     if body.suffix:
         raise ApiError(400, "expected no suffix: this server does not fill in the middle", param="suffix")

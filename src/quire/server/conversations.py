@@ -16,12 +16,11 @@ from quire.engine.async_conversation import AsyncConversation
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
-from quire.server.bodies import BodyRoute
+from quire.server.bodies import BodyRoute, beside_if_large
 from quire.server.chat import ChatWriter, chat_params, in_names_of_chats
 from quire.server.conversation_store import Talk
 from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
-from quire.server.messages import render, render_next
 from quire.server.schemas.common import ERRORS
 from quire.server.schemas.conversations import (
     ConversationAnswer,
@@ -75,7 +74,7 @@ async def make(
         return _card(service.conversations.add(tenant, Talk(found, salt)))
     state = engine.conversation(**tenant.key(salt))
     if given == "messages":  # kept as they are: what the first turn adds is framed with them
-        text = render(service.tokenizer, body.messages or [], service.settings.limits)
+        text = await service.render(body.messages or [])
         tokens = await service.encode(text, add_special_tokens=False)
         await engine.between_steps(lambda: engine.core.engine.check_tokens(tokens))
     elif given is not None:
@@ -94,7 +93,7 @@ async def conversation(conversation_id: str, service: TheService, tenant: TheTen
     """How it stands: all of its tokens."""
     talk = service.conversations.get(tenant, conversation_id)
     tokens = talk.state.token_ids
-    text = None if service.tokenizer is None else service.tokenizer.decode(tokens)
+    text = None if service.tokenizer is None else await service.decode(tokens)
     return ConversationDetails(**_card(talk).model_dump(), tokens=tokens, text=text)
 
 
@@ -158,7 +157,7 @@ async def append(
         talk.begin(base, turn)
         talk.end(turn, is_kept=True)
         return _card(talk)
-    params = chat_params(body, service)
+    params = await beside_if_large(request, chat_params, body, service)
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
     one = ChatWriter(body, service, params, more=lambda: {"conversation": _card(talk).model_dump()})
@@ -185,13 +184,13 @@ async def _turn_tokens(service: Service, talk: Talk, body: Turn, num_before: int
         if first:
             raise ApiError(400, "expected messages: this conversation begins with some", param=given)
         return await _plain_tokens(service, body, is_first=num_before == 0)
-    messages, limits = [*first, *(body.messages or [])], service.settings.limits
+    messages = [*first, *(body.messages or [])]
     if not messages:
         return []
     if num_before == 0:
-        text = render(service.tokenizer, messages, limits)
+        text = await service.render(messages)
     else:
-        text = render_next(service.tokenizer, messages, limits)
+        text = await service.render(messages, goes_on=True)
         last = talk.state.token_ids[-1]
         if last in service.tokenizer.all_special_ids:  # the answer's end is there already
             text = text.removeprefix(service.tokenizer.decode([last]))

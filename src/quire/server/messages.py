@@ -109,7 +109,7 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
 def _function(call: Any, index: int) -> dict[str, Any]:
     try:
         return {"name": call.name, "arguments": json.loads(call.arguments or "{}")}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deep to be read
         raise ApiError(
             400, f"expected arguments as JSON text: {error}", param=f"messages.{index}.tool_calls"
         ) from error

@@ -10,7 +10,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -26,7 +25,11 @@ from quire.scheduler.request_options import RequestOptions
 from quire.server.admission import Admission, Admitted
 from quire.server.conversation_store import Conversations
 from quire.server.errors import ApiError
+from quire.server.json_size import is_deeper, is_longer
+from quire.server.messages import render, render_next
 from quire.server.metrics import Metrics
+from quire.server.off_loop import OffLoop
+from quire.server.schemas.chat import ChatMessage, Tool
 from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings
 from quire.server.tenants import Tenant, install
@@ -34,6 +37,7 @@ from quire.server.tenants import Tenant, install
 __all__ = ["Answer", "Service", "new_id"]
 
 _LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
+_MOST_TOKENIZED_BYTES = 1 << 20
 
 
 def new_id(kind: str) -> str:
@@ -91,7 +95,16 @@ class Service:
         self.model_name = settings.served_model_name or engine.name
         self.created = int(time.time())
         self.metrics = Metrics(self.model_name)
-        self._admission = Admission(settings.limits.max_waiting + engine.max_num_seqs, self.metrics)
+        self._admission = Admission(
+            settings.limits.max_waiting + engine.max_num_seqs,
+            self.metrics,
+            is_shared=len(settings.keys.tenants) > 1,
+        )
+        self.off_loop = OffLoop()
+        tokenizer = engine.tokenizer
+        self._longest_token_bytes = (
+            0 if tokenizer is None else max(len(token.encode()) for token in tokenizer.get_vocab())
+        )
         self.draining = False
         self.conversations = Conversations(settings.limits.max_conversations)
         tenants = [*settings.tenants, *settings.keys.tenants]
@@ -117,14 +130,14 @@ class Service:
     async def admit(
         self, tenant: Tenant, body: SamplingBody, prompts: Sequence[list[int]], params: SamplingParams
     ) -> Admitted:
-        """A place for each prompt, once the engine has found all of them right.
+        """A place for each answer to each prompt, once the engine has found all of them right.
 
         Places come first: what would wait beyond the bound, or exceed what its tenant may do, is refused at once,
         however long the engine's step takes, and no more than the bound wait for the engine's answer.
         """
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
-        admitted = self._admission.admit(tenant, len(prompts))
+        admitted = self._admission.admit(tenant, len(prompts), params.n)
         try:
             await self._check(tenant, body, prompts, params)
         except BaseException:
@@ -157,6 +170,19 @@ class Service:
                 400,
                 f"expected at most {limits.max_stop} stop strings of {limits.max_stop_chars} characters",
                 param="stop",
+            )
+        for name, most in (
+            ("stop_token_ids", limits.max_stop_token_ids),
+            ("logit_bias", limits.max_logit_bias),
+        ):
+            if (num_given := len(getattr(body, name) or ())) > most:
+                raise ApiError(400, f"expected at most {most} of {name}, got {num_given}", param=name)
+        regex = others.get("regex")
+        if regex is not None and len(regex) > limits.max_regex_chars:
+            raise ApiError(
+                400,
+                f"expected an expression of at most {limits.max_regex_chars} characters, got {len(regex)}",
+                param="regex",
             )
         try:
             bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
@@ -281,13 +307,58 @@ class Service:
 
     # -- text and tokens -------------------------------------------------------------------------------
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text; a long one does not keep the others waiting."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = True
+    ) -> list[int]:
+        """The tokens of a text; a long one does not keep the others waiting.
+
+        What is longer than `max_model_len` of the longest tokens is refused before it is looked at: ApiError. Not a
+        prompt: up to a mebibyte at least.
+        """
         if self.tokenizer is None:
             raise ArgumentError("expected token ids, got text; this model has no tokenizer")
-        if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
-        return self._encode(text, add_special_tokens)
+        if len(text) <= _LONG_TEXT:
+            self._require_short(len(text.encode("utf-8", "replace")), is_prompt)
+            return self._encode(text, add_special_tokens)
+        self._require_short(len(text), is_prompt)  # characters: not fewer bytes
+        return await self.off_loop.in_turn(self._encode, text, add_special_tokens)
+
+    async def render(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), *, goes_on: bool = False
+    ) -> str:
+        """The text of messages by the chat template, within its time; goes_on: behind an answer, see `render_next`."""
+        limits = self.settings.limits
+        seconds = limits.max_template_seconds
+        try:
+            if goes_on:
+                return await self.off_loop.within(seconds, render_next, self.tokenizer, messages, limits)
+            return await self.off_loop.within(seconds, render, self.tokenizer, messages, limits, tools)
+        except TimeoutError:
+            raise ApiError(
+                400,
+                f"expected messages that the model's chat template writes within {seconds} s, got {len(messages)} "
+                "that take it longer; the setting is max_template_seconds",
+                param="messages",
+            ) from None
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens; many do not keep the others waiting."""
+        if len(token_ids) > _LONG_TEXT:
+            return await self.off_loop.in_turn(self.tokenizer.decode, token_ids)
+        return self.tokenizer.decode(token_ids)
+
+    def _require_short(self, num_bytes: int, is_prompt: bool) -> None:
+        """A tokenizer that drops text (blanks in a row) could make fewer tokens of it; no prompt is like that."""
+        most = self.engine.max_model_len * self._longest_token_bytes
+        if not is_prompt:
+            most = max(most, _MOST_TOKENIZED_BYTES)
+        if num_bytes > most:
+            raise ApiError(
+                400,
+                f"expected a text of at most {most} bytes, which is more than {self.engine.max_model_len} tokens, the "
+                f"model's longest sequence, can be, got {num_bytes} or more",
+                code="context_length_exceeded",
+            )
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
@@ -316,27 +387,9 @@ class Service:
         limits = self.settings.limits
         if schema is None:
             return
-        if len(json.dumps(schema)) > limits.max_schema_bytes:
-            raise ApiError(400, f"expected a schema of at most {limits.max_schema_bytes} bytes", param=param)
-        if _depth(schema, limits.max_schema_depth) > limits.max_schema_depth:
+        if is_deeper(schema, limits.max_schema_depth):
             raise ApiError(
                 400, f"expected a schema at most {limits.max_schema_depth} levels deep", param=param
             )
-
-
-def _depth(value: Any, most: int) -> int:
-    """Levels of objects and arrays, counted up to `most` + 1."""
-    depth, level = 0, [value]
-    while level and depth <= most:
-        level = (
-            [
-                inner
-                for one in level
-                if isinstance(one, (dict, list))
-                for inner in (one.values() if isinstance(one, dict) else one)
-            ]
-            if any(isinstance(one, (dict, list)) for one in level)
-            else []
-        )
-        depth += bool(level)
-    return depth
+        if is_longer(schema, limits.max_schema_bytes):
+            raise ApiError(400, f"expected a schema of at most {limits.max_schema_bytes} bytes", param=param)
