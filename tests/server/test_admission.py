@@ -35,7 +35,9 @@ def test_places_are_taken_before_anything_has_begun(admission: Admission) -> Non
 
 def test_places_are_left_one_by_one_or_with_the_block(admission: Admission) -> None:
     with admission.admit(ANN, 2) as admitted:
-        admitted.leave_one()
+        leave = admitted.of_one_prompt()
+        leave()
+        leave()
         assert admission.num_open == 1
     assert admission.num_open == 0
     with admission.admit(ANN, 2):  # all of them are there again
@@ -73,7 +75,7 @@ def test_each_prompt_counts_for_all_of_its_answers(admission: Admission) -> None
         with pytest.raises(ApiError) as refused:
             admission.admit(Tenant("any"), 1)
         assert refused.value.code == "queue_full"
-        admitted.leave_one()
+        admitted.of_one_prompt()()
         assert admission.num_open == 2
     assert admission.num_open == 0
     admission.admit(BOB, 1, 3).withdraw()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from starlette.testclient import TestClient
 from quire import LLM
 from quire.server import bodies, service
 from quire.server.bodies import LARGE_BODY, BodyRoute, parsed, weight_of
+from quire.server.body_limit import BodyLimit
 from quire.server.errors import ApiError
 from quire.server.models import DetokenizeRequest, TokenizeRequest
 from quire.server.off_loop import OffLoop
@@ -256,3 +258,71 @@ def test_a_chat_template_has_its_time_and_no_more(serve, llm: LLM, monkeypatch: 
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
         assert "max_template_seconds" in answer.json()["error"]["message"]
     assert begun.is_set()
+
+
+def test_large_bodies_have_a_number_of_bytes_together_and_small_ones_do_not_count() -> None:
+    async def main() -> None:
+        release = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            for _ in range(2):
+                await receive()
+            await release.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        limit = BodyLimit(app, 1 << 20, 600_000)
+
+        async def ask(num_bytes: int) -> int:
+            statuses: list[int] = []
+
+            async def receive() -> Any:
+                return {"type": "http.request", "body": b"x" * (num_bytes // 2), "more_body": True}
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+
+            with suppress(ApiError):
+                await limit({"type": "http", "headers": []}, receive, send)
+            return statuses[0] if statuses else 0
+
+        first = [asyncio.create_task(ask(size)) for size in (300_000, 200_000, 60_000)]
+        await asyncio.sleep(0)
+        full = [asyncio.create_task(ask(size)) for size in (200_000, 60_000)]
+        await asyncio.sleep(0)
+        assert full[0].done()
+        assert not full[1].done()
+        release.set()
+        assert [await task for task in first] == [200, 200, 200]
+        assert await full[1] == 200
+        assert await ask(500_000) == 200  # all of it is free again
+
+    asyncio.run(main())
+
+
+def test_bodies_beyond_what_all_may_have_are_told_to_come_again(serve) -> None:
+    with serve(ServerSettings(limits=Limits(max_bodies_bytes=100_000))) as (url, _):
+        for size, status in ((90_000, 200), (110_000, 429), (90_000, 200), (60_000, 200)):
+            answer = httpx.post(f"{url}/v1/completions", json={**SHORT, "user": "x" * size})
+            assert answer.status_code == status
+            if status == 429:
+                assert answer.json()["error"]["code"] == "bodies_full"
+                assert answer.headers["retry-after"] == "1"
+
+
+def test_a_finished_answer_that_is_not_read_holds_no_place(serve) -> None:
+    """The engine has ended with it: whoever reads slowly keeps nobody waiting."""
+
+    async def main(app: Any) -> None:
+        there = app.state.service
+        body = CompletionRequest.model_validate({**SHORT, "max_tokens": 4, "ignore_eos": True})
+        params = there.params(body, max_tokens=4)
+        admitted = await there.admit(Tenant("default"), body, [[5, 6]], params)
+        outputs = there.outputs(admitted, body, [5, 6], params)
+        await anext(outputs)
+        while there.num_open:  # though no second output is asked for
+            await asyncio.sleep(0.001)
+        assert len([output async for output in outputs]) >= 1
+
+    with serve(ServerSettings()) as (_, app):
+        asyncio.run(main(app))

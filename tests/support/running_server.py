@@ -11,7 +11,7 @@ import uvicorn
 
 from quire import LLM, AsyncEngine
 from quire.server.app import make_app
-from quire.server.run import bind
+from quire.server.run import bind, uvicorn_config
 from quire.server.settings import ServerSettings
 
 
@@ -21,7 +21,7 @@ def running(llm: LLM, settings: ServerSettings) -> Iterator[tuple[str, object]]:
     listener = bind("127.0.0.1", 0)
     engine = AsyncEngine(llm)
     app = make_app(engine, settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
+    server = uvicorn.Server(uvicorn_config(app, settings.limits))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:

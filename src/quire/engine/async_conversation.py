@@ -31,7 +31,9 @@ class Requests(Protocol):
     core: EngineCore
 
     def new_id(self) -> str: ...
-    def submit(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[RequestOutput, None]: ...
+    def submit(
+        self, prompt: Prompt, options: RequestOptions, when_ended: Callable[[], None] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]: ...
     def abort(self, request_id: str) -> None: ...
     async def between_steps(self, function: Callable[[], Result]) -> Result: ...
     def submit_between_steps(self, function: Callable[[], Result]) -> Future[Result]: ...
@@ -54,6 +56,7 @@ class AsyncConversation(ConversationCore):
         request_id: str | None = None,
         cache_priority: CachePriority = "normal",
         deltas: bool = False,
+        when_ended: Callable[[], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The model's turn as it grows. What has come is appended when it ends, or when the iterator is closed before.
 
@@ -66,7 +69,7 @@ class AsyncConversation(ConversationCore):
         options = RequestOptions(
             params, transcript.key, priority, cache_priority, stream=True, deltas=deltas, request_id=name
         )
-        outputs = self._engine.submit(Prompt(None, transcript.token_ids), options)
+        outputs = self._engine.submit(Prompt(None, transcript.token_ids), options, when_ended)
         try:
             async with aclosing(outputs):
                 async for output in outputs:

@@ -43,7 +43,12 @@ Result = TypeVar("Result")
 _ids = itertools.count()
 
 
-Queue = asyncio.Queue[Answer]
+class Queue(asyncio.Queue[Answer]):
+    """Of one request's answers. when_ended: called when the last one has come, whether or not somebody reads it."""
+
+    def __init__(self, when_ended: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.when_ended = when_ended
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class _LoopSink:
 def _put_all(pairs: list[tuple[Queue, Answer]]) -> None:
     for queue, answer in pairs:
         queue.put_nowait(answer)
+        if queue.when_ended is not None and (not isinstance(answer, RequestOutput) or answer.finished):
+            queue.when_ended()
 
 
 class AsyncEngine:
@@ -112,21 +119,25 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         deltas: bool = False,
+        when_ended: Callable[[], None] | None = None,
         **options: Unpack[RequestKeywords],
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs as it grows, the last one `finished`; deltas: each with what is new only.
 
+        when_ended: called in the event loop when the engine has finished, though its outputs are not read yet.
         options: see `LLM.generate`. Leaving the iteration early (break, cancellation) aborts the request.
         *raises:* what `LLM.generate` raises for this request; CancelledError once the engine is closed.
         """
         asked = RequestOptions.of(params, stream=True, deltas=deltas, request_id=request_id, **options)
-        return self.submit(encode(prompt, self.tokenizer), asked)
+        return self.submit(encode(prompt, self.tokenizer), asked, when_ended)
 
-    def submit(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[RequestOutput, None]:
+    def submit(
+        self, prompt: Prompt, options: RequestOptions, when_ended: Callable[[], None] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """`generate`, from a prompt's tokens and all of its options."""
         name = self.new_id() if options.request_id is None else options.request_id
         options = replace(options, request_id=name, stream=True)
-        return self._listen(name, lambda: self._engine.submit(prompt, options), options.params)
+        return self._listen(name, lambda: self._engine.submit(prompt, options), options.params, when_ended)
 
     def fork(
         self, request_id: str, params: SamplingParams | None = None, *, new_request_id: str | None = None
@@ -153,14 +164,18 @@ class AsyncEngine:
         return f"async-{next(_ids)}"
 
     async def _listen(
-        self, name: str, submit: Callable[[], object], params: SamplingParams | None
+        self,
+        name: str,
+        submit: Callable[[], object],
+        params: SamplingParams | None,
+        when_ended: Callable[[], None] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of the request of that name, which `submit` hands to the engine in the driver's thread."""
         self._driver.process.check()
         self.llm.refuse_autocast()
         await self.compile_grammar(params)
         self._require_open()
-        sink, queue = _LoopSink(asyncio.get_running_loop()), Queue()
+        sink, queue = _LoopSink(asyncio.get_running_loop()), Queue(when_ended)
         driver = self._driver
 
         def begin() -> None:

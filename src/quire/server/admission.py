@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from types import TracebackType
 
 from quire.server.errors import ApiError
@@ -99,7 +100,7 @@ class Admission:
 
 
 class Admitted:
-    """The places of one request's prompts. The end of a `with` leaves those that were not left one by one."""
+    """The places of one request's prompts. The end of a `with` leaves those that were not left prompt by prompt."""
 
     def __init__(self, admission: Admission, tenant: Tenant, num_places: int, n: int = 1) -> None:
         self.tenant = tenant
@@ -107,9 +108,17 @@ class Admitted:
         self._admission = admission
         self._num_places = num_places
 
-    def leave_one(self) -> None:
-        """Those of one prompt."""
-        self._leave(min(self._n, self._num_places))
+    def of_one_prompt(self) -> Callable[[], None]:
+        """What leaves the places of one prompt, once: calling it again does nothing."""
+        is_left = False
+
+        def leave() -> None:
+            nonlocal is_left
+            if not is_left:
+                is_left = True
+                self._leave(min(self._n, self._num_places))
+
+        return leave
 
     def withdraw(self) -> None:
         """Leaves all, as if they had never been taken: the requests were wrong and count in no minute."""

@@ -34,5 +34,6 @@ def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.include_router(admin.router)
     app.include_router(storages.router)
     app.include_router(window.router)
-    app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes)
+    limits = settings.limits
+    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, max_bytes_of_all=limits.max_bodies_bytes)
     return app

@@ -43,7 +43,8 @@ class BodyRoute(APIRoute):
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
-        adapter: TypeAdapter[Any] = TypeAdapter(self.body_field.field_info.annotation)
+        kind: Any = self.body_field.field_info.annotation
+        adapter: TypeAdapter[Any] = TypeAdapter(kind)
         checks = list(_who_may_ask(self.dependant))
 
         async def read_and_handle(request: Request) -> Response:

@@ -18,7 +18,7 @@ from quire.scheduler.request import RequestOutput
 from quire.server.admission import Admitted
 from quire.server.bodies import BodyRoute, beside_if_large
 from quire.server.chat import ChatWriter, chat_params, in_names_of_chats
-from quire.server.conversation_store import Talk
+from quire.server.conversation_store import Talk, kept_bytes
 from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
 from quire.server.schemas.common import ERRORS
@@ -152,6 +152,7 @@ async def append(
     base = talk.state
     turn = base.fork()
     if tokens := await _turn_tokens(service, talk, body, len(base)):
+        service.conversations.check_bytes(tenant, kept_bytes((), len(tokens)))
         turn.append(tokens)
     if not body.generate:
         talk.begin(base, turn)
@@ -218,15 +219,17 @@ async def _answered(
     """The answer's outputs. Nothing has begun before the first is asked for."""
     talk.begin(base, turn)
     is_kept = False
+    leave = admitted.of_one_prompt()
     try:
         generated = turn.generate(
             params,
+            when_ended=leave,
             priority=body.priority or 0,
             request_id=request_id,
             cache_priority=body.cache_priority or "normal",
             deltas=True,
         )
-        counted = service.counted(admitted, body, turn.token_ids, generated)
+        counted = service.counted(admitted.tenant, leave, body, turn.token_ids, generated)
         async with aclosing(counted) as outputs:
             async for output in outputs:
                 is_kept = True

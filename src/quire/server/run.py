@@ -21,9 +21,10 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.errors import ArgumentError
 from quire.server.app import make_app
-from quire.server.settings import ServerSettings
+from quire.server.connections import Connections, raise_file_limit
+from quire.server.settings import Limits, ServerSettings
 
-__all__ = ["bind", "serve"]
+__all__ = ["bind", "serve", "uvicorn_config"]
 
 _log = logging.getLogger("quire.server")
 
@@ -69,7 +70,7 @@ def serve(
     """Serves until it is told to stop. Closes the engine, not the LLM.
 
     when_ready: called once nothing in the settings can end the start any more.
-    *changes:* the process's garbage collector, see `_collect_requests_only`."""
+    *changes:* the process's garbage collector, see `_collect_requests_only`, and its soft limit of open files."""
     asyncio.run(_serve(llm, settings, listener, when_ready))
 
 
@@ -85,6 +86,20 @@ def _collect_requests_only() -> None:
     gc.collect()  # what counts as old is now nothing
 
 
+def uvicorn_config(app: Any, limits: Limits) -> uvicorn.Config:
+    """How uvicorn serves the application: behind the bounds of `connections`."""
+    return uvicorn.Config(
+        app,
+        http=Connections(limits).protocol,  # type: ignore[arg-type]  # called as the class would be
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        proxy_headers=False,
+        timeout_keep_alive=75,
+    )
+
+
 async def _serve(
     llm: LLM, settings: ServerSettings, listener: socket.socket, when_ready: Callable[[], None]
 ) -> None:
@@ -97,16 +112,7 @@ async def _serve(
     _collect_requests_only()
     when_ready()
     service = app.state.service
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            proxy_headers=False,
-            timeout_keep_alive=75,
-        )
-    )
+    server = _Server(uvicorn_config(app, raise_file_limit(settings.limits)))
     loop = asyncio.get_running_loop()
     num_signals = 0
     told = asyncio.Event()
@@ -130,8 +136,9 @@ async def _serve(
             async with asyncio.timeout(settings.drain_seconds):
                 while service.num_open and num_signals < 2:
                     await asyncio.sleep(0.02)
-        server.force_exit = bool(service.num_open)  # else uvicorn would wait for them without end
-        server.should_exit = True
+                server.should_exit = True  # and uvicorn waits for those who read what is finished
+                await asyncio.Event().wait()
+        server.force_exit = server.should_exit = True  # else it would wait without end
 
     draining = asyncio.create_task(drain())
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +106,9 @@ class Service:
             0 if tokenizer is None else max(len(token.encode()) for token in tokenizer.get_vocab())
         )
         self.draining = False
-        self.conversations = Conversations(settings.limits.max_conversations)
+        self.conversations = Conversations(
+            settings.limits.max_conversations, settings.limits.max_conversation_bytes
+        )
         tenants = [*settings.tenants, *settings.keys.tenants]
         # Clients of chat seldom say how long an answer may be, and mean: to its end.
         engine.submit_between_steps(lambda: self._prepare(tenants)).result()
@@ -216,23 +218,29 @@ class Service:
         """The outputs of one prompt as it grows, each with what is new.
 
         request_id: what the engine calls it, as the client does; a name of its own where there is none."""
+        leave = admitted.of_one_prompt()
         generated = self.engine.generate(
             prompt,
             params,
+            when_ended=leave,
             request_id=request_id,
             priority=body.priority or 0,
             cache_priority=body.cache_priority or "normal",
             deltas=True,
             **admitted.tenant.key(body.cache_salt),
         )
-        return self.counted(admitted, body, prompt, generated)
+        return self.counted(admitted.tenant, leave, body, prompt, generated)
 
     async def counted(
-        self, admitted: Admitted, body: SamplingBody, prompt: Any, generated: AsyncGenerator[RequestOutput]
+        self,
+        tenant: Tenant,
+        leave: Callable[[], None],
+        body: SamplingBody,
+        prompt: Any,
+        generated: AsyncGenerator[RequestOutput],
     ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of a request, measured; its place is left at the end. Its prompt is kept, where the body says
-        so, from the first output on."""
-        tenant = admitted.tenant
+        """The outputs of a request, measured. Its place is left (`leave`) at the end, or before by the engine: whoever
+        reads slowly holds none. Its prompt is kept, where the body says so, from the first output on."""
         began = time.monotonic()
         first_s: float | None = None
         num_behind_first = 0  # tokens, of an answer that is one
@@ -252,7 +260,7 @@ class Service:
                             await self._keep(tenant, body, output.prompt_token_ids)
                     yield output
         finally:
-            admitted.leave_one()
+            leave()
             reason = "abort"
             if output is not None and output.finished:
                 reason = output.outputs[0].finish_reason or "abort"

@@ -56,7 +56,7 @@ class Limits:
     The others are counts within one request. max_prompts: a prompt counts `n`
     times where several are asked for. max_template_seconds: what the model's chat template may take. max_schema_depth:
     of nested objects and arrays of a JSON schema. max_kept: prompts of one tenant that `keep_for` keeps at once;
-    max_conversations: that one tenant may have.
+    max_conversations, max_conversation_bytes: that one tenant may have, and the memory of all of them.
     """
 
     max_waiting: int = 512
@@ -84,6 +84,7 @@ class Limits:
     max_schema_bytes: int = 256 << 10
     max_kept: int = 256
     max_conversations: int = 256
+    max_conversation_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True)
