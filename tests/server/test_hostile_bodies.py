@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
 import threading
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -213,8 +215,8 @@ def test_arguments_nested_too_deep_are_a_wrong_request(url: str, brackets: str) 
         ("/v1/completions", lambda text: {"prompt": ["a", text]}, 400),
         ("/v1/chat/completions", lambda text: {"messages": [{"role": "user", "content": text}]}, 400),
         ("/v1/conversations", lambda text: {"text": text}, 400),
-        ("/tokenize", lambda text: {"prompt": text}, 200),
-        ("/tokenize", lambda text: {"prompt": 4 * text}, 400),
+        ("/tokenize", lambda text: {"prompt": text[:200_000]}, 200),
+        ("/tokenize", lambda text: {"prompt": text}, 400),
     ],
 )
 def test_a_text_longer_than_the_longest_tokens_is_not_tokenized(
@@ -238,7 +240,7 @@ def test_a_text_longer_than_the_longest_tokens_is_not_tokenized(
         assert answer.json()["error"]["code"] == "context_length_exceeded"
         assert all(length <= most for length in lengths)
     else:
-        assert lengths == [400_000]
+        assert lengths == [200_000]
 
 
 def test_a_chat_template_has_its_time_and_no_more(serve, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,3 +328,31 @@ def test_a_finished_answer_that_is_not_read_holds_no_place(serve) -> None:
 
     with serve(ServerSettings()) as (_, app):
         asyncio.run(main(app))
+
+
+def test_what_no_place_is_left_for_is_refused_before_its_body_is_read(serve, monkeypatch) -> None:
+    with serve(ServerSettings()) as (url, app):
+        there = app.state.service
+        monkeypatch.setattr(bodies, "parsed", lambda *_: pytest.fail("the body was read"))
+        with there._admission.admit(Tenant("default"), there._admission._most):
+            answer = httpx.post(f"{url}/v1/completions", json=SHORT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_failure(serve, caplog) -> None:
+    with serve(ServerSettings()) as (url, app):
+        ended = threading.Event()
+        guarded = app.state.service.require_place
+
+        def watched(tenant: Tenant) -> None:
+            ended.set()
+            guarded(tenant)
+
+        app.state.service.require_place = watched
+        parts = urlsplit(url)
+        with socket.create_connection((parts.hostname, parts.port), timeout=10) as connection:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            connection.sendall(head + b"Content-Length: 100\r\n\r\n{")
+            assert ended.wait(10)
+        assert httpx.post(f"{url}/v1/completions", json=SHORT).status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -1,11 +1,11 @@
-"""A server process, one client that attacks it, one that asks for little: what the second waits, what memory the first takes.
+"""A server process, one client that attacks it, one that asks for little: how long the second waits, and the memory.
 
-    python tests/support/hostile_soak.py [--seconds 10] [--only PART]
+    python tests/support/hostile_soak.py [--seconds 10] [--only ATTACK]
 
-Each attack is made for some seconds by a process of its own. Meanwhile the other client asks for /health and for a
-completion of two tokens, again and again. A JSON line an attack: the statuses it got, the longest that the other client
-waited, the server's memory before, at its peak, after. Fails where a wait is a second or more, where an answer is not a
-200, or where memory does not come back.
+Each attack is made for some seconds by a process of its own, under an address and a key of its own. Meanwhile the
+other client asks for /health and for a completion of two tokens, again and again. A JSON line an attack: the statuses
+it got, the longest that the other client waited, the server's memory before, at its peak, after. Fails where a wait is
+a second or more, where an answer is not a 200, or where memory does not come back.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import asyncio
 import collections
 import json
 import multiprocessing
+import resource
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +28,19 @@ from urllib.parse import urlsplit
 import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from support.serve_process import serving
+from support.serve_process import ServeProcess, serving
 
 MOST_WAIT_S = 1.0
 MOST_LEFT_BYTES = 128 << 20  # above what it was: the allocator's own
+ATTACKER = "127.0.0.2"  # another address of this machine
+CONFIG = """
+[[tenants]]
+name = "attacker"
+keys = ["attacker"]
+[[tenants]]
+name = "other"
+keys = ["other"]
+"""
 SHORT = {"prompt": "def f(", "max_tokens": 2, "temperature": 0}
 MANY = "[" + "{}," * 700_000 + "{}]"
 
@@ -61,6 +72,7 @@ def connects(data: bytes, repeats: int = 1, *, reads: bool = False) -> Attempt:
         parts = urlsplit(url)
         own = socket.socket()
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        own.bind((ATTACKER, 0))
         own.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(own, (parts.hostname, parts.port))
@@ -89,7 +101,9 @@ def _message(content: str) -> str:
 
 
 _CALL = {"function": {"name": "f", "arguments": "[" * 100_000}}
-_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Api-Key: attacker\r\nContent-Type: application/json\r\n"
+)
 _STREAM = json.dumps({"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 4}).encode()
 
 ATTACKS: dict[str, tuple[Attempt, int]] = {  # and how many attempts at once
@@ -113,7 +127,7 @@ ATTACKS: dict[str, tuple[Attempt, int]] = {  # and how many attempts at once
     "a field nobody knows": (posts("/v1/completions", f'{{"prompt":"a","x":{MANY}}}'), 4),
     "numbers": (posts("/v1/completions", '{"prompt":[' + "1.5," * 4_000_000 + "1]}"), 4),
     "a long text": (posts("/v1/completions", json.dumps({"prompt": "blue " * 3_000_000})), 4),
-    "a text to tokenize": (posts("/tokenize", json.dumps({"prompt": "blue " * 200_000})), 4),
+    "a text to tokenize": (posts("/tokenize", json.dumps({"prompt": "blue " * 50_000})), 4),
     "a long chat": (
         posts(
             "/v1/chat/completions",
@@ -147,7 +161,10 @@ ATTACKS: dict[str, tuple[Attempt, int]] = {  # and how many attempts at once
         4,
     ),
     "conversations that are kept": (
-        posts("/v1/conversations", json.dumps({"messages": [{"role": "user", "content": "b" * 150_000}]})),
+        posts(
+            "/v1/conversations",
+            json.dumps({"messages": [{"role": "user", "content": "a", "name": "b" * 1_000_000}]}),
+        ),
         4,
     ),
 }
@@ -166,21 +183,21 @@ async def _attack(name: str, url: str, seconds: float) -> collections.Counter[st
             except (httpx.HTTPError, OSError, TimeoutError) as error:
                 found[type(error).__name__] += 1
 
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+    transport = httpx.AsyncHTTPTransport(local_address=ATTACKER, limits=httpx.Limits(max_connections=None))
+    headers = {"Authorization": "Bearer attacker"}
+    async with httpx.AsyncClient(timeout=60, transport=transport, headers=headers) as client:
         await asyncio.gather(*[again(client) for _ in range(at_once)])
         await asyncio.sleep(max(0.0, end - time.monotonic()))
     return found
 
 
 def _attacker(name: str, url: str, seconds: float, told: Any) -> None:
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 65536, hard))
     told.send(dict(asyncio.run(_attack(name, url, seconds))))
 
 
-def under_attack(name: str, url: str, pid: int, seconds: float) -> dict[str, Any]:
+def under_attack(name: str, url: str, pid: int, seconds: float, client: httpx.Client) -> dict[str, Any]:
     """One attack's line, and whether the other client fared well."""
     before = peak = rss(pid)
     here, there = multiprocessing.Pipe()
@@ -194,9 +211,9 @@ def under_attack(name: str, url: str, pid: int, seconds: float) -> dict[str, Any
             began = time.monotonic()
             try:
                 if kind == "health":
-                    answer = httpx.get(f"{url}/health", timeout=60)
+                    answer = client.get(f"{url}/health")
                 else:
-                    answer = httpx.post(f"{url}/v1/completions", json=SHORT, timeout=60)
+                    answer = client.post(f"{url}/v1/completions", json=SHORT)
                 if answer.status_code != 200:
                     wrong.append(f"{kind}: {answer.status_code}")
             except httpx.HTTPError as error:
@@ -229,16 +246,28 @@ def main() -> int:
     parser.add_argument("--only", choices=sorted(ATTACKS))
     asked = parser.parse_args()
     names = [asked.only] if asked.only else list(ATTACKS)
-    is_well = True
-    with serving("--kv-memory", "64MiB") as server:
-        url, pid = server.url, server.process.pid
-        for _ in range(20):  # what the first requests load is no growth
-            httpx.post(f"{url}/v1/completions", json=SHORT, timeout=60)
-        for name in names:
-            line = under_attack(name, url, pid, asked.seconds)
-            print(json.dumps(line), flush=True)
-            is_well = is_well and line["ok"]
+    headers = {"Authorization": "Bearer other", "Connection": "close"}
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
+        config.write(CONFIG)
+        config.flush()
+        with (
+            serving("--kv-memory", "64MiB", "--config", config.name) as server,
+            httpx.Client(timeout=60, headers=headers) as client,
+        ):
+            is_well = attack_all(names, server, client, asked.seconds)
     return 0 if is_well else 1
+
+
+def attack_all(names: list[str], server: ServeProcess, client: httpx.Client, seconds: float) -> bool:
+    """Prints a line each; whether all of them went well."""
+    url, pid, is_well = server.url, server.process.pid, True
+    for _ in range(20):  # what the first requests load is no growth
+        client.post(f"{url}/v1/completions", json=SHORT)
+    for name in names:
+        line = under_attack(name, url, pid, seconds, client)
+        print(json.dumps(line), flush=True)
+        is_well = is_well and line["ok"]
+    return is_well
 
 
 if __name__ == "__main__":

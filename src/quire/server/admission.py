@@ -44,6 +44,14 @@ class Admission:
         there are none; 400: there can never be so many."""
         num_requests = num_prompts * n
         self._require_possible(tenant, num_requests)
+        self.require(tenant, num_requests)
+        if tenant.requests_per_minute is not None:
+            self._count_recent(tenant.name, num_requests, tenant.requests_per_minute)
+        self._count(tenant.name, num_requests)
+        return Admitted(self, tenant, num_requests, n)
+
+    def require(self, tenant: Tenant, num_requests: int) -> None:
+        """*raises:* ApiError 429: there are not so many places now."""
         if self.num_open + num_requests > self._most:
             self.refuse("queue_full", f"{self.num_open} requests run or wait, at most {self._most} may")
         open_now = self._open_of[tenant.name]
@@ -58,10 +66,6 @@ class Admission:
                 "tenant_share",
                 f"{open_now} of your requests run or wait, and {self._most - self.num_open} places are left for all",
             )
-        if tenant.requests_per_minute is not None:
-            self._count_recent(tenant.name, num_requests, tenant.requests_per_minute)
-        self._count(tenant.name, num_requests)
-        return Admitted(self, tenant, num_requests, n)
 
     def _require_possible(self, tenant: Tenant, num_requests: int) -> None:
         """What would be refused however often it came again is a wrong request."""

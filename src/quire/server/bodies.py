@@ -20,9 +20,11 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
+from starlette.requests import ClientDisconnect
 
 from quire.server.dependencies import administrator, service_of, tenant_of
 from quire.server.errors import ApiError
+from quire.server.schemas.common import SamplingBody
 
 __all__ = ["LARGE_BODY", "BodyRoute", "beside_if_large", "parsed", "weight_of"]
 
@@ -45,14 +47,20 @@ class BodyRoute(APIRoute):
             return handle
         kind: Any = self.body_field.field_info.annotation
         adapter: TypeAdapter[Any] = TypeAdapter(kind)
+        generates = isinstance(kind, type) and issubclass(kind, SamplingBody)
         checks = list(_who_may_ask(self.dependant))
 
         async def read_and_handle(request: Request) -> Response:
             service = service_of(request)
             for check in checks:
-                check(request, service)
+                tenant = check(request, service)
+                if generates:
+                    service.require_place(tenant)
             request = _ReadRequest(request.scope, request.receive)
-            body = await request.body()
+            try:
+                body = await request.body()
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
             if body and _is_json(request):
                 most = service.settings.limits.max_body_values
                 if len(body) > LARGE_BODY:

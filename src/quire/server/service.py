@@ -37,7 +37,7 @@ from quire.server.tenants import Tenant, install
 __all__ = ["Answer", "Service", "new_id"]
 
 _LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
-_MOST_TOKENIZED_BYTES = 1 << 20
+_MOST_TOKENIZED_BYTES = 256 << 10
 
 
 def new_id(kind: str) -> str:
@@ -128,6 +128,10 @@ class Service:
     def num_open(self) -> int:
         """Requests that run or wait."""
         return self._admission.num_open
+
+    def require_place(self, tenant: Tenant) -> None:
+        """Refuses at once what no place is left for, whatever it would ask for. *raises:* ApiError 429."""
+        self._admission.require(tenant, 1)
 
     async def admit(
         self, tenant: Tenant, body: SamplingBody, prompts: Sequence[list[int]], params: SamplingParams
@@ -321,7 +325,7 @@ class Service:
         """The tokens of a text; a long one does not keep the others waiting.
 
         What is longer than `max_model_len` of the longest tokens is refused before it is looked at: ApiError. Not a
-        prompt: up to a mebibyte at least.
+        prompt: up to 256 KiB at least.
         """
         if self.tokenizer is None:
             raise ArgumentError("expected token ids, got text; this model has no tokenizer")
