@@ -104,8 +104,13 @@ _CALL = {"function": {"name": "f", "arguments": "[" * 100_000}}
 _HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Api-Key: attacker\r\nContent-Type: application/json\r\n"
 )
-_STREAM = json.dumps({"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 4}).encode()
+_STREAM = json.dumps(
+    {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True, "logprobs": 5}
+).encode()
 
+_UNREAD = "answers that nobody reads"
+_MOST_ATTEMPTS = 3000  # connections that are kept open by one process
+_MOST_STREAMS = 16  # more would only show how an engine shares its steps
 ATTACKS: dict[str, tuple[Attempt, int]] = {  # and how many attempts at once
     "prompts of objects": (posts("/v1/completions", f'{{"prompt":{MANY}}}'), 4),
     "messages of objects": (posts("/v1/chat/completions", _message(MANY)), 4),
@@ -156,7 +161,7 @@ ATTACKS: dict[str, tuple[Attempt, int]] = {  # and how many attempts at once
     "an address without end": (connects(b"GET /" + b"a" * 100_000, 100), 8),
     "halves of headers": (connects(_HEAD), 64),
     "halves of bodies": (connects(_HEAD + b"Content-Length: 10000000\r\n\r\n" + b" " * 60_000), 64),
-    "answers that nobody reads": (
+    _UNREAD: (
         connects(_HEAD + b"Content-Length: %d\r\n\r\n" % len(_STREAM) + _STREAM),
         4,
     ),
@@ -174,7 +179,7 @@ async def _attack(name: str, url: str, seconds: float) -> collections.Counter[st
     attempt, at_once = ATTACKS[name]
     found: collections.Counter[str] = collections.Counter()
     end = time.monotonic() + seconds
-    most = 3000  # connections that are kept open by one process
+    most = _MOST_STREAMS if name == _UNREAD else _MOST_ATTEMPTS
 
     async def again(client: httpx.AsyncClient) -> None:
         while time.monotonic() < end and found.total() < most:
