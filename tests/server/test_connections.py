@@ -17,6 +17,7 @@ from quire.server.run import uvicorn_config
 from quire.server.settings import Limits
 
 LIMITS = Limits(
+    max_body_bytes=1 << 20,
     max_connections=4,
     max_connections_per_address=3,
     max_header_bytes=1000,

@@ -335,8 +335,9 @@ def test_what_no_place_is_left_for_is_refused_before_its_body_is_read(serve, mon
         there = app.state.service
         monkeypatch.setattr(bodies, "parsed", lambda *_: pytest.fail("the body was read"))
         with there._admission.admit(Tenant("default"), there._admission._most):
-            answer = httpx.post(f"{url}/v1/completions", json=SHORT)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+            for size in (1, 3_000_000):  # one that is still being sent hears of it too
+                answer = httpx.post(f"{url}/v1/completions", json={**SHORT, "user": "x" * size})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_body_is_no_failure(serve, caplog) -> None:

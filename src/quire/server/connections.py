@@ -37,7 +37,6 @@ _log = logging.getLogger("quire.server")
 
 _SWEEP_S = 1.0
 _FRAMING = 16  # bytes of headers of chunks, for each byte of a body, that are taken for no attack
-_MOST_DISCARDED = 1 << 20  # bytes that still come of a body whose request has been answered
 _OTHER_FILES = 256  # descriptors for everything that is no connection
 
 
@@ -185,7 +184,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_body_bytes += len(body)
         if self.cycle.response_complete:
             self._num_discarded += len(body)
-            if self._num_discarded > _MOST_DISCARDED:
+            if (
+                self._num_discarded > self._limits.max_body_bytes
+            ):  # a right one is taken: its client reads then
                 self._close()
                 return
         super().on_body(body)
