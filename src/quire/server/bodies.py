@@ -1,4 +1,5 @@
-"""How the body of a request is read: first who asks, by the headers alone; then its bytes; then JSON; then its fields.
+"""How the body of a request is read: first who asks, by the headers alone, and whether there is a place for what it
+asks for; then its bytes; then JSON; then its fields.
 
 What is large is parsed and checked in a thread of its own, one body at a time: the event loop goes on meanwhile. Python
 parses JSON without letting other threads in between, so what a body may hold is counted before (`weight_of`), at the
