@@ -2,10 +2,11 @@
 
 from fastapi import APIRouter
 
+from quire.server.bodies import BodyRoute
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.schemas.common import Body, TokenId
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 class Prompt(Body):

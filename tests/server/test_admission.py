@@ -34,14 +34,16 @@ def test_places_are_taken_before_anything_has_begun(admission: Admission) -> Non
     assert admission.num_open == 0
 
 
-def test_places_are_left_one_by_one_or_together_and_never_twice(admission: Admission) -> None:
+def test_places_are_left_prompt_by_prompt_or_together_and_never_twice(admission: Admission) -> None:
     admitted = admission.admit(ANN, 2)
-    admitted.leave_one()
+    leave, other = admitted.of_one_prompt(), admitted.of_one_prompt()
+    leave()
+    leave()
     assert admission.num_open == 1
     admitted.leave()
     assert admission.num_open == 0
     again = admission.admit(ANN, 2)  # all of them are there again
-    admitted.leave_one()  # a request whose wait was cancelled may end after its places were left
+    other()  # a request whose wait was cancelled may end after its places were left
     assert admission.num_open == 2
     again.leave()
 
@@ -68,3 +70,54 @@ def test_what_is_withdrawn_counts_in_no_minute(admission: Admission) -> None:
     assert admission.num_open == 0
     admission.admit(BOB, 3)
     assert admission.num_open == 3
+
+
+def test_each_prompt_counts_for_all_of_its_answers(admission: Admission) -> None:
+    admitted = admission.admit(Tenant("any"), 2, 2)
+    assert admission.num_open == 4
+    with pytest.raises(ApiError) as refused:
+        admission.admit(Tenant("any"), 1)
+    assert refused.value.code == "queue_full"
+    admitted.of_one_prompt()()
+    assert admission.num_open == 2
+    admitted.leave()
+    assert admission.num_open == 0
+    admission.admit(BOB, 1, 3).withdraw()
+    admission.admit(BOB, 1, 3)
+    with pytest.raises(ApiError) as refused:
+        admission.admit(BOB, 1)
+    assert refused.value.code == "rate_limit"
+
+
+@pytest.mark.parametrize(
+    ("tenant", "num_prompts", "n"), [(Tenant("any"), 1, 5), (ANN, 1, 3), (ANN, 3, 1), (BOB, 2, 2)]
+)
+def test_what_can_never_be_admitted_is_wrong_and_not_early(
+    admission: Admission, tenant: Tenant, num_prompts: int, n: int
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        admission.admit(tenant, num_prompts, n)
+    assert (refused.value.status, refused.value.code) == (400, "too_many_answers")
+    assert admission.num_open == 0
+
+
+def test_no_tenant_takes_all_places_from_the_others() -> None:
+    """Unless it says otherwise, or is the only one."""
+
+    def most_of(admission: Admission, tenant: Tenant) -> int:
+        for number in range(100):
+            try:
+                admission.admit(tenant, 1)
+            except ApiError:
+                return number
+        raise AssertionError("no end to them")
+
+    greedy, second, own = Tenant("greedy"), Tenant("second"), Tenant("own", max_requests=10)
+    assert most_of(Admission(12, Metrics("m")), greedy) == 12
+    shared = Admission(12, Metrics("m"), is_shared=True)
+    assert most_of(shared, greedy) == 6
+    assert most_of(shared, second) == 3
+    with pytest.raises(ApiError):
+        shared.admit(greedy, 1)
+    assert shared.num_open == 9
+    assert most_of(Admission(12, Metrics("m"), is_shared=True), own) == 10

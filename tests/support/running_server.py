@@ -21,7 +21,7 @@ def running(llm: LLM, settings: ServerSettings) -> Iterator[tuple[str, object]]:
     listener = bind(settings.host, 0)
     engine = AsyncEngine(llm)
     app = make_app(engine, settings)
-    server = uvicorn.Server(uvicorn_config(app))
+    server = uvicorn.Server(uvicorn_config(app, settings.limits))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:

@@ -43,7 +43,12 @@ Result = TypeVar("Result")
 _ids = itertools.count()
 
 
-Queue = asyncio.Queue[Answer]
+class Queue(asyncio.Queue[Answer]):
+    """Of one request's answers. when_ended: called when the last one has come, whether or not somebody reads it."""
+
+    def __init__(self, when_ended: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.when_ended = when_ended
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class _LoopSink:
 def _put_all(pairs: list[tuple[Queue, Answer]]) -> None:
     for queue, answer in pairs:
         queue.put_nowait(answer)
+        if queue.when_ended is not None and (not isinstance(answer, RequestOutput) or answer.finished):
+            queue.when_ended()
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -68,9 +75,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
     *raises* in the iteration: the error of the request, or the one that stopped the engine.
     """
 
-    def __init__(self, engine: AsyncEngine, request_id: str) -> None:
+    def __init__(
+        self, engine: AsyncEngine, request_id: str, when_ended: Callable[[], None] | None = None
+    ) -> None:
         self.request_id = request_id
-        self.queue: Queue = Queue()
+        self.queue = Queue(when_ended)
         self._engine = engine
         self._ended = False
 
@@ -149,32 +158,44 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         deltas: bool = False,
+        when_ended: Callable[[], None] | None = None,
         **options: Unpack[RequestKeywords],
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs as it grows, the last one `finished`; deltas: each with what is new only.
 
+        when_ended: called in the event loop when the engine has finished, though its outputs are not read yet.
         options: see `LLM.generate`. Leaving the iteration early (break, cancellation) aborts the request.
         *raises:* what `LLM.generate` raises for this request; CancelledError once the engine is closed.
         """
         asked = RequestOptions.of(params, stream=True, deltas=deltas, request_id=request_id, **options)
-        return self.submit(encode(prompt, self.tokenizer), asked)
+        return self.submit(encode(prompt, self.tokenizer), asked, when_ended)
 
-    def submit(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[RequestOutput, None]:
+    def submit(
+        self, prompt: Prompt, options: RequestOptions, when_ended: Callable[[], None] | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """`generate`, from a prompt's tokens and all of its options."""
-        return self._outputs(lambda: self.begin([(prompt, options)]))
+        return self._outputs(lambda: self.begin([(prompt, options)], [when_ended]))
 
-    async def begin(self, requests: Sequence[tuple[Prompt, RequestOptions]]) -> list[RequestStream]:
+    async def begin(
+        self,
+        requests: Sequence[tuple[Prompt, RequestOptions]],
+        when_ended: Sequence[Callable[[], None] | None] | None = None,
+    ) -> list[RequestStream]:
         """Queues all of the requests or none; the outputs of each, to be read to the end or closed.
 
+        when_ended: of each request, see `generate`; not called where this raises.
         *raises:* what `generate` raises, here and not with the first output.
         """
         named = [
             (prompt, replace(asked, request_id=asked.request_id or self.new_id(), stream=True))
             for prompt, asked in requests
         ]
-        names = [asked.request_id or "" for _, asked in named]
+        streams = [
+            RequestStream(self, asked.request_id or "", ended)
+            for (_, asked), ended in zip(named, when_ended or [None] * len(named), strict=True)
+        ]
         return await self._begin(
-            names, [asked.params for _, asked in named], lambda: self._engine.submit_all(named)
+            streams, [asked.params for _, asked in named], lambda: self._engine.submit_all(named)
         )
 
     def fork(
@@ -186,7 +207,7 @@ class AsyncEngine:
         def submit() -> None:
             self._engine.fork(request_id, params, new_request_id=name, stream=True)
 
-        return self._outputs(lambda: self._begin([name], [params], submit))
+        return self._outputs(lambda: self._begin([RequestStream(self, name)], [params], submit))
 
     async def compile_grammar(self, params: SamplingParams | None) -> None:
         """Builds the grammar that `params` ask for, if it is new, in a thread beside the engine's: neither the
@@ -211,9 +232,12 @@ class AsyncEngine:
                 yield output
 
     async def _begin(
-        self, names: Sequence[str], params: Sequence[SamplingParams | None], submit: Callable[[], object]
+        self,
+        streams: list[RequestStream],
+        params: Sequence[SamplingParams | None],
+        submit: Callable[[], object],
     ) -> list[RequestStream]:
-        """The outputs of the requests of these names, which `submit` queues in the driver's thread, all or none."""
+        """The outputs of requests, which `submit` queues in the driver's thread, all or none."""
         driver = self._driver
         driver.process.check()
         self.llm.refuse_autocast()
@@ -221,14 +245,15 @@ class AsyncEngine:
             await self.compile_grammar(one)
         self._require_open()
         sink = _LoopSink(asyncio.get_running_loop())
-        streams = [RequestStream(self, name) for name in names]
 
         def begin() -> None:
             if self._closing:
                 raise CancelledError("the engine was closed before the request ran")
-            for name in names:
-                if driver.ticket(name) is not None:
-                    raise ArgumentError(f"expected a new request id, got {name!r}, which is still running")
+            for stream in streams:
+                if driver.ticket(stream.request_id) is not None:
+                    raise ArgumentError(
+                        f"expected a new request id, got {stream.request_id!r}, which is still running"
+                    )
             submit()
             for stream in streams:
                 driver.expect(stream.request_id, sink, ticket=stream.queue)

@@ -17,9 +17,9 @@ from fastapi import APIRouter, Depends, Response
 from quire.cache.pins import Pin
 from quire.cache.prefix_key import NamespaceKeywords, PrefixKey
 from quire.errors import ArgumentError, CapacityError
-from quire.server.dependencies import TheService, administrator, text_only
+from quire.server.bodies import BodyRoute
+from quire.server.dependencies import TheService, administrator
 from quire.server.errors import ApiError
-from quire.server.messages import render
 from quire.server.schemas.admin import (
     AdminPrompt,
     Dropped,
@@ -41,7 +41,8 @@ __all__ = ["router"]
 router = APIRouter(
     prefix="/admin",
     tags=["Admin"],
-    dependencies=[Depends(administrator), Depends(text_only)],
+    dependencies=[Depends(administrator)],
+    route_class=BodyRoute,
     responses=ERRORS,
 )
 
@@ -74,7 +75,7 @@ async def _tokens(service: Service, body: AdminPrompt) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "expected either a prompt or messages")
     if body.messages is not None:
-        text = render(service.tokenizer, body.messages, service.settings.limits)
+        text = await service.render(body.messages)
         return await service.encode(text, add_special_tokens=False)
     if isinstance(body.prompt, str):
         return await service.encode(body.prompt)

@@ -4,7 +4,7 @@ A request counts from `admit` on, before anything of it has begun, so that those
 other; it counts until it has ended, whatever it ends with.
 
 Invariants
-    N1  `num_open` is what has been admitted and has not ended; never more than `most`.
+    N1  `num_open` is what has been admitted and has not ended, each prompt `n` times; never more than `most`.
 
 Cost: O(1), and the requests of the last minute of a tenant with a limit on those.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 
 from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
@@ -22,30 +23,63 @@ __all__ = ["Admission", "Admitted"]
 
 
 class Admission:
-    """most: requests that may run or wait, of all tenants together. A tenant's own limits are its own."""
+    """most: requests that may run or wait, of all tenants together. A tenant's own limits are its own.
 
-    def __init__(self, most: int, metrics: Metrics) -> None:
+    is_shared: there are several tenants. Then one that has no `max_requests` gets a place as long as it has no more of
+    them than are free: half of all if it is alone, a third beside one that does likewise, and some are left for whoever
+    comes next.
+    """
+
+    def __init__(self, most: int, metrics: Metrics, *, is_shared: bool = False) -> None:
+        self._is_shared = is_shared
         self.num_open = 0
         self._most = most
         self._metrics = metrics
         self._open_of: Counter[str] = Counter()
         self._recent: dict[str, deque[float]] = {}
 
-    def admit(self, tenant: Tenant, num_requests: int) -> Admitted:
-        """Places, to be left together or one by one. *raises:* ApiError with status 429: there are none."""
+    def admit(self, tenant: Tenant, num_prompts: int, n: int = 1) -> Admitted:
+        """Places, `n` for each prompt, to be left together or prompt by prompt. *raises:* ApiError with status 429:
+        there are none; 400: there can never be so many."""
+        num_requests = num_prompts * n
+        self._require_possible(tenant, num_requests)
+        self.require(tenant, num_requests)
+        if tenant.requests_per_minute is not None:
+            self._count_recent(tenant.name, num_requests, tenant.requests_per_minute)
+        self._count(tenant.name, num_requests)
+        return Admitted(self, tenant, num_requests, n)
+
+    def require(self, tenant: Tenant, num_requests: int) -> None:
+        """*raises:* ApiError 429: there are not so many places now."""
         if self.num_open + num_requests > self._most:
             self.refuse("queue_full", f"{self.num_open} requests run or wait, at most {self._most} may")
+        open_now = self._open_of[tenant.name]
         if tenant.max_requests is not None:
-            open_now = self._open_of[tenant.name]
             if open_now + num_requests > tenant.max_requests:
                 self.refuse(
                     "tenant_limit",
                     f"{open_now} of your requests run or wait, at most {tenant.max_requests} may",
                 )
-        if tenant.requests_per_minute is not None:
-            self._count_recent(tenant.name, num_requests, tenant.requests_per_minute)
-        self._count(tenant.name, num_requests)
-        return Admitted(self, tenant, num_requests)
+        elif self._is_shared and open_now + num_requests > max(1, self._most - self.num_open):
+            self.refuse(
+                "tenant_share",
+                f"{open_now} of your requests run or wait, and {self._most - self.num_open} places are left for all",
+            )
+
+    def _require_possible(self, tenant: Tenant, num_requests: int) -> None:
+        """What would be refused however often it came again is a wrong request."""
+        for most, whose in (
+            (self._most, "of the server"),
+            (tenant.max_requests, "of yours at once"),
+            (tenant.requests_per_minute, "of yours in a minute"),
+        ):
+            if most is not None and num_requests > most:
+                raise ApiError(
+                    400,
+                    f"expected a request of at most {most} answers ({whose}), got one of {num_requests}; each prompt "
+                    "counts n times",
+                    code="too_many_answers",
+                )
 
     def refuse(self, code: str, message: str, retry_after_s: int = 1) -> None:
         self._metrics.refused.labels(code).inc()
@@ -69,15 +103,25 @@ class Admission:
 
 
 class Admitted:
-    """The places of one request's prompts, to be left one by one or all together."""
+    """The places of one request's prompts, to be left prompt by prompt or all together."""
 
-    def __init__(self, admission: Admission, tenant: Tenant, num_places: int) -> None:
+    def __init__(self, admission: Admission, tenant: Tenant, num_places: int, n: int = 1) -> None:
         self.tenant = tenant
+        self._n = n
         self._admission = admission
         self._num_places = num_places
 
-    def leave_one(self) -> None:
-        self._leave(1)
+    def of_one_prompt(self) -> Callable[[], None]:
+        """What leaves the places of one prompt, once: calling it again does nothing."""
+        is_left = False
+
+        def leave() -> None:
+            nonlocal is_left
+            if not is_left:
+                is_left = True
+                self._leave(min(self._n, self._num_places))
+
+        return leave
 
     def withdraw(self) -> None:
         """Leaves all, as if they had never been taken: the requests were wrong and count in no minute."""

@@ -38,8 +38,9 @@ def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.include_router(admin.router)
     app.include_router(storages.router)
     app.include_router(window.router)
-    app.add_middleware(DecodedBody, max_bytes=settings.limits.max_body_bytes)
-    app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes)
+    limits = settings.limits
+    app.add_middleware(DecodedBody, max_bytes=limits.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes, max_bytes_of_all=limits.max_bodies_bytes)
     if settings.allowed_origins:
         app.add_middleware(with_cors, origins=settings.allowed_origins)
     app.add_middleware(FrontDoor, settings=settings)

@@ -43,8 +43,11 @@ def form_asked_for(body: SamplingBody, service: Service) -> AskedForm | None:
     form = forms[0]
     if form.kind == "json_schema":
         _check_schema(form, service)
-    elif len(form.value) > (most := service.settings.limits.max_schema_bytes):
-        raise ApiError(400, f"expected at most {most} characters", param=form.field)
+    else:
+        limits = service.settings.limits
+        most = limits.max_regex_chars if form.kind == "regex" else limits.max_schema_bytes
+        if (num_chars := len(form.value)) > most:
+            raise ApiError(400, f"expected at most {most} characters, got {num_chars}", param=form.field)
     if form.kind == "grammar" and "::=" in form.value:
         return AskedForm(form.field, form.kind, _lark_of_gbnf(form))
     return form

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
@@ -18,11 +18,12 @@ from quire.scheduler.request import RequestOutput
 from quire.server.answer_form import AnswerForm, AnswerReader
 from quire.server.answer_grammar import answer_grammar
 from quire.server.asked_form import AskedForm, form_asked_for, in_names_of
+from quire.server.bodies import BodyRoute, beside_if_large
 from quire.server.call_reader import CallDelta
-from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
+from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import chat_logprobs
-from quire.server.messages import render, template_options
+from quire.server.messages import template_options
 from quire.server.reasoning import Thought
 from quire.server.schemas.chat import (
     AnsweredCall,
@@ -40,7 +41,7 @@ from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 
 __all__ = ["ChatWriter", "chat_params", "router"]
 
-router = APIRouter(tags=["OpenAI"], dependencies=[Depends(text_only)])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
 @router.post(
@@ -53,12 +54,12 @@ async def chat_completions(
 ) -> Any:
     """Answers a conversation."""
     service.check_model(body.model)
-    tools = _tools(body, service)
+    tools = await beside_if_large(request, _tools, body, service)
     options = template_options(service.tokenizer, body)
-    text = render(service.tokenizer, body.messages, service.settings.limits, tools, options)
+    text = await service.render(body.messages, tools, options)
     prompt = body.cut(await service.encode(text, add_special_tokens=bool(body.add_special_tokens)))
     form = AnswerForm.of(service.tokenizer, text, may_call=bool(tools), must_call=_must_call(body))
-    params = chat_params(body, service, form, tools)
+    params = await beside_if_large(request, chat_params, body, service, form, tools)
     one = ChatWriter(body, service, params, form)
     with in_names_of(body):
         begun = await service.begin(tenant, body, service.requests(tenant, body, [prompt], params))

@@ -8,13 +8,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
 from quire.server.asked_form import form_asked_for, in_names_of
-from quire.server.dependencies import TheService, TheTenant, text_only, unless_gone
+from quire.server.bodies import BodyRoute, beside_if_large
+from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
 from quire.server.logprobs import CompletionTokens
 from quire.server.schemas.common import ERRORS, Usage
@@ -24,7 +25,7 @@ from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["OpenAI"], dependencies=[Depends(text_only)])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
 @router.post(
@@ -41,7 +42,7 @@ async def completions(
     """Continues each prompt."""
     service.check_model(body.model)
     given = _prompts(body, service)
-    params = _params(body, service)
+    params = await beside_if_large(request, _params, body, service)
     add_special = body.add_special_tokens is not False
     prompts = [body.cut(await _token_ids(service, prompt, add_special)) for prompt in given]
     echoed = given if body.truncate_prompt_tokens is None else prompts
@@ -63,9 +64,13 @@ def _prompts(body: CompletionRequest, service: Service) -> list[Any]:
     prompt = body.prompt
     one = isinstance(prompt, str) or isinstance(prompt[0], int)
     prompts: list[Any] = [prompt] if one else list(prompt)  # type: ignore[arg-type]
-    if len(prompts) > limits.max_prompts:
+    most, n = max(limits.max_prompts, limits.max_n), body.n or 1
+    if len(prompts) > limits.max_prompts or most < len(prompts) * n <= len(prompts) * limits.max_n:
         raise ApiError(
-            400, f"expected at most {limits.max_prompts} prompts, got {len(prompts)}", param="prompt"
+            400,
+            f"expected at most {limits.max_prompts} prompts, and {most} answers to them, got {len(prompts)} prompts "
+            f"with n={n}",
+            param="prompt",
         )
     if body.suffix:
         raise ApiError(400, "expected no suffix: this server does not fill in the middle", param="suffix")

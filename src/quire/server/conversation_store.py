@@ -1,7 +1,8 @@
 """The conversations of a server: whose each is, and how it stands. They hold tokens, and blocks only during a turn.
 
 Invariants
-    C1  a conversation is found by its tenant and by nobody else; a tenant has at most `most`.
+    C1  a conversation is found by its tenant and by nobody else; a tenant has at most `most`, and begins nothing that
+        would make its conversations larger than `most_bytes` together. What the model adds is counted when it is there.
     C2  one turn at a time; it changes the conversation as a whole at its end, or not at all.
 """
 
@@ -16,7 +17,17 @@ from quire.server.errors import ApiError
 from quire.server.schemas.chat import ChatMessage
 from quire.server.tenants import Tenant
 
-__all__ = ["Conversations", "Talk"]
+__all__ = ["Conversations", "Talk", "kept_bytes"]
+
+_BYTES_OF_TOKEN = 4
+_BYTES_OF_OBJECT = 2048  # a conversation, a message, a call of a tool: what Python takes for one, rounded up
+
+
+def kept_bytes(messages: Sequence[ChatMessage], num_tokens: int) -> int:
+    """What a conversation takes that holds these, roughly and not too little."""
+    num_objects = 1 + len(messages) + sum(len(message.tool_calls or ()) for message in messages)
+    num_bytes = sum(len(message.model_dump_json()) for message in messages)
+    return _BYTES_OF_OBJECT * num_objects + num_bytes + _BYTES_OF_TOKEN * num_tokens
 
 
 class Talk:
@@ -33,9 +44,15 @@ class Talk:
         self.created = int(time.time())
         self.state = state
         self.cache_salt = cache_salt
-        self.first = tuple(first)
+        self.first = tuple(map(_as_text, first))
+        self._first_bytes = kept_bytes(self.first, 0)
         self.starts = list(starts)
         self._turn: AsyncConversation | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, roughly."""
+        return self._first_bytes + _BYTES_OF_TOKEN * len(self.state) + 8 * len(self.starts)
 
     def begin(self, base: AsyncConversation, turn: AsyncConversation) -> None:
         """`turn`, a fork of `base` with something appended, is being answered. *raises:* ApiError 409."""
@@ -74,11 +91,19 @@ class Talk:
                 one.close()
 
 
-class Conversations:
-    """By tenant and id."""
+def _as_text(message: ChatMessage) -> ChatMessage:
+    """With its content as one text, which is all that a template is given of the parts."""
+    if not isinstance(message.content, list):
+        return message
+    return message.model_copy(update={"content": "".join(part.text or "" for part in message.content)})
 
-    def __init__(self, most: int) -> None:
+
+class Conversations:
+    """By tenant and id. most, most_bytes: of one tenant."""
+
+    def __init__(self, most: int, most_bytes: int) -> None:
         self._most = most
+        self._most_bytes = most_bytes
         self._of: dict[str, dict[str, Talk]] = {}
 
     def __len__(self) -> int:
@@ -96,8 +121,21 @@ class Conversations:
                 retry_after_s=1,
             )
 
+    def check_bytes(self, tenant: Tenant, more: int) -> None:
+        """*raises:* ApiError 429: the tenant's conversations would take more memory than they may."""
+        num_bytes = sum(talk.num_bytes for talk in self._of.get(tenant.name, {}).values())
+        if num_bytes + more > self._most_bytes:
+            raise ApiError(
+                429,
+                f"expected conversations of at most {self._most_bytes} bytes of one tenant, got {num_bytes} and {more} "
+                "more; delete some",
+                code="conversations_full",
+                retry_after_s=1,
+            )
+
     def add(self, tenant: Tenant, talk: Talk) -> Talk:
         self.check_room(tenant)
+        self.check_bytes(tenant, talk.num_bytes)
         self._of.setdefault(tenant.name, {})[talk.id] = talk
         return talk
 

@@ -10,17 +10,18 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 
 from quire.engine.async_conversation import AsyncConversation
 from quire.scheduler.request import RequestOutput
 from quire.server.answer_form import AnswerForm
 from quire.server.asked_form import in_names_of
+from quire.server.bodies import BodyRoute, beside_if_large
 from quire.server.chat import ChatWriter, chat_params
-from quire.server.conversation_store import Talk
-from quire.server.dependencies import TheService, TheTenant, text_only
+from quire.server.conversation_store import Talk, kept_bytes
+from quire.server.dependencies import TheService, TheTenant
 from quire.server.errors import ApiError
-from quire.server.messages import render, render_next, template_options
+from quire.server.messages import template_options
 from quire.server.schemas.common import ERRORS
 from quire.server.schemas.conversations import (
     ConversationAnswer,
@@ -43,7 +44,7 @@ __all__ = ["router"]
 
 _TAIL_TOKENS = 16  # where a prompt that opens thoughts says so
 
-router = APIRouter(tags=["Conversations"], dependencies=[Depends(text_only)], responses=ERRORS)
+router = APIRouter(tags=["Conversations"], route_class=BodyRoute, responses=ERRORS)
 
 
 def _card(talk: Talk) -> ConversationCard:
@@ -76,7 +77,7 @@ async def make(
         return _card(service.conversations.add(tenant, Talk(found, salt)))
     state = engine.conversation(**tenant.key(salt))
     if given == "messages":  # kept as they are: what the first turn adds is framed with them
-        text = render(service.tokenizer, body.messages or [], service.settings.limits)
+        text = await service.render(body.messages or [])
         tokens = await service.encode(text, add_special_tokens=False)
         await engine.between_steps(lambda: engine.core.engine.check_tokens(tokens))
     elif given is not None:
@@ -95,7 +96,7 @@ async def conversation(conversation_id: str, service: TheService, tenant: TheTen
     """How it stands: all of its tokens."""
     talk = service.conversations.get(tenant, conversation_id)
     tokens = talk.state.token_ids
-    text = None if service.tokenizer is None else service.tokenizer.decode(tokens)
+    text = None if service.tokenizer is None else await service.decode(tokens)
     return ConversationDetails(**_card(talk).model_dump(), tokens=tokens, text=text)
 
 
@@ -154,6 +155,7 @@ async def append(
     base = talk.state
     turn = base.fork()
     if tokens := await _turn_tokens(service, talk, body, len(base)):
+        service.conversations.check_bytes(tenant, kept_bytes((), len(tokens)))
         turn.append(tokens)
     if not body.generate:
         talk.begin(base, turn)
@@ -163,7 +165,7 @@ async def append(
     if body.messages or (len(base) == 0 and talk.first):  # an answer to messages, rather than more of a text
         tail = service.tokenizer.decode(turn.token_ids[-_TAIL_TOKENS:])
         form = AnswerForm.of(service.tokenizer, tail)
-    params = chat_params(body, service, form)
+    params = await beside_if_large(request, chat_params, body, service, form)
     if params.n != 1:
         raise ApiError(400, f"expected n=1, got {params.n}; fork the conversation instead", param="n")
     one = ChatWriter(body, service, params, form, more=lambda: {"conversation": _card(talk).model_dump()})
@@ -194,14 +196,14 @@ async def _turn_tokens(service: Service, talk: Talk, body: Turn, num_before: int
         if first:
             raise ApiError(400, "expected messages: this conversation begins with some", param=given)
         return await _plain_tokens(service, body, is_first=num_before == 0)
-    messages, limits = [*first, *(body.messages or [])], service.settings.limits
+    messages = [*first, *(body.messages or [])]
     if not messages:
         return []
     options = template_options(service.tokenizer, body)
     if num_before == 0:
-        text = render(service.tokenizer, messages, limits, options=options)
+        text = await service.render(messages, options=options)
     else:
-        text = render_next(service.tokenizer, messages, limits, options)
+        text = await service.render(messages, options=options, goes_on=True)
         last = talk.state.token_ids[-1]
         if last in service.tokenizer.all_special_ids:  # the answer's end is there already
             text = text.removeprefix(service.tokenizer.decode([last]))

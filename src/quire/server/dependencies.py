@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Coroutine
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from quire.server.requests import current_request
 from quire.server.service import Service
 from quire.server.tenants import ADMIN, ANYBODY, Tenant
 
-__all__ = ["TheService", "TheTenant", "administrator", "service_of", "tenant_of", "text_only", "unless_gone"]
+__all__ = ["TheService", "TheTenant", "administrator", "service_of", "tenant_of", "unless_gone"]
 
 
 def service_of(request: Request) -> Service:
@@ -42,21 +41,6 @@ def tenant_of(request: Request, service: TheService) -> Tenant:
 
 
 TheTenant = Annotated[Tenant, Depends(tenant_of)]
-
-
-async def text_only(request: Request) -> None:
-    """Refuses a body with half a surrogate pair in it: JSON can say one, but no tokenizer or answer can."""
-    body = await request.body()
-    if b"\\ud" not in body and b"\\uD" not in body:
-        return
-    try:
-        json.dumps(json.loads(body), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ApiError(
-            400, "expected text, got half a surrogate pair (\\ud800 to \\udfff alone)", code="invalid_body"
-        ) from error
-    except (ValueError, RecursionError):
-        pass  # not JSON: whoever reads the body says so
 
 
 def administrator(request: Request, service: TheService) -> Tenant:

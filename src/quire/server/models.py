@@ -7,16 +7,16 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
-from quire.server.dependencies import TheService, TheTenant, tenant_of, text_only
+from quire.server.bodies import BodyRoute
+from quire.server.dependencies import TheService, TheTenant, tenant_of
 from quire.server.errors import ApiError
-from quire.server.messages import render
 from quire.server.schemas.chat import ChatMessage
 from quire.server.schemas.common import ERRORS, Body, ModelCard, ModelList, TokenId
 from quire.server.service import Service
 
 __all__ = ["health_router", "router"]
 
-router = APIRouter(dependencies=[Depends(tenant_of), Depends(text_only)], responses=ERRORS)
+router = APIRouter(dependencies=[Depends(tenant_of)], route_class=BodyRoute, responses=ERRORS)
 health_router = APIRouter(tags=["Health"])
 
 
@@ -64,10 +64,12 @@ async def tokenize(body: TokenizeRequest, service: TheService) -> TokenizeAnswer
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "expected either a prompt or messages")
     if body.messages is not None:
-        text = render(service.tokenizer, body.messages, service.settings.limits)
-        tokens = await service.encode(text, add_special_tokens=False)
+        text = await service.render(body.messages)
+        tokens = await service.encode(text, add_special_tokens=False, is_prompt=False)
     else:
-        tokens = await service.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        tokens = await service.encode(
+            body.prompt or "", add_special_tokens=body.add_special_tokens, is_prompt=False
+        )
     return TokenizeAnswer(tokens=tokens, count=len(tokens), max_model_len=service.engine.max_model_len)
 
 
@@ -79,7 +81,7 @@ async def detokenize(body: DetokenizeRequest, service: TheService) -> Detokenize
         raise ApiError(400, f"expected token ids below {vocab_size}, got {max(body.tokens)}", param="tokens")
     if service.tokenizer is None:
         raise ApiError(400, "expected a model with a tokenizer, this one has none")
-    return DetokenizeAnswer(prompt=service.tokenizer.decode(body.tokens))
+    return DetokenizeAnswer(prompt=await service.decode(body.tokens))
 
 
 @router.get("/metrics", tags=["Health"], response_class=Response)

@@ -21,9 +21,9 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.errors import ArgumentError
 from quire.server.app import make_app
-from quire.server.http_versions import Protocol
+from quire.server.connections import Connections, raise_file_limit
 from quire.server.requests import LOGGER
-from quire.server.settings import ServerSettings
+from quire.server.settings import Limits, ServerSettings
 
 __all__ = ["bind", "serve", "url_of", "uvicorn_config"]
 
@@ -66,11 +66,12 @@ class _Nothing:
         pass
 
 
-def uvicorn_config(app: Any) -> uvicorn.Config:
-    """How uvicorn serves the application."""
+def uvicorn_config(app: Any, limits: Limits) -> uvicorn.Config:
+    """How uvicorn serves the application: behind the bounds of `connections`."""
     return uvicorn.Config(
         app,
-        http=Protocol,
+        http=Connections(limits).protocol,  # type: ignore[arg-type]  # called as the class would be
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -90,8 +91,8 @@ def serve(
     """Serves until it is told to stop. Closes the engine, not the LLM.
 
     when_ready: called once nothing in the settings can end the start any more.
-    *changes:* the process's garbage collector, see `_collect_requests_only`; the logger of requests, if they are
-    logged."""
+    *changes:* the process's garbage collector, see `_collect_requests_only`; its soft limit of open files; the
+    logger of requests, if they are logged."""
     asyncio.run(_serve(llm, settings, listener, when_ready))
 
 
@@ -130,7 +131,7 @@ async def _serve(
     _collect_requests_only()
     when_ready()
     service = app.state.service
-    server = _Server(uvicorn_config(app))
+    server = _Server(uvicorn_config(app, raise_file_limit(settings.limits)))
     loop = asyncio.get_running_loop()
     num_signals = 0
     told = asyncio.Event()
@@ -154,8 +155,9 @@ async def _serve(
             async with asyncio.timeout(settings.drain_seconds):
                 while service.num_open and num_signals < 2:
                     await asyncio.sleep(0.02)
-        server.force_exit = bool(service.num_open)  # else uvicorn would wait for them without end
-        server.should_exit = True
+                server.should_exit = True  # and uvicorn waits for those who read what is finished
+                await asyncio.Event().wait()
+        server.force_exit = server.should_exit = True  # else it would wait without end
 
     draining = asyncio.create_task(drain())
     try:

@@ -10,9 +10,8 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -28,8 +27,12 @@ from quire.scheduler.request_options import RequestOptions
 from quire.server.admission import Admission, Admitted
 from quire.server.conversation_store import Conversations
 from quire.server.errors import ApiError
+from quire.server.json_size import is_deeper, is_longer
+from quire.server.messages import render, render_next
 from quire.server.metrics import Metrics
+from quire.server.off_loop import OffLoop
 from quire.server.requests import current_request
+from quire.server.schemas.chat import ChatMessage, Tool
 from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings
 from quire.server.tenants import ANYBODY, Tenant, install
@@ -37,6 +40,7 @@ from quire.server.tenants import ANYBODY, Tenant, install
 __all__ = ["Answer", "Begun", "Service", "id_of_answer"]
 
 _LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
+_MOST_TOKENIZED_BYTES = 256 << 10
 
 
 def id_of_answer(kind: str) -> str:
@@ -103,10 +107,21 @@ class Service:
         named = {one.name for one in settings.keys.tenants if not one.is_admin} - {ANYBODY.name}
         whose = named | {ANYBODY.name} if named else ()
         self._metrics_of = {name: Metrics(self.model_name) for name in whose}
-        self._admission = Admission(settings.limits.max_waiting + engine.max_num_seqs, self.metrics)
+        self._admission = Admission(
+            settings.limits.max_waiting + engine.max_num_seqs,
+            self.metrics,
+            is_shared=len(settings.keys.tenants) > 1,
+        )
         self._names: set[str] = set()  # of the engine's requests under way
+        self.off_loop = OffLoop()
+        tokenizer = engine.tokenizer
+        self._longest_token_bytes = (
+            0 if tokenizer is None else max(len(token.encode()) for token in tokenizer.get_vocab())
+        )
         self.draining = False
-        self.conversations = Conversations(settings.limits.max_conversations)
+        self.conversations = Conversations(
+            settings.limits.max_conversations, settings.limits.max_conversation_bytes
+        )
         tenants = [*settings.tenants, *settings.keys.tenants]
         # Clients of chat seldom say how long an answer may be, and mean: to its end.
         engine.submit_between_steps(lambda: self._prepare(tenants)).result()
@@ -126,6 +141,10 @@ class Service:
     def num_open(self) -> int:
         """Requests that run or wait."""
         return self._admission.num_open
+
+    def require_place(self, tenant: Tenant) -> None:
+        """Refuses at once what no place is left for, whatever it would ask for. *raises:* ApiError 429."""
+        self._admission.require(tenant, 1)
 
     async def begin(
         self, tenant: Tenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
@@ -148,15 +167,16 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
         with self._refusals_of(tenant):
-            admitted = self._admission.admit(tenant, len(requests))
+            admitted = self._admission.admit(tenant, len(requests), requests[0][1].params.n)
         try:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
-            streams = await self.engine.begin(requests)
+            leaves = [admitted.of_one_prompt() for _ in requests]
+            streams = await self.engine.begin(requests, leaves)
         except BaseException:
             admitted.withdraw()
             raise
-        return Begun(self, body, admitted, streams)
+        return Begun(self, body, admitted, streams, leaves)
 
     # -- a request -------------------------------------------------------------------------------------
 
@@ -188,6 +208,12 @@ class Service:
             raise ApiError(
                 400, f"expected at most {self.engine.vocab_size} token ids", param="allowed_token_ids"
             )
+        for name, most in (
+            ("stop_token_ids", limits.max_stop_token_ids),
+            ("logit_bias", limits.max_logit_bias),
+        ):
+            if (num_given := len(getattr(body, name) or ())) > most:
+                raise ApiError(400, f"expected at most {most} of {name}, got {num_given}", param=name)
         try:
             bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
         except ValueError as error:
@@ -249,11 +275,12 @@ class Service:
         self._names.difference_update(names)
 
     async def counted(
-        self, admitted: Admitted, body: SamplingBody, generated: Outputs
+        self, tenant: Tenant, leave: Callable[[], None], body: SamplingBody, generated: Outputs
     ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of a request, measured and told to its record; its place is left at the end. Its prompt is kept,
-        where the body says so, from the first output on."""
-        tenant, record, told = admitted.tenant, current_request(), self._told(admitted.tenant)
+        """The outputs of a request, measured and told to its record. Its place is left (`leave`) at the end, or before
+        by the engine: whoever reads slowly holds none. Its prompt is kept, where the body says so, from the first
+        output on."""
+        record, told = current_request(), self._told(tenant)
         num_generated = 0
         began = time.monotonic()
         first_s: float | None = None
@@ -275,7 +302,7 @@ class Service:
                             await self._keep(tenant, body, output.prompt_token_ids)
                     yield output
         finally:
-            admitted.leave_one()
+            leave()
             reason = "abort"
             if output is not None and output.finished:
                 reason = output.outputs[0].finish_reason or "abort"
@@ -344,13 +371,68 @@ class Service:
 
     # -- text and tokens -------------------------------------------------------------------------------
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text; a long one does not keep the others waiting."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, is_prompt: bool = True
+    ) -> list[int]:
+        """The tokens of a text; a long one does not keep the others waiting.
+
+        What is longer than `max_model_len` of the longest tokens is refused before it is looked at: ApiError. Not a
+        prompt: up to 256 KiB at least.
+        """
         if self.tokenizer is None:
             raise ArgumentError("expected token ids, got text; this model has no tokenizer")
-        if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self._encode, text, add_special_tokens)
-        return self._encode(text, add_special_tokens)
+        if len(text) <= _LONG_TEXT:
+            self._require_short(len(text.encode("utf-8", "replace")), is_prompt)
+            return self._encode(text, add_special_tokens)
+        self._require_short(len(text), is_prompt)  # characters: not fewer bytes
+        return await self.off_loop.in_turn(self._encode, text, add_special_tokens)
+
+    async def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        goes_on: bool = False,
+    ) -> str:
+        """The text of messages by the chat template, within its time. options: of the template, see `template_options`;
+        goes_on: behind an answer, see `render_next`."""
+        limits = self.settings.limits
+        seconds = limits.max_template_seconds
+        try:
+            if goes_on:
+                return await self.off_loop.within(
+                    seconds, render_next, self.tokenizer, messages, limits, options
+                )
+            return await self.off_loop.within(
+                seconds, render, self.tokenizer, messages, limits, tools, options
+            )
+        except TimeoutError:
+            raise ApiError(
+                400,
+                f"expected messages that the model's chat template writes within {seconds} s, got {len(messages)} "
+                "that take it longer; the setting is max_template_seconds",
+                param="messages",
+            ) from None
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens; many do not keep the others waiting."""
+        if len(token_ids) > _LONG_TEXT:
+            return await self.off_loop.in_turn(self.tokenizer.decode, token_ids)
+        return self.tokenizer.decode(token_ids)
+
+    def _require_short(self, num_bytes: int, is_prompt: bool) -> None:
+        """A tokenizer that drops text (blanks in a row) could make fewer tokens of it; no prompt is like that."""
+        most = self.engine.max_model_len * self._longest_token_bytes
+        if not is_prompt:
+            most = max(most, _MOST_TOKENIZED_BYTES)
+        if num_bytes > most:
+            raise ApiError(
+                400,
+                f"expected a text of at most {most} bytes, which is more than {self.engine.max_model_len} tokens, the "
+                f"model's longest sequence, can be, got {num_bytes} or more",
+                code="context_length_exceeded",
+            )
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
@@ -360,12 +442,12 @@ class Service:
         limits = self.settings.limits
         if schema is None:
             return
-        if len(json.dumps(schema)) > limits.max_schema_bytes:
-            raise ApiError(400, f"expected a schema of at most {limits.max_schema_bytes} bytes", param=param)
-        if _depth(schema, limits.max_schema_depth) > limits.max_schema_depth:
+        if is_deeper(schema, limits.max_schema_depth):
             raise ApiError(
                 400, f"expected a schema at most {limits.max_schema_depth} levels deep", param=param
             )
+        if is_longer(schema, limits.max_schema_bytes):
+            raise ApiError(400, f"expected a schema of at most {limits.max_schema_bytes} bytes", param=param)
 
 
 class Begun:
@@ -375,12 +457,18 @@ class Begun:
     """
 
     def __init__(
-        self, service: Service, body: SamplingBody, admitted: Admitted, streams: Sequence[RequestStream]
+        self,
+        service: Service,
+        body: SamplingBody,
+        admitted: Admitted,
+        streams: Sequence[RequestStream],
+        leaves: Sequence[Callable[[], None]],
     ) -> None:
         self._service = service
         self._body = body
         self._admitted = admitted
         self._streams = streams
+        self._leaves = leaves
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -391,7 +479,10 @@ class Begun:
         """Of the request in that place as it grows, each with what is new. through: who is to see them before."""
         stream = self._streams[place]
         return self._service.counted(
-            self._admitted, self._body, stream if through is None else through(stream)
+            self._admitted.tenant,
+            self._leaves[place],
+            self._body,
+            stream if through is None else through(stream),
         )
 
     async def answers(self, n: int) -> list[Answer]:
@@ -417,21 +508,3 @@ class Begun:
             stream.close()
         self._service.give_back_names(stream.request_id for stream in self._streams)
         self._admitted.leave()
-
-
-def _depth(value: Any, most: int) -> int:
-    """Levels of objects and arrays, counted up to `most` + 1."""
-    depth, level = 0, [value]
-    while level and depth <= most:
-        level = (
-            [
-                inner
-                for one in level
-                if isinstance(one, (dict, list))
-                for inner in (one.values() if isinstance(one, dict) else one)
-            ]
-            if any(isinstance(one, (dict, list)) for one in level)
-            else []
-        )
-        depth += bool(level)
-    return depth

@@ -47,24 +47,44 @@ __all__ = ["Limits", "ServerSettings", "StoredAs", "is_loopback", "load_config",
 class Limits:
     """What one request, and all together, may ask for.
 
-    max_waiting: requests that wait for the engine; one more gets 429. max_body_bytes: of a request. The others are
-    counts within one request; max_schema_depth: of nested objects and arrays of a JSON schema. max_kept: prompts of one
-    tenant that `keep_for` keeps at once; max_conversations: that one tenant may have.
+    max_waiting: requests that wait for the engine; one more gets 429. max_body_bytes: of a request. max_body_values:
+    of its JSON, see `bodies.weight_of`. max_bodies_bytes: of all bodies under way that are large.
+
+    max_body_seconds, max_header_bytes, max_header_seconds: of a request as it comes; max_send_seconds: that an answer
+    may wait for its client to read on. max_connections: at once; max_connections_per_address: of one client's address.
+
+    The others are counts within one request. max_prompts: a prompt counts `n`
+    times where several are asked for. max_template_seconds: what the model's chat template may take. max_schema_depth:
+    of nested objects and arrays of a JSON schema. max_kept: prompts of one tenant that `keep_for` keeps at once;
+    max_conversations, max_conversation_bytes: that one tenant may have, and the memory of all of them.
     """
 
     max_waiting: int = 512
     max_body_bytes: int = 16 << 20
+    max_body_values: int = 1 << 19
+    max_bodies_bytes: int = 256 << 20
+    max_body_seconds: int = 60
+    max_header_bytes: int = 64 << 10
+    max_header_seconds: int = 10
+    max_send_seconds: int = 60
+    max_connections: int = 4096
+    max_connections_per_address: int = 1024
     max_prompts: int = 64
     max_n: int = 16
     max_stop: int = 16
     max_stop_chars: int = 256
+    max_stop_token_ids: int = 256
+    max_logit_bias: int = 1024
+    max_regex_chars: int = 16 << 10
     max_logprobs: int = 20
     max_messages: int = 4096
+    max_template_seconds: int = 5
     max_tools: int = 128
     max_schema_depth: int = 32
     max_schema_bytes: int = 256 << 10
     max_kept: int = 256
     max_conversations: int = 256
+    max_conversation_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True)

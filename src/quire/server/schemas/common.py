@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
+from quire.server.schemas.part import Part
 from quire.server.schemas.unserved import Only, StrictBody, UnservedFields
 
 __all__ = [
@@ -24,10 +32,25 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field()]
 
 
-class Body(BaseModel):
+class Body(Part):
     """A body, or a part of one, whose unknown fields are of no account."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+def _numbers(biases: Any) -> Any:
+    """Refuses the first bias that is no number from -100 to 100: a dict has no such option as lists."""
+    if isinstance(biases, dict):
+        for token, bias in biases.items():
+            try:
+                is_right = -100 <= float(bias) <= 100
+            except (TypeError, ValueError, OverflowError):
+                is_right = False
+            if not is_right:
+                raise ValueError(
+                    f"expected numbers from -100 to 100, got another for the token {str(token)[:16]!r}"
+                )
+    return biases
 
 
 class StreamOptions(StrictBody):
@@ -78,7 +101,9 @@ class SamplingBody(UnservedFields):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Ours.")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_numbers)
+    ] = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, description="Ours.")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import ConfigDict, model_validator
 from pydantic_core import PydanticCustomError, core_schema
+
+from quire.server.schemas.part import Part
 
 __all__ = ["Only", "StrictBody", "UnservedFields", "UnservedInChats"]
 
@@ -37,7 +39,7 @@ class Only:
         return {"enum": [None, *self.values], "description": f"Not served: {self.why}."}
 
 
-class StrictBody(BaseModel):
+class StrictBody(Part):
     """A part of a request whose every field is known here: an unknown one is refused unless it is null."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
+from quire.server.bodies import BodyRoute
 from quire.server.dependencies import tenant_of
 from quire.server.errors import ApiError
 from quire.server.schemas.common import ERRORS, Body
@@ -29,7 +30,11 @@ from quire.simulate.side_by_side import MAX_MODEL_LEN, Asked, SideBySide
 __all__ = ["router"]
 
 router = APIRouter(
-    prefix="/window/storages", tags=["Window"], dependencies=[Depends(tenant_of)], responses=ERRORS
+    prefix="/window/storages",
+    tags=["Window"],
+    dependencies=[Depends(tenant_of)],
+    route_class=BodyRoute,
+    responses=ERRORS,
 )
 
 _MAX_SESSIONS = 16
