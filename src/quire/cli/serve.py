@@ -49,7 +49,8 @@ def serve(
     settings, table = load_config(config, flags)
     if model is not None:
         engine["model"] = model
-    engine_config = EngineConfig(**with_flags(table, engine), tenant_secret=settings.tenant_secret)
+    secrets = {"tenant_secret": settings.tenant_secret, "remote_secret": settings.remote_secret}
+    engine_config = EngineConfig(**with_flags(table, engine), **secrets)
 
     from quire.server.run import bind  # here, so that --help and bad options do not wait for torch
 

@@ -20,7 +20,8 @@
     requests_per_minute = 600
 
 `tenant_secret` of [server], 16 bytes or more, is what tenants' namespaces are made from: with the same one they find
-after a restart what a disk cache has of them.
+after a restart what a disk cache has of them. `remote_secret`, as long, is what the values of `remote_cache` are signed
+with. Both may be "env:NAME".
 
 A file that says something unknown is refused: a limit with a wrong name is no limit.
 """
@@ -83,6 +84,7 @@ class ServerSettings:
     keys: KeyRing = field(default_factory=KeyRing)
     tenants: tuple[Tenant, ...] = (ANYBODY,)
     tenant_secret: bytes | None = field(default=None, repr=False)
+    remote_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -112,6 +114,7 @@ _SERVER_FIELDS = {
     "api_key_file": str,
     "admin_key": str,
     "tenant_secret": str,
+    "remote_secret": str,
 }
 _TENANT_FIELDS = {
     "name": str,
@@ -146,8 +149,9 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         keys += [(digest_of_key(key), ANYBODY) for key in _read_keys(key_file)]
     if (admin_key := server.pop("admin_key", None)) is not None:
         keys.append((_digest(admin_key, "admin_key"), ADMIN))
-    if (secret := _secret(server.pop("tenant_secret", None), path)) is not None:
-        server["tenant_secret"] = secret
+    for name in ("tenant_secret", "remote_secret"):
+        if (secret := _secret(name, server.pop(name, None), path)) is not None:
+            server[name] = secret
     names = [tenant.name for tenant, _ in tenants]
     if len(set(names)) != len(names):
         raise ArgumentError(f"expected every tenant once, got {names} - in [[tenants]] of {path}")
@@ -166,10 +170,11 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
 
 @dataclass(frozen=True)
 class StoredAs:
-    """What decides under which names a server stores: its [model] table, the secret, and who its tenants are."""
+    """What decides under which names a server stores, and how: its [model] table, its secrets, who its tenants are."""
 
     model: dict[str, Any]
     tenant_secret: bytes | None = field(repr=False)
+    remote_secret: bytes | None = field(repr=False)
     tenants: tuple[str, ...]
 
 
@@ -180,23 +185,24 @@ def load_stored_as(path: str) -> StoredAs:
     """
     document = _read_toml(path)
     _known(document, {"model", "server", "tenants"}, path)
-    secret = _table(document, "server", path).get("tenant_secret")
+    server = _table(document, "server", path)
+    secrets = [_secret(name, server.get(name), path) for name in ("tenant_secret", "remote_secret")]
     names = []
     for entry in document.get("tenants", []):
         _typed(entry, dict, f"[[tenants]] of {path}")
         _typed(entry.get("name"), str, f"name in [[tenants]] of {path}")
         names.append(entry["name"])
-    return StoredAs(_model_table(document, path), _secret(secret, path), tuple(names))
+    return StoredAs(_model_table(document, path), *secrets, tuple(names))
 
 
-def _secret(text: Any, path: str | None) -> bytes | None:
-    """`tenant_secret` of a file."""
+def _secret(name: str, text: Any, path: str | None) -> bytes | None:
+    """`tenant_secret` or `remote_secret` of a file."""
     if text is None:
         return None
-    where = f"tenant_secret in [server] of {path}"
+    where = f"{name} in [server] of {path}"
     _typed(text, str, where)
     secret = _from_environment(text, where).encode()
-    check_secret(secret)
+    check_secret(secret, name)
     return secret
 
 
@@ -279,7 +285,7 @@ def _table(document: Mapping[str, Any], name: str, path: str | None) -> dict[str
 
 
 def _model_table(document: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """Options of `EngineConfig`, their values unchecked: flags may win over them. `tenant_secret` is [server]'s."""
+    """Options of `EngineConfig`, their values unchecked: flags may win over them. The secrets are [server]'s."""
     table = _table(document, "model", path)
     options = EngineConfig.options()
     _known(table, [name for name in options if not options[name].is_secret], f"[model] of {path}")
