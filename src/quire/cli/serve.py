@@ -49,8 +49,11 @@ def serve(
     settings, table = load_config(config, flags)
     if model is not None:
         engine["model"] = model
-    secrets = {"tenant_secret": settings.tenant_secret, "remote_secret": settings.remote_secret}
-    engine_config = EngineConfig(**with_flags(table, engine), **secrets)
+    engine_config = EngineConfig(
+        **with_flags(table, engine),
+        tenant_secret=settings.tenant_secret,
+        remote_secret=settings.remote_secret,
+    )
 
     from quire.server.run import bind  # here, so that --help and bad options do not wait for torch
 

@@ -186,13 +186,15 @@ def load_stored_as(path: str) -> StoredAs:
     document = _read_toml(path)
     _known(document, {"model", "server", "tenants"}, path)
     server = _table(document, "server", path)
-    secrets = [_secret(name, server.get(name), path) for name in ("tenant_secret", "remote_secret")]
+    tenant_secret, remote_secret = (
+        _secret(name, server.get(name), path) for name in ("tenant_secret", "remote_secret")
+    )
     names = []
     for entry in document.get("tenants", []):
         _typed(entry, dict, f"[[tenants]] of {path}")
         _typed(entry.get("name"), str, f"name in [[tenants]] of {path}")
         names.append(entry["name"])
-    return StoredAs(_model_table(document, path), *secrets, tuple(names))
+    return StoredAs(_model_table(document, path), tenant_secret, remote_secret, tuple(names))
 
 
 def _secret(name: str, text: Any, path: str | None) -> bytes | None:

@@ -33,15 +33,9 @@ class SignedTier:
     def __init__(self, inner: Tier, secret: bytes) -> None:
         self.inner = inner
         self.name = inner.name
+        self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
+        inner.on_removed = lambda keys, reason: self.on_removed(keys, reason)
         self._keyed = hmac.new(secret, b"quire value\0", "sha256")
-
-    @property
-    def on_removed(self) -> Callable[[Sequence[bytes], Reason], None]:
-        return self.inner.on_removed
-
-    @on_removed.setter
-    def on_removed(self, listener: Callable[[Sequence[bytes], Reason], None]) -> None:
-        self.inner.on_removed = listener
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self.inner.contains(keys)
