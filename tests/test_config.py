@@ -156,6 +156,9 @@ def test_what_was_taken_is_taken() -> None:
     assert type(taken.block_size) is int
     assert EngineConfig(dtype=tiny_llm.model().dtype).dtype == "float32"  # type: ignore[arg-type]
     assert "sixteen" not in repr(EngineConfig(tenant_secret=b"sixteen bytes and more"))
+    for secret in ("sixteen bytes and more", b"sixteen bytes and more"):
+        shared = EngineConfig(remote_cache="redis://there", remote_secret=secret)
+        assert (shared.remote_secret, "sixteen" in repr(shared)) == (secret, False)
     assert replace(taken, seed=3).seed == 3
     with pytest.raises(ArgumentError, match="expected a model and options by name, got '1GiB'"):
         EngineConfig("m", "1GiB")  # type: ignore[misc]
@@ -183,9 +186,33 @@ def test_help_tells_the_options(face: type) -> None:
     assert "block_size: Tokens of a block" in str(face.__init__.__doc__)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"remote_secret": "sixteen bytes and more"}, "expected with remote_secret also remote_cache"),
+        (
+            {"remote_secret": "sixteen", "remote_cache": "redis://there"},
+            "at least 16 bytes, got 7 bytes - in `remote_s",
+        ),
+        (
+            {"remote_secret": 16, "remote_cache": "redis://there"},
+            "at least 16 bytes, got int - in `remote_secret`",
+        ),
+        (
+            {"remote_secret": "\ud800sixteen", "remote_cache": "redis://there"},
+            "got 10 bytes - in `remote_secret`",
+        ),
+    ],
+)
+def test_a_secret_that_is_refused_is_not_shown(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ArgumentError, match=told) as caught:
+        EngineConfig(**options)
+    assert "sixteen" not in str(caught.value)
+
+
 def test_a_secret_is_no_flag_and_no_key_of_a_model(tmp_path: Path) -> None:
     path = tmp_path / "quire.toml"
-    for name in ("tenant_secret", "blok_size"):
+    for name in ("tenant_secret", "remote_secret", "blok_size"):
         path.write_text(f"[model]\n{name} = 'sixteen bytes and more'\n")
         with pytest.raises(ArgumentError, match=rf"expected only .*, got {name} - in \[model\] of "):
             load_config(str(path), {})

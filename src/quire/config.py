@@ -49,6 +49,7 @@ __all__ = [
     "Option",
     "check_secret",
     "parse_growth",
+    "secret_bytes",
     "shows_options",
     "spelled_out",
     "takes_options",
@@ -175,13 +176,22 @@ def parse_growth(growth: str) -> tuple[str, int | None]:
     )
 
 
-def check_secret(secret: Any) -> None:
-    """*raises:* ArgumentError for one that is no secret of tenants."""
+def check_secret(secret: Any, name: str = "tenant_secret") -> None:
+    """*raises:* ArgumentError for one that is no secret; it is not shown."""
     if secret is not None and not (isinstance(secret, bytes) and len(secret) >= _LEAST_SECRET):
         got = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
         raise ArgumentError(
-            f"expected at least {_LEAST_SECRET} bytes, got {got} - in `tenant_secret`; secrets.token_bytes makes some"
+            f"expected at least {_LEAST_SECRET} bytes, got {got} - in `{name}`; secrets.token_bytes makes some"
         )
+
+
+def secret_bytes(secret: str | bytes) -> bytes:
+    """Of a secret that may be text."""
+    return secret.encode(errors="surrogatepass") if isinstance(secret, str) else secret
+
+
+def _text_or_secret(name: str, value: Any) -> None:
+    check_secret(secret_bytes(value) if isinstance(value, str) else value, name)
 
 
 def _dtype(value: Any) -> str:
@@ -339,6 +349,12 @@ class EngineConfig:
         "such a URL, as for one with a password.",
         may_hide=True,
     )
+    remote_secret: Annotated[str | bytes | None, _checked(_text_or_secret)] = option(
+        None,
+        None,
+        "What engines that share a remote cache sign its values with, 16 bytes or more: others' values are refused.",
+        is_secret=True,
+    )
     cache_write: Literal["eviction", "through"] = option(
         "eviction",
         "W",
@@ -399,6 +415,8 @@ class EngineConfig:
             self._refuse("disk_cache_size", "disk_cache, the folder that may be so large")
         if self.disk_cache_min_free is not None and self.disk_cache is None:
             self._refuse("disk_cache_min_free", "disk_cache, which is to leave so much")
+        if self.remote_secret is not None and self.remote_cache is None:
+            self._refuse("remote_secret", "remote_cache, whose values are signed with it")
         if self.cache_write != "eviction" and not self.has_tiers:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written so")
         if self.swap_memory != "auto" and self.preemption == "recompute":
@@ -430,9 +448,8 @@ class EngineConfig:
         return self
 
     def _refuse(self, name: str, needs: str) -> None:
-        raise ArgumentError(
-            f"expected with {name} also {needs}; got {name} {getattr(self, name)!r} without - in `{name}`"
-        )
+        shown = "" if self.options()[name].is_secret else f" {getattr(self, name)!r}"
+        raise ArgumentError(f"expected with {name} also {needs}; got {name}{shown} without - in `{name}`")
 
     @property
     def has_tiers(self) -> bool:

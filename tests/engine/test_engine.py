@@ -224,6 +224,23 @@ def test_hit_and_preempt_with_a_shared_prefix() -> None:
         assert_exact(engine, outputs[request_id], prompt)
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_hit_rate_is_hits_of_queries_also_under_preemption(prefix_caching: bool) -> None:
+    engine = FakeEngine(num_blocks=10, block_size=4, watermark=0.0, prefix_caching=prefix_caching)
+    ids = [engine.submit([*PROMPT, 20 + i], params(12)) for i in range(4)]
+    outputs = list(engine.run().values())
+    stats = engine.engine.stats()
+    assert stats["num_preemptions"] > 0
+    if prefix_caching:
+        assert stats["query_tokens"] == len(ids) * (
+            len(PROMPT) + 1
+        )  # each once, however often it began again
+        assert stats["hit_tokens"] == sum(output.num_cached_tokens for output in outputs)
+        assert stats["hit_rate"] == stats["hit_tokens"] / stats["query_tokens"]
+    else:
+        assert (stats["query_tokens"], stats["hit_tokens"], stats["hit_rate"]) == (0, 0, 0.0)
+
+
 def test_a_request_that_can_never_fit_fails_at_once_with_the_numbers() -> None:
     engine = FakeEngine(num_blocks=4, block_size=4)
     other = engine.submit([1, 2, 3], params(4))

@@ -64,15 +64,15 @@ def test_every_nth_call_fails(tmp_path: Path, every: int, error: int) -> None:
 
 def test_the_bytes_are_those_of_earlier_versions(tmp_path: Path) -> None:
     stored = (
-        b'QUIRESNP\x01\x00\x00\x00\xb8\x00\x00\x00\xb0\x86Tf\xd9\xce\xc8S\xf3\xbdX<"\xc8+6'
+        b"QUIRESNP\x01\x00\x00\x00\xb8\x00\x00\x00\xfd\x93\xda=\x08\xeeo7\x024i\xdf\x160\xa7\xd4"
         b'{"extra_keys": [[3, "696d616765"]], "fingerprint": "' + b"66" * 32 + b'", '
-        b'"made_at": 1.0, "model": "tiny", "name": "talk", "num_tokens": 3}'
-        b"\x00\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
+        b'"made_at": 1.0, "model": "tiny", "name": "talk", "num_tokens": 4}'
+        b"\x00\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x03\x00\x00\x00"
     )
     path = tmp_path / "quire-cache.snapshot-1828d89b4bfa7a47-talk"
     path.write_bytes(stored)
     snapshots = SnapshotFiles(tmp_path)
-    assert num_tokens(snapshots) == 3
+    assert num_tokens(snapshots) == 4
     snapshots.write(snapshots.read("talk", b""), b"", overwrite=True)
     assert path.read_bytes() == stored
 

@@ -68,7 +68,8 @@ def test_every_storage_reads_what_another_wrote(tmp_path: Path) -> None:
 
 def test_the_bytes_are_those_of_earlier_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "quire.hf.file.fingerprint", lambda model: {"config": "c", "weights": "w", "behaviour": "b"}
+        "quire.hf.file.fingerprint",
+        lambda model: {"config": "cc" * 32, "weights": "dd" * 32, "behaviour": "bb" * 32},
     )
     keys, values = (torch.arange(24.0).reshape(1, 1, 2, 12)[..., :4] + one for one in (0, 1))
     layer = (
@@ -77,8 +78,12 @@ def test_the_bytes_are_those_of_earlier_versions(tmp_path: Path, monkeypatch: py
         b'"bcedc314fd2c86faad6ce6da6ed7c04189fd962644ec82f3e0f1e36ef2fe529b"], "widths": [4, 4]}, "states": null}'
     )
     stored = (
-        b"QUIREKV1t\x02\x00\x00\x00\x00\x00\x00\xb1n\xdei`\xb3\xd57\x1bG\x9bU+ \x0f\x83u\x15\xff\x19e$\x1d\x89q;"
-        b'\x9e\x04<\xe7/@{"fingerprint": {"behaviour": "b", "config": "c", "weights": "w"}, "layers": ['
+        b"QUIREKV11\x03\x00\x00\x00\x00\x00\x00\x8bM\rfx\xc0\xe0\xc2\x93~vY"
+        b"'k\xa5\xd9\xaeY#I\x84\x8aN\xf0\xec\xe5\x98p\xa8\xbc\xd0\x92"
+        b'{"fingerprint": {"behaviour": "' + b"bb" * 32 + b'", "config": "' + b"cc" * 32 + b'", '
+        b'"weights": "'
+        + b"dd" * 32
+        + b'"}, "layers": ['
         + layer
         + b", "
         + layer

@@ -17,6 +17,7 @@ kv_memory = "64MiB"
 [server]
 port = 9000
 tenant_secret = "env:QUIRE_TEST_SECRET"
+remote_secret = "env:QUIRE_TEST_REMOTE"
 max_waiting = 7
 admin_key = "env:QUIRE_TEST_ADMIN"
 [[tenants]]
@@ -39,6 +40,7 @@ def write(tmp_path: Path, text: str) -> str:
 def test_a_file_and_flags_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_TEST_ADMIN", "secret-admin")
     monkeypatch.setenv("QUIRE_TEST_SECRET", "sixteen bytes and more")
+    monkeypatch.setenv("QUIRE_TEST_REMOTE", "sixteen bytes of the remote")
     settings, model = load_config(write(tmp_path, GOOD), {"port": 9001, "host": None})
     assert (settings.host, settings.port, settings.limits.max_waiting) == ("127.0.0.1", 9001, 7)
     assert model == {"kv_memory": "64MiB"}
@@ -58,6 +60,7 @@ def test_a_file_and_flags_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "clear-key" not in repr(settings)
     assert "secret-admin" not in repr(settings)
     assert settings.tenant_secret == b"sixteen bytes and more"
+    assert settings.remote_secret == b"sixteen bytes of the remote"
     assert "sixteen bytes" not in repr(settings)
 
 
@@ -80,6 +83,8 @@ def test_key_file(tmp_path: Path) -> None:
         ("[server]\nmax_n = true", "bool"),
         ("[server]\ntenant_secret = 'short'", "16 bytes"),
         ("[server]\ntenant_secret = 'env:QUIRE_NOT_SET'", "QUIRE_NOT_SET"),
+        ("[server]\nremote_secret = 'short'", "in `remote_secret`"),
+        ("[server]\nremote_secret = 'env:QUIRE_NOT_SET'", "remote_secret in"),
         ("[[tenants]]\nname = 'a'", "keys"),
         ("[[tenants]]\nname = 'a'\nkeys = ['x']\nquota = 'much'", "quota"),
         ("[[tenants]]\nname = 'a'\nkeys = ['x']\nqouta = 1", "qouta"),

@@ -64,6 +64,8 @@ def explain(
             "FILE that does"
         )
     own["disk_cache_size"] = _cap(own.get("disk_cache"))
+    if stored_as is not None and own.get("remote_cache") is not None:
+        own["remote_secret"] = stored_as.remote_secret
     engine_config = EngineConfig(**own, tenant_secret=secret)
 
     from quire.engine.llm import LLM  # here, so that --help and bad options do not wait for torch

@@ -65,7 +65,11 @@ def serve(
     settings, table = load_config(config, flags)
     if model is not None:
         engine["model"] = model
-    engine_config = EngineConfig(**with_flags(table, engine), tenant_secret=settings.tenant_secret)
+    engine_config = EngineConfig(
+        **with_flags(table, engine),
+        tenant_secret=settings.tenant_secret,
+        remote_secret=settings.remote_secret,
+    )
 
     from quire.server.run import bind, url_of  # here, so that --help and bad options do not wait for torch
 

@@ -418,15 +418,22 @@ class Engine:
         return {"memory": 0, **found}
 
     def stats(self) -> dict[str, Any]:
-        """The cache's counts and the engine's, since the start. Seconds are those spent in steps."""
+        """The cache's counts and the engine's, since the start. Seconds are those spent in steps.
+
+        query_tokens, hit_tokens: tokens of prompts looked up, and found, where prefixes are shared, else 0. A request
+        counts once, at its first start: what a preempted one finds of itself is no hit. hit_rate: their quotient.
+        """
         scheduler = self.scheduler
         live = scheduler.requests.values()
         num_prompt = self._outputs.num_prompt_tokens + sum(
             len(r.prompt_token_ids) for r in live if r.started_s is not None
         )
         num_cached = self._outputs.num_cached_tokens + sum(r.num_cached_tokens for r in live)
+        num_query, num_hit = (num_prompt, num_cached) if self._cache.prefix_caching else (0, 0)
         return {
             **self._cache.stats(),
+            "query_tokens": num_query,
+            "hit_tokens": num_hit,
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
             "num_unfinished_requests": len(scheduler.requests),
@@ -443,7 +450,7 @@ class Engine:
             "num_restored_tokens": self.swap.num_restored_tokens,
             "num_loaded_tokens": self._loads.loaded_tokens.total() if self._loads is not None else 0,
             "hit_tokens_by_tier": self._hit_tokens(),
-            "hit_rate": num_cached / num_prompt if num_prompt else 0.0,
+            "hit_rate": num_hit / num_query if num_query else 0.0,
             "busy_s": self._busy_s,
             "tokens_per_second": self._num_generated_tokens / self._busy_s if self._busy_s else 0.0,
         }

@@ -163,7 +163,7 @@ class QuireCache(DynamicCache):
 
         Together they share pieces and are mapped in one go; alone each has its own.
         """
-        shapes = self._foretold(shape.num_rows, shape.dtype)
+        shapes = self.foretold(shape.num_rows, shape.dtype)
         if shapes.get(layer.index) != shape:
             shapes = {layer.index: shape}
         self.open_all(
@@ -180,7 +180,7 @@ class QuireCache(DynamicCache):
             for number, (index, shape) in enumerate(shapes.items()):
                 self.layers[index].open(shape, rows[2 * number : 2 * number + 2])
 
-    def _foretold(self, num_rows: int, dtype: torch.dtype) -> dict[int, StoredShape]:
+    def foretold(self, num_rows: int, dtype: torch.dtype) -> dict[int, StoredShape]:
         """Shapes of all layers on rows, by number, as the config tells them; empty where it is not understood."""
         try:
             layers = KVSpec.from_config(self.config).layers

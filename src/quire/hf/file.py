@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from quire.errors import ArgumentError, LoadError
+from quire.hf.file_header import STATES, BadHeaderError, StoredHeader, StoredState, check_layers, parse
 from quire.hf.layers import RowLayer
 from quire.hf.rows import bytes_of_row
 from quire.hf.stored_shape import StoredShape
@@ -44,7 +44,6 @@ __all__ = ["load", "save"]
 _MAGIC = b"QUIREKV1"
 _FRONT = len(_MAGIC) + 8 + 32
 _MAX_HEADER = 64 << 20
-_STATES = ("conv_states", "recurrent_states")
 
 
 class _Cache(Protocol):
@@ -54,6 +53,7 @@ class _Cache(Protocol):
 
     def open_all(self, shapes: dict[int, StoredShape]) -> None: ...
     def prepare_for(self, positions: dict[int, tuple[int, int]]) -> None: ...
+    def foretold(self, num_rows: int, dtype: torch.dtype) -> dict[int, StoredShape]: ...
     def reset(self) -> None: ...
 
 
@@ -66,7 +66,8 @@ def save(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
         )
     if path.is_dir():
         raise ArgumentError(f"expected the name of a file to save a cache in, got the folder {path}")
-    layers = [_describe(layer, index) for index, layer in enumerate(cache.layers)]
+    foretold = cache.foretold(1, torch.float32)
+    layers = [_describe(layer, index, foretold.get(index)) for index, layer in enumerate(cache.layers)]
     header: dict[str, Any] = {"fingerprint": fingerprint(model), "layers": [entry for entry, _ in layers]}
     payload = [part for _, tensors in layers for tensor in tensors for part in tensor]
     front = json.dumps(header, sort_keys=True).encode()
@@ -81,15 +82,12 @@ def load(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
     try:
         with open(path, "rb") as file:
             header = _read_header(file, path)
-            try:
-                _check_model(header, path, model)
-                _fill(cache, file, header, path)
-            except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-                if isinstance(error, ArgumentError):
-                    raise
-                raise _refused(
-                    path, f"its header does not describe a cache of this model ({error!r})"
-                ) from error
+            _check_model(header, path, model)
+            check_layers(header.layers, cache.layers, cache.foretold(1, torch.float32), _dtypes(model))
+            _fill(cache, file, header, path)
+    except BadHeaderError as error:
+        cache.reset()
+        raise _refused(path, f"its header does not describe a cache of this model: {error}") from error
     except OSError as error:
         cache.reset()
         raise LoadError(f"cannot read the cache file {path}: {error.strerror or error}") from error
@@ -103,7 +101,7 @@ def load(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
 _Parts = list[torch.Tensor]  # uint8, contiguous, one after another
 
 
-def _describe(layer: Any, index: int) -> tuple[dict[str, Any], list[_Parts]]:
+def _describe(layer: Any, index: int, foretold: StoredShape | None) -> tuple[dict[str, Any], list[_Parts]]:
     """A layer's entry in the header, and its tensors in the payload."""
     entry: dict[str, Any] = {"rows": None, "states": None}
     tensors: list[_Parts] = []
@@ -119,6 +117,8 @@ def _describe(layer: Any, index: int) -> tuple[dict[str, Any], list[_Parts]]:
             "length": layer.length,
             "sha256": [],
         }
+        if foretold is not None and (shape.num_heads, shape.widths) != (foretold.num_heads, foretold.widths):
+            entry["rows"]["foretold"] = False
         for which in (0, 1):
             device = layer.rows[which].device
             parts = [read(device, place) for place in _rows_of(layer, which, first, layer.length)]
@@ -131,7 +131,7 @@ def _describe(layer: Any, index: int) -> tuple[dict[str, Any], list[_Parts]]:
                 "has_previous_state": layer.has_previous_state[state],
                 "conv_kernel_size": layer.conv_kernel_size[state],
             }
-            for name in _STATES:
+            for name in STATES:
                 tensor = getattr(layer, name)[state]
                 described[name] = None
                 if tensor is not None:
@@ -152,6 +152,10 @@ def _describe(layer: Any, index: int) -> tuple[dict[str, Any], list[_Parts]]:
             "cannot be saved"
         )
     return entry, tensors
+
+
+def _dtypes(model: PreTrainedModel) -> frozenset[torch.dtype]:
+    return frozenset(weight.dtype for weight in model.parameters() if weight.dtype.is_floating_point)
 
 
 def _rows_of(layer: RowLayer, which: int, first: int, stop: int) -> Iterator[torch.Tensor]:
@@ -175,40 +179,36 @@ def _digest(parts: _Parts) -> str:
 # What is read.
 
 
-def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
+def _read_header(file: BinaryIO, path: Path) -> StoredHeader:
     size = os.fstat(file.fileno()).st_size
     front = file.read(_FRONT)
     if len(front) < _FRONT or front[: len(_MAGIC)] != _MAGIC:
-        raise _refused(path, "it does not begin like a cache file of Quire")
+        raise _refused(
+            path,
+            f"expected a cache file of Quire, which begins with {_MAGIC!r}, got {front[: len(_MAGIC)]!r}",
+        )
     length = int.from_bytes(front[len(_MAGIC) : len(_MAGIC) + 8], "little")
-    if length > min(_MAX_HEADER, size - _FRONT):
-        raise _refused(path, "it is cut short or damaged in its header")
+    most = min(_MAX_HEADER, size - _FRONT)
+    if length > most:
+        raise _refused(
+            path,
+            f"expected a header of at most {most} bytes, got {length}; it is cut short or damaged in its header",
+        )
     text = file.read(length)
     if hashlib.sha256(text).digest() != front[len(_MAGIC) + 8 :]:
-        raise _refused(path, "its header does not have the checksum it was written with")
-    header = json.loads(text)
-    expected = _FRONT + length + sum(_sizes(header))
+        raise _refused(path, "expected the header's checksum it was written with, got another one")
+    header = parse(text)
+    expected = _FRONT + length + header.num_bytes
     if size != expected:
-        raise _refused(path, f"expected {expected} bytes, got {size}; it is cut short or was added to")
+        raise _refused(
+            path, f"expected {_shown(expected)} bytes, got {size}; it is cut short or was added to"
+        )
     return header
 
 
-def _sizes(header: dict[str, Any]) -> Iterator[int]:
-    """Bytes of every tensor in the payload."""
-    for entry in header["layers"]:
-        if (rows := entry["rows"]) is not None:
-            shape = _shape(rows)
-            for which in (0, 1):
-                yield shape.num_rows * (rows["length"] - rows["first"]) * shape.token_bytes(which)
-        for state in entry["states"] or ():
-            for name in _STATES:
-                if (stored := state[name]) is not None:
-                    yield math.prod(stored["shape"]) * _dtype(stored["dtype"]).itemsize
-
-
-def _check_model(header: dict[str, Any], path: Path, model: PreTrainedModel) -> None:
+def _check_model(header: StoredHeader, path: Path, model: PreTrainedModel) -> None:
     own = fingerprint(model)
-    saved = {"behaviour": own["behaviour"], **header["fingerprint"]}  # of which earlier files know nothing
+    saved = {"behaviour": own["behaviour"], **header.fingerprint}  # of which earlier files know nothing
     for part, what in (
         ("config", "config"),
         ("weights", "weights"),
@@ -217,78 +217,58 @@ def _check_model(header: dict[str, Any], path: Path, model: PreTrainedModel) -> 
         if saved[part] != own[part]:
             raise _refused(
                 path,
-                f"it was saved for a model with another {what} (SHA-256 {saved[part][:12]}..., this "
-                f"one's is {own[part][:12]}...)",
+                f"it was saved for a model with another {what} (expected SHA-256 {own[part][:12]}..., this model's, "
+                f"got {saved[part][:12]}...)",
             )
 
 
-def _fill(cache: _Cache, file: BinaryIO, header: dict[str, Any], path: Path) -> None:
-    entries = header["layers"]
-    if len(entries) != len(cache.layers):
-        raise _refused(path, f"it holds {len(entries)} layers, this model has {len(cache.layers)}")
-    shapes = {
-        index: _shape(entry["rows"]) for index, entry in enumerate(entries) if entry["rows"] is not None
-    }
-    cache.open_all(shapes)
+def _fill(cache: _Cache, file: BinaryIO, header: StoredHeader, path: Path) -> None:
+    stored = {index: layer.rows for index, layer in enumerate(header.layers) if layer.rows is not None}
+    # Rows without a token are opened by the first one.
+    filled = {index: rows for index, rows in stored.items() if rows.length}
+    cache.open_all({index: rows.shape for index, rows in filled.items()})
     # All memory first, so that what does not fit is found before anything is read.
-    cache.prepare_for(
-        {index: (entries[index]["rows"]["first"], entries[index]["rows"]["length"]) for index in shapes}
-    )
-    for layer, entry in zip(cache.layers, entries, strict=True):
-        if (rows := entry["rows"]) is not None:
+    cache.prepare_for({index: (rows.first, rows.length) for index, rows in filled.items()})
+    for index, (layer, entry) in enumerate(zip(cache.layers, header.layers, strict=True)):
+        if (rows := filled.get(index)) is not None:
             for which in (0, 1):
                 device = layer.rows[which].device
-                places = list(_rows_of(layer, which, rows["first"], rows["length"]))
+                places = list(_rows_of(layer, which, rows.first, rows.length))
                 parts = places if device.is_host else [torch.empty_like(place) for place in places]
-                _read_into(file, parts, rows["sha256"][which], path)
+                _read_into(file, parts, rows.sha256[which], path)
                 if not device.is_host:
                     for place, part in zip(places, parts, strict=True):
                         write(device, place, part)
-            layer.filled(rows["first"], rows["length"])
-        if entry["states"] is not None:
-            _fill_states(layer, file, entry["states"], path)
+            layer.filled(rows.first, rows.length)
+        if entry.states is not None:
+            _fill_states(layer, file, entry.states, path)
 
 
-def _fill_states(layer: Any, file: BinaryIO, states: list[dict[str, Any]], path: Path) -> None:
-    if not isinstance(layer, LinearAttentionLayer) or len(states) != layer.number_of_states:
-        raise _refused(path, "its states are not those of this model's layers")
+def _fill_states(layer: Any, file: BinaryIO, states: tuple[StoredState, ...], path: Path) -> None:
     for index, state in enumerate(states):
-        for name in _STATES:
-            if (stored := state[name]) is None:
-                continue
-            tensor = torch.empty(stored["shape"], dtype=_dtype(stored["dtype"]))
-            _read_into(file, [_bytes_of(tensor)], stored["sha256"], path)
+        for name, stored in state.tensors.items():
+            tensor = torch.empty(stored.shape, dtype=stored.dtype)
+            _read_into(file, [_bytes_of(tensor)], stored.sha256, path)
             getattr(layer, name)[index] = tensor
             getattr(layer, f"is_{name}_initialized")[index] = True
             layer.dtype, layer.device = tensor.dtype, tensor.device
-        layer.has_previous_state[index] = bool(state["has_previous_state"])
-        layer.conv_kernel_size[index] = state["conv_kernel_size"]
+        layer.has_previous_state[index] = state.has_previous_state
+        layer.conv_kernel_size[index] = state.conv_kernel_size
 
 
 def _read_into(file: BinaryIO, parts: _Parts, digest: str, path: Path) -> None:
     for part in parts:
         target = part.numpy().data
-        if file.readinto(target) != len(target):  # type: ignore[attr-defined]  # a buffered reader has it
-            raise _refused(path, "it is cut short")
-    if _digest(parts) != digest:
-        raise _refused(path, "a tensor in it does not have the checksum it was written with")
+        if (count := file.readinto(target)) != len(target):  # type: ignore[attr-defined]  # a buffered reader has it
+            raise _refused(path, f"expected {len(target)} more bytes, got {count}; it is cut short")
+    if (got := _digest(parts)) != digest:
+        raise _refused(
+            path, f"expected a tensor with SHA-256 {digest[:12]}..., got one with {got[:12]}...: damaged"
+        )
 
 
-def _shape(rows: dict[str, Any]) -> StoredShape:
-    numbers = [rows["num_rows"], *rows["num_heads"], *rows["widths"]]
-    if len(numbers) != 5 or any(type(number) is not int or number < 1 for number in numbers):
-        raise ValueError(f"expected 5 positive sizes, got {numbers}")
-    if not 0 <= rows["first"] <= rows["length"]:
-        raise ValueError(f"expected positions within the length, got {rows['first']} of {rows['length']}")
-    _, k_heads, v_heads, k_width, v_width = numbers
-    return StoredShape(numbers[0], (k_heads, v_heads), (k_width, v_width), _dtype(rows["dtype"]))
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"expected the name of a dtype, got {name!r}")
-    return dtype
+def _shown(num_bytes: int) -> str:
+    return str(num_bytes) if num_bytes < 1 << 63 else f"2**{num_bytes.bit_length() - 1} or more"
 
 
 def _refused(path: Path, reason: str) -> LoadError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.block_hash import root_key
 from quire.cache.protocol import KVCache, PrefixKVCache
-from quire.config import EngineConfig
+from quire.config import EngineConfig, secret_bytes
 from quire.errors import ArgumentError
 from quire.offload.load import TierLoads
 from quire.offload.memory_ahead import MAX_BYTES, MemoryAhead
@@ -145,7 +145,7 @@ def open_tiers(
 
     layout = PayloadLayout.of(cache.spec)
     num_tokens = segment_tokens(layout, cache.block_size)
-    stack = TierStack(tiers, layout, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT)
+    stack = TierStack(tiers, layout, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT, check_finite=("remote",))
     _greet(tiers, stack)
     shared = (cache, storage, stack, fingerprint, num_tokens)
     _log.info(
@@ -169,10 +169,12 @@ def open_tiers(
 def _greet(tiers: list[Tier], stack: TierStack) -> None:
     """Has a server that is not there said now, and not by the first request, which then need not wait for it."""
     from quire.tiers.remote import RemoteTier
+    from quire.tiers.signed import SignedTier
 
     for tier in tiers:
-        if isinstance(tier, RemoteTier):
-            stack.queue(tier.name, "start", tier.greet)
+        server = tier.inner if isinstance(tier, SignedTier) else tier
+        if isinstance(server, RemoteTier):
+            stack.queue(tier.name, "start", server.greet)
             stack.flush(_GREETING_S)
 
 
@@ -220,7 +222,12 @@ def _remote_tier(config: EngineConfig) -> Tier:
     from quire.tiers.by_url import tier_of
 
     assert config.remote_cache is not None
-    return tier_of(config.remote_cache)
+    tier = tier_of(config.remote_cache)
+    if config.remote_secret is None:
+        return tier
+    from quire.tiers.signed import SignedTier
+
+    return SignedTier(tier, secret_bytes(config.remote_secret))
 
 
 def _bytes_there(stack: TierStack) -> int:

@@ -20,7 +20,8 @@
     requests_per_minute = 600
 
 `tenant_secret` of [server], 16 bytes or more, is what tenants' namespaces are made from: with the same one they find
-after a restart what a disk cache has of them.
+after a restart what a disk cache has of them. `remote_secret`, as long, is what the values of `remote_cache` are signed
+with. Both may be "env:NAME".
 
 A file that says something unknown is refused: a limit with a wrong name is no limit.
 """
@@ -109,6 +110,7 @@ class ServerSettings:
     tenants: tuple[Tenant, ...] = (ANYBODY,)
     tenant_secret: bytes | None = field(default=None, repr=False)
     warnings: tuple[str, ...] = ()
+    remote_secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -157,6 +159,7 @@ _SERVER_FIELDS = {
     "api_key_file": str,
     "admin_key": str,
     "tenant_secret": str,
+    "remote_secret": str,
 }
 _TENANT_FIELDS = {
     "name": str,
@@ -202,8 +205,9 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         keys += [(digest_of_key(key), ANYBODY) for key in key_lines(key_file)]
     if (admin_key := server.pop("admin_key", None)) is not None:
         keys.append((_digest(admin_key, "admin_key"), ADMIN))
-    if (secret := _secret(server.pop("tenant_secret", None), path)) is not None:
-        server["tenant_secret"] = secret
+    for name in ("tenant_secret", "remote_secret"):
+        if (secret := _secret(name, server.pop(name, None), path)) is not None:
+            server[name] = secret
     names = [tenant.name for tenant, _ in tenants]
     if len(set(names)) != len(names):
         raise ArgumentError(f"expected every tenant once, got {names} - in [[tenants]] of {path}")
@@ -228,7 +232,7 @@ def _open_to_all(path: str) -> str:
 def _has_secrets(document: Mapping[str, Any]) -> bool:
     """Whether a file, whose [server] and [[tenants]] have been checked, has a secret in the clear."""
     server, model = document.get("server", {}), document.get("model")
-    found = [server.get("admin_key"), server.get("tenant_secret")]
+    found = [server.get(name) for name in ("admin_key", "tenant_secret", "remote_secret")]
     for entry in document.get("tenants", []):
         found += entry["keys"]
     url = model.get("remote_cache") if isinstance(model, dict) else None
@@ -238,10 +242,11 @@ def _has_secrets(document: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class StoredAs:
-    """What decides under which names a server stores: its [model] table, the secret, and who its tenants are."""
+    """What decides under which names a server stores, and how: its [model] table, its secrets, who its tenants are."""
 
     model: dict[str, Any]
     tenant_secret: bytes | None = field(repr=False)
+    remote_secret: bytes | None = field(repr=False)
     tenants: tuple[str, ...]
 
 
@@ -252,23 +257,26 @@ def load_stored_as(path: str) -> StoredAs:
     """
     document = _read_toml(path)
     _known(document, {"model", "server", "tenants"}, path)
-    secret = _table(document, "server", path).get("tenant_secret")
+    server = _table(document, "server", path)
+    tenant_secret, remote_secret = (
+        _secret(name, server.get(name), path) for name in ("tenant_secret", "remote_secret")
+    )
     names = []
     for entry in document.get("tenants", []):
         _typed(entry, dict, f"[[tenants]] of {path}")
         _typed(entry.get("name"), str, f"name in [[tenants]] of {path}")
         names.append(entry["name"])
-    return StoredAs(_model_table(document, path), _secret(secret, path), tuple(names))
+    return StoredAs(_model_table(document, path), tenant_secret, remote_secret, tuple(names))
 
 
-def _secret(text: Any, path: str | None) -> bytes | None:
-    """`tenant_secret` of a file."""
+def _secret(name: str, text: Any, path: str | None) -> bytes | None:
+    """`tenant_secret` or `remote_secret` of a file."""
     if text is None:
         return None
-    where = f"tenant_secret in [server] of {path}"
+    where = f"{name} in [server] of {path}"
     _typed(text, str, where)
     secret = named(text, where).encode()
-    check_secret(secret)
+    check_secret(secret, name)
     return secret
 
 
@@ -326,7 +334,7 @@ def _table(document: Mapping[str, Any], name: str, path: str | None) -> dict[str
 
 
 def _model_table(document: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """Options of `EngineConfig`, their values unchecked: flags may win over them. `tenant_secret` is [server]'s."""
+    """Options of `EngineConfig`, their values unchecked: flags may win over them. The secrets are [server]'s."""
     table = _table(document, "model", path)
     options = EngineConfig.options()
     _known(table, [name for name in options if not options[name].is_secret], f"[model] of {path}")

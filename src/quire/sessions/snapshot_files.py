@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -55,6 +56,7 @@ _LOCK, _WRITING = "quire-cache.snapshots", "quire-cache.snapshots-writing"
 _MAGIC = b"QUIRESNP"
 _FRONT = len(_MAGIC) + 4 + 4 + 16
 VERSION = 1
+_LATEST = 1 << 40  # s, Unix
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -247,16 +249,59 @@ def _decoded(content: bytes, path: Path) -> SnapshotRecord:
     body = content[_FRONT:]
     if xxhash.xxh3_128_digest(content[8:16] + body) != content[16:_FRONT]:
         raise _refused(path, f"{len(content)} bytes whose checksum differs: damaged or cut short")
-    header = json.loads(body[:length])
-    token_ids = np.frombuffer(body[length:], "<i4").astype(np.int32)
+    if length > len(body):
+        raise _refused(path, f"{len(body)} bytes with a header of {length}")
+    try:
+        header = json.loads(body[:length])
+    except (ValueError, RecursionError):
+        raise _refused(path, f"one with a header of {length} bytes that are no JSON") from None
+    tokens = body[length:]
+    num_tokens = _field(header, "num_tokens", int, path)
+    if len(tokens) != 4 * num_tokens:
+        raise _refused(path, f"one of {num_tokens} tokens with {len(tokens)} bytes of them")
+    token_ids = np.frombuffer(tokens, "<i4").astype(np.int32)
+    if num_tokens and int(token_ids.min()) < 0:
+        raise _refused(path, f"one with the token {int(token_ids.min())}")
+    name = _field(header, "name", str, path)
+    if not _NAME.fullmatch(name):
+        raise _refused(path, "one whose own name cannot be a snapshot's")
+    made_at = _field(header, "made_at", (int, float), path)
+    if not 0 <= made_at < _LATEST:  # nor NaN
+        raise _refused(path, "one whose time is none")
     return SnapshotRecord(
-        name=header["name"],
-        model=header["model"],
-        fingerprint=bytes.fromhex(header["fingerprint"]),
+        name=name,
+        model=_field(header, "model", str, path),
+        fingerprint=_from_hex(_field(header, "fingerprint", str, path), path),
         token_ids=token_ids,
-        extra_keys={position: bytes.fromhex(key) for position, key in header["extra_keys"]},
-        made_at=header["made_at"],
+        extra_keys=dict(
+            _extra_key(entry, num_tokens, path) for entry in _field(header, "extra_keys", list, path)
+        ),
+        made_at=float(made_at),
     )
+
+
+def _field(header: Any, name: str, kind: type | tuple[type, ...], path: Path) -> Any:
+    """One of a header that is as it was written, by whomever."""
+    value = header.get(name) if isinstance(header, dict) else None
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise _refused(path, f"one whose header has no {name}, or none of its type")
+    return value
+
+
+def _extra_key(entry: Any, num_tokens: int, path: Path) -> tuple[int, bytes]:
+    if not isinstance(entry, list) or len(entry) != 2 or type(entry[0]) is not int:
+        raise _refused(path, "one with an extra key that is no position and text")
+    position, key = entry
+    if not 0 <= position < num_tokens or not isinstance(key, str):
+        raise _refused(path, f"one with an extra key that is at none of its {num_tokens} tokens")
+    return position, _from_hex(key, path)
+
+
+def _from_hex(text: str, path: Path) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        raise _refused(path, "one whose header has other text where hex is expected") from None
 
 
 def _refused(path: Path, reason: str) -> LoadError:

@@ -1,5 +1,7 @@
 """One tier as the stack uses it: every call guarded, counted and timed, with a queue of its own for what is stored.
 
+Where a tier is filled by others (`check_finite`), a value whose keys and values are not all finite counts as damaged.
+
 Invariants
     L1  no call raises, whatever the tier does: a failure is False or None, counted, and logged once per kind.
     L2  `fetch` returns only what `segment.decode` has verified, or what was handed in and waits to be stored; a value
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from quire.spec.payload import PayloadLayout
+from quire.tiers.finite import is_finite
 from quire.tiers.names import SegmentName
 from quire.tiers.notices import Notices
 from quire.tiers.outgoing import Outgoing
@@ -88,7 +91,10 @@ class TierCounts:
 
 
 class GuardedTier:
-    """See the module's text. num_threads: 1, or 0 for everything inline. notices: are told what it has, and has not."""
+    """See the module's text. num_threads: 1, or 0 for everything inline. notices: are told what it has, and has not.
+
+    check_finite: of a tier that does not read in place.
+    """
 
     def __init__(
         self,
@@ -97,8 +103,11 @@ class GuardedTier:
         max_bytes: int,
         clock: Callable[[], float],
         notices: Notices,
+        *,
+        check_finite: bool = False,
     ) -> None:
         self.tier = tier
+        self._check_finite = check_finite
         self.name = tier.name
         self.writer = Workers(f"quire-{tier.name}", num_threads, max_bytes, nice=_NICE)
         self._clock = clock
@@ -256,7 +265,10 @@ class GuardedTier:
         """What is in a value, verified; None: it was damaged, which is counted, and is removed."""
         try:
             view = memoryview(value).cast("B").toreadonly()
-            return decode(view, key=name.key, tokens=name.tokens, start=name.start, layout=layout)
+            payload = decode(view, key=name.key, tokens=name.tokens, start=name.start, layout=layout)
+            if self._check_finite and not is_finite(payload, layout.dtype):
+                raise SegmentError("expected finite keys and values, got infinity or NaN among them")
+            return payload
         except Exception as error:
             self.count("damaged")
             self._log_once(("damaged",), f"a value was refused and removed: {error}")

@@ -7,8 +7,8 @@
               length and XXH3-64, when it was made
     payload   see `quire.spec.payload`
 
-XXH3 finds damage, not forgery: who can write into a tier is trusted (a remote one's access is its server's business),
-and a key tells nothing about content.
+XXH3 finds damage, not forgery: who can write into a tier is trusted, but for what `signed` signs; and a key tells
+nothing about content.
 
 Invariants
     G1  `decode` returns bytes that were encoded for this key, this layout and this many tokens, or raises SegmentError.

@@ -31,7 +31,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, takewhile
@@ -73,8 +73,9 @@ class TierStack:
     """See the module's text.
 
     tiers: top down, fastest first; names all different; the stack closes them. layout: of their payloads.
-    promote: whether what a lower tier gave is stored in those above it. clock: seconds that pass, for measurements;
-    wall_clock: seconds since 1970, written into headers.
+    promote: whether what a lower tier gave is stored in those above it. check_finite: the names of tiers that others
+    fill, whose values are damaged where a number in them is infinite or NaN. clock: seconds that pass, for
+    measurements; wall_clock: seconds since 1970, written into headers.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class TierStack:
         workers: int = 2,
         max_bytes_in_flight: int = 64 << 20,
         promote: bool = True,
+        check_finite: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -105,7 +107,15 @@ class TierStack:
         self.notices = Notices()
         """What the tiers hold and lose, for who listens (`Notices.listen`)."""
         self._tiers = [
-            GuardedTier(tier, min(workers, 1), max_bytes_in_flight, clock, self.notices) for tier in tiers
+            GuardedTier(
+                tier,
+                min(workers, 1),
+                max_bytes_in_flight,
+                clock,
+                self.notices,
+                check_finite=tier.name in check_finite,
+            )
+            for tier in tiers
         ]
         self._batch_bytes = _BATCH_BYTES if any(isinstance(tier, LoadsMany) for tier in tiers) else 0
         self._readers = Workers("quire-tiers", workers, spread=True)

@@ -1,0 +1,315 @@
+"""The header of a cache file, read: what it says a cache holds, and whether that can be a cache of this model.
+
+The file is from elsewhere. Its checksum tells that it is as it was written, not who wrote it, nor what: every field is
+checked here before anything is made from it, so that neither a size nor a type of the file's decides what is allocated.
+
+Invariants
+    F1  `parse` returns a header of which every field has its type and its range, or raises BadHeaderError.
+    F2  `check_layers` passes only what the layers of this cache can be filled with, to be gone on from.
+
+Cost: some 10 us a layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from quire.errors import QuireError
+from quire.hf.layers import RowLayer
+from quire.hf.stored_shape import StoredShape
+
+__all__ = [
+    "STATES",
+    "BadHeaderError",
+    "StoredHeader",
+    "StoredLayer",
+    "StoredRows",
+    "StoredState",
+    "check_layers",
+    "parse",
+]
+
+STATES = ("conv_states", "recurrent_states")
+_FINGERPRINT = ("config", "weights", "behaviour")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MOST_ROWS, _MOST_TOKENS, _MOST_SIZE, _MOST_DIMENSIONS = 1 << 20, (1 << 31) - 1, 1 << 31, 8
+
+_AUTOCAST = (torch.bfloat16, torch.float16)  # what a float32 model may store under torch.autocast
+
+
+class BadHeaderError(QuireError):
+    """What is wrong with a header: expected, got."""
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Keys and values of positions [first, length). sha256: of K and of V. is_foretold: of the shape that the config
+    tells."""
+
+    shape: StoredShape
+    first: int
+    length: int
+    sha256: tuple[str, str]
+    is_foretold: bool
+
+    @property
+    def num_bytes(self) -> int:
+        tokens = self.shape.num_rows * (self.length - self.first)
+        return tokens * (self.shape.token_bytes(0) + self.shape.token_bytes(1))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sha256: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """tensors: those of `STATES` that there are, by name."""
+
+    has_previous_state: bool
+    conv_kernel_size: int | None
+    tensors: Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """rows, states: None where the layer has none."""
+
+    rows: StoredRows | None
+    states: tuple[StoredState, ...] | None
+
+
+@dataclass(frozen=True)
+class StoredHeader:
+    """fingerprint: as `quire.model.fingerprint.fingerprint`; "behaviour" is missing in earlier files."""
+
+    fingerprint: Mapping[str, str]
+    layers: tuple[StoredLayer, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the payload."""
+        return sum(_sizes(self.layers))
+
+
+def _sizes(layers: tuple[StoredLayer, ...]) -> Iterator[int]:
+    for layer in layers:
+        if layer.rows is not None:
+            yield layer.rows.num_bytes
+        for state in layer.states or ():
+            yield from (tensor.num_bytes for tensor in state.tensors.values())
+
+
+def parse(text: bytes) -> StoredHeader:
+    """*raises:* BadHeaderError."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadHeaderError(f"expected a header in JSON, got {len(text)} bytes that are none") from error
+    fingerprint = _get(document, "fingerprint", dict, "the header")
+    for name in _FINGERPRINT:
+        if name != "behaviour" or name in fingerprint:
+            _sha256(_get(fingerprint, name, str, "fingerprint"), f"fingerprint.{name}")
+    layers = _get(document, "layers", list, "the header")
+    return StoredHeader(
+        {name: fingerprint[name] for name in _FINGERPRINT if name in fingerprint},
+        tuple(_layer(entry, f"layers[{index}]") for index, entry in enumerate(layers)),
+    )
+
+
+def _layer(entry: Any, where: str) -> StoredLayer:
+    rows = _get(entry, "rows", (dict, type(None)), where)
+    states = _get(entry, "states", (list, type(None)), where)
+    return StoredLayer(
+        None if rows is None else _rows(rows, f"{where}.rows"),
+        None
+        if states is None
+        else tuple(_state(state, f"{where}.states[{at}]") for at, state in enumerate(states)),
+    )
+
+
+def _rows(entry: dict[str, Any], where: str) -> StoredRows:
+    k_heads, v_heads = _sizes_of(entry, "num_heads", where, 2, 2)
+    k_width, v_width = _sizes_of(entry, "widths", where, 2, 2)
+    length = _integer(entry, "length", where, 0, _MOST_TOKENS)
+    digests = _get(entry, "sha256", list, where)
+    if len(digests) != 2:
+        raise BadHeaderError(f"expected 2 digests, got {len(digests)} - in {where}.sha256")
+    k_digest, v_digest = (_sha256(digest, f"{where}.sha256") for digest in digests)
+    return StoredRows(
+        StoredShape(
+            _integer(entry, "num_rows", where, 1, _MOST_ROWS),
+            (k_heads, v_heads),
+            (k_width, v_width),
+            _dtype(entry, where),
+        ),
+        _integer(entry, "first", where, 0, length),
+        length,
+        (k_digest, v_digest),
+        _get(entry, "foretold", bool, where) if "foretold" in entry else True,
+    )
+
+
+def _state(entry: Any, where: str) -> StoredState:
+    tensors = {}
+    for name in STATES:
+        stored = _get(entry, name, (dict, type(None)), where)
+        if stored is not None:
+            at = f"{where}.{name}"
+            tensors[name] = StoredTensor(
+                _dtype(stored, at),
+                _sizes_of(stored, "shape", at, 1, _MOST_DIMENSIONS),
+                _sha256(_get(stored, "sha256", str, at), f"{at}.sha256"),
+            )
+    kernel = _get(entry, "conv_kernel_size", (int, type(None)), where)
+    if kernel is not None:
+        kernel = _integer(entry, "conv_kernel_size", where, 1, _MOST_SIZE)
+    return StoredState(_get(entry, "has_previous_state", bool, where), kernel, tensors)
+
+
+def _get(entry: Any, name: str, kind: type | tuple[type, ...], where: str) -> Any:
+    if not isinstance(entry, dict) or name not in entry:
+        raise BadHeaderError(f"expected an object with {name}, got {_shown(entry)} - as {where}")
+    value = entry[name]
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if type(value) not in kinds:
+        names = " or ".join("null" if one is type(None) else one.__name__ for one in kinds)
+        raise BadHeaderError(f"expected {names}, got {_shown(value)} - in {where}.{name}")
+    return value
+
+
+def _integer(entry: dict[str, Any], name: str, where: str, low: int, high: int) -> int:
+    return _in_range(_get(entry, name, int, where), f"{where}.{name}", low, high)
+
+
+def _in_range(value: Any, where: str, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise BadHeaderError(f"expected an integer of {low} to {high}, got {_shown(value)} - in {where}")
+    return value
+
+
+def _sizes_of(entry: dict[str, Any], name: str, where: str, fewest: int, most: int) -> tuple[int, ...]:
+    sizes = _get(entry, name, list, where)
+    if not fewest <= len(sizes) <= most:
+        raise BadHeaderError(f"expected {fewest} to {most} sizes, got {len(sizes)} - in {where}.{name}")
+    return tuple(_in_range(size, f"{where}.{name}", 1, _MOST_SIZE) for size in sizes)
+
+
+def _dtype(entry: dict[str, Any], where: str) -> torch.dtype:
+    name = _get(entry, "dtype", str, where)
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise BadHeaderError(f"expected a floating point dtype, got {_shown(name)} - in {where}.dtype")
+    return dtype
+
+
+def _sha256(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        raise BadHeaderError(f"expected a SHA-256 in hex, got {_shown(value)} - in {where}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    """A value of the file's, short: it may be of any length."""
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
+
+
+# Whether it fits.
+
+
+def check_layers(
+    stored: tuple[StoredLayer, ...],
+    layers: list[Any],
+    foretold: Mapping[int, StoredShape],
+    dtypes: frozenset[torch.dtype],
+) -> None:
+    """*raises:* BadHeaderError: this cache's layers could not be filled so.
+
+    foretold: the shapes that the config tells, by layer; their number of rows and dtype count for nothing. dtypes: of
+    the model's weights, floating point.
+    """
+    if len(stored) != len(layers):
+        raise BadHeaderError(f"expected {len(layers)} layers, got {len(stored)}")
+    num_rows: int | None = None
+    length: int | None = None
+    for index, (entry, layer) in enumerate(zip(stored, layers, strict=True)):
+        where = f"layers[{index}]"
+        if (rows := entry.rows) is not None:
+            if not isinstance(layer, RowLayer):
+                raise BadHeaderError(f"expected no keys and values, got some - in {where}.rows")
+            _check_rows(rows, layer.window, foretold.get(index), dtypes, f"{where}.rows")
+            num_rows = rows.shape.num_rows if num_rows is None else num_rows
+            length = rows.length if length is None else length
+            if (rows.shape.num_rows, rows.length) != (num_rows, length):
+                raise BadHeaderError(
+                    f"expected {num_rows} rows of {length} tokens in every layer, got {rows.shape.num_rows} of "
+                    f"{rows.length} - in {where}.rows"
+                )
+        num_states = layer.number_of_states if isinstance(layer, LinearAttentionLayer) else None
+        got = None if entry.states is None else len(entry.states)
+        if got != num_states:
+            raise BadHeaderError(
+                f"expected {'no' if num_states is None else num_states} states, got {'none' if got is None else got} "
+                f"- in {where}.states"
+            )
+    missing = [index for index in foretold if num_rows is not None and stored[index].rows is None]
+    if missing:
+        raise BadHeaderError(f"expected keys and values in every layer, got none in layers {missing}")
+    for index, entry in enumerate(stored):
+        for state in entry.states or ():
+            for name, tensor in state.tensors.items():
+                _check_width(tensor.dtype, dtypes, f"layers[{index}].states, {name}")
+                if num_rows is not None and tensor.shape[0] != num_rows:
+                    raise BadHeaderError(
+                        f"expected states of {num_rows} rows, got {tensor.shape[0]} - in layers[{index}].states, {name}"
+                    )
+
+
+def _check_rows(
+    rows: StoredRows, window: int, foretold: StoredShape | None, dtypes: frozenset[torch.dtype], where: str
+) -> None:
+    shape = rows.shape
+    if (
+        foretold is not None
+        and rows.is_foretold
+        and (shape.num_heads, shape.widths) != (foretold.num_heads, foretold.widths)
+    ):
+        raise BadHeaderError(
+            f"expected heads {foretold.num_heads} of widths {foretold.widths}, got {shape.num_heads} of "
+            f"{shape.widths} - in {where}"
+        )
+    needed = max(0, rows.length - window + 1) if window else 0
+    if rows.first > needed:
+        raise BadHeaderError(
+            f"expected the tokens from {needed} on, got those from {rows.first} on - in {where}"
+        )
+    is_autocast = shape.dtype in _AUTOCAST and torch.float32 in dtypes
+    if dtypes and shape.dtype not in dtypes and not is_autocast:
+        told = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise BadHeaderError(f"expected {told}, got {shape.dtype} - in {where}.dtype")
+
+
+def _check_width(dtype: torch.dtype, dtypes: frozenset[torch.dtype], where: str) -> None:
+    """Of states, which models keep in float32 or as their weights are."""
+    if dtypes and dtype.itemsize > max(4, *(one.itemsize for one in dtypes)):
+        raise BadHeaderError(f"expected at most 4 bytes a number, got {dtype} - in {where}")

@@ -1,0 +1,78 @@
+"""A tier whose values are believed only if somebody with the same secret has stored them.
+
+Behind each value stand 32 bytes: HMAC-SHA256, under the secret, of the value's key and its bytes. Whoever can write to
+the medium but has not the secret can take values away, or put an old one of the same key back, and no more: what they
+write is damage. Not encryption: who can read the medium reads the values. Engines with other secrets, or none, do not
+read each other and remove each other's values as damaged: give them servers, or databases, of their own.
+
+Invariants (T1 to T3, and)
+    Y1  `load` returns bytes that were signed under this secret for this key, or raises DamagedError; the value is
+        removed then, as far as the tier can.
+
+Cost: a pass of SHA-256 over each value stored or loaded (1 to 2 GB/s where the CPU has SHA instructions, 0.4 without);
+32 bytes a value. Nothing is copied.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from quire.tiers.tier import DamagedError, Reason, SegmentInfo, Tier, TierError, TierStats
+
+__all__ = ["SignedTier"]
+
+_NUM_BYTES = 32
+
+
+class SignedTier:
+    """See the module's text. inner: the tier that keeps the values; closed with this one."""
+
+    def __init__(self, inner: Tier, secret: bytes) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
+        inner.on_removed = lambda keys, reason: self.on_removed(keys, reason)
+        self._keyed = hmac.new(secret, b"quire value\0", "sha256")
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return self.inner.contains(keys)
+
+    def load(self, key: bytes) -> memoryview | None:
+        value = self.inner.load(key)
+        if value is None:
+            return None
+        view = memoryview(value).cast("B")
+        content, signature = view[:-_NUM_BYTES], bytes(view[-_NUM_BYTES:])
+        if not hmac.compare_digest(self._signature(key, [content]), signature):
+            with suppress(TierError):
+                self.inner.evict(key)
+            raise DamagedError(
+                f"expected a value signed under this engine's remote_secret, got {len(view)} bytes that are not: of an "
+                "engine with another secret or none, or forged; it is removed"
+            )
+        return content
+
+    def store(self, key: bytes, value: Sequence[memoryview], info: SegmentInfo) -> bool:
+        return self.inner.store(key, [*value, memoryview(self._signature(key, value))], info)
+
+    def evict(self, key: bytes) -> bool:
+        return self.inner.evict(key)
+
+    def contents(self, roots: Sequence[bytes]) -> list[tuple[bytes, SegmentInfo]]:
+        return self.inner.contents(roots)
+
+    def stats(self) -> TierStats:
+        return self.inner.stats()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _signature(self, key: bytes, parts: Iterable[Any]) -> bytes:
+        mac = self._keyed.copy()
+        mac.update(len(key).to_bytes(4, "little") + key)
+        for part in parts:
+            mac.update(part)
+        return mac.digest()
