@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import errno
 import gc
+import hashlib
 import io
 import os
 import random
@@ -71,25 +72,20 @@ def test_the_bytes_are_those_of_earlier_versions(tmp_path: Path, monkeypatch: py
         "quire.hf.file.fingerprint",
         lambda model: {"config": "cc" * 32, "weights": "dd" * 32, "behaviour": "bb" * 32},
     )
-    keys, values = (torch.arange(24.0).reshape(1, 1, 2, 12)[..., :4] + one for one in (0, 1))
+    heads, width = 2, 16  # of the model
+    keys, values = (torch.arange(128.0).reshape(1, heads, 4, width)[:, :, :2] + one for one in (0, 1))
+    payload = [part.transpose(1, 2).contiguous().numpy().tobytes() for part in (keys, values)]
+    digests = [hashlib.sha256(part).hexdigest() for part in payload]
     layer = (
-        b'{"rows": {"dtype": "float32", "first": 0, "length": 2, "num_heads": [1, 1], "num_rows": 1, "sha256": '
-        b'["4d828fe17250987bdb2deb04ab226b1a3566d47f07f7818dcf0ec53de7a4a83d", '
-        b'"bcedc314fd2c86faad6ce6da6ed7c04189fd962644ec82f3e0f1e36ef2fe529b"], "widths": [4, 4]}, "states": null}'
+        f'{{"rows": {{"dtype": "float32", "first": 0, "length": 2, "num_heads": [{heads}, {heads}], "num_rows": 1, '
+        f'"sha256": ["{digests[0]}", "{digests[1]}"], "widths": [{width}, {width}]}}, "states": null}}'
     )
-    stored = (
-        b"QUIREKV11\x03\x00\x00\x00\x00\x00\x00\x8bM\rfx\xc0\xe0\xc2\x93~vY"
-        b"'k\xa5\xd9\xaeY#I\x84\x8aN\xf0\xec\xe5\x98p\xa8\xbc\xd0\x92"
-        b'{"fingerprint": {"behaviour": "' + b"bb" * 32 + b'", "config": "' + b"cc" * 32 + b'", '
-        b'"weights": "'
-        + b"dd" * 32
-        + b'"}, "layers": ['
-        + layer
-        + b", "
-        + layer
-        + b"]}"
-        + 2 * b"".join(part.contiguous().numpy().tobytes() for part in (keys, values))
-    )
+    front = (
+        f'{{"fingerprint": {{"behaviour": "{"bb" * 32}", "config": "{"cc" * 32}", "weights": "{"dd" * 32}"}}, '
+        f'"layers": [{layer}, {layer}]}}'
+    ).encode()
+    length = len(front).to_bytes(8, "little")
+    stored = b"QUIREKV1" + length + hashlib.sha256(front).digest() + front + 2 * b"".join(payload)
     path, model = tmp_path / "cache", model_of("llama")
     path.write_bytes(stored)
     loaded = QuireCache.load(path, model, **OPTIONS)

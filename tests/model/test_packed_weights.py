@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from quire import LLM
 from quire.backends import native_module
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, LoadError
 from quire.model import PreparedModel, load
 from quire.model.huge_pages import huge_pages_are_given
 from quire.model.linear import NativeWeight
@@ -232,6 +232,34 @@ def test_partial_files_of_ended_writers_go_and_of_running_ones_stay(tmp_path: Pa
     assert first.holds_all
     assert second.holds_all
     assert _files(kept) == [first.path.name]
+
+
+@pytest.mark.parametrize("where", ["weights", "digest"])
+def test_other_bytes_among_the_weights_are_found_behind_the_start_and_end_the_service(
+    where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, kept = _save(tmp_path / "model"), tmp_path / "kept"
+    kept.mkdir()
+    prepared, expected, _ = _prepared(model, kept)
+    prepared.restore()
+    (name,) = _files(kept)
+    content = bytearray((kept / name).read_bytes())
+    content[5000 if where == "weights" else -1] ^= 64
+    (kept / name).write_bytes(content)
+    with LLM(model, kv_memory="1MiB", packed_weights=kept) as llm:
+        check = llm.core.prepared.packed_check
+        assert check is not None
+        assert check.wait(60)
+        for _ in range(2):
+            with pytest.raises(LoadError, match=r"packed weights that were written .* open it again"):
+                llm.generate([[1, 2, 3]])
+    assert _files(kept) == []
+    assert [record.levelname for record in caplog.records if "packed weights" in record.message] == ["ERROR"]
+    prepared, logits, packed = _prepared(model, kept)
+    assert (logits == expected, packed > 0) == (True, True)
+    assert prepared.packed_check is not None
+    assert prepared.packed_check.wait(60)
+    assert prepared.packed_check.damage is None
 
 
 def test_the_folder_is_made_and_a_file_in_its_place_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ mapped file, whose pages all processes share and the kernel may take back under 
 then moved to huge pages of the process's own, at the same addresses (`huge_pages`; `PreparedModel` decides).
 Not a model format: a file serves this machine's variant and these very source files, and can be deleted any time.
 
-    file      header, zeros up to a multiple of _ALIGNMENT, then the packed bytes of each weight, each beginning at one
+    file      header, zeros up to a multiple of _ALIGNMENT, then the packed bytes of each weight, each beginning at one,
+              then 16 bytes: `packed_check.digest_of` all of it
     header    _MAGIC, then JSON: panel layouts (variant included), the source files with size, times and inode, and
               of each weight its place in them, shape, strides, dtype, and its place here
     name      SHA-256 of the header, .packed
@@ -21,8 +22,8 @@ Invariants
         somebody else cuts short while it is mapped ends the process, as with any mapped file.)
     K4  a failure to write (disk full) is one warning; the weights packed so far stay in memory.
 
-The packed bytes themselves are not checked at a start: that would read them all. A source file changed in place
-without a change of its size and times is not noticed either.
+The packed bytes themselves are not checked at a start: that would read them all. A thread does it afterwards
+(`packed_check`). A source file changed in place without a change of its size and times is not noticed.
 
 Cost: the first start writes as many bytes as the weights have, and syncs them; a later one reads the header and maps.
 """
@@ -44,16 +45,19 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import xxhash
 
 from quire.backends import native_module
 from quire.model.linear import DTYPE_NAMES, NativeWeight
 from quire.model.load_gguf import WidenedWeights
 from quire.model.mapped_weights import MappedWeights
+from quire.model.packed_check import PackedCheck, digest_of
 from quire.new_file import UNFINISHED, NewFile
 
 __all__ = ["KeptWeights"]
 
-_MAGIC = b"quire packed weights 1\n"
+_MAGIC = b"quire packed weights 2\n"
+_DIGEST_BYTES = 16
 _ALIGNMENT = 4096
 _SUFFIX = ".packed"
 _TOUCHED_AT_ONCE = 16 << 20
@@ -77,6 +81,9 @@ class KeptWeights:
     ) -> None:
         self._mapped_weights, self._weights = mapped, list(weights)
         self._offsets: dict[_Key, int] = {}
+        self._sizes: dict[int, int] = {}  # of the packed form at each offset
+        self._digests: dict[int, bytes] = {}  # of what was written there
+        self.check: PackedCheck | None = None
         self._header, self._num_bytes = self._plan()
         self.path = folder / (hashlib.sha256(self._header).hexdigest()[:32] + _SUFFIX)
         self._pages: np.ndarray | None = None  # the mapped file
@@ -141,7 +148,8 @@ class KeptWeights:
         header = _MAGIC + text.encode() + b"\n"
         start = _round_up(len(header))
         self._offsets = {key: start + offset for key, offset in self._offsets.items()}
-        return header, start + position
+        self._sizes = {start + entry[-2]: entry[-1] for entry in entries}
+        return header, start + position + _DIGEST_BYTES
 
     def _bytes(self, offset: int, num_bytes: int) -> np.ndarray:
         return cast(np.ndarray, self._pages)[offset : offset + num_bytes]
@@ -159,8 +167,11 @@ class KeptWeights:
         except OSError:
             return False
         pages.madvise(mmap.MADV_WILLNEED)
+        digest = pages[self._num_bytes - _DIGEST_BYTES :]
         self._pages = np.frombuffer(pages, dtype=np.uint8)  # which keeps the mapping
         Thread(target=_touch, args=(self._pages,), name="quire packed weights", daemon=True).start()
+        own = {offset: self._sizes[offset] for offset in self._offsets.values()}
+        self.check = PackedCheck(self.path, self._header, self._pages, own, digest)
         return True
 
     def _begin(self) -> None:
@@ -179,12 +190,14 @@ class KeptWeights:
         except OSError as error:
             self._fail(error)
             return
+        self._digests[offset] = xxhash.xxh3_128_digest(view.data)
         self._in_memory.append((packed, offset))
 
     def _publish(self, writer: NewFile) -> bool:
         """Give the file its name; not if a source file changed meanwhile."""
         try:
             os.ftruncate(writer.descriptor, self._num_bytes)  # the last weight's padding
+            writer.write(digest_of(self._header, self._digests), self._num_bytes - _DIGEST_BYTES)
             if not self._sources_stand():
                 self._abandon()
                 return False

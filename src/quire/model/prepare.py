@@ -34,7 +34,7 @@ from transformers.cache_utils import Cache
 
 from quire.attention import AttentionOptions, Backend
 from quire.attention import backend as attention_backend
-from quire.errors import ArgumentError, UnsupportedModelError
+from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.memory.storage import Storage
 from quire.model import attention_function, rope, row_invariant
 from quire.model.as_generated import check_generate
@@ -47,6 +47,7 @@ from quire.model.load import LoadedModel
 from quire.model.missing import what_is_missing, why_not_called
 from quire.model.model_lock import hold, let_go
 from quire.model.overlay import below, install
+from quire.model.packed_check import PackedCheck
 from quire.model.packed_weights import KeptWeights
 from quire.model.paged_cache import PagedCache
 from quire.model.prove.hooks import hooks_on, may_be_replaced
@@ -114,6 +115,7 @@ class PreparedModel:
         self._watch: row_invariant.Watch | None = None
         self._proof: KeptProof | None = None
         self._kept_pages: np.ndarray | None = None  # the file that packed weights are mapped from
+        self.packed_check: PackedCheck | None = None
         self._undo: list[Callable[[], None]] = []
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
@@ -198,7 +200,12 @@ class PreparedModel:
 
         Returns:
             [R, vocab_size] in the model's dtype, the next-token logits of `step.logits_rows`, in host memory.
+
+        Raises:
+            LoadError: kept packed weights were found to be others than were written (`packed_check`).
         """
+        if self.packed_check is not None and self.packed_check.damage is not None:
+            raise LoadError(self.packed_check.damage)
         cache = self._cache if cache is None else cache
         if cache is None:
             raise ArgumentError("expected a storage, got none; call PreparedModel.attach first")
@@ -283,7 +290,7 @@ class PreparedModel:
 
     def restore(self) -> None:
         """Make the model what it was before. Done twice, nothing happens."""
-        self._kept_pages = None
+        self._kept_pages = self.packed_check = None
         self._cache = self.decoder = None
         while self._undo:
             self._undo.pop()()
@@ -302,6 +309,7 @@ class PreparedModel:
             self._undo.append(undo)
             if kept is not None:
                 self._kept_pages = kept.pages
+                self.packed_check = kept.check
                 if kept.holds_all and self.backend.is_native:
                     self._proof = KeptProof.of(kept.path, self.loaded, self.max_model_len)
         if self.backend.is_native:
