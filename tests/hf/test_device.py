@@ -213,7 +213,7 @@ def test_storages_and_names(device: FakeDevice) -> None:
     with pytest.raises(ArgumentError, match='"growing" or "contiguous" on backend'):
         cache_of(model, "virtual")
     for call in (lambda: accelerate(model, backend="fast"), lambda: quire_cache(model, backend="fast")):
-        with pytest.raises(ArgumentError, match="got 'fast' for backend"):
+        with pytest.raises(ArgumentError, match="got 'fast' - in `backend`"):
             call()
     with accelerated("llama"):
         assert accelerate(model) is accelerate(model, backend="fake")
