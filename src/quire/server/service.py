@@ -144,7 +144,8 @@ class Service:
 
     def require_place(self, tenant: Tenant) -> None:
         """Refuses at once what no place is left for, whatever it would ask for. *raises:* ApiError 429."""
-        self._admission.require(tenant, 1)
+        with self._refusals_of(tenant):
+            self._admission.require(tenant, 1)
 
     async def begin(
         self, tenant: Tenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
@@ -164,6 +165,7 @@ class Service:
     async def _begin(
         self, tenant: Tenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
     ) -> Begun:
+        began = time.monotonic()
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
         with self._refusals_of(tenant):
@@ -176,7 +178,7 @@ class Service:
         except BaseException:
             admitted.withdraw()
             raise
-        return Begun(self, body, admitted, streams, leaves)
+        return Begun(self, body, admitted, streams, leaves, began)
 
     # -- a request -------------------------------------------------------------------------------------
 
@@ -261,9 +263,8 @@ class Service:
         `begin`, if it fails, and the end of what it began give it back."""
         name = first = current_request().id
         number = 1
-        others = (
-            self.engine.core.engine.scheduler.requests
-        )  # of the library beside us; looked into, not walked
+        # Those of the library beside us are looked into, not walked.
+        others = self.engine.core.engine.scheduler.requests
         while name in self._names or name in others:
             number += 1
             name = f"{first}-{number}"
@@ -275,14 +276,18 @@ class Service:
         self._names.difference_update(names)
 
     async def counted(
-        self, tenant: Tenant, leave: Callable[[], None], body: SamplingBody, generated: Outputs
+        self,
+        tenant: Tenant,
+        leave: Callable[[], None],
+        body: SamplingBody,
+        generated: Outputs,
+        began: float,
     ) -> AsyncGenerator[RequestOutput]:
-        """The outputs of a request, measured and told to its record. Its place is left (`leave`) at the end, or before
-        by the engine: whoever reads slowly holds none. Its prompt is kept, where the body says so, from the first
-        output on."""
+        """The outputs of a request, measured from `began` and told to its record. Its place is left (`leave`) at the
+        end, or before by the engine: whoever reads slowly holds none. Its prompt is kept, where the body says so, from
+        the first output on."""
         record, told = current_request(), self._told(tenant)
         num_generated = 0
-        began = time.monotonic()
         first_s: float | None = None
         num_behind_first = 0  # tokens, of an answer that is one
         output: RequestOutput | None = None
@@ -463,12 +468,14 @@ class Begun:
         admitted: Admitted,
         streams: Sequence[RequestStream],
         leaves: Sequence[Callable[[], None]],
+        began: float,
     ) -> None:
         self._service = service
         self._body = body
         self._admitted = admitted
         self._streams = streams
         self._leaves = leaves
+        self._began = began
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -483,6 +490,7 @@ class Begun:
             self._leaves[place],
             self._body,
             stream if through is None else through(stream),
+            self._began,
         )
 
     async def answers(self, n: int) -> list[Answer]:
