@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter
 
-from quire.server.bodies import BodyRoute
 from quire.server.dependencies import TheService, TheTenant
+from quire.server.http.bodies import BodyRoute
 from quire.server.schemas.common import Body, TokenId
 
 router = APIRouter(route_class=BodyRoute)

@@ -18,15 +18,15 @@ from support.running_server import running
 from quire import LLM, SamplingParams
 from quire.sampling import grammar
 from quire.sampling.detokenizer import Detokenizer
-from quire.server.answer_form import AnswerForm, AnswerReader
-from quire.server.answer_grammar import answer_grammar
-from quire.server.call_reader import CallDelta
-from quire.server.markers import in_grammar, shown_token_ids
+from quire.server.forms.answer_form import AnswerForm, AnswerReader
+from quire.server.forms.answer_grammar import answer_grammar
+from quire.server.forms.call_reader import CallDelta
+from quire.server.forms.markers import in_grammar, shown_token_ids
+from quire.server.forms.reasoning import ReasoningForm, ReasoningReader, Thought, reasoning_form_of
+from quire.server.forms.tools import ToolForm, form_of
 from quire.server.messages import render
-from quire.server.reasoning import ReasoningForm, ReasoningReader, Thought, reasoning_form_of
 from quire.server.schemas.chat import ChatMessage, Tool
 from quire.server.settings import Limits, ServerSettings
-from quire.server.tools import ToolForm, form_of
 
 THINK = ReasoningForm("<think>", "</think>")
 ASK = [{"role": "user", "content": "Hello"}]

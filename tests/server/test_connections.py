@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from uvicorn.server import ServerState
 
-from quire.server import connections
-from quire.server.connections import Connections, GuardedProtocol, raise_file_limit
+from quire.server.http import connections
+from quire.server.http.connections import Connections, GuardedProtocol, raise_file_limit
 from quire.server.run import uvicorn_config
 from quire.server.settings import Limits
 

@@ -13,12 +13,12 @@ import pytest
 from pydantic import ValidationError
 
 from quire import LLM
-from quire.server.answer_form import AnswerForm, AnswerReader
 from quire.server.chat import ChatWriter
+from quire.server.forms.answer_form import AnswerForm, AnswerReader
+from quire.server.forms.tools import ToolForm
 from quire.server.schemas.chat import ChatFields, ChatRequest
 from quire.server.schemas.completions import CompletionRequest
 from quire.server.schemas.unserved import Only, UnservedFields, UnservedInChats
-from quire.server.tools import ToolForm
 
 PROMPT = {"prompt": "def parse_args(argv):", "max_tokens": 8, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Write a loop."}], "max_tokens": 8, "temperature": 0}

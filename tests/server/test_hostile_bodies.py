@@ -19,10 +19,11 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from starlette.testclient import TestClient
 
 from quire import LLM
-from quire.server import bodies, service
-from quire.server.bodies import LARGE_BODY, BodyRoute, parsed, weight_of
-from quire.server.body_limit import BodyLimit
+from quire.server import service
 from quire.server.errors import ApiError
+from quire.server.http import bodies
+from quire.server.http.bodies import LARGE_BODY, BodyRoute, parsed, weight_of
+from quire.server.http.body_limit import BodyLimit
 from quire.server.models import DetokenizeRequest, TokenizeRequest
 from quire.server.off_loop import OffLoop
 from quire.server.schemas.admin import AdminPrompt

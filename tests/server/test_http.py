@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from quire.server.content_encoding import DecodedBody, Unpacker
 from quire.server.errors import ApiError
+from quire.server.http.content_encoding import DecodedBody, Unpacker
 from quire.server.run import bind, url_of
 from quire.server.settings import Limits, ServerSettings
 

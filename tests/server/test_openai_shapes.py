@@ -10,10 +10,10 @@ import pytest
 
 from quire import LLM
 from quire.server.errors import ApiError
+from quire.server.forms.tools import template_tells_tools
 from quire.server.messages import render
 from quire.server.schemas.chat import ChatMessage
 from quire.server.settings import Limits
-from quire.server.tools import template_tells_tools
 
 PROMPT = "def parse_args(argv):"
 MESSAGES = [{"role": "user", "content": "Write a loop."}]

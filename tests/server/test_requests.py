@@ -12,7 +12,7 @@ import httpx
 import pytest
 from support.window_client import Watcher
 
-from quire.server.requests import LOGGER, RequestRecord
+from quire.server.http.requests import LOGGER, RequestRecord
 from quire.server.settings import Limits, ServerSettings
 from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 

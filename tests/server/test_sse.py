@@ -7,7 +7,7 @@ import json
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quire.server.sse import ChoiceEvents, event
+from quire.server.http.sse import ChoiceEvents, event
 
 HEAD = {"id": "a-1", "object": "text", "created": 7, "model": 'm"\u00e9\\\u2028'}
 ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"  # of lines, for one reader or another

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from quire.sampling import grammar
+from quire.server.forms.token_bytes import token_bytes
 from quire.server.logprobs import CompletionTokens, chat_logprobs
 from quire.server.settings import ServerSettings
-from quire.server.token_bytes import token_bytes
 
 TEXT = "aé€🙂b"
 PARTS = [text.encode() for text in TEXT]

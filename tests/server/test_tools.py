@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import LLM
-from quire.server.call_reader import CallDelta, CallReader
+from quire.server.forms.call_reader import CallDelta, CallReader
+from quire.server.forms.tools import ToolForm, form_of, template_tells_tools
 from quire.server.messages import render
 from quire.server.schemas.chat import ChatMessage, Tool
 from quire.server.settings import Limits
-from quire.server.tools import ToolForm, form_of, template_tells_tools
 
 QWEN = """{%- if tools %}<|im_start|>system
 # Tools

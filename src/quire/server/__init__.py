@@ -2,10 +2,12 @@
 
 settings   what a config file and flags say    tenants    whose keys are whose
 schemas/   bodies of requests and answers       errors     an error as an answer
+http/      what HTTP asks for: connections, bodies, who is let in, ids and the log, events
+forms/     the forms of answers: calls, thoughts, schemas
 service    requests into the engine, outputs back, bounded
-completions, chat, models, metrics              one router each
-front_door who is let in without a key          requests    ids and the log
-content_encoding, http_versions, body_limit     what HTTP asks for
+admission  how many of them there may be        off_loop   work that the event loop does not wait for
+messages   a chat's messages as a prompt        logprobs   log probabilities in OpenAI's shapes
+completions, chat, conversations, models, admin, metrics   one router each
 app        all of it as an ASGI application     run        uvicorn, signals, draining
 
 Others may use

@@ -17,9 +17,9 @@ from fastapi import APIRouter, Depends, Response
 from quire.cache.pins import Pin
 from quire.cache.prefix_key import NamespaceKeywords, PrefixKey
 from quire.errors import ArgumentError, CapacityError
-from quire.server.bodies import BodyRoute
 from quire.server.dependencies import TheService, administrator
 from quire.server.errors import ApiError
+from quire.server.http.bodies import BodyRoute
 from quire.server.schemas.admin import (
     AdminPrompt,
     Dropped,

@@ -6,12 +6,12 @@ from fastapi import FastAPI
 
 from quire.engine.async_engine import AsyncEngine
 from quire.server import admin, chat, completions, conversations, models
-from quire.server.body_limit import BodyLimit
-from quire.server.content_encoding import DecodedBody
 from quire.server.errors import install_handlers
-from quire.server.front_door import FrontDoor, with_cors
-from quire.server.http_versions import HeadAsGet
-from quire.server.requests import Requests
+from quire.server.http.body_limit import BodyLimit
+from quire.server.http.content_encoding import DecodedBody
+from quire.server.http.front_door import FrontDoor, with_cors
+from quire.server.http.http_versions import HeadAsGet
+from quire.server.http.requests import Requests
 from quire.server.service import Service
 from quire.server.settings import ServerSettings
 from quire.server.window import routes as window

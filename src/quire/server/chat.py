@@ -15,16 +15,17 @@ from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
-from quire.server.answer_form import AnswerForm, AnswerReader
-from quire.server.answer_grammar import answer_grammar
-from quire.server.asked_form import AskedForm, form_asked_for, in_names_of
-from quire.server.bodies import BodyRoute, beside_if_large
-from quire.server.call_reader import CallDelta
 from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
+from quire.server.forms.answer_form import AnswerForm, AnswerReader
+from quire.server.forms.answer_grammar import answer_grammar
+from quire.server.forms.asked_form import AskedForm, form_asked_for, in_names_of
+from quire.server.forms.call_reader import CallDelta
+from quire.server.forms.reasoning import Thought
+from quire.server.http.bodies import BodyRoute, beside_if_large
+from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import chat_logprobs
 from quire.server.messages import template_options
-from quire.server.reasoning import Thought
 from quire.server.schemas.chat import (
     AnsweredCall,
     AnswerMessage,
@@ -37,7 +38,6 @@ from quire.server.schemas.chat import (
 )
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.service import Answer, Begun, Service, id_of_answer
-from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 
 __all__ = ["ChatWriter", "chat_params", "router"]
 

@@ -13,15 +13,15 @@ from fastapi.responses import JSONResponse
 
 from quire.sampling.params import SamplingParams
 from quire.scheduler.request import RequestOutput
-from quire.server.asked_form import form_asked_for, in_names_of
-from quire.server.bodies import BodyRoute, beside_if_large
 from quire.server.dependencies import TheService, TheTenant, unless_gone
 from quire.server.errors import ApiError
+from quire.server.forms.asked_form import form_asked_for, in_names_of
+from quire.server.http.bodies import BodyRoute, beside_if_large
+from quire.server.http.sse import DONE, ChoiceEvents, EventStream, event
 from quire.server.logprobs import CompletionTokens
 from quire.server.schemas.common import ERRORS, Usage
 from quire.server.schemas.completions import Completion, CompletionChoice, CompletionRequest
 from quire.server.service import Answer, Begun, Service, id_of_answer
-from quire.server.sse import DONE, ChoiceEvents, EventStream, event
 
 __all__ = ["router"]
 

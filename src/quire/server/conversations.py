@@ -14,13 +14,13 @@ from fastapi import APIRouter, Request
 
 from quire.engine.async_conversation import AsyncConversation
 from quire.scheduler.request import RequestOutput
-from quire.server.answer_form import AnswerForm
-from quire.server.asked_form import in_names_of
-from quire.server.bodies import BodyRoute, beside_if_large
 from quire.server.chat import ChatWriter, chat_params
 from quire.server.conversation_store import Talk, kept_bytes
 from quire.server.dependencies import TheService, TheTenant
 from quire.server.errors import ApiError
+from quire.server.forms.answer_form import AnswerForm
+from quire.server.forms.asked_form import in_names_of
+from quire.server.http.bodies import BodyRoute, beside_if_large
 from quire.server.messages import template_options
 from quire.server.schemas.common import ERRORS
 from quire.server.schemas.conversations import (

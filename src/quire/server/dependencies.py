@@ -9,8 +9,8 @@ from typing import Annotated, Any
 from fastapi import Depends, Request, Response
 
 from quire.server.errors import ApiError
-from quire.server.front_door import foreign_host, foreign_origin, is_this_machine, name_of_proxy
-from quire.server.requests import current_request
+from quire.server.http.front_door import foreign_host, foreign_origin, is_this_machine, name_of_proxy
+from quire.server.http.requests import current_request
 from quire.server.service import Service
 from quire.server.tenants import ADMIN, ANYBODY, Tenant
 

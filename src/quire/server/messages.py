@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.server.errors import ApiError
+from quire.server.forms.tools import system_message, template_tells_tools, template_text, written_call
 from quire.server.schemas.chat import ChatFields, ChatMessage, ChatRequest, Tool
 from quire.server.settings import Limits
-from quire.server.tools import system_message, template_tells_tools, template_text, written_call
 
 __all__ = ["render", "render_next", "template_options"]
 

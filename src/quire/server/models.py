@@ -7,9 +7,9 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
-from quire.server.bodies import BodyRoute
 from quire.server.dependencies import TheService, TheTenant, tenant_of
 from quire.server.errors import ApiError
+from quire.server.http.bodies import BodyRoute
 from quire.server.schemas.chat import ChatMessage
 from quire.server.schemas.common import ERRORS, Body, ModelCard, ModelList, TokenId
 from quire.server.service import Service

@@ -21,8 +21,8 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.errors import ArgumentError
 from quire.server.app import make_app
-from quire.server.connections import Connections, raise_file_limit
-from quire.server.requests import LOGGER
+from quire.server.http.connections import Connections, raise_file_limit
+from quire.server.http.requests import LOGGER
 from quire.server.settings import Limits, ServerSettings
 
 __all__ = ["bind", "serve", "url_of", "uvicorn_config"]

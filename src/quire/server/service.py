@@ -27,11 +27,11 @@ from quire.scheduler.request_options import RequestOptions
 from quire.server.admission import Admission, Admitted
 from quire.server.conversation_store import Conversations
 from quire.server.errors import ApiError
+from quire.server.http.requests import current_request
 from quire.server.json_size import is_deeper, is_longer
 from quire.server.messages import render, render_next
 from quire.server.metrics import Metrics
 from quire.server.off_loop import OffLoop
-from quire.server.requests import current_request
 from quire.server.schemas.chat import ChatMessage, Tool
 from quire.server.schemas.common import SamplingBody
 from quire.server.settings import ServerSettings

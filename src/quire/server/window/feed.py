@@ -22,8 +22,8 @@ import numpy as np
 
 from quire.errors import CancelledError
 from quire.server.errors import ApiError
+from quire.server.http.sse import event
 from quire.server.service import Service
-from quire.server.sse import event
 from quire.server.window.details import first_words
 from quire.server.window.prefix_summary import Births, Known, Words, summarize
 from quire.server.window.snapshot import NUM_WORD_TOKENS, Painter, Snapshot, collect, idle_cells

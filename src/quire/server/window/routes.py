@@ -19,9 +19,9 @@ from fastapi.responses import JSONResponse
 
 from quire.server.dependencies import TheService, administrator, tenant_of
 from quire.server.errors import ApiError
+from quire.server.http.sse import EventStream
 from quire.server.schemas.common import ERRORS
 from quire.server.service import Service
-from quire.server.sse import EventStream
 from quire.server.window.details import block_details, readable, sequence_details
 from quire.server.window.feed import Feed
 

@@ -21,9 +21,9 @@ from typing import Any, Literal
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
-from quire.server.bodies import BodyRoute
 from quire.server.dependencies import tenant_of
 from quire.server.errors import ApiError
+from quire.server.http.bodies import BodyRoute
 from quire.server.schemas.common import ERRORS, Body
 from quire.simulate.side_by_side import MAX_MODEL_LEN, Asked, SideBySide
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quire.server.tools import ToolForm
+from quire.server.forms.tools import ToolForm
 
 __all__ = ["CallDelta", "CallReader", "overlap"]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quire.server.call_reader import CallDelta, CallReader
-from quire.server.markers import shown_token_ids
-from quire.server.reasoning import ReasoningForm, ReasoningReader, Thought, reasoning_form_of
-from quire.server.tools import ToolForm, form_of
+from quire.server.forms.call_reader import CallDelta, CallReader
+from quire.server.forms.markers import shown_token_ids
+from quire.server.forms.reasoning import ReasoningForm, ReasoningReader, Thought, reasoning_form_of
+from quire.server.forms.tools import ToolForm, form_of
 
 __all__ = ["AnswerForm", "AnswerReader"]
 

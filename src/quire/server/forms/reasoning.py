@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quire.server.call_reader import overlap
-from quire.server.markers import added_tokens
-from quire.server.tools import template_text
+from quire.server.forms.call_reader import overlap
+from quire.server.forms.markers import added_tokens
+from quire.server.forms.tools import template_text
 
 __all__ = ["ReasoningForm", "ReasoningReader", "Thought", "reasoning_form_of"]
 

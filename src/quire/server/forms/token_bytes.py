@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from quire.server.markers import added_tokens
+from quire.server.forms.markers import added_tokens
 
 __all__ = ["shown", "token_bytes"]
 

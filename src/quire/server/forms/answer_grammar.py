@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.sampling.grammar import ONE_LINE
-from quire.server.answer_form import AnswerForm
-from quire.server.markers import added_tokens, in_grammar
+from quire.server.forms.answer_form import AnswerForm
+from quire.server.forms.markers import added_tokens, in_grammar
 from quire.server.schemas.chat import Tool
 
 __all__ = ["answer_grammar"]

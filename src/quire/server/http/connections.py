@@ -27,7 +27,7 @@ from http import HTTPStatus
 from typing import Any
 
 from quire.server.errors import ApiError, error_body
-from quire.server.http_versions import Protocol
+from quire.server.http.http_versions import Protocol
 from quire.server.settings import Limits
 
 __all__ = ["Connections", "GuardedProtocol", "raise_file_limit"]
