@@ -160,11 +160,17 @@ def test_under_a_real_address_space_limit() -> None:
             assert "cannot reserve 4294967296 bytes" in str(error), error
         else:
             raise SystemExit("reserved beyond the limit")
-        # Without room to grow, the storage reserves what was asked and no more.
+        # Room to grow is half of what the limit leaves at most; where that is less than was asked, what was asked.
         spec = KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=64)
         storage = PagedStorage(spec, num_blocks=100, block_size=16)
-        assert storage.max_blocks == 100
+        assert 100 <= storage.max_blocks <= (1 << 27) // storage.block_bytes
         storage.fill(1.0)
+        small = 400 * storage.block_bytes
+        now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + small + (4 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
+        tight = PagedStorage(spec, num_blocks=400, block_size=16)
+        assert tight.max_blocks == 400
+        tight.fill(1.0)
         print("fine")
     """
     done = subprocess.run(
