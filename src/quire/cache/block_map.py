@@ -33,7 +33,7 @@ class BlockMap:
     namespace_index: into `namespaces`, of blocks whose content is known; -1 of others.
     """
 
-    states: NDArray[np.uint8]  # [num_ids]: FREE, CACHED, HELD, LEASED, GIVEN_UP or PINNED
+    states: NDArray[np.uint8]  # [num_ids]: FREE, CACHED, HELD, IN_FLIGHT, GIVEN_UP or PINNED
     namespace_index: Int32Array  # [num_ids]
     namespaces: list[bytes]
 

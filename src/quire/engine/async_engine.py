@@ -158,23 +158,19 @@ class AsyncEngine:
         *,
         request_id: str | None = None,
         deltas: bool = False,
-        when_ended: Callable[[], None] | None = None,
         **options: Unpack[RequestKeywords],
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs as it grows, the last one `finished`; deltas: each with what is new only.
 
-        when_ended: called in the event loop when the engine has finished, though its outputs are not read yet.
         options: see `LLM.generate`. Leaving the iteration early (break, cancellation) aborts the request.
         *raises:* what `LLM.generate` raises for this request; CancelledError once the engine is closed.
         """
         asked = RequestOptions.of(params, stream=True, deltas=deltas, request_id=request_id, **options)
-        return self.submit(encode(prompt, self.tokenizer), asked, when_ended)
+        return self.submit(encode(prompt, self.tokenizer), asked)
 
-    def submit(
-        self, prompt: Prompt, options: RequestOptions, when_ended: Callable[[], None] | None = None
-    ) -> AsyncGenerator[RequestOutput, None]:
+    def submit(self, prompt: Prompt, options: RequestOptions) -> AsyncGenerator[RequestOutput, None]:
         """`generate`, from a prompt's tokens and all of its options."""
-        return self._outputs(lambda: self.begin([(prompt, options)], [when_ended]))
+        return self._outputs(lambda: self.begin([(prompt, options)]))
 
     async def begin(
         self,
@@ -183,7 +179,8 @@ class AsyncEngine:
     ) -> list[RequestStream]:
         """Queues all of the requests or none; the outputs of each, to be read to the end or closed.
 
-        when_ended: of each request, see `generate`; not called where this raises.
+        when_ended: of each request; called in the event loop when the engine has finished with it, though its outputs
+        are not read yet, and not where this raises.
         *raises:* what `generate` raises, here and not with the first output.
         """
         named = [

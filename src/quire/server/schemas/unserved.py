@@ -56,7 +56,6 @@ class StrictBody(Part):
 _NO_PROMPT_LOGPROBS = "log probabilities are those of generated tokens"
 _NO_BEAMS = "this server searches no beams"
 _NO_TRANSFER = "this server takes no caches from others"
-_NO_THINKING = "this server does not tell thinking from answering"
 _NO_RENDER = "this server shows no rendered prompts"
 
 
@@ -77,7 +76,9 @@ class UnservedFields(StrictBody):
     return_token_offsets: Annotated[Any, Only(_NO_RENDER, False)] = None
     return_mm_kwargs: Annotated[Any, Only(_NO_RENDER, True)] = None
     repetition_detection: Annotated[Any, Only("use repetition_penalty")] = None
-    thinking_token_budget: Annotated[Any, Only(_NO_THINKING, -1)] = None
+    thinking_token_budget: Annotated[Any, Only("thoughts have no limit of their own; use max_tokens", -1)] = (
+        None
+    )
     watermarking: Annotated[Any, Only("this server marks no text", False)] = None
     stream_interval: Annotated[Any, Only("every step's tokens are an event", 1)] = None
     request_id: Annotated[Any, Only("answers have ids of the server's own")] = None
@@ -104,7 +105,7 @@ class UnservedInChats(UnservedFields):
     verbosity: Annotated[Any, Only("the model does not know it; ask in a message", "medium")] = None
     functions: Annotated[Any, Only("use tools", [])] = None
     function_call: Annotated[Any, Only("use tool_choice", "none", "auto")] = None
-    include_reasoning: Annotated[Any, Only(_NO_THINKING, True)] = None
+    include_reasoning: Annotated[Any, Only("thoughts are always told, in reasoning_content", True)] = None
     echo: Annotated[Any, Only("answers of chats are new messages", False)] = None
     chat_template: Annotated[Any, Only("the model's own is used")] = None
     return_prompt_text: Annotated[Any, Only(_NO_RENDER, False)] = None
