@@ -27,6 +27,14 @@ MIXED = KVSpec(
     ),
     dtype="bfloat16",
 )
+# A group of two narrow layers beside groups of one wide one: all layers of a block in one slot.
+UNEQUAL = KVSpec(
+    layers=tuple(
+        LayerSpec(WINDOW, 4, 16, 16) if wide else LayerSpec(FULL, 1, 48, 16)
+        for wide in (True, True, False, True, True, False)
+    ),
+    dtype="bfloat16",
+)
 
 
 def block_parts(storage: PagedStorage, group: int, block_id: int) -> list[torch.Tensor]:
@@ -35,7 +43,7 @@ def block_parts(storage: PagedStorage, group: int, block_id: int) -> list[torch.
     return [part for view in views for part in (view.k[block_id], view.v[block_id])]
 
 
-@pytest.mark.parametrize(("spec", "size"), list(product([UNIFORM, MIXED], [1, 3, 16])))
+@pytest.mark.parametrize(("spec", "size"), list(product([UNIFORM, MIXED, UNEQUAL], [1, 3, 16])))
 def test_views_have_the_layers_shape(spec: KVSpec, size: int) -> None:
     storage = PagedStorage(spec, 5, size)
     for index, layer in enumerate(spec.layers):
@@ -47,7 +55,14 @@ def test_views_have_the_layers_shape(spec: KVSpec, size: int) -> None:
         assert view.dtype == getattr(torch, spec.dtype)
 
 
-@pytest.mark.parametrize(("spec", "size"), list(product([UNIFORM, MIXED], [1, 3, 16])))
+def test_a_block_is_as_large_as_any_groups_where_their_numbers_of_layers_differ() -> None:
+    assert [len(group.layers) for group in UNEQUAL.groups] == [2, 1, 1, 1, 1]
+    storage = PagedStorage(UNEQUAL, 8, 16)
+    assert storage.block_bytes == 16 * 4 * (16 + 16) * 2
+    assert storage.block_bytes == UNEQUAL.block_bytes(16)
+
+
+@pytest.mark.parametrize(("spec", "size"), list(product([UNIFORM, MIXED, UNEQUAL], [1, 3, 16])))
 def test_no_two_blocks_overlap(spec: KVSpec, size: int) -> None:
     """Blocks are given to groups in turn; each is filled with a number of its own, and all keep it."""
     storage = PagedStorage(spec, 12, size)

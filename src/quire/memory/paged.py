@@ -4,7 +4,8 @@ Not a pool: it does not know which blocks are in use, by whom, or what they hold
 
 The layers of a group lie in *slots*: the j-th layer of every group is in slot j, and block u of a group is block u of
 all that group's slots. Each slot is a region of one elastic heap, so blocks of all groups come from one pool, a layer's
-blocks lie together, and growing needs no system call. Keys and values of a head are one linear stream:
+blocks lie together, and growing needs no system call. Where groups have unequal numbers of layers, there is one slot:
+all layers of a block lie one after the other in it. Keys and values of a head are one linear stream:
 
     block = [kv_head, {K, V}, token, head_dim]
 
@@ -15,7 +16,8 @@ Invariants
     is
         committed than the blocks' bytes, whatever the size of pages.
     S4  memory is committed where it is written, or by `commit_ahead`, and by that never again once any was given back.
-    S5  groups of unequal shape share blocks of the largest size; a smaller group leaves the rest unused.
+    S5  groups of unequal shape share blocks of the largest size; a smaller group leaves the rest unused: little, as
+        `KVSpec.groups` chooses them (K4).
 
 Cost: `view` makes two tensors, about 10 us (the engine asks once); `copy` two copies of the device for each row, over
 all layers; growing costs nothing, shrinking one system call per slot, `give_back` one per slot and run of neighbours.
@@ -48,14 +50,21 @@ MAX_BLOCK_SIZE = 512
 
 def paged_block_bytes(spec: KVSpec, block_size: int) -> int:
     """Bytes of one block of a `PagedStorage`: a block in every slot."""
-    num_slots = max(len(group.layers) for group in spec.groups)
-    return num_slots * _block_elements(spec, block_size) * format_of(spec.dtype).torch_dtype.itemsize
+    return _num_slots(spec) * _block_elements(spec, block_size) * format_of(spec.dtype).torch_dtype.itemsize
+
+
+def _num_slots(spec: KVSpec) -> int:
+    """One for each layer of a group, or one for all."""
+    counts = {group.most_layers for group in spec.groups}
+    return counts.pop() if len(counts) == 1 else 1
 
 
 def _block_elements(spec: KVSpec, block_size: int) -> int:
     """Elements that one block takes in a slot."""
+    layers_of_slot = {group.index: group.most_layers // _num_slots(spec) for group in spec.groups}
     return block_size * max(
-        group.num_kv_heads * (group.k_head_dim + group.v_head_dim) for group in spec.groups
+        layers_of_slot[group.index] * group.num_kv_heads * (group.k_head_dim + group.v_head_dim)
+        for group in spec.groups
     )
 
 
@@ -101,9 +110,9 @@ class PagedStorage(BlockStorage):
         self.num_blocks = num_blocks
         self._committing = threading.Lock()  # held by whoever commits ahead, or gives memory back
         self._gave_back = False
-        self.num_slots = max(len(group.layers) for group in spec.groups)
+        self.num_slots = _num_slots(spec)
         self._home = {
-            layer: (group, slot) for group in spec.groups for slot, layer in enumerate(group.layers)
+            layer: (group, place) for group in spec.groups for place, layer in enumerate(group.layers)
         }
 
         self._block_elements = _block_elements(spec, block_size)
@@ -165,9 +174,9 @@ class PagedStorage(BlockStorage):
 
         The view covers `num_blocks` as of now: ask again after `resize`.
         """
-        group, slot = self._home[self.spec.stored_in(layer)]
+        group, place = self._home[self.spec.stored_in(layer)]
         k, v = self._tensors(group)
-        return KVView(k[slot], v[slot], self.block_size)
+        return KVView(k[place], v[place], self.block_size)
 
     def block_places(self, group: KVGroup, block_ids: np.ndarray) -> BlockPlaces:
         """Where blocks of a group lie, for `quire.memory.block_bytes`."""
@@ -181,8 +190,8 @@ class PagedStorage(BlockStorage):
         """Where they lie, and int64 [2, 1, 1], from one block to the next. Good for ever: a heap does not move."""
         parts = self._tensors(group)
         itemsize = self.dtype.itemsize
-        slots = np.arange(len(group.layers))[:, None]
-        addresses = np.stack([part.data_ptr() + slots * (part.stride(0) * itemsize) for part in parts])
+        layers = np.arange(len(group.layers))[:, None]
+        addresses = np.stack([part.data_ptr() + layers * (part.stride(0) * itemsize) for part in parts])
         block_strides = np.array([part.stride(1) * itemsize for part in parts])[:, None, None]
         k, v = parts
         places = BlockPlaces(
@@ -318,11 +327,12 @@ class PagedStorage(BlockStorage):
         itemsize = self.dtype.itemsize
         elements = self._heap.tensor(self.dtype)
         k_dim, v_dim, tokens = group.k_head_dim, group.v_head_dim, self.block_size
-        slot_stride = self._slot_bytes // itemsize
+        layer_elements = group.num_kv_heads * tokens * (k_dim + v_dim)
+        layer_stride = self._slot_bytes // itemsize if self.num_slots > 1 else layer_elements
         k, v = (
             elements.as_strided(
                 (len(group.layers), self.num_blocks, group.num_kv_heads, tokens, dim),
-                (slot_stride, self._block_elements, tokens * (k_dim + v_dim), dim, 1),
+                (layer_stride, self._block_elements, tokens * (k_dim + v_dim), dim, 1),
                 offset,
             )
             for dim, offset in ((k_dim, 0), (v_dim, tokens * k_dim))

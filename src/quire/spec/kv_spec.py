@@ -9,8 +9,10 @@ Invariants
     K2  the layers of a group have one span rule and one shape.
     K3  `block_bytes(block_size)` is the largest `bytes_per_block` of any group, so that one pool of blocks of
         that size serves them all.
+    K4  what blocks of K3 take beyond the tokens in them (a group's token may be smaller than another's) is at most
+        5 % of a sequence, short or long, wherever groups of whole layers can be chosen so.
 
-Cost: every call is O(number of layers).
+Cost: every call is O(number of layers), but for the first that asks for `groups`: O(layers x kinds of layers).
 """
 
 from __future__ import annotations
@@ -27,13 +29,21 @@ from quire.spec.layer_spec import LayerSpec, Span
 
 __all__ = ["KVGroup", "KVSpec"]
 
+MAX_PADDING = 0.05
+MAX_GROUPS = 16
+_LONG = 1 << 17  # tokens of a sequence whose windows hold next to nothing of it
+
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers with one span rule and one shape, which share a block table."""
+    """Layers with one span rule and one shape, which share a block table.
+
+    most_layers: of any group of this kind; the last one may have fewer.
+    """
 
     index: int
     layers: tuple[int, ...]
+    most_layers: int
     span: Span
     num_kv_heads: int
     k_head_dim: int
@@ -97,23 +107,25 @@ class KVSpec:
     def groups(self) -> tuple[KVGroup, ...]:
         """The groups, full-attention ones first (group 0 is a full one where the model has any).
 
-        A group has as many layers as the rarest kind of layer has, so that the blocks of all groups have
-        about equal bytes; where that does not divide, a kind's last group is smaller (its block is padded).
+        As few as leave blocks of one size hardly padded (K4): a layer with a larger token shares its block with fewer
+        others. Of 50 windowed layers and 10 full ones whose token takes half as much, groups of 5 and one of 10.
         """
         kinds: dict[tuple[Span, int, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer.shares_kv_with is None:
                 kind = (layer.span, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim)
                 kinds.setdefault(kind, []).append(index)
-        size = min(len(members) for members in kinds.values())
+        sizes = self._group_sizes({kind: len(members) for kind, members in kinds.items()})
         full_first = sorted(kinds.items(), key=lambda item: item[0][0].kind != "full")
         groups: list[KVGroup] = []
-        for (span, num_kv_heads, k_head_dim, v_head_dim), members in full_first:
-            for start in range(0, len(members), size):
+        for kind, members in full_first:
+            span, num_kv_heads, k_head_dim, v_head_dim = kind
+            for start in range(0, len(members), sizes[kind]):
                 groups.append(
                     KVGroup(
                         index=len(groups),
-                        layers=tuple(members[start : start + size]),
+                        layers=tuple(members[start : start + sizes[kind]]),
+                        most_layers=sizes[kind],
                         span=span,
                         num_kv_heads=num_kv_heads,
                         k_head_dim=k_head_dim,
@@ -122,6 +134,33 @@ class KVSpec:
                     )
                 )
         return tuple(groups)
+
+    def _group_sizes(
+        self, num_layers: dict[tuple[Span, int, int, int], int]
+    ) -> dict[tuple[Span, int, int, int], int]:
+        """Layers of a group, for each kind of layer: of the sizes that keep K4 those with the fewest groups, else those
+        with the least padding, where a group more (a table more in each step) counts as much as 1/2 % of padding."""
+        widths = {kind: kind[1] * (kind[2] + kind[3]) for kind in num_layers}
+        found: list[tuple[bool, float, int, dict[tuple[Span, int, int, int], int]]] = []
+        for block_width in sorted(
+            {count * widths[kind] for kind in num_layers for count in range(1, num_layers[kind] + 1)}
+        ):
+            if block_width < max(widths.values()):
+                continue
+            num_groups = {
+                kind: -(-num_layers[kind] // min(num_layers[kind], block_width // widths[kind]))
+                for kind in num_layers
+            }
+            padding = max(
+                sum(num_groups[kind] * block_width * kind[0].num_kept(num_tokens) for kind in num_layers)
+                / sum(num_layers[kind] * widths[kind] * kind[0].num_kept(num_tokens) for kind in num_layers)
+                for num_tokens in (1, _LONG)
+            )
+            sizes = {kind: -(-num_layers[kind] // num_groups[kind]) for kind in num_layers}
+            count = sum(num_groups.values())
+            is_dense = padding <= 1 + MAX_PADDING and count <= MAX_GROUPS
+            found.append((not is_dense, 0.0 if is_dense else padding + count / 200, count, sizes))
+        return min(found, key=lambda one: one[:3])[3]
 
     def stored_in(self, layer: int) -> int:
         """The layer whose KV decoder layer `layer` reads: itself, or the one it shares with.

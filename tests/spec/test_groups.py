@@ -1,0 +1,75 @@
+"""How layers are gathered into groups whose blocks have equal bytes."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire import Cache
+from quire.spec import KVSpec, LayerSpec, Span
+from quire.spec.kv_spec import MAX_GROUPS, MAX_PADDING
+
+
+def _spec(*kinds: tuple[int, LayerSpec]) -> KVSpec:
+    return KVSpec(tuple(layer for count, layer in kinds for _ in range(count)))
+
+
+def _padding(spec: KVSpec, num_tokens: int) -> float:
+    """What blocks of one size take beyond the tokens in them; their edges not counted."""
+    taken = sum(spec.block_bytes(1) * group.span.num_kept(num_tokens) for group in spec.groups)
+    return taken / spec.bytes_for(num_tokens) - 1
+
+
+GEMMA4 = _spec((50, LayerSpec(Span("window", 1024), 16, 256, 256)), (10, LayerSpec(Span(), 4, 512, 512)))
+
+
+def test_a_wide_windowed_layer_shares_its_block_with_fewer_others() -> None:
+    assert [len(group.layers) for group in GEMMA4.groups] == [10] + [5] * 10
+    assert _padding(GEMMA4, 1) == _padding(GEMMA4, 32_768) == 0
+
+
+def test_a_budget_for_ten_long_sequences_holds_nine() -> None:
+    """Blocks at the edges of windows are what is left of the tenth."""
+    num_tokens = 32_768
+    cache = Cache(GEMMA4, memory=10 * GEMMA4.bytes_for(num_tokens), block_size=16)
+    assert cache.num_blocks // cache.blocks_alone(num_tokens) == 9
+
+
+_KINDS = st.tuples(
+    st.sampled_from([Span(), Span("window", 64), Span("window", 1024), Span("chunked", 512)]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([32, 48, 64, 80, 128]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(_KINDS, st.integers(1, 40), min_size=1, max_size=3))
+def test_groups_hold_every_layer_once_and_are_dense_where_they_can_be(kinds: dict) -> None:
+    spec = _spec(*((n, LayerSpec(span, heads, dim, dim)) for (span, heads, dim), n in kinds.items()))
+    groups = spec.groups
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(spec.layers)))
+    for group in groups:
+        of_kind = {(spec.layers[layer].span, spec.layers[layer].elements_per_token) for layer in group.layers}
+        assert len(of_kind) == 1
+        assert 0 < len(group.layers) <= group.most_layers
+        assert group.bytes_per_block(16) <= spec.block_bytes(16)
+    assert [group.span.kind for group in groups] == sorted(
+        (group.span.kind for group in groups), key=lambda kind: kind != "full"
+    )
+    if len(kinds) == 1:
+        assert len(groups) == 1
+    is_dense = max(_padding(spec, 1), _padding(spec, 1 << 17)) <= MAX_PADDING
+    for size in range(1, 41):  # groups of equal numbers of layers are no better where these are not dense
+        count = sum(-(-n // size) for n in kinds.values())
+        width = min(size, max(kinds.values())) * max(heads * 2 * dim for _, heads, dim in kinds)
+        short = count * width / sum(n * heads * 2 * dim for (_, heads, dim), n in kinds.items()) - 1
+        is_long_dense = all(
+            -(-n // size) * width <= (1 + MAX_PADDING) * n * heads * 2 * dim
+            for (_, heads, dim), n in kinds.items()
+        )
+        assert is_dense or short > MAX_PADDING or not is_long_dense or count > MAX_GROUPS
+
+
+def test_one_full_layer_among_many_windowed_ones_pads_nothing() -> None:
+    spec = _spec((31, LayerSpec(Span("window", 128), 4, 64, 64)), (1, LayerSpec(Span(), 4, 64, 64)))
+    assert _padding(spec, 1) == _padding(spec, 1 << 17) == 0
