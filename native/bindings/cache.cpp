@@ -220,17 +220,21 @@ void bind_cache(nb::module_& module) {
         .def("open",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
                 const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys, std::int32_t owner_id,
-                std::int32_t cache_priority) {
+                std::int32_t cache_priority, std::int64_t most_cached) {
                  check_range("owner_id", owner_id, 0, kMostOwner);
                  check_range("cache_priority", cache_priority, kDiscard, kNumPriorities - 1);
-                 return with_prompt(self, tokens, name, key_positions, keys,
-                                    [&](const Prompt& prompt) { return self.open(prompt, owner_id, cache_priority); });
+                 check_range("most_cached", most_cached, 0, kNoLimit);
+                 return with_prompt(self, tokens, name, key_positions, keys, [&](const Prompt& prompt) {
+                     return self.open(prompt, owner_id, cache_priority, most_cached);
+                 });
              },
              "tokens"_a, "namespace"_a, "key_positions"_a, "keys"_a, "owner_id"_a = 0, "cache_priority"_a = kNormal,
+             "most_cached"_a = kNoLimit,
              R"(Take the hit; the id of the new sequence: 0, 1, 2, ..., never used twice.
 
 owner_id: 0 .. MAX_OWNER, whose blocks the sequence allocates; 0 is nobody's. cache_priority: DISCARD, NORMAL or
-KEEP, what blocks it uses are raised to.)")
+KEEP, what blocks it uses are raised to. most_cached: the hit has no more tokens, now and later,
+nor than a rewind leaves.)")
         .def("append",
              [](Manager& self, SequenceId sequence, const Input<std::int32_t>& tokens) {
                  self.use(0, [&] { self.append(sequence, span_of(tokens)); });

@@ -37,17 +37,19 @@ Sequence& BlockManager::find(SequenceId id) const {
 
 std::int64_t BlockManager::match(const Prompt& prompt) { return find_hit(prompt); }
 
-SequenceId BlockManager::open(const Prompt& prompt, std::int32_t owner_id, std::int32_t cache_priority) {
+SequenceId BlockManager::open(const Prompt& prompt, std::int32_t owner_id, std::int32_t cache_priority,
+                              std::int64_t most_cached) {
     if (owner_id != 0 || cache_priority != kNormal) pool_.start_marking();
     auto sequence = std::make_unique<Sequence>();
     sequence->id = next_id_;
     sequence->owner_id = pool_.slot_of(owner_id);
     sequence->cache_priority = cache_priority;
+    sequence->most_cached = most_cached;
     sequence->tokens.assign(prompt.tokens.begin(), prompt.tokens.end());
     sequence->keys.assign(prompt.keys.begin(), prompt.keys.end());
     sequence->name = prompt.name;
     sequence->first_kept.assign(spans_.size(), 0);
-    const std::int64_t num_tokens = find_hit(prompt);
+    const std::int64_t num_tokens = find_hit(prompt.up_to_hit(most_cached));
     prepare_tables(sequence->tables, num_blocks_for(num_tokens));
     sequences_.ensure_room();
     if (prefix_caching_) take_hit(*sequence, num_tokens, tree_.make_root(prompt.name));
@@ -92,6 +94,7 @@ SequenceId BlockManager::fork(SequenceId id) {
     child->name = parent.name;
     child->owner_id = parent.owner_id;
     child->cache_priority = parent.cache_priority;
+    child->most_cached = parent.most_cached;
     child->first_kept = parent.first_kept;
     prepare_tables(child->tables, num_shared);
     sequences_.ensure_room();

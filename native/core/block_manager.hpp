@@ -14,6 +14,7 @@
 // per cached prompt; commit O(new full blocks x log siblings); close O(blocks).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -53,6 +54,12 @@ struct Prompt {
 
     // The block of `count` tokens from `start`.
     BlockView block(std::int64_t start, std::int64_t count) const noexcept;
+
+    // As much of it as a hit of at most `most_cached` tokens looks at: the last is never a hit's.
+    Prompt up_to_hit(std::int64_t most_cached) const noexcept {
+        const auto count = static_cast<std::size_t>(most_cached) + 1;
+        return {tokens.first(std::min(tokens.size(), count)), keys, name};
+    }
 };
 
 struct Counts {
@@ -127,7 +134,9 @@ public:
 
     std::int64_t match(const Prompt& prompt);
     Explanation explain(const Prompt& prompt);
-    SequenceId open(const Prompt& prompt, std::int32_t owner_id = 0, std::int32_t cache_priority = kNormal);
+    // most_cached: the hit is no longer than that, now and later, nor than a rewind leaves.
+    SequenceId open(const Prompt& prompt, std::int32_t owner_id = 0, std::int32_t cache_priority = kNormal,
+                    std::int64_t most_cached = kNoLimit);
     void append(SequenceId id, std::span<const Token> tokens);
     std::span<const Token> tokens(SequenceId id) const { return find(id).tokens; }
     std::int64_t num_cached_tokens(SequenceId id);

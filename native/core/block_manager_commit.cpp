@@ -243,6 +243,7 @@ std::int64_t BlockManager::rewind(SequenceId id, std::int64_t position) {
     sequence.num_computed = sequence.reserved = kept;
     sequence.restored_to = 0;
     sequence.num_cached = std::min(sequence.num_cached, kept);
+    if (sequence.most_cached != kNoLimit) sequence.most_cached = std::min(sequence.most_cached, kept);
     return kept;
 }
 

@@ -104,7 +104,7 @@ void BlockManager::refresh_hit(Sequence& sequence) {
     if (sequence.is_admitted || sequence.node == kNone ||
         (sequence.seen_version == version_ && sequence.seen_tokens == sequence.num_tokens()))
         return;
-    const std::int64_t num_tokens = find_hit(prompt_of(sequence));
+    const std::int64_t num_tokens = find_hit(prompt_of(sequence).up_to_hit(sequence.most_cached));
     if (num_tokens > sequence.num_computed) {
         std::vector<BlockTable> fresh;
         prepare_tables(fresh, num_blocks_for(num_tokens));

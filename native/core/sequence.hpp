@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,12 +17,16 @@ namespace quire {
 
 using SequenceId = std::int64_t;
 
+// Of a hit that may be as long as it can.
+inline constexpr std::int64_t kNoLimit = std::numeric_limits<std::int32_t>::max();
+
 struct Sequence {
     SequenceId id = 0;
     std::int32_t owner_id = 0;            // slot of the owner its blocks count in
     std::int32_t cache_priority = kNormal;    // what blocks it uses are raised to
     std::int64_t num_computed = 0;
     std::int64_t num_cached = 0;  // taken from the tree
+    std::int64_t most_cached = kNoLimit;  // of that
     std::int64_t reserved = 0;    // end of the positions that have slots, lookahead included
     // Where a `restore` ends that has not been committed, 0 without one: only then entries beyond num_computed may be kNone.
     std::int64_t restored_to = 0;

@@ -109,12 +109,14 @@ class BlockManager:
         keys: Sequence[bytes],
         owner_id: int = 0,
         cache_priority: int = 1,
+        most_cached: int = 2147483647,
     ) -> int:
         """
         Take the hit; the id of the new sequence: 0, 1, 2, ..., never used twice.
 
         owner_id: 0 .. MAX_OWNER, whose blocks the sequence allocates; 0 is nobody's. cache_priority: DISCARD, NORMAL or
-        KEEP, what blocks it uses are raised to.
+        KEEP, what blocks it uses are raised to. most_cached: the hit has no more tokens, now and later,
+        nor than a rewind leaves.
         """
 
     def append(

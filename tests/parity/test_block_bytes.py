@@ -19,7 +19,7 @@ from quire.memory.placement import why_not
 from quire.memory.virtual.storage import VirtualStorage, virtual_block_size
 from quire.spec import KVSpec, LayerSpec, Span
 
-NUM_BLOCKS = 10
+NUM_BLOCKS = 16
 FULL, WINDOW = Span(), Span("window", 8)
 DTYPES = ("float32", "bfloat16", "float16")
 

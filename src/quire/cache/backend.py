@@ -28,7 +28,7 @@ from quire.cache.arguments import closed
 from quire.cache.events import EventArrays
 from quire.cache.protocol import StepPlan
 from quire.cache.tree_view import TreeArrays
-from quire.cache.types import NORMAL, Int32Array, Int64Array
+from quire.cache.types import NO_LIMIT, NORMAL, Int32Array, Int64Array
 from quire.errors import ArgumentError
 
 __all__ = ["BlockManager", "call_manager"]
@@ -80,11 +80,13 @@ class BlockManager(Protocol):
         keys: list[bytes],
         owner_id: int = 0,
         cache_priority: int = NORMAL,
+        most_cached: int = NO_LIMIT,
     ) -> int:
         """Take the hit; the id of the new sequence: 0, 1, 2, ..., never used twice.
 
         owner_id: 0 .. MAX_OWNER, whose blocks the sequence allocates; 0 is nobody's. cache_priority: DISCARD, NORMAL or
-        KEEP, what blocks it uses are raised to."""
+        KEEP, what blocks it uses are raised to. most_cached: the hit has no more tokens, now and later,
+        nor than a rewind leaves."""
         ...
 
     def append(self, sequence: int, tokens: Int32Array) -> None:

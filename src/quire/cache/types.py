@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DISCARD", "KEEP", "MAX_OWNER", "NORMAL", "Int32Array", "Int64Array"]
+__all__ = ["DISCARD", "KEEP", "MAX_OWNER", "NORMAL", "NO_LIMIT", "Int32Array", "Int64Array"]
 
 Int32Array: TypeAlias = NDArray[np.int32]
 Int64Array: TypeAlias = NDArray[np.int64]
@@ -18,3 +18,4 @@ Int64Array: TypeAlias = NDArray[np.int64]
 # How content is kept once nobody holds it (`cache_priority` of `KVCache.open`).
 DISCARD, NORMAL, KEEP = 0, 1, 2
 MAX_OWNER = 2**16 - 1
+NO_LIMIT = 2**31 - 1  # tokens of a hit that may be as long as it can

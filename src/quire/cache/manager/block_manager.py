@@ -39,7 +39,7 @@ from quire.cache.manager.reserve import Copy, Request, blocks_by_owner, decide, 
 from quire.cache.manager.sequence import SequenceState
 from quire.cache.manager.views import block_map, content_of, tree_arrays
 from quire.cache.tree_view import TreeArrays
-from quire.cache.types import NORMAL, Int32Array, Int64Array
+from quire.cache.types import NO_LIMIT, NORMAL, Int32Array, Int64Array
 from quire.spec import Span
 
 __all__ = ["PythonBlockManager"]
@@ -99,10 +99,11 @@ class PythonBlockManager:
         keys: list[bytes],
         owner_id: int = NOBODY,
         cache_priority: int = NORMAL,
+        most_cached: int = NO_LIMIT,
     ) -> int:
         extra_keys = ExtraKeys(key_positions.tolist(), list(keys))
         sequence = SequenceState(
-            self.num_opened, tokens, extra_keys, self.num_groups, owner_id, cache_priority
+            self.num_opened, tokens, extra_keys, self.num_groups, owner_id, cache_priority, most_cached
         )
         self.num_opened += 1
         self.sequences[sequence.id] = sequence
@@ -254,6 +255,7 @@ class PythonBlockManager:
             self.num_groups,
             parent.owner_id,
             parent.cache_priority,
+            parent.most_cached,
         )
         self.num_opened += 1
         self.sequences[child.id] = child

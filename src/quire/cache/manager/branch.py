@@ -12,6 +12,7 @@ from quire.cache.manager.commit import move_to
 from quire.cache.manager.groups import longest_valid_hit
 from quire.cache.manager.pool import NO_WRITER
 from quire.cache.manager.sequence import GIVEN_UP, SequenceState
+from quire.cache.types import NO_LIMIT
 
 __all__ = ["forget_from", "share_computed"]
 
@@ -54,6 +55,8 @@ def forget_from(blocks: Blocks, state: SequenceState, position: int) -> int:
     state.num_computed = state.reserved = kept
     state.restored_to = 0
     state.num_cached = min(state.num_cached, kept)
+    if state.most_cached != NO_LIMIT:
+        state.most_cached = min(state.most_cached, kept)
     if state.node is not None:
         node = state.node
         while node.depth > kept // size:

@@ -23,7 +23,8 @@ def refresh_hit(blocks: Blocks, sequence: SequenceState) -> None:
     if sequence.admitted or sequence.node is None or seen == sequence.looked_at:
         return
     sequence.looked_at = seen
-    hit = find_hit(tree, blocks.spans, sequence.node.root, sequence.tokens, sequence.extra_keys)
+    tokens = sequence.tokens[: sequence.most_cached + 1]  # the last is never a hit's
+    hit = find_hit(tree, blocks.spans, sequence.node.root, tokens, sequence.extra_keys)
     if hit.num_tokens <= sequence.num_computed:
         return
     old = sequence.kept_blocks(0)

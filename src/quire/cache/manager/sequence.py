@@ -14,7 +14,7 @@ import numpy as np
 from quire.cache.known_tokens import KnownTokens
 from quire.cache.manager.content import ExtraKeys
 from quire.cache.manager.prefix import Node
-from quire.cache.types import Int32Array, Int64Array
+from quire.cache.types import NO_LIMIT, Int32Array, Int64Array
 
 __all__ = ["GIVEN_UP", "BlockTable", "SequenceState"]
 
@@ -82,6 +82,7 @@ class SequenceState(KnownTokens):
         num_groups: int,
         owner_id: int,
         cache_priority: int,
+        most_cached: int = NO_LIMIT,
     ) -> None:
         super().__init__(tokens)
         self.id = sequence_id
@@ -94,6 +95,7 @@ class SequenceState(KnownTokens):
         self.first_kept = [0] * num_groups
         self.num_computed = 0
         self.num_cached = 0
+        self.most_cached = most_cached
         self.reserved = 0
         # Where a `restore` ends that has not been committed; 0 without one. Only then may blocks beyond `num_computed`
         # be given up: those that no query from there on reads.

@@ -1,0 +1,410 @@
+"""`StateCache`: a `Cache` for models that keep a state per sequence beside K and V, or in their place. No tensors.
+
+A sequence that has reserved owns a *state slot*; its state is that of all its computed tokens. Others find its prefix
+by K and V at any token, but by states only where one was kept (`checkpoints`): before a prompt's last token, where K
+and V went on and states did not (a branch), at each `checkpoint_every` tokens where asked for, and at a sequence's
+end, whose slot becomes the checkpoint. So a hit ends at the deepest token that has both: K and V to 1 820 and a state
+of 1 792 tokens are a hit of 1 792.
+
+A slot is free, a sequence's, a checkpoint's, or being written to become one. When there is none, the checkpoint that
+saves least goes; when there is none of those, `reserve` finds no room, as when blocks are short.
+
+Invariants (beside those of `Cache`; `check` proves them)
+    S1  every slot is in exactly one of those four places.
+    S2  the state in a checkpoint's slot is of exactly its content, in a sequence's slot of its computed tokens, once
+        the operations and rows of the plans handed out are done. A step that was reserved and not committed leaves a
+        slot that becomes no checkpoint.
+    S3  a sequence that has not reserved yet pins the checkpoint that it will copy.
+
+Cost: as `Cache`, and O(prompt) more for `open`, O(tokens) for each checkpoint, O(sequences) for a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quire.cache import arguments
+from quire.cache.answers import Dropped, Match
+from quire.cache.backend import call_manager
+from quire.cache.cache import Cache
+from quire.cache.checkpoints import Checkpoint, Checkpoints
+from quire.cache.manager.content import ExtraKeys, encode
+from quire.cache.open_sequence import Sequence
+from quire.cache.protocol import CacheSequence, StepPlan
+from quire.cache.state_plan import ZERO, StateStep, StepPlanWithStates
+from quire.cache.types import NORMAL, Int32Array
+from quire.errors import ArgumentError, InvariantError
+
+__all__ = ["StateCache"]
+
+
+@dataclass(eq=False)
+class _Held:
+    """What an open sequence has of states."""
+
+    namespace: bytes
+    keys: ExtraKeys
+    wanted: list[int]  # positions of which it shall leave a checkpoint, ascending
+    source: Checkpoint | None = None  # pinned: what its state begins with; None: with nothing
+    slot: int | None = None  # since it has reserved, or was forked
+    under_way: int | None = None  # tokens that are computed once the step reserved for it is committed
+    made: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of that step's checkpoints
+
+
+class StateCache(Cache):
+    """See the module's text. num_state_slots: at least 2, one to compute and one to come from.
+
+    checkpoint_every: keep a state each so many tokens of a prompt; 0: not.
+    """
+
+    def __init__(self, *args: Any, num_state_slots: int, checkpoint_every: int = 0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.num_state_slots = arguments.count(num_state_slots, "num_state_slots", 2)
+        self.checkpoint_every = arguments.count(checkpoint_every, "checkpoint_every", 0)
+        self.checkpoints = Checkpoints()
+        self.num_evicted_checkpoints = 0
+        self._free = list(range(self.num_state_slots - 1, -1, -1))
+        self._held: dict[int, _Held] = {}
+        self._operations: list[tuple[int, int]] = []  # to be done before the next step
+
+    # Finding a prefix
+
+    def match(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> Match:
+        prompt = arguments.prompt(token_ids, namespace, extra_keys)
+        found = self._deepest(prompt, self._manager.match(*prompt))
+        return Match(0 if found is None else found.num_tokens)
+
+    def drop(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> Dropped:
+        dropped = super().drop(token_ids, namespace=namespace, extra_keys=extra_keys)
+        tokens, name, positions, keys = arguments.prompt(token_ids, namespace, extra_keys)
+        content = encode(tokens, ExtraKeys(positions.tolist(), list(keys)), 0, len(tokens))
+        for checkpoint in self.checkpoints.beginning_with(name, content):
+            self._forget(checkpoint)
+        return dropped
+
+    def _deepest(self, prompt: tuple[Int32Array, bytes, Any, list[bytes]], most: int) -> Checkpoint | None:
+        """The checkpoint of most tokens that the prompt begins with, of at most so many."""
+        tokens, namespace, positions, keys = prompt
+        content = encode(tokens, ExtraKeys(positions.tolist(), list(keys)), 0, most)
+        return self.checkpoints.find(namespace, content)
+
+    # Sequences
+
+    @property
+    def can_fork(self) -> bool:  # type: ignore[override]
+        """Whether a slot is to be had for the fork."""
+        return bool(self._free) or self.checkpoints.num_free_to_go > 0
+
+    def open(
+        self,
+        token_ids: Any,
+        *,
+        namespace: bytes = b"",
+        extra_keys: Mapping[int, bytes] | None = None,
+        max_num_tokens: int | None = None,
+        owner_id: int = 0,
+        cache_priority: int = NORMAL,
+    ) -> Sequence:
+        if max_num_tokens is not None:
+            arguments.count(max_num_tokens, "max_num_tokens", 1)
+        prompt = arguments.prompt(token_ids, namespace, extra_keys)
+        owner = arguments.owner_and_cache_priority(owner_id, cache_priority)
+        stored = most = self._manager.match(*prompt) if self.prefix_caching else 0
+        while True:
+            source = self._deepest(prompt, most) if most and self._may_pin() else None
+            wanted_hit = 0 if source is None else source.num_tokens
+            sequence_id = self._manager.open(*prompt, *owner, wanted_hit)
+            hit = self._manager.num_cached_tokens(sequence_id)
+            if hit == wanted_hit:
+                break
+            # Blocks behind a window are there for a longer hit, and not for this one.
+            call_manager(self._manager.close, sequence_id)
+            most = hit
+        if source is not None:
+            source.num_pins += 1
+            self.checkpoints.use(source)
+        tokens, name, positions, keys = prompt
+        self._held[sequence_id] = _Held(
+            name, ExtraKeys(positions.tolist(), list(keys)), self._wanted(len(tokens), hit, stored), source
+        )
+        return self._opened(sequence_id)
+
+    def _wanted(self, num_tokens: int, num_hit: int, num_stored: int) -> list[int]:
+        if not self.prefix_caching:
+            return []
+        wanted = {num_tokens - 1, num_stored}
+        if self.checkpoint_every:
+            wanted.update(range(self.checkpoint_every, num_tokens, self.checkpoint_every))
+        return sorted(position for position in wanted if num_hit < position < num_tokens)
+
+    def _may_pin(self) -> bool:
+        """Whether two slots are left for those who compute."""
+        return self.num_state_slots - self.checkpoints.num_pinned - len(self._forgotten()) > 2
+
+    def fork(self, sequence: CacheSequence | int) -> Sequence:
+        parent = self._state_of(sequence)
+        if parent.slot is not None and not self.can_fork:
+            raise ArgumentError(
+                f"expected a free state slot for a fork, got none of {self.num_state_slots}; close a sequence"
+            )
+        child = super().fork(sequence)
+        held = _Held(parent.namespace, parent.keys, list(parent.wanted), parent.source)
+        if parent.slot is not None:
+            held.slot = self._take_slot()
+            self._operations.append((parent.slot, held.slot))
+        elif held.source is not None:
+            held.source.num_pins += 1
+        self._held[child.id] = held
+        return child
+
+    def rewind(self, sequence: CacheSequence | int, position: int) -> int:
+        """As `Cache.rewind`; states are there again from the last checkpoint on: compute again from there."""
+        held = self._state_of(sequence)
+        sequence_id = self._id(sequence)
+        position = arguments.count(position, "position", 0)
+        num_computed = self._manager.num_computed_tokens(sequence_id)
+        if position >= num_computed and held.under_way is None:
+            held.wanted = [one for one in held.wanted if one < position]
+            held.keys = held.keys.truncated(position)
+            return super().rewind(sequence, position)
+        tokens = self._manager.tokens(sequence_id)[:position]
+        content = encode(tokens, held.keys, 0, min(position, num_computed))
+        source = self.checkpoints.find(held.namespace, content)
+        there = 0 if source is None else source.num_tokens
+        left = super().rewind(sequence, there)
+        if left != there:  # a window has given up what the next query would read
+            source = self.checkpoints.find(held.namespace, encode(tokens, held.keys, 0, left))
+            if source is None or source.num_tokens != left:
+                source, left = None, super().rewind(sequence, 0)
+        call_manager(self._manager.append, sequence_id, np.ascontiguousarray(tokens[left:]))
+        self._let_go(held)
+        if source is not None:
+            source.num_pins += 1
+        held.source = source
+        held.wanted = [one for one in held.wanted if left < one < position]
+        held.keys = held.keys.truncated(position)
+        return left
+
+    def withdraw(self, sequence: CacheSequence | int) -> None:
+        super().withdraw(sequence)
+        self._state_of(sequence).wanted.clear()
+
+    def close(self, sequence: CacheSequence | int) -> None:
+        held, sequence_id = self._state_of(sequence), self._id(sequence)
+        if held.slot is not None and held.under_way is None and self._manager.is_findable(sequence_id):
+            num_computed = self._manager.num_computed_tokens(sequence_id)
+            self._keep(sequence_id, held, num_computed, held.slot)
+            held.slot = None
+        self._let_go(held)
+        super().close(sequence)
+        del self._held[sequence_id]
+
+    # A step
+
+    def reserve(
+        self, sequences: Any, num_new_tokens: Any, *, num_lookahead_tokens: int = 0
+    ) -> StepPlan | None:
+        ids, counts, _ = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
+        held = [self._state_of(sequence_id) for sequence_id in ids.tolist()]
+        if not self._slots_suffice(held):
+            return None
+        plan = super().reserve(ids, counts, num_lookahead_tokens=num_lookahead_tokens)
+        if plan is None:
+            return None
+        for one in held:
+            if one.slot is None:
+                self._begin(one)
+        checkpoints: list[tuple[int, int]] = []
+        stops, rows = plan.context_lengths.tolist(), plan.query_start.tolist()
+        for sequence_id, one, stop, row, after in zip(
+            ids.tolist(), held, stops, rows, rows[1:], strict=False
+        ):
+            self._free += [slot for _, slot in one.made]  # of a step that was refused
+            one.made = []
+            one.under_way = stop
+            start = stop - (after - row)
+            for position in [position for position in one.wanted if position <= stop]:
+                if position > start and self._is_new(sequence_id, one, position):
+                    slot = self._slot_or_none()
+                    if slot is not None:
+                        one.made.append((position, slot))
+                        checkpoints.append((row + position - 1 - start, slot))
+        operations, self._operations = tuple(self._operations), []
+        slots = np.array([one.slot for one in held], np.int64)
+        return StepPlanWithStates(plan, StateStep(slots, operations, tuple(checkpoints)))
+
+    def restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> StepPlan | None:
+        raise ArgumentError(
+            "expected a sequence without states to restore, got one of a model with state layers; what was preempted "
+            "is found by its checkpoint"
+        )
+
+    def commit(self, sequence: CacheSequence | int, num_computed_tokens: int) -> None:
+        super().commit(sequence, num_computed_tokens)
+        self._committed(self._id(sequence), int(num_computed_tokens))
+
+    def advance(self, sequences: Any, num_computed_tokens: Any, token_ids: Any) -> None:
+        ids, counts, _ = self._step_arguments(sequences, num_computed_tokens, 0)
+        super().advance(ids, counts, token_ids)
+        for sequence_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
+            self._committed(sequence_id, count)
+
+    def _committed(self, sequence_id: int, num_computed: int) -> None:
+        held = self._held[sequence_id]
+        if held.under_way is None:
+            return
+        if held.under_way != num_computed:
+            raise ArgumentError(
+                f"expected a commit of all {held.under_way} tokens of the step, whose state there is, got one of "
+                f"{num_computed} for sequence {sequence_id}"
+            )
+        held.under_way = None
+        held.wanted = [position for position in held.wanted if position > num_computed]
+        made, held.made = held.made, []
+        for position, slot in made:
+            if self._manager.is_findable(sequence_id):
+                self._keep(sequence_id, held, position, slot)
+            else:
+                self._free.append(slot)
+
+    # Size
+
+    def reset(self) -> None:
+        super().reset()
+        for checkpoint in list(self.checkpoints):
+            self._forget(checkpoint)
+
+    def trim(self) -> Int32Array:
+        for checkpoint in list(self.checkpoints):
+            if not checkpoint.num_pins:
+                self._forget(checkpoint)
+        return super().trim()
+
+    # Looking on
+
+    def stats(self) -> dict[str, int]:
+        return {
+            **super().stats(),
+            "state_slots": self.num_state_slots,
+            "free_state_slots": len(self._free),
+            "checkpoints": len(self.checkpoints),
+            "evicted_checkpoints": self.num_evicted_checkpoints,
+        }
+
+    def check(self) -> None:
+        super().check()
+        places = [
+            *self._free,
+            *(one.slot for one in self.checkpoints),
+            *(one.slot for one in self._forgotten()),
+            *(held.slot for held in self._held.values() if held.slot is not None),
+            *(slot for held in self._held.values() for _, slot in held.made),
+        ]
+        if sorted(places) != list(range(self.num_state_slots)):
+            raise InvariantError(
+                f"S1: expected each of {self.num_state_slots} state slots in one place, got {sorted(places)}"
+            )
+        pins = sum(one.num_pins for one in {*self.checkpoints, *self._forgotten()})
+        pinning = sum(held.source is not None for held in self._held.values())
+        if pins != pinning or self._held.keys() != self._open_ids:
+            raise InvariantError(f"S3: {pins} pins of checkpoints, {pinning} sequences that pin one")
+
+    # How
+
+    def _state_of(self, sequence: CacheSequence | int) -> _Held:
+        sequence_id = self._id(sequence)
+        held = self._held.get(sequence_id)
+        if held is None:
+            raise arguments.closed(sequence_id, "StateCache")
+        return held
+
+    def _slots_suffice(self, held: list[_Held]) -> bool:
+        num_needed = sum(one.slot is None for one in held)
+        if not num_needed:
+            return True
+        num_there = len(self._free) + self.checkpoints.num_free_to_go
+        # A source that nobody else is to copy becomes the slot itself, if need be.
+        sources = Counter(one.source for one in held if one.slot is None and one.source is not None)
+        return num_needed <= num_there + sum(count == one.num_pins for one, count in sources.items())
+
+    def _begin(self, held: _Held) -> None:
+        """A slot for its state, which begins with its source."""
+        source = held.source
+        slot = self._slot_or_none()
+        if source is None:
+            assert slot is not None
+            self._operations.append((ZERO, slot))
+        elif slot is not None:
+            self._operations.append((source.slot, slot))
+            self._unpin(held)
+        else:
+            self._unpin(held)
+            slot = self._take_slot()  # the source's own
+            assert slot == source.slot
+        held.slot = slot
+
+    def _unpin(self, held: _Held) -> None:
+        source, held.source = held.source, None
+        if source is not None:
+            source.num_pins -= 1
+            if not source.is_found and not source.num_pins:
+                self._free.append(source.slot)
+
+    def _forgotten(self) -> set[Checkpoint]:
+        """Those that are found no more and wait for who has pinned them."""
+        sources = (held.source for held in self._held.values())
+        return {source for source in sources if source is not None and not source.is_found}
+
+    def _take_slot(self) -> int:
+        slot = self._slot_or_none()
+        assert slot is not None
+        return slot
+
+    def _slot_or_none(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        victim = self.checkpoints.victim()
+        if victim is None:
+            return None
+        self.checkpoints.evict(victim)
+        self.num_evicted_checkpoints += 1
+        return victim.slot
+
+    def _is_new(self, sequence_id: int, held: _Held, position: int) -> bool:
+        content = encode(self._manager.tokens(sequence_id), held.keys, 0, position)
+        found = self.checkpoints.get(held.namespace, content)
+        if found is not None:
+            self.checkpoints.use(found)
+        return found is None
+
+    def _keep(self, sequence_id: int, held: _Held, num_tokens: int, slot: int) -> None:
+        """A slot that holds the state of the sequence's first tokens becomes a checkpoint, or is free."""
+        content = encode(self._manager.tokens(sequence_id), held.keys, 0, num_tokens)
+        if num_tokens and self.checkpoints.get(held.namespace, content) is None:
+            self.checkpoints.add(held.namespace, content, num_tokens, slot)
+        else:
+            self._free.append(slot)
+
+    def _let_go(self, held: _Held) -> None:
+        """Of its slots and its source."""
+        if held.slot is not None:
+            self._free.append(held.slot)
+        self._free += [slot for _, slot in held.made]
+        self._unpin(held)
+        held.slot = held.under_way = None
+        held.made = []
+
+    def _forget(self, checkpoint: Checkpoint) -> None:
+        """Nobody finds it any more; who has found it may copy it still."""
+        self.checkpoints.remove(checkpoint)
+        if not checkpoint.num_pins:
+            self._free.append(checkpoint.slot)

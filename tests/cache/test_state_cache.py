@@ -1,0 +1,291 @@
+"""`StateCache`: a simulated machine of states beside it proves that every slot holds the state of its very tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.cache_case import BACKENDS
+
+from quire.cache.protocol import CacheSequence
+from quire.cache.state_cache import StateCache
+from quire.cache.state_plan import ZERO
+from quire.errors import ArgumentError
+from quire.spec import KVSpec, LayerSpec, Span
+
+FULL = KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=8)
+WINDOWED = KVSpec((LayerSpec(Span(), 1, 8, 8), LayerSpec(Span("window", 5), 1, 8, 8)))
+
+State = tuple[int, ...] | None  # the tokens it was made of; None: of a row that failed
+
+
+class Machine:
+    """Slots with states, and what a model does to them."""
+
+    def __init__(self, cache: StateCache) -> None:
+        self.cache = cache
+        self.slots: list[State] = [None] * cache.num_state_slots
+
+    def run(self, plan: Any, sequences: list[CacheSequence], *, until: int | None = None) -> None:
+        """Operations and rows of a plan; of those `until` alone where it fails then."""
+        for source, target in plan.states.operations:
+            self.slots[target] = () if source == ZERO else self.slots[source]
+        if until == -1:
+            return  # refused before any row
+        kept = dict(plan.states.checkpoints)
+        row = 0
+        for sequence, slot, (first, last), stop in zip(
+            sequences, plan.states.slots, pairwise(plan.query_start), plan.context_lengths, strict=True
+        ):
+            tokens = tuple(sequence.tokens[:stop].tolist())
+            start = int(stop - (last - first))
+            assert self.slots[slot] == tokens[:start]
+            for position in range(start, int(stop)):
+                if until is not None and row >= until:
+                    self.slots[slot] = None
+                    return
+                self.slots[slot] = tokens[: position + 1]
+                if row in kept:
+                    self.slots[kept[row]] = tokens[: position + 1]
+                row += 1
+
+    def step(self, sequences: list[CacheSequence], counts: list[int]) -> bool:
+        plan = self.cache.reserve(sequences, counts)
+        if plan is None:
+            return False
+        self.run(plan, sequences)
+        for sequence, count in zip(sequences, plan.context_lengths.tolist(), strict=True):
+            self.cache.commit(sequence, count)
+        return True
+
+    def compute(self, sequence: CacheSequence, chunk: int = 1 << 30) -> None:
+        while (left := sequence.num_tokens - sequence.num_computed_tokens) > 0:
+            assert self.step([sequence], [min(left, chunk)])
+
+
+def make(num_slots: int = 6, spec: KVSpec = FULL, **options: Any) -> tuple[StateCache, Machine]:
+    cache = StateCache(
+        spec, num_blocks=options.pop("num_blocks", 64), block_size=4, num_state_slots=num_slots, **options
+    )
+    return cache, Machine(cache)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_prompt_again_computes_its_last_token_alone(backend: str) -> None:
+    cache, machine = make(backend=backend)
+    prompt = list(range(50))
+    first = cache.open(prompt)
+    machine.compute(first, chunk=7)
+    assert cache.open(prompt).num_cached_tokens == 49
+    assert cache.match(prompt).num_tokens == 49
+    cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_next_turn_computes_the_new_tokens_alone(backend: str) -> None:
+    cache, machine = make(backend=backend)
+    turn = cache.open(list(range(30)))
+    machine.compute(turn)
+    for token in (7, 8, 9):
+        turn.append([token])
+        machine.compute(turn)
+    cache.close(turn)
+    again = cache.open([*range(30), 7, 8, 9, 100, 101, 102])
+    assert again.num_cached_tokens == 33
+    machine.compute(again)
+    cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hit_ends_where_both_are_and_a_branch_is_remembered(backend: str) -> None:
+    cache, machine = make(backend=backend)
+    machine.compute(first := cache.open(list(range(40))))
+    other = [*range(20), *range(100, 120)]
+    second = cache.open(other)
+    assert second.num_cached_tokens == 0  # K and V to 20, no state there
+    machine.compute(second)
+    third = cache.open([*range(20), *range(200, 220)])
+    assert third.num_cached_tokens == 20  # the second left one where they parted
+    machine.compute(third)
+    for sequence in (first, second, third):
+        cache.close(sequence)
+    cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_checkpoints_on_request(backend: str) -> None:
+    cache, machine = make(backend=backend, checkpoint_every=8)
+    machine.compute(cache.open(list(range(30))), chunk=11)
+    assert sorted(one.num_tokens for one in cache.checkpoints) == [8, 16, 24, 29]
+    assert cache.open([*range(17), 99, 98]).num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hit_never_grows_beyond_its_state(backend: str) -> None:
+    """While it waits, others commit more of its prompt, of which nobody has kept a state there."""
+    cache, machine = make(backend=backend)
+    waiting = cache.open([*range(20), 99])
+    machine.compute(cache.open(list(range(40))))
+    assert waiting.num_cached_tokens == 0
+    machine.compute(waiting)
+    cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_slots_nothing_is_reserved_and_nothing_changes(backend: str) -> None:
+    cache, machine = make(num_slots=2, backend=backend)
+    a, b, c = (cache.open([n, n + 1, n + 2]) for n in (0, 10, 20))
+    assert machine.step([a, b], [3, 3])
+    before = cache.stats()
+    assert cache.reserve([c], [3]) is None
+    assert not cache.can_fork
+    with pytest.raises(ArgumentError, match="a free state slot"):
+        cache.fork(a)
+    assert cache.stats() == before
+    cache.close(a)
+    machine.compute(c)
+    cache.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_content_that_was_dropped_is_found_no_more(backend: str) -> None:
+    cache, machine = make(backend=backend)
+    machine.compute(first := cache.open(list(range(20))))
+    cache.close(first)
+    waiting = cache.open([*range(20), 5])  # it has pinned the state
+    assert waiting.num_cached_tokens == 20
+    cache.drop(list(range(10)))
+    assert cache.match(list(range(20))).num_tokens == 0
+    assert not len(cache.checkpoints)
+    machine.compute(waiting)
+    cache.close(waiting)
+    cache.check()
+    assert cache.stats()["free_state_slots"] == 6
+
+
+def test_namespaces_and_extra_keys_share_nothing() -> None:
+    cache, machine = make(num_slots=8)
+    prompt = list(range(20))
+    machine.compute(cache.open(prompt, namespace=b"a", extra_keys={3: b"image"}))
+    assert cache.match(prompt, namespace=b"a", extra_keys={3: b"image"}).num_tokens == 19
+    for namespace, keys in ((b"b", {3: b"image"}), (b"a", {3: b"other"}), (b"a", None)):
+        assert cache.match(prompt, namespace=namespace, extra_keys=keys).num_tokens == 0
+
+
+def test_what_saves_least_goes_first() -> None:
+    cache, machine = make(num_slots=3)
+    for first, length in ((0, 60), (100, 20)):
+        machine.compute(sequence := cache.open(list(range(first, first + length))))
+        cache.close(sequence)
+    assert {one.num_tokens for one in cache.checkpoints} >= {59}
+    machine.compute(cache.open(list(range(200, 210))))
+    assert cache.match([*range(60), 1]).num_tokens >= 59
+
+
+class StateCacheLaws(RuleBasedStateMachine):
+    """Whatever is done, in whatever order: S1 to S3, and the states of the machine beside it."""
+
+    backend = "python"
+
+    @initialize(
+        num_slots=st.integers(2, 7),
+        spec=st.sampled_from([FULL, WINDOWED]),
+        every=st.sampled_from([0, 3]),
+        num_blocks=st.integers(12, 40),
+    )
+    def begin(self, num_slots: int, spec: KVSpec, every: int, num_blocks: int) -> None:
+        self.cache, self.machine = make(
+            num_slots, spec, num_blocks=num_blocks, checkpoint_every=every, backend=self.backend
+        )
+        self.open: list[CacheSequence] = []
+
+    @rule(
+        prefix=st.integers(0, 24),
+        tail=st.lists(st.integers(0, 2), min_size=1, max_size=9),
+        name=st.sampled_from([b"", b"x"]),
+    )
+    def opens(self, prefix: int, tail: list[int], name: bytes) -> None:
+        if len(self.open) < 5:
+            self.open.append(self.cache.open([*range(10, 10 + prefix), *tail], namespace=name))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), outcome=st.sampled_from(["runs", "runs", "runs", "refused", "fails"]))
+    def steps(self, data: st.DataObject, outcome: str) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.open), min_size=1, unique_by=id))
+        todo = [(one, one.num_tokens - one.num_computed_tokens) for one in chosen]
+        todo = [(one, data.draw(st.integers(1, left))) for one, left in todo if left]
+        if not todo:
+            return
+        sequences, counts = [one for one, _ in todo], [count for _, count in todo]
+        plan = self.cache.reserve(sequences, counts)
+        if plan is None:
+            return
+        if outcome == "runs":
+            self.machine.run(plan, sequences)
+            for sequence, stop in zip(sequences, plan.context_lengths.tolist(), strict=True):
+                self.cache.commit(sequence, stop)
+        elif outcome == "refused":
+            self.machine.run(plan, sequences, until=-1)
+        else:
+            self.machine.run(plan, sequences, until=data.draw(st.integers(0, sum(counts))))
+            for sequence in sequences:
+                self.cache.close(sequence)
+                self.open.remove(sequence)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=4))
+    def appends(self, data: st.DataObject, tokens: list[int]) -> None:
+        data.draw(st.sampled_from(self.open)).append(tokens)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def forks(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(self.open))
+        if len(self.open) < 5 and self.cache.can_fork and not self.cache._state_of(parent).under_way:
+            self.open.append(self.cache.fork(parent))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def rewinds(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.open))
+        before = sequence.tokens
+        position = data.draw(st.integers(1, len(before)))
+        left = self.cache.rewind(sequence, position)
+        assert left <= position
+        assert np.array_equal(sequence.tokens, before[:position])
+        assert sequence.num_computed_tokens == left
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def closes(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.open))
+        self.open.remove(sequence)
+        self.cache.close(sequence)
+
+    @rule(prefix=st.integers(0, 12))
+    def drops(self, prefix: int) -> None:
+        self.cache.drop(list(range(10, 10 + prefix)))
+
+    @rule()
+    def trims(self) -> None:
+        self.cache.trim()
+
+    @invariant()
+    def holds(self) -> None:
+        self.cache.check()
+
+
+class NativeStateCacheLaws(StateCacheLaws):
+    backend = "native"
+
+
+StateCacheLaws.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+NativeStateCacheLaws.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPython = StateCacheLaws.TestCase
+if "native" in BACKENDS:
+    TestNative = NativeStateCacheLaws.TestCase
