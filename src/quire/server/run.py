@@ -29,6 +29,9 @@ __all__ = ["bind", "serve", "url_of", "uvicorn_config"]
 
 _log = logging.getLogger("quire.server")
 
+_BACKLOG = 2048  # connections that the system keeps until they are accepted
+_ACCEPTS = 64  # of them that one turn of the event loop accepts: some 5 ms
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. *raises:* ArgumentError in one line: the port is taken, the address is not ours."""
@@ -37,7 +40,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(2048)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         where = url_of(host, port).removeprefix("http://")
@@ -50,6 +53,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 class _Server(uvicorn.Server):
     """Draining is ours: uvicorn would end the loop's own signals differently."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in (
+            sockets or ()
+        ):  # asyncio has one number for what it accepts in a turn and for the backlog
+            listener.listen(_BACKLOG)
 
     def install_signal_handlers(self) -> None:
         pass
@@ -77,6 +87,7 @@ def uvicorn_config(app: Any, limits: Limits) -> uvicorn.Config:
         lifespan="off",
         proxy_headers=False,
         timeout_keep_alive=75,
+        backlog=_ACCEPTS,
     )
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from quire.server.errors import ApiError, error_body
 from quire.server.http.http_versions import Protocol
+from quire.server.http.turns import Turns
 from quire.server.settings import Limits
 
 __all__ = ["Connections", "GuardedProtocol", "raise_file_limit"]
@@ -49,6 +50,7 @@ class Connections:
         self._waited_for: dict[GuardedProtocol, None] = {}  # the longest first
         self._num_open = 0
         self._timer: asyncio.TimerHandle | None = None
+        self.turns = Turns()
 
     def __len__(self) -> int:
         return self._num_open
@@ -142,9 +144,17 @@ class GuardedProtocol(Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
         self._guard.leave(self)
+        self._guard.turns.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if not self._is_over and self._guard.turns.take(self, data):
+            self.transport.pause_reading()
+
+    def handle(self, data: bytes, *, is_last: bool) -> None:
+        """A piece in its turn; after the last one the connection is read again."""
+        if is_last and not self.flow.read_paused and not self._is_over:
+            self.transport.resume_reading()
         if self._is_over:
             return
         self._num_bytes += len(data)
