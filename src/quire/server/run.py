@@ -21,6 +21,7 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.errors import ArgumentError
 from quire.server.app import make_app
+from quire.server.http.client_address import TrustedProxies
 from quire.server.http.connections import Connections, raise_file_limit
 from quire.server.http.requests import LOGGER
 from quire.server.settings import Limits, ServerSettings
@@ -76,11 +77,11 @@ class _Nothing:
         pass
 
 
-def uvicorn_config(app: Any, limits: Limits) -> uvicorn.Config:
+def uvicorn_config(app: Any, limits: Limits, proxies: TrustedProxies | None = None) -> uvicorn.Config:
     """How uvicorn serves the application: behind the bounds of `connections`."""
     return uvicorn.Config(
         app,
-        http=Connections(limits).protocol,  # type: ignore[arg-type]  # called as the class would be
+        http=Connections(limits, proxies=proxies).protocol,  # type: ignore[arg-type]  # called as the class would be
         ws="none",
         log_level="warning",
         access_log=False,
@@ -142,7 +143,7 @@ async def _serve(
     _collect_requests_only()
     when_ready()
     service = app.state.service
-    server = _Server(uvicorn_config(app, raise_file_limit(settings.limits)))
+    server = _Server(uvicorn_config(app, raise_file_limit(settings.limits), settings.proxies))
     loop = asyncio.get_running_loop()
     num_signals = 0
     told = asyncio.Event()

@@ -9,7 +9,8 @@ What is too large or too late is answered with 414, 431 or 408, if nothing else 
 
 Invariants
     H1  what a connection holds of a request that has not come whole is bounded: headers here, bodies by `BodyLimit`.
-    H2  never more than `max_connections` are open, nor `max_connections_per_address` of one address.
+    H2  never more than `max_connections` are open, nor `max_connections_per_address` of one address that is no
+        trusted proxy's.
 
 Cost: O(1) a connection, request and piece of data; once a second a look at each connection.
 """
@@ -27,6 +28,7 @@ from http import HTTPStatus
 from typing import Any
 
 from quire.server.errors import ApiError, error_body
+from quire.server.http.client_address import TrustedProxies
 from quire.server.http.http_versions import Protocol
 from quire.server.http.turns import Turns
 from quire.server.settings import Limits
@@ -41,11 +43,18 @@ _OTHER_FILES = 256  # descriptors for everything that is no connection
 
 
 class Connections:
-    """Those of one server, for its event loop. `protocol` is what uvicorn makes for each."""
+    """Those of one server, for its event loop. `protocol` is what uvicorn makes for each. What comes over
+    them is handled in `turns`."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        proxies: TrustedProxies | None = None,
+    ) -> None:
         self.limits = limits
         self.clock = clock
+        self._proxies = proxies or TrustedProxies()
         self._of: dict[str, dict[GuardedProtocol, None]] = {}  # by address
         self._waited_for: dict[GuardedProtocol, None] = {}  # the longest first
         self._num_open = 0
@@ -62,7 +71,8 @@ class Connections:
     def admit(self, one: GuardedProtocol) -> bool:
         """Whether it has a place; for that another one may have to go."""
         mine = self._of.get(one.address, {})
-        if len(mine) >= self.limits.max_connections_per_address and not self._make_room(mine):
+        is_full = len(mine) >= self.limits.max_connections_per_address and not self._proxies.has(one.address)
+        if is_full and not self._make_room(mine):
             return False
         if self._num_open >= self.limits.max_connections and not self._make_room(self._waited_for):
             return False
