@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from support.fake_engine import FakeEngine
 
 from quire.sampling.params import SamplingParams
+from quire.scheduler import clients
 
 
 def submit(
@@ -104,6 +106,34 @@ def test_a_less_urgent_request_takes_no_place() -> None:
     submit(engine, "few", 20, 1, priority=0)
     engine.step()
     assert running(engine) == {"many": 3, "few": 1}
+
+
+def test_a_step_has_so_many_rows_of_one_client_where_there_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clients, "MAX_ROWS", 3)
+    engine = FakeEngine(num_blocks=400, max_num_seqs=20)
+    submit(engine, "many", 40, 8)
+    for _ in range(3):
+        engine.step()
+
+    def lengths() -> list[int]:
+        return [len(sequence.output_ids) for sequence in engine.scheduler.running]
+
+    assert lengths() == [3] * 8, "alone it has all of the step"
+    submit(engine, "few", 40, 2)
+    engine.step()
+    for _ in range(7):
+        before = lengths()
+        engine.step()
+        grown = [after - old for after, old in zip(lengths(), before, strict=True)]
+        assert grown[0] == 1, "the first of all is in every step"
+        assert (sum(grown[:8]), grown[8:]) == (3, [1, 1])
+    others = lengths()[1:8]
+    assert max(others) - min(others) <= 1, "by turns"
+    while engine.engine.has_work:
+        engine.step()
+    engine.check_empty()
 
 
 def test_requests_of_one_client_stop_none_of_their_own() -> None:

@@ -9,6 +9,9 @@ first that came is the first to join. Between clients of the same priority
                    at least, as the one that waits would have then. Never the first of all
     out of memory  of the least urgent sequences, the last of the client that has the most
 
+    in a step      while there are several, at most `MAX_ROWS` sequences of one client decode: of more by turns, its
+                   first in every one. A step of hundreds of them would be long for all
+
 So no client keeps another from running, whatever it sends and however long its answers are; alone, it has all there is.
 Twice as many, so that nobody is stopped for an even share.
 
@@ -28,6 +31,7 @@ from quire.scheduler.request import Request, RequestSequence
 
 __all__ = ["Clients"]
 
+MAX_ROWS = 64
 _MAX_REMEMBERED = 1024
 
 
@@ -87,6 +91,20 @@ class Clients:
                 heapq.heapreplace(heap, entry(client))
             else:
                 heapq.heappop(heap)
+
+    def of_step(self, decoding: list[RequestSequence], number: int) -> list[RequestSequence]:
+        """Of the sequences that decode, sorted by key, those that step `number` takes."""
+        if not self.are_several or len(decoding) <= MAX_ROWS:
+            return decoding
+        by_client: dict[str | None, list[RequestSequence]] = {}
+        for sequence in decoding:
+            by_client.setdefault(sequence.request.client, []).append(sequence)
+        left_out: set[int] = set()
+        for sequences in by_client.values():
+            num_others, num_taken = len(sequences) - 1, MAX_ROWS - 1  # beside the first
+            for at in range(num_taken, num_others):
+                left_out.add(id(sequences[1 + (number * num_taken + at) % num_others]))
+        return [sequence for sequence in decoding if id(sequence) not in left_out]
 
     def beyond_share(self, wanted: RequestSequence, live: Sequence[RequestSequence]) -> list[RequestSequence]:
         """The sequences that may give way to one that waits for room, the first to go at the end."""

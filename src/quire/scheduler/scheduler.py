@@ -328,12 +328,12 @@ class Scheduler:
         budget = self.max_batch_tokens
         chosen: list[tuple[RequestSequence, int]] = []
         prefills: list[RequestSequence] = []
+        decodes: list[RequestSequence] = []
         for sequence in self.running:
-            if sequence.num_tokens - sequence.num_computed > 1:
-                prefills.append(sequence)
-            elif budget:
-                chosen.append((sequence, 1))
-                budget -= 1
+            (prefills if sequence.num_tokens - sequence.num_computed > 1 else decodes).append(sequence)
+        for sequence in self._clients.of_step(decodes, self.num_steps)[:budget]:
+            chosen.append((sequence, 1))
+            budget -= 1
         for sequence in prefills:
             n = min(sequence.num_tokens - sequence.num_computed, budget, self._chunk_limit)
             if n == 0:
