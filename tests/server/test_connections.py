@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 
 from quire.server import run
 from quire.server.http import connections
+from quire.server.http.client_address import TrustedProxies
 from quire.server.http.connections import Connections, GuardedProtocol, raise_file_limit
 from quire.server.http.turns import Turns
 from quire.server.run import uvicorn_config
@@ -261,6 +262,15 @@ async def test_a_body_that_comes_behind_its_answer_is_not_read_for_ever(house: H
     for _ in range(2):
         one.data_received(b"x" * 50_000)
     assert transport.is_closed
+
+
+@in_loop
+async def test_a_trusted_proxy_has_as_many_as_there_are(house: House) -> None:
+    house.guard = Connections(LIMITS, lambda: house.now, TrustedProxies(["192.0.2.1"]))
+    proxies = [house.connect() for _ in range(4)]
+    assert not any(transport.is_aborted for _, transport in proxies)
+    house.connect("192.0.2.2")  # all places are taken: the oldest goes
+    assert [transport.is_aborted for _, transport in proxies] == [True, False, False, False]
 
 
 @in_loop
