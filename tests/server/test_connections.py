@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import resource
 import socket
@@ -73,7 +74,10 @@ class House:
         self.answering = asyncio.Event()
         self.made: list[GuardedProtocol] = []
 
+        self.num_begun = 0
+
         async def app(scope: Any, receive: Any, send: Any) -> None:
+            self.num_begun += 1
             await self.answering.wait()
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
@@ -262,6 +266,22 @@ async def test_a_body_that_comes_behind_its_answer_is_not_read_for_ever(house: H
     for _ in range(2):
         one.data_received(b"x" * 50_000)
     assert transport.is_closed
+
+
+@in_loop
+async def test_requests_that_came_at_once_over_one_connection_have_their_turns_too(house: House) -> None:
+    house.guard.turns = Turns(1)
+    house.answering.set()
+    several = [house.connect(f"192.0.2.{number}") for number in range(4)]
+    for one, _ in several:
+        one.data_received(WHOLE * 3)
+    begun = [house.num_begun]
+    for _ in range(60):
+        await asyncio.sleep(0)
+        begun.append(house.num_begun)
+    assert begun[-1] == 12
+    assert max(after - before for before, after in itertools.pairwise(begun)) == 1
+    assert [transport.written.count(b"HTTP/1.1 200") for _, transport in several] == [3] * 4
 
 
 @in_loop

@@ -134,6 +134,8 @@ class GuardedProtocol(Protocol):
         self._guard = guard
         self._limits = guard.limits
         self._is_over = False  # refused, or closed
+        self._is_next = False  # an answer has ended just now
+        self._next: Any = None  # the request behind it, which waits for its turn
         self._num_whole = 0  # requests that have come and are not answered
         self._coming: str | None = "headers"  # what comes of the next one, since when: "headers", "body"
         self._since = guard.clock()
@@ -162,10 +164,15 @@ class GuardedProtocol(Protocol):
             self.transport.pause_reading()
 
     def handle(self, data: bytes, *, is_last: bool) -> None:
-        """A piece in its turn; after the last one the connection is read again."""
-        if is_last and not self.flow.read_paused and not self._is_over:
-            self.transport.resume_reading()
+        """A piece in its turn, an empty one for the next request that has come already; after the last one the
+        connection is read again."""
         if self._is_over:
+            return
+        if is_last and not self.flow.read_paused:
+            self.transport.resume_reading()
+        if not data:
+            (cycle, app), self._next = self._next, None
+            super()._start_asgi_task(cycle, app)
             return
         self._num_bytes += len(data)
         super().data_received(data)
@@ -222,8 +229,18 @@ class GuardedProtocol(Protocol):
 
     def on_response_complete(self) -> None:
         self._num_whole = max(0, self._num_whole - 1)  # 0 already: answered before it had come whole
+        self._is_next = True
         super().on_response_complete()
+        self._is_next = False
         self._expect(self._coming)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """uvicorn's. A request that came before the one before it was answered waits for its turn like others."""
+        if not self._is_next:
+            super()._start_asgi_task(cycle, app)
+            return
+        self._next = cycle, app
+        self._guard.turns.take(self, b"")
 
     # -- the guard's -----------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ _MOST_BYTES = 64 << 20
 
 
 class Taker(Protocol):
-    """A connection: `address` is its client's. `handle` takes a piece; after it nothing of the connection waits."""
+    """A connection, and its client's address. `handle` takes a piece; is_last: nothing of it waits then."""
 
     address: str
     loop: asyncio.AbstractEventLoop
