@@ -167,7 +167,8 @@ plan of a `restore`, which no step computes: behind a window.)")
                          return self.view(self.group().lookahead_slots,
                                           self.plan->num_sequences * self.plan->num_lookahead);
                      },
-             R"(int64 [n * num_lookahead]: likewise for the lookahead tokens, sequence after sequence.)")
+             R"(int64 [n * num_lookahead]: block * block_size + offset of each lookahead position, which follow the
+new tokens; those of sequence i are at i * num_lookahead .. (i + 1) * num_lookahead - 1.)")
         .def_prop_ro("block_tables", &block_tables, nb::sig("def block_tables(self) -> NDArray[numpy.int32]"),
              R"(int32 [n, widest], made when asked for. Row i has ceil((context_lengths[i] + num_lookahead) /
 block_size) entries, then -1; -1 also where a block behind a window has been given up.)")

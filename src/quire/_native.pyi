@@ -37,7 +37,8 @@ class GroupPlan:
     @property
     def lookahead_slots(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
         """
-        int64 [n * num_lookahead]: likewise for the lookahead tokens, sequence after sequence.
+        int64 [n * num_lookahead]: block * block_size + offset of each lookahead position, which follow the
+        new tokens; those of sequence i are at i * num_lookahead .. (i + 1) * num_lookahead - 1.
         """
 
     @property

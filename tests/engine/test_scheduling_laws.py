@@ -28,6 +28,7 @@ class Arrival:
     n: int
     priority: int
     abort_after: int | None
+    client: str | None = None
 
 
 @st.composite
@@ -41,6 +42,7 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         n=draw(st.sampled_from([1, 1, 1, 2, 3])),
         priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
         abort_after=draw(st.sampled_from([None, None, None, 0, 2, 5])),
+        client=draw(st.sampled_from([None, None, "a", "b"])),
     )
 
 
@@ -78,7 +80,9 @@ def run(
         for index, request in enumerate(requests):
             if request.step == step:
                 params = SamplingParams(max_tokens=request.max_tokens, n=request.n)
-                request_id = engine.submit(list(request.prompt), params, priority=request.priority)
+                request_id = engine.submit(
+                    list(request.prompt), params, priority=request.priority, client=request.client
+                )
                 ids[request_id] = index
                 if request.abort_after is not None:
                     to_abort.append((step + request.abort_after, request_id))

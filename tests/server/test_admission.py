@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from quire.server import admission as places
 from quire.server.admission import Admission
 from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
-from quire.server.tenants import Tenant
+from quire.server.tenants import ANYBODY, Tenant
 
 ANN, BOB = Tenant("ann", max_requests=2), Tenant("bob", requests_per_minute=3)
 
@@ -121,3 +122,58 @@ def test_no_tenant_takes_all_places_from_the_others() -> None:
         shared.admit(greedy, 1)
     assert shared.num_open == 9
     assert most_of(Admission(12, Metrics("m"), is_shared=True), own) == 10
+
+
+def test_the_last_places_are_for_other_addresses_than_the_one_that_has_the_rest() -> None:
+    admission = Admission(32, Metrics("m"))
+    for _ in range(30):
+        admission.admit(ANYBODY, 1, address="many")
+    with pytest.raises(ApiError) as refused:
+        admission.admit(ANYBODY, 1, address="many")
+    assert (refused.value.status, refused.value.code) == (429, "address_share")
+    assert "30 from your address" in str(refused.value)
+    with pytest.raises(ApiError):
+        admission.require(ANYBODY, 1, "many")
+    others = [admission.admit(ANYBODY, 1, address=name) for name in ("few", "another")]
+    with pytest.raises(ApiError) as refused:
+        admission.admit(ANYBODY, 1, address="a third")
+    assert refused.value.code == "queue_full"
+    for one in others:
+        one.leave()
+    assert admission.admit(ANYBODY, 1, 2, "few")
+    with pytest.raises(ApiError) as refused:
+        admission.admit(ANYBODY, 31, address="many")  # no address ever has as many
+    assert refused.value.code == "too_many_answers"
+
+
+def test_an_address_has_so_many_requests_a_minute() -> None:
+    now = 1000.0
+    admission = Admission(64, Metrics("m"), per_minute_of_address=3, clock=lambda: now)
+    admission.admit(ANYBODY, 2, address="one").leave()
+    now += 20
+    admission.admit(ANYBODY, 1, address="one").leave()
+    with pytest.raises(ApiError) as refused:
+        admission.admit(ANYBODY, 1, address="one")
+    assert (refused.value.status, refused.value.code) == (429, "rate_limit")
+    assert refused.value.retry_after_s == 41
+    admission.admit(ANYBODY, 3, address="another").leave()
+    for _ in range(9):
+        admission.admit(Tenant("named"), 1, address="one").leave()  # a tenant has its own limit, or none
+    now += 41
+    admission.admit(ANYBODY, 1, address="one").withdraw()  # what was wrong counts in no minute
+    admission.admit(ANYBODY, 2, address="one").leave()
+    with pytest.raises(ApiError) as refused:
+        admission.admit(ANYBODY, 4, address="a third")
+    assert refused.value.code == "too_many_answers"
+
+
+def test_addresses_of_the_minutes_before_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_MOST_RECENT", 10)
+    now = 1000.0
+    admission = Admission(64, Metrics("m"), per_minute_of_address=1, clock=lambda: now)
+    for number in range(200):
+        now += 7
+        admission.admit(ANYBODY, 1, address=f"a{number}").leave()
+        assert len(admission._recent) <= 20
+    with pytest.raises(ApiError):
+        admission.admit(ANYBODY, 1, address="a199")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import resource
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 from uvicorn.server import ServerState
 
+from quire.server import run
 from quire.server.http import connections
+from quire.server.http.client_address import TrustedProxies
 from quire.server.http.connections import Connections, GuardedProtocol, raise_file_limit
+from quire.server.http.turns import Turns
 from quire.server.run import uvicorn_config
 from quire.server.settings import Limits
 
@@ -34,7 +39,7 @@ class Transport(asyncio.Transport):
     def __init__(self, address: str) -> None:
         super().__init__({"peername": (address, 1), "sockname": ("127.0.0.1", 80)})
         self.written = b""
-        self.is_aborted = self.is_closed = False
+        self.is_aborted = self.is_closed = self.is_paused = False
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
         self.written += data
@@ -49,10 +54,10 @@ class Transport(asyncio.Transport):
         return self.is_closed
 
     def pause_reading(self) -> None:
-        pass
+        self.is_paused = True
 
     def resume_reading(self) -> None:
-        pass
+        self.is_paused = False
 
     @property
     def status(self) -> int:
@@ -65,10 +70,14 @@ class House:
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.now = 0.0
         self.guard = Connections(limits, lambda: self.now)
+        self.guard.turns = Turns(10_000)  # all that comes is handled at once
         self.answering = asyncio.Event()
         self.made: list[GuardedProtocol] = []
 
+        self.num_begun = 0
+
         async def app(scope: Any, receive: Any, send: Any) -> None:
+            self.num_begun += 1
             await self.answering.wait()
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
@@ -257,6 +266,77 @@ async def test_a_body_that_comes_behind_its_answer_is_not_read_for_ever(house: H
     for _ in range(2):
         one.data_received(b"x" * 50_000)
     assert transport.is_closed
+
+
+@in_loop
+async def test_requests_that_came_at_once_over_one_connection_have_their_turns_too(house: House) -> None:
+    house.guard.turns = Turns(1)
+    house.answering.set()
+    several = [house.connect(f"192.0.2.{number}") for number in range(4)]
+    for one, _ in several:
+        one.data_received(WHOLE * 3)
+    begun = [house.num_begun]
+    for _ in range(60):
+        await asyncio.sleep(0)
+        begun.append(house.num_begun)
+    assert begun[-1] == 12
+    assert max(after - before for before, after in itertools.pairwise(begun)) == 1
+    assert [transport.written.count(b"HTTP/1.1 200") for _, transport in several] == [3] * 4
+
+
+@in_loop
+async def test_a_trusted_proxy_has_as_many_as_there_are(house: House) -> None:
+    house.guard = Connections(LIMITS, lambda: house.now, TrustedProxies(["192.0.2.1"]))
+    proxies = [house.connect() for _ in range(4)]
+    assert not any(transport.is_aborted for _, transport in proxies)
+    house.connect("192.0.2.2")  # all places are taken: the oldest goes
+    assert [transport.is_aborted for _, transport in proxies] == [True, False, False, False]
+
+
+@in_loop
+async def test_what_waits_for_its_turn_is_not_read_on(house: House) -> None:
+    house.guard.turns = Turns(1)
+    first, second, gone = (house.connect() for _ in range(3))
+    for one, _ in (first, second, gone):
+        one.data_received(WHOLE)
+    assert [transport.is_paused for _, transport in (first, second, gone)] == [False, True, True]
+    assert len(house.state.tasks) == 1
+    gone[0].connection_lost(None)
+    await asyncio.sleep(0)
+    assert not second[1].is_paused
+    await settled()
+    assert len(house.state.tasks) == 2
+    house.answering.set()
+    await settled()
+    assert [transport.status for _, transport in (first, second, gone)] == [200, 200, 0]
+
+
+def test_few_are_accepted_in_a_turn_and_many_wait_for_it() -> None:
+    """asyncio has one number for both, and sets it when it begins to serve."""
+    told: list[int] = []
+
+    class Listener(socket.socket):
+        def listen(self, backlog: int = 0, /) -> None:
+            told.append(backlog)
+            super().listen(backlog)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError
+
+    async def main() -> None:
+        config = uvicorn_config(app, LIMITS)
+        with Listener() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.setblocking(False)
+            server = run._Server(config)
+            server.should_exit = True  # once it has started
+            await server.serve([listener])
+            for one in server.servers:
+                one.close()
+        assert config.backlog <= 64
+
+    asyncio.run(main())
+    assert told[-1] >= 1024
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_queue_is_bounded(serve, llm: LLM) -> None:
         assert statuses.count(200) >= 16
         refused = next(answer for answer in answers if answer.status_code == 429)
         assert int(refused.headers["retry-after"]) >= 1
-        assert refused.json()["error"]["code"] == "queue_full"
+        assert refused.json()["error"]["code"] == "address_share"  # the last places are for other addresses
         assert app.state.service.num_open == 0
     assert is_idle(llm)
 

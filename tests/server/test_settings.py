@@ -19,6 +19,8 @@ port = 9000
 tenant_secret = "env:QUIRE_TEST_SECRET"
 remote_secret = "env:QUIRE_TEST_REMOTE"
 max_waiting = 7
+requests_per_minute_per_address = 90
+trusted_proxies = ["10.0.0.7"]
 admin_key = "env:QUIRE_TEST_ADMIN"
 [[tenants]]
 name = "alice"
@@ -43,6 +45,9 @@ def test_a_file_and_flags_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("QUIRE_TEST_REMOTE", "sixteen bytes of the remote")
     settings, model = load_config(write(tmp_path, GOOD), {"port": 9001, "host": None})
     assert (settings.host, settings.port, settings.limits.max_waiting) == ("127.0.0.1", 9001, 7)
+    assert settings.limits.requests_per_minute_per_address == 90
+    assert settings.trusted_proxies == ("10.0.0.7",)
+    assert settings.proxies.has("10.0.0.7")
     assert model == {"kv_memory": "64MiB"}
     for key in ("clear-key", "hashed-key"):
         tenant = settings.keys.find(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,8 @@ class FakeEngine:
 
     def submit(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> str:
         """As `Engine.submit`, the options one by one."""
-        return self.engine.submit(prompt, RequestOptions.of(params, **options))
+        client = options.pop("client", None)
+        return self.engine.submit(prompt, replace(RequestOptions.of(params, **options), client=client))
 
     def _tick(self) -> float:
         self.now += 1.0

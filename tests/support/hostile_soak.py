@@ -1,8 +1,10 @@
 """A server process, one client that attacks it, one that asks for little: how long the second waits, and the memory.
 
-    python tests/support/hostile_soak.py [--seconds 10] [--only ATTACK]
+    python tests/support/hostile_soak.py [--seconds 10] [--only ATTACK] [--keyless] [--one-address]
 
-Each attack is made for some seconds by a process of its own, under an address and a key of its own. Meanwhile the
+Each attack is made for some seconds by a process of its own, under an address and a key of its own. --keyless: the
+server has no keys, so that the address alone says who asks. --one-address: the attack comes from that of the other
+client, of whom nothing is promised then if it has no key. Meanwhile the
 other client asks for /health and for a completion of two tokens, again and again. A JSON line an attack: the statuses
 it got, the longest that the other client waited, the server's memory before, at its peak, after. Fails where a wait is
 a second or more, where an answer is not a 200, or where memory does not come back.
@@ -101,16 +103,15 @@ def _message(content: str) -> str:
 
 
 _CALL = {"function": {"name": "f", "arguments": "[" * 100_000}}
-_HEAD = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Api-Key: attacker\r\nContent-Type: application/json\r\n"
-)
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Api-Key: attacker\r\nContent-Type: application/json\r\n"
 _STREAM = json.dumps(
     {"prompt": "a", "max_tokens": 1900, "ignore_eos": True, "stream": True, "logprobs": 5}
 ).encode()
 
 _UNREAD = "answers that nobody reads"
+_STREAMS = "a flood of streams"
 _MOST_ATTEMPTS = 3000  # connections that are kept open by one process
-_MOST_STREAMS = 16  # more would only show how an engine shares its steps
+_MOST_STREAMS = 16
 ATTACKS: dict[str, tuple[Attempt, int]] = {  # and how many attempts at once
     "prompts of objects": (posts("/v1/completions", f'{{"prompt":{MANY}}}'), 4),
     "messages of objects": (posts("/v1/chat/completions", _message(MANY)), 4),
@@ -165,6 +166,8 @@ ATTACKS: dict[str, tuple[Attempt, int]] = {  # and how many attempts at once
         connects(_HEAD + b"Content-Length: %d\r\n\r\n" % len(_STREAM) + _STREAM),
         4,
     ),
+    _STREAMS: (connects(_HEAD + b"Content-Length: %d\r\n\r\n" % len(_STREAM) + _STREAM), 64),
+    "whole, cheap requests": (connects(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", 20), 64),
     "conversations that are kept": (
         posts(
             "/v1/conversations",
@@ -249,11 +252,16 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--only", choices=sorted(ATTACKS))
+    parser.add_argument("--keyless", action="store_true")
+    parser.add_argument("--one-address", action="store_true")
     asked = parser.parse_args()
+    if asked.one_address:
+        global ATTACKER
+        ATTACKER = "127.0.0.1"
     names = [asked.only] if asked.only else list(ATTACKS)
     headers = {"Authorization": "Bearer other", "Connection": "close"}
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
-        config.write(CONFIG)
+        config.write("" if asked.keyless else CONFIG)
         config.flush()
         with (
             serving("--kv-memory", "64MiB", "--config", config.name) as server,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -53,6 +53,7 @@ class Admission:
         self._swap = swap
         self._watermark = watermark
         self._open = open_sequence
+        self.refused: RequestSequence | None = None  # by the last `admit`, for want of a place or of memory
 
     @property
     def margin(self) -> int:
@@ -62,6 +63,7 @@ class Admission:
     def admit(
         self,
         waiting: list[RequestSequence],
+        order: Iterable[RequestSequence],
         running: list[RequestSequence],
         chosen: list[tuple[RequestSequence, int]],
         *,
@@ -72,28 +74,30 @@ class Admission:
     ) -> list[tuple[RequestSequence, int]]:
         """Waiting sequences that join the step, opened and moved to `running`, each with the tokens it computes.
 
-        chosen: the running ones and their tokens in it. is_first: nobody runs or loads. room: sequences at most.
+        order: the first `MAX_LOOKED_AT` of the waiting ones, in the order in which they are to join. chosen: the
+        running ones and their tokens in it. is_first: nobody runs or loads. room: sequences at most.
         budget: tokens at most, chunk_limit: of one.
         """
-        if not waiting or room <= 0 or budget <= 0:
+        self.refused = None
+        if not waiting or budget <= 0:
+            return []
+        if room <= 0:
+            ready = (sequence for sequence in order if sequence.is_searched and not sequence.waits_for_commit)
+            self.refused = next(ready, None)
             return []
         cache, margin = self._cache, self.margin
         taken = self.blocks_to_come(chosen)
         being_computed = PrefixesUnderWay(running, cache.block_size) if cache.prefix_caching else None
         admitted: list[tuple[RequestSequence, int]] = []
-        passed: list[RequestSequence] = []  # wait for another's commit, or for their own owner's blocks
         taken_by = self.taken_by_owner(chosen)
         short: set[int] = set()  # owners of which one waits for blocks: nobody of them overtakes it
-        num_looked_at = 0
-        for sequence in waiting[:MAX_LOOKED_AT]:
+        for sequence in order:
             if not room or not budget:
                 break
-            num_looked_at += 1
             request = sequence.request
             owner_id = request.owner_id
             if not sequence.is_searched or sequence.waits_for_commit or owner_id in short:
-                passed.append(sequence)
-                continue
+                continue  # passed over: for another's commit, or for its own owner's blocks
             tokens = sequence.token_ids()
             cache_sequence = self._open(sequence, tokens)
             num_computed = cache_sequence.num_computed_tokens
@@ -101,7 +105,6 @@ class Admission:
                 sequence.waits_for = being_computed.find(request, tokens, num_computed)
                 if sequence.waits_for is not None:
                     cache.close(cache_sequence)
-                    passed.append(sequence)
                     continue
             # What was swapped out comes back at once, whatever the budget.
             known = max(num_computed, self._swap.num_tokens(sequence))
@@ -118,12 +121,11 @@ class Admission:
                 if waits_for is not None:
                     cache.close(cache_sequence)
                     short.add(owner_id)
-                    passed.append(sequence)
                     taken += num_blocks if waits_for == "others" else 0
                     continue
                 if taken + num_blocks + margin > cache.num_free_blocks or now > cache.largest_free_blocks:
                     cache.close(cache_sequence)
-                    num_looked_at -= 1
+                    self.refused = sequence
                     break
             if known > num_computed:
                 restored = self._swap.restore(sequence, cache_sequence)
@@ -146,7 +148,7 @@ class Admission:
                 being_computed.add(sequence, tokens)
             admitted.append((sequence, n))
         if admitted:
-            waiting[:num_looked_at] = passed
+            waiting[:MAX_LOOKED_AT] = [s for s in waiting[:MAX_LOOKED_AT] if s.state is SequenceState.WAITING]
             for sequence, _ in admitted:
                 insort(running, sequence, key=lambda other: other.key)
         return admitted

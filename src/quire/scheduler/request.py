@@ -183,6 +183,7 @@ class Request:
         self.owner_id = key.owner_id  # whose memory it takes, and how its content is kept: see `Cache.open`
         self.cache_priority = cache_priority_number(options.cache_priority)
         self.tenant = options.key.tenant
+        self.client = options.client
         self.sequences = [RequestSequence(self, index) for index in range(params.n)]
         self.num_cached_tokens = 0
         self.num_tier_tokens: dict[str, int] = {}  # of the cached ones, those that a tier gave

@@ -33,6 +33,7 @@ class RequestOptions:
 
     cache_priority: how its content is kept once it has ended: "keep" goes last, "discard" first. stream: an output
     for each step instead of one at the end; deltas: each with what is new only. request_id: made up if not given.
+    client: whose it is among those that share the engine: places are shared between clients, see `Clients`.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -42,6 +43,7 @@ class RequestOptions:
     stream: bool = False
     deltas: bool = False
     request_id: str | None = None
+    client: str | None = None
 
     @classmethod
     def of(

@@ -1,12 +1,14 @@
 """Which tokens of which sequences run in the next step. Pure bookkeeping: no tensors, no text, no model.
 
 Continuous batching with chunked prefill under a token budget: running sequences that decode come first, then
-running ones that still compute their prompt, then waiting ones, each in order of (priority, arrival). A waiting
-sequence does not overtake one that was refused for want of memory, unless that one's own owner alone is short of it.
+running ones that still compute their prompt, then waiting ones, each in order of (priority, arrival); waiting ones of
+several clients in the order of `clients`. A waiting sequence does not overtake one that was refused for want of memory,
+unless that one's own owner alone is short of it.
 
 Out of memory (the cache evicts what is merely cached by itself): the last sequence in that order of those that run or
 load is preempted: its bytes are swapped out or not (`preemption`), its sequence is closed, so that its content stays
-findable, and it waits to be opened again with prompt and output.
+findable, and it waits to be opened again with prompt and output. So it is for a client that waits, where another one
+has more than its share.
 
 A waiting sequence whose next tokens are being computed by a running one waits for that one's commit. One whose prefix
 lies in a tier is LOADING meanwhile (`tier_loads`): its blocks are reserved, others overtake it.
@@ -36,6 +38,7 @@ from quire.errors import CapacityError
 from quire.offload.load import TierLoads
 from quire.offload.swap import Swap
 from quire.scheduler.admission import MAX_LOOKED_AT, Admission
+from quire.scheduler.clients import Clients
 from quire.scheduler.fair_share import FairShare
 from quire.scheduler.loading import LoadingQueue
 from quire.scheduler.refusals import Refusals
@@ -89,6 +92,7 @@ class Scheduler:
         self._closed: list[int] = []  # cache sequences closed since the last step
         self._chunk_limit = max_batch_tokens  # lowered while one sequence alone has too little memory
         self._refusals = Refusals()
+        self._clients = Clients()
 
     # -- requests in and out ---------------------------------------------------------------------------
 
@@ -116,6 +120,7 @@ class Scheduler:
         """Queues a request. *raises:* CapacityError if it can never fit, with the numbers."""
         self.check_request(request)
         self.requests[request.request_id] = request
+        self._clients.add(request)
         self._wait(request.sequences[0])
 
     def branch(self, parent: RequestSequence, sequence: RequestSequence) -> bool:
@@ -161,7 +166,8 @@ class Scheduler:
         request = sequence.request
         if request.finished:
             request.finished_s = self.clock()
-            self.requests.pop(request.request_id, None)
+            if self.requests.pop(request.request_id, None) is not None:
+                self._clients.remove(request)
 
     def drop(self, tokens: np.ndarray, key: ResolvedKey = NOBODYS) -> Dropped:
         """`Cache.drop`. Sequences that were preempted before go on as those that run: nobody finds such content of
@@ -224,6 +230,10 @@ class Scheduler:
         while self.running or self.waiting:
             chosen, budget = self._continue_running()
             admitted = self._admit(chosen, budget) if may_admit else []
+            if may_admit and (last := self._beyond_share(admitted)) is not None:
+                self._start([sequence for sequence, _ in admitted])
+                self._preempt(last)
+                continue
             chosen += admitted
             while chosen:
                 ids = np.array([sequence.cache_sequence.id for sequence, _ in chosen], np.int64)
@@ -318,12 +328,12 @@ class Scheduler:
         budget = self.max_batch_tokens
         chosen: list[tuple[RequestSequence, int]] = []
         prefills: list[RequestSequence] = []
+        decodes: list[RequestSequence] = []
         for sequence in self.running:
-            if sequence.num_tokens - sequence.num_computed > 1:
-                prefills.append(sequence)
-            elif budget:
-                chosen.append((sequence, 1))
-                budget -= 1
+            (prefills if sequence.num_tokens - sequence.num_computed > 1 else decodes).append(sequence)
+        for sequence in self._clients.of_step(decodes, self.num_steps)[:budget]:
+            chosen.append((sequence, 1))
+            budget -= 1
         for sequence in prefills:
             n = min(sequence.num_tokens - sequence.num_computed, budget, self._chunk_limit)
             if n == 0:
@@ -341,6 +351,9 @@ class Scheduler:
             room = 0 if self.running else 1
         return self._admission.admit(
             self.waiting,
+            self._clients.in_order(self.waiting[:MAX_LOOKED_AT], self.running + self.loading)
+            if self.waiting
+            else (),
             self.running,
             chosen,
             is_first=not (self.running or self.loading),
@@ -349,14 +362,33 @@ class Scheduler:
             chunk_limit=self._chunk_limit,
         )
 
+    def _beyond_share(self, admitted: list[tuple[RequestSequence, int]]) -> RequestSequence | None:
+        """Who gives way to the first that waits for room now, if its client has a claim to some, and enough would come
+        of it."""
+        wanted = self._admission.refused
+        if wanted is None or not self._clients.are_several or self._refusals.nobody_joins:
+            return None
+        new = {id(sequence) for sequence, _ in admitted}
+        live = [sequence for sequence in self._live() if id(sequence) not in new]
+        beyond = self._clients.beyond_share(wanted, live)
+        cache = self._cache
+        room = cache.num_free_blocks - self._admission.margin
+        for sequence in beyond:
+            room += cache.blocks_alone(max(1, sequence.num_computed))
+        return beyond[-1] if beyond and cache.blocks_alone(wanted.num_tokens) <= room else None
+
+    def _live(self) -> list[RequestSequence]:
+        """Those that run or load, sorted."""
+        return sorted(self.running + self.loading, key=_key) if self.loading else self.running
+
     # -- moving sequences --------------------------------------------------------------------------------
 
     def _make_room(self, chosen: list[tuple[RequestSequence, int]]) -> bool:
         """The running sequences do not fit: preempts one of them, or lets the only one ask for less."""
         if not self.running:
             return False
-        live = sorted(self.running + self.loading, key=_key) if self.loading else self.running
-        candidates = self._share.may_give_way(live, chosen)
+        live = self._live()
+        candidates = self._clients.may_give_way(self._share.may_give_way(live, chosen), live)
         if len(candidates) > 1:
             self._preempt(candidates[-1])
             return True
@@ -405,6 +437,7 @@ class Scheduler:
             self._swap.drop(sequence)
             sequence.search = None
             request = sequence.request
+            self._clients.joined(request)
             if request.started_s is None:
                 request.started_s = self.clock()
                 request.num_cached_tokens = sequence.num_computed

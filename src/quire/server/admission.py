@@ -6,7 +6,7 @@ other; it counts until it has ended, whatever it ends with.
 Invariants
     N1  `num_open` is what has been admitted and has not ended, each prompt `n` times; never more than `most`.
 
-Cost: O(1), and the requests of the last minute of a tenant with a limit on those.
+Cost: O(1), and the requests of the last minute of a client with a limit on those.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ from collections.abc import Callable
 
 from quire.server.errors import ApiError
 from quire.server.metrics import Metrics
-from quire.server.tenants import Tenant
+from quire.server.tenants import ANYBODY, Tenant
 
-__all__ = ["Admission", "Admitted"]
+__all__ = ["Admission", "Admitted", "client_of"]
+
+_MOST_RECENT = 4096  # clients remembered for a minute, before those are looked for that need not be
+
+
+def client_of(tenant: Tenant, address: str) -> str:
+    """What a client's requests are counted under: the tenant's name, or the address of one who has none."""
+    return f"address {address}" if tenant.name == ANYBODY.name else f"tenant {tenant.name}"
 
 
 class Admission:
@@ -27,32 +34,58 @@ class Admission:
 
     is_shared: there are several tenants. Then one that has no `max_requests` gets a place as long as it has no more of
     them than are free: half of all if it is alone, a third beside one that does likewise, and some are left for whoever
-    comes next.
+    comes next. Where all are one tenant without a name, the last sixteenth of the places is for addresses that have no
+    more than so many.
+
+    per_minute_of_address: requests of an address in a minute, where it is no tenant of a name.
     """
 
-    def __init__(self, most: int, metrics: Metrics, *, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        most: int,
+        metrics: Metrics,
+        *,
+        is_shared: bool = False,
+        per_minute_of_address: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._is_shared = is_shared
         self.num_open = 0
         self._most = most
+        self._num_kept = 0 if is_shared else most // 16
+        self._per_minute_of_address = per_minute_of_address
+        self._clock = clock
         self._metrics = metrics
-        self._open_of: Counter[str] = Counter()
+        self._open_of: Counter[str] = Counter()  # by tenant
+        self._open_at: Counter[str] = Counter()  # by address, of those without a name
         self._recent: dict[str, deque[float]] = {}
+        self._most_recent = _MOST_RECENT
 
-    def admit(self, tenant: Tenant, num_prompts: int, n: int = 1) -> Admitted:
+    def admit(self, tenant: Tenant, num_prompts: int, n: int = 1, address: str = "") -> Admitted:
         """Places, `n` for each prompt, to be left together or prompt by prompt. *raises:* ApiError with status 429:
         there are none; 400: there can never be so many."""
         num_requests = num_prompts * n
         self._require_possible(tenant, num_requests)
-        self.require(tenant, num_requests)
-        if tenant.requests_per_minute is not None:
-            self._count_recent(tenant.name, num_requests, tenant.requests_per_minute)
-        self._count(tenant.name, num_requests)
-        return Admitted(self, tenant, num_requests, n)
+        self.require(tenant, num_requests, address)
+        client, per_minute = client_of(tenant, address), self._per_minute(tenant)
+        if per_minute is not None:
+            self._count_recent(client, num_requests, per_minute)
+        admitted = Admitted(self, tenant, num_requests, n, address)
+        self._count(admitted, num_requests)
+        return admitted
 
-    def require(self, tenant: Tenant, num_requests: int) -> None:
+    def require(self, tenant: Tenant, num_requests: int, address: str = "") -> None:
         """*raises:* ApiError 429: there are not so many places now."""
         if self.num_open + num_requests > self._most:
             self.refuse("queue_full", f"{self.num_open} requests run or wait, at most {self._most} may")
+        if tenant.name == ANYBODY.name and self.num_open + num_requests > self._most - self._num_kept:
+            open_here = self._open_at[address]
+            if open_here + num_requests > self._num_kept:
+                self.refuse(
+                    "address_share",
+                    f"{open_here} from your address run or wait, {self.num_open} in all, and the last "
+                    f"{self._num_kept} of {self._most} places are for other addresses",
+                )
         open_now = self._open_of[tenant.name]
         if tenant.max_requests is not None:
             if open_now + num_requests > tenant.max_requests:
@@ -68,10 +101,11 @@ class Admission:
 
     def _require_possible(self, tenant: Tenant, num_requests: int) -> None:
         """What would be refused however often it came again is a wrong request."""
+        num_kept = self._num_kept if tenant.name == ANYBODY.name else 0
         for most, whose in (
-            (self._most, "of the server"),
+            (self._most - num_kept, "of the server"),
             (tenant.max_requests, "of yours at once"),
-            (tenant.requests_per_minute, "of yours in a minute"),
+            (self._per_minute(tenant), "of yours in a minute"),
         ):
             if most is not None and num_requests > most:
                 raise ApiError(
@@ -81,13 +115,21 @@ class Admission:
                     code="too_many_answers",
                 )
 
+    def _per_minute(self, tenant: Tenant) -> int | None:
+        return self._per_minute_of_address if tenant.name == ANYBODY.name else tenant.requests_per_minute
+
     def refuse(self, code: str, message: str, retry_after_s: int = 1) -> None:
         self._metrics.refused.labels(code).inc()
         raise ApiError(429, f"too many requests: {message}", code=code, retry_after_s=retry_after_s)
 
-    def _count_recent(self, name: str, num_requests: int, most: int) -> None:
-        recent = self._recent.setdefault(name, deque())
-        now = time.monotonic()
+    def _count_recent(self, client: str, num_requests: int, most: int) -> None:
+        now = self._clock()
+        if len(self._recent) >= self._most_recent:
+            self._recent = {
+                one: times for one, times in self._recent.items() if times and times[-1] > now - 60
+            }
+            self._most_recent = max(_MOST_RECENT, 2 * len(self._recent))
+        recent = self._recent.setdefault(client, deque())
         while recent and recent[0] <= now - 60:
             recent.popleft()
         if len(recent) + num_requests > most:
@@ -95,18 +137,24 @@ class Admission:
             self.refuse("rate_limit", f"at most {most} requests a minute", wait_s)
         recent.extend([now] * num_requests)
 
-    def _count(self, name: str, more: int) -> None:
+    def _count(self, admitted: Admitted, more: int) -> None:
         self.num_open += more
-        self._open_of[name] += more
-        if not self._open_of[name]:
-            del self._open_of[name]
+        tenant = admitted.tenant.name
+        for counts, who in ((self._open_of, tenant), (self._open_at, admitted.address)):
+            if counts is self._open_of or tenant == ANYBODY.name:
+                counts[who] += more
+                if not counts[who]:
+                    del counts[who]
 
 
 class Admitted:
     """The places of one request's prompts, to be left prompt by prompt or all together."""
 
-    def __init__(self, admission: Admission, tenant: Tenant, num_places: int, n: int = 1) -> None:
+    def __init__(
+        self, admission: Admission, tenant: Tenant, num_places: int, n: int = 1, address: str = ""
+    ) -> None:
         self.tenant = tenant
+        self.address = address
         self._n = n
         self._admission = admission
         self._num_places = num_places
@@ -125,7 +173,7 @@ class Admitted:
 
     def withdraw(self) -> None:
         """Leaves all, as if they had never been taken: the requests were wrong and count in no minute."""
-        recent = self._admission._recent.get(self.tenant.name, deque())
+        recent = self._admission._recent.get(client_of(self.tenant, self.address), deque())
         for _ in range(min(self._num_places, len(recent))):
             recent.pop()
         self._leave(self._num_places)
@@ -137,4 +185,4 @@ class Admitted:
     def _leave(self, num_places: int) -> None:
         num_places = min(num_places, self._num_places)  # all were left, and one of them ends yet
         self._num_places -= num_places
-        self._admission._count(self.tenant.name, -num_places)
+        self._admission._count(self, -num_places)

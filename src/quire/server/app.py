@@ -44,6 +44,6 @@ def make_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     if settings.allowed_origins:
         app.add_middleware(with_cors, origins=settings.allowed_origins)
     app.add_middleware(FrontDoor, settings=settings)
-    app.add_middleware(Requests, is_logged=settings.log_requests)
+    app.add_middleware(Requests, is_logged=settings.log_requests, proxies=settings.proxies)
     app.add_middleware(HeadAsGet)
     return app

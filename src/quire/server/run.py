@@ -21,6 +21,7 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.errors import ArgumentError
 from quire.server.app import make_app
+from quire.server.http.client_address import TrustedProxies
 from quire.server.http.connections import Connections, raise_file_limit
 from quire.server.http.requests import LOGGER
 from quire.server.settings import Limits, ServerSettings
@@ -28,6 +29,9 @@ from quire.server.settings import Limits, ServerSettings
 __all__ = ["bind", "serve", "url_of", "uvicorn_config"]
 
 _log = logging.getLogger("quire.server")
+
+_BACKLOG = 2048  # connections that the system keeps until they are accepted
+_ACCEPTS = 64  # of them that one turn of the event loop accepts: some 5 ms
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -37,7 +41,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(2048)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         where = url_of(host, port).removeprefix("http://")
@@ -50,6 +54,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 class _Server(uvicorn.Server):
     """Draining is ours: uvicorn would end the loop's own signals differently."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in (
+            sockets or ()
+        ):  # asyncio has one number for what it accepts in a turn and for the backlog
+            listener.listen(_BACKLOG)
 
     def install_signal_handlers(self) -> None:
         pass
@@ -66,17 +77,18 @@ class _Nothing:
         pass
 
 
-def uvicorn_config(app: Any, limits: Limits) -> uvicorn.Config:
+def uvicorn_config(app: Any, limits: Limits, proxies: TrustedProxies | None = None) -> uvicorn.Config:
     """How uvicorn serves the application: behind the bounds of `connections`."""
     return uvicorn.Config(
         app,
-        http=Connections(limits).protocol,  # type: ignore[arg-type]  # called as the class would be
+        http=Connections(limits, proxies=proxies).protocol,  # type: ignore[arg-type]  # called as the class would be
         ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
         proxy_headers=False,
         timeout_keep_alive=75,
+        backlog=_ACCEPTS,
     )
 
 
@@ -131,7 +143,7 @@ async def _serve(
     _collect_requests_only()
     when_ready()
     service = app.state.service
-    server = _Server(uvicorn_config(app, raise_file_limit(settings.limits)))
+    server = _Server(uvicorn_config(app, raise_file_limit(settings.limits), settings.proxies))
     loop = asyncio.get_running_loop()
     num_signals = 0
     told = asyncio.Event()

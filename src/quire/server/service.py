@@ -24,7 +24,7 @@ from quire.sampling.params import SamplingParams
 from quire.scheduler.prompts import Prompt
 from quire.scheduler.request import RequestOutput
 from quire.scheduler.request_options import RequestOptions
-from quire.server.admission import Admission, Admitted
+from quire.server.admission import Admission, Admitted, client_of
 from quire.server.conversation_store import Conversations
 from quire.server.errors import ApiError
 from quire.server.http.requests import current_request
@@ -111,6 +111,7 @@ class Service:
             settings.limits.max_waiting + engine.max_num_seqs,
             self.metrics,
             is_shared=len(settings.keys.tenants) > 1,
+            per_minute_of_address=settings.limits.requests_per_minute_per_address,
         )
         self._names: set[str] = set()  # of the engine's requests under way
         self.off_loop = OffLoop()
@@ -145,7 +146,7 @@ class Service:
     def require_place(self, tenant: Tenant) -> None:
         """Refuses at once what no place is left for, whatever it would ask for. *raises:* ApiError 429."""
         with self._refusals_of(tenant):
-            self._admission.require(tenant, 1)
+            self._admission.require(tenant, 1, current_request().address)
 
     async def begin(
         self, tenant: Tenant, body: SamplingBody, requests: Sequence[tuple[Prompt, RequestOptions]]
@@ -169,7 +170,10 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is stopping", code="stopping", retry_after_s=5)
         with self._refusals_of(tenant):
-            admitted = self._admission.admit(tenant, len(requests), requests[0][1].params.n)
+            address = current_request().address
+            admitted = self._admission.admit(tenant, len(requests), requests[0][1].params.n, address)
+        client = client_of(tenant, address)
+        requests = [(prompt, replace(options, client=client)) for prompt, options in requests]
         try:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])

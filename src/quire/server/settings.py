@@ -33,11 +33,13 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from quire.config import EngineConfig, check_secret
 from quire.errors import ArgumentError
 from quire.secret_text import check_key, is_readable_by_all, key_lines, named, read_text
+from quire.server.http.client_address import TrustedProxies
 from quire.server.tenants import ADMIN, ANYBODY, KeyRing, Tenant, digest_of_key
 from quire.sizes import parse_size
 
@@ -48,7 +50,8 @@ __all__ = ["Limits", "ServerSettings", "StoredAs", "is_loopback", "load_config",
 class Limits:
     """What one request, and all together, may ask for.
 
-    max_waiting: requests that wait for the engine; one more gets 429. max_body_bytes: of a request. max_body_values:
+    max_waiting: requests that wait for the engine; one more gets 429. requests_per_minute_per_address: of one client's
+    address, where it is no tenant of a name; None for no limit. max_body_bytes: of a request. max_body_values:
     of its JSON, see `bodies.weight_of`. max_bodies_bytes: of all bodies under way that are large.
 
     max_body_seconds, max_header_bytes, max_header_seconds: of a request as it comes; max_send_seconds: that an answer
@@ -61,6 +64,7 @@ class Limits:
     """
 
     max_waiting: int = 512
+    requests_per_minute_per_address: int | None = None
     max_body_bytes: int = 16 << 20
     max_body_values: int = 1 << 19
     max_bodies_bytes: int = 256 << 20
@@ -93,8 +97,9 @@ class ServerSettings:
     """See the module's text. insecure: let others than this machine in without keys.
 
     keys, tenants: of the file and of --api-key-file. trust_loopback: without any keys, who asks from this machine is
-    the administrator. allowed_origins: sites whose pages may ask, such as "https://app.example". warnings: what is to
-    be told at the start, a line each.
+    the administrator. allowed_origins: sites whose pages may ask, such as "https://app.example". trusted_proxies:
+    addresses and networks of proxies whose X-Forwarded-For says who asks. warnings: what is to be told at the start, a
+    line each.
     """
 
     host: str = "127.0.0.1"
@@ -103,6 +108,7 @@ class ServerSettings:
     insecure: bool = False
     trust_loopback: bool = True
     allowed_origins: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = ()
     log_requests: bool = False
     drain_seconds: float = 30.0
     limits: Limits = field(default_factory=Limits)
@@ -112,7 +118,12 @@ class ServerSettings:
     warnings: tuple[str, ...] = ()
     remote_secret: bytes | None = field(default=None, repr=False)
 
+    @cached_property
+    def proxies(self) -> TrustedProxies:
+        return TrustedProxies(self.trusted_proxies)
+
     def __post_init__(self) -> None:
+        _ = self.proxies  # what is wrong in it is said now
         if not 0 <= self.port <= 65535:
             raise ArgumentError(f"expected a port of 0 to 65535, got {self.port} - in `port`")
         for origin in self.allowed_origins:
@@ -154,6 +165,7 @@ _SERVER_FIELDS = {
     "insecure": bool,
     "trust_loopback": bool,
     "allowed_origins": list,
+    "trusted_proxies": list,
     "log_requests": bool,
     "drain_seconds": (int, float),
     "api_key_file": str,
@@ -186,13 +198,15 @@ def load_config(path: str | None, flags: Mapping[str, Any]) -> tuple[ServerSetti
         _typed(value, {**_SERVER_FIELDS, **limits}[name], f"{name} in [server] of {path}")
         if name in limits and value < 1:
             raise ArgumentError(f"expected 1 or more, got {value} - as {name} in [server] of {path}")
-    for origin in server.get("allowed_origins", []):
-        _typed(origin, str, f"allowed_origins in [server] of {path}")
+    for name in ("allowed_origins", "trusted_proxies"):
+        for entry in server.get(name, []):
+            _typed(entry, str, f"{name} in [server] of {path}")
     server = {**server, **{name: value for name, value in flags.items() if value is not None}}
     if "host" in server:  # as a URL has an address of IPv6
         server["host"] = server["host"].removeprefix("[").removesuffix("]")
-    if "allowed_origins" in server:
-        server["allowed_origins"] = tuple(server["allowed_origins"])
+    for name in ("allowed_origins", "trusted_proxies"):
+        if name in server:
+            server[name] = tuple(server[name])
 
     tenants = [_tenant(entry, path) for entry in document.get("tenants", [])]
     warnings = []

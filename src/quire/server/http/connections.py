@@ -9,7 +9,8 @@ What is too large or too late is answered with 414, 431 or 408, if nothing else 
 
 Invariants
     H1  what a connection holds of a request that has not come whole is bounded: headers here, bodies by `BodyLimit`.
-    H2  never more than `max_connections` are open, nor `max_connections_per_address` of one address.
+    H2  never more than `max_connections` are open, nor `max_connections_per_address` of one address that is no
+        trusted proxy's.
 
 Cost: O(1) a connection, request and piece of data; once a second a look at each connection.
 """
@@ -27,7 +28,9 @@ from http import HTTPStatus
 from typing import Any
 
 from quire.server.errors import ApiError, error_body
+from quire.server.http.client_address import TrustedProxies
 from quire.server.http.http_versions import Protocol
+from quire.server.http.turns import Turns
 from quire.server.settings import Limits
 
 __all__ = ["Connections", "GuardedProtocol", "raise_file_limit"]
@@ -40,15 +43,23 @@ _OTHER_FILES = 256  # descriptors for everything that is no connection
 
 
 class Connections:
-    """Those of one server, for its event loop. `protocol` is what uvicorn makes for each."""
+    """Those of one server, for its event loop. `protocol` is what uvicorn makes for each. What comes over
+    them is handled in `turns`."""
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        proxies: TrustedProxies | None = None,
+    ) -> None:
         self.limits = limits
         self.clock = clock
+        self._proxies = proxies or TrustedProxies()
         self._of: dict[str, dict[GuardedProtocol, None]] = {}  # by address
         self._waited_for: dict[GuardedProtocol, None] = {}  # the longest first
         self._num_open = 0
         self._timer: asyncio.TimerHandle | None = None
+        self.turns = Turns()
 
     def __len__(self) -> int:
         return self._num_open
@@ -60,7 +71,8 @@ class Connections:
     def admit(self, one: GuardedProtocol) -> bool:
         """Whether it has a place; for that another one may have to go."""
         mine = self._of.get(one.address, {})
-        if len(mine) >= self.limits.max_connections_per_address and not self._make_room(mine):
+        is_full = len(mine) >= self.limits.max_connections_per_address and not self._proxies.has(one.address)
+        if is_full and not self._make_room(mine):
             return False
         if self._num_open >= self.limits.max_connections and not self._make_room(self._waited_for):
             return False
@@ -122,6 +134,8 @@ class GuardedProtocol(Protocol):
         self._guard = guard
         self._limits = guard.limits
         self._is_over = False  # refused, or closed
+        self._is_next = False  # an answer has ended just now
+        self._next: Any = None  # the request behind it, which waits for its turn
         self._num_whole = 0  # requests that have come and are not answered
         self._coming: str | None = "headers"  # what comes of the next one, since when: "headers", "body"
         self._since = guard.clock()
@@ -142,10 +156,23 @@ class GuardedProtocol(Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
         self._guard.leave(self)
+        self._guard.turns.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if not self._is_over and self._guard.turns.take(self, data):
+            self.transport.pause_reading()
+
+    def handle(self, data: bytes, *, is_last: bool) -> None:
+        """A piece in its turn, an empty one for the next request that has come already; after the last one the
+        connection is read again."""
         if self._is_over:
+            return
+        if is_last and not self.flow.read_paused:
+            self.transport.resume_reading()
+        if not data:
+            (cycle, app), self._next = self._next, None
+            super()._start_asgi_task(cycle, app)
             return
         self._num_bytes += len(data)
         super().data_received(data)
@@ -202,8 +229,18 @@ class GuardedProtocol(Protocol):
 
     def on_response_complete(self) -> None:
         self._num_whole = max(0, self._num_whole - 1)  # 0 already: answered before it had come whole
+        self._is_next = True
         super().on_response_complete()
+        self._is_next = False
         self._expect(self._coming)
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """uvicorn's. A request that came before the one before it was answered waits for its turn like others."""
+        if not self._is_next:
+            super()._start_asgi_task(cycle, app)
+            return
+        self._next = cycle, app
+        self._guard.turns.take(self, b"")
 
     # -- the guard's -----------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.server.errors import answer_of, json_answer
+from quire.server.http.client_address import TrustedProxies
 
 __all__ = ["LOGGER", "RequestRecord", "Requests", "current_request"]
 
@@ -37,6 +38,7 @@ class RequestRecord:
     """What is told of a request. Counts are tokens, of all its prompts and answers together."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    address: str = ""  # the client's, see `client_address`
     tenant: str | None = None
     num_prompt_tokens: int | None = None  # None: nothing was generated for it
     num_cached_tokens: int = 0
@@ -79,9 +81,10 @@ def current_request() -> RequestRecord:
 class Requests:
     """`app`, an ASGI application, each of whose requests has an id and, if `is_logged`, a line."""
 
-    def __init__(self, app: Any, is_logged: bool) -> None:
+    def __init__(self, app: Any, is_logged: bool, proxies: TrustedProxies) -> None:
         self._app = app
         self._is_logged = is_logged
+        self._proxies = proxies
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -89,6 +92,7 @@ class Requests:
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         record = RequestRecord(given.decode()) if _ID.fullmatch(given) else RequestRecord()
+        record.address = self._proxies.client_of(scope)
         status: int | None = None
         began = time.monotonic()
 
