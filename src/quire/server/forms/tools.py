@@ -57,7 +57,7 @@ class ToolForm:
 
 @dataclass(frozen=True)
 class _Learnt:
-    """Of a template: how it writes calls, None where that cannot be read; whether it tells of tools, and writes calls."""
+    """How a template writes calls, None where that cannot be read; whether it tells of tools, and writes calls."""
 
     form: ToolForm | NamedForm | None = field(default_factory=ToolForm)
     tells: bool = False
