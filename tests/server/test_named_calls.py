@@ -257,13 +257,17 @@ def test_forced_call_is_in_the_models_own_tokens(serve: Any, name: str) -> None:
     assert [one["function"]["name"] for one in either] in (["weather"], ["time"])
 
 
-def follows(name: str, parameters: dict[str, Any], text: str) -> bool:
+def follows(parameters: dict[str, Any], text: str) -> bool:
     """Whether a grammar of calls with these parameters lets a text through, to its end."""
-    tokenizer = families.tokenizer(name)
-    tools = [tool("f", parameters)]
+    tokenizer, tools = families.tokenizer("qwen3-coder"), [tool("f", parameters)]
     one = AnswerForm.of(tokenizer, "", tools=tools, must_call=True)
     grammars = grammar.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    matcher = grammars.matcher(SamplingParams(grammar=answer_grammar(tokenizer, one, tools)))
+    return takes(grammars, answer_grammar(tokenizer, one, tools), text)
+
+
+def takes(grammars: grammar.Grammars, lark: str, text: str) -> bool:
+    tokenizer = families.tokenizer("qwen3-coder")
+    matcher = grammars.matcher(SamplingParams(grammar=lark))
     assert matcher is not None
     for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]:
         row = torch.zeros(len(tokenizer))
@@ -303,7 +307,7 @@ def test_values_one_by_one_follow_their_schema(
     monkeypatch.setattr(grammar, "try_grammar", lambda text: None)
     parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": SCHEMA["$defs"]}
     text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
-    assert follows("qwen3-coder", parameters, text) == allowed
+    assert follows(parameters, text) == allowed
 
 
 def test_optional_and_required_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,8 +316,8 @@ def test_optional_and_required_values(monkeypatch: pytest.MonkeyPatch) -> None:
     for names, allowed in (("abc", True), ("bc", True), ("ab", False), ("b", False), ("", False)):
         values = "".join(f"<parameter={one}>\n1\n</parameter>\n" for one in names)
         text = f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"
-        assert follows("qwen3-coder", parameters, text) == allowed
-    assert follows("qwen3-coder", {}, "<tool_call>\n<function=f>\n</function>\n</tool_call>")
+        assert follows(parameters, text) == allowed
+    assert follows({}, "<tool_call>\n<function=f>\n</function>\n</tool_call>")
 
 
 @pytest.mark.parametrize(
@@ -323,13 +327,73 @@ def test_optional_and_required_values(monkeypatch: pytest.MonkeyPatch) -> None:
         {"anyOf": [{"properties": {"a": {"type": "integer"}}}]},
         {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
         {"type": "object", "properties": {}, "minProperties": 1},
+        {"type": "object", "additionalProperties": {"type": "string"}},
+        {"$ref": "#/$defs/None"},
     ],
 )
-def test_parameters_that_cannot_be_written_one_by_one(parameters: dict[str, Any]) -> None:
+def test_parameters_that_cannot_be_written_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any]
+) -> None:
     """A required call is then in our form, as where the model's form cannot be read."""
+    monkeypatch.setattr(grammar, "try_grammar", lambda text: None)
     tokenizer, tools = families.tokenizer("qwen3-coder"), [tool("f", parameters)]
     assert AnswerForm.of(tokenizer, "", tools=tools, must_call=True).calls == ToolForm()
-    assert AnswerForm.of(tokenizer, "", tools=tools).calls == form("qwen3-coder").calls
+    chosen = AnswerForm.of(tokenizer, "", tools=tools)
+    assert chosen.calls == form("qwen3-coder").calls
+    # Where the model may answer something else as well, its own form takes any arguments.
+    text = answer_grammar(tokenizer, chosen, tools, {"const": 1})
+    matcher = grammar.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    call = "<tool_call>\n<function=f>\n<parameter=b>\n1\n</parameter>\n<parameter=c>\n2\n</parameter>"
+    assert takes(matcher, text, f"{call}\n</function>\n</tool_call>")
+    assert takes(matcher, text, "1")
+
+
+@pytest.mark.parametrize(("name", "marker"), [("mistral13", "[TOOL_CALLS]"), ("qwen3-coder", "<tool_call>")])
+def test_call_or_schema(serve: Any, name: str, marker: str) -> None:
+    small = tool("small", {"properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}).model_dump()
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "maxItems": 0}}}
+    token = families.tokenizer(name).convert_tokens_to_ids(marker)
+    both = {"tools": [small], "response_format": form}
+    called = ask(serve(name), **both, logit_bias={token: 100})
+    assert called["finish_reason"] == "tool_calls"
+    assert json.loads(called["message"]["tool_calls"][0]["function"]["arguments"])["a"] in "xy"
+    assert ask(serve(name), **both, logit_bias={token: -100})["message"]["content"] == "[]"
+
+
+def test_template_that_writes_objects_and_tells_no_tools_is_answered_in_our_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        '[CALL]{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+        "{% endfor %}{% endfor %}"
+    )
+    monkeypatch.setattr(families.tokenizer("hermes"), "chat_template", template)
+    assert form_of(families.tokenizer("hermes")) == ToolForm()
+
+
+def test_parallel_calls_whose_template_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% if m.tool_calls %}"
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+        "<call>{{ m.tool_calls[0].function.name }}<args>{{ m.tool_calls[0].function.arguments | tojson }}</call>"
+        "{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(families.tokenizer("hermes"), "chat_template", template)
+    assert form_of(families.tokenizer("hermes")) == NamedForm("", "<call>", ("<args>",), "</call>", "")
+
+
+def test_end_markers_left_out_by_the_model() -> None:
+    text = "<tool_call>\n<function=weather>\n<parameter=days>\n1\n</parameter>\n</function>\n"
+    assert read(form("qwen3-coder"), [*text, ""]) == ("", [("weather", '{"days": 1}')])
+    text = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    assert read(form("deepseek3.1"), [*text, ""]) == ("", [("time", "{}")])
+
+
+def test_blanks_do_not_hold_text_back_for_ever() -> None:
+    reader = AnswerReader(form("mistral13"))
+    given = [part for one in ["[TOOL_CALLS]", *["\n"] * 200] for part in reader.push(one)]
+    assert "".join(map(str, given)).startswith("[TOOL_CALLS]\n")
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -52,9 +52,10 @@ def listed(parameters: dict[str, Any] | None) -> bool:
     schema = resolved(_closed(parameters or _NO_PARAMETERS), parameters)
     names = [*schema.get("properties", ()), *schema.get("required", ())]
     return (
-        not any(key in schema for key in ("allOf", "patternProperties", *_OTHERS))
+        "properties" in schema
+        and not any(key in schema for key in ("allOf", "patternProperties", *_OTHERS))
         and all(isinstance(one, str) and _WORD.fullmatch(one) for one in names)
-        and (bool(names) or not schema.get("minProperties"))
+        and (bool(names) or not (schema.get("minProperties") or schema.get("additionalProperties")))
     )
 
 
@@ -86,6 +87,16 @@ def _named(
         symbols.append(f"arguments_{number}")
     else:
         schema = resolved(parameters, parameters)
+        if not listed(parameters):
+            begin, value = (
+                in_grammar(tokenizer, form.parameter.begin),
+                in_grammar(tokenizer, form.parameter.value),
+            )
+            rules, ways = _value(tokenizer, form.parameter.end, f"value_{number}", {}, {})
+            yield from rules
+            yield f"argument_{number}: {' '.join([*begin, '/[a-zA-Z0-9_.-]{1,64}/', *value, *ways])}"
+            symbols.append(f"argument_{number}*")
+            schema = {}
         required = [one for one in schema.get("required", ()) if isinstance(one, str)]
         properties = schema.get("properties", {})
         wanted = {**properties, **{one: {} for one in required if one not in properties}}

@@ -24,6 +24,7 @@ __all__ = ["NamedCallReader"]
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _ID = re.compile(r"[a-zA-Z0-9_.:-]{0,64}")
 _KEY = re.compile(r"[^\s<>\[\]{}\"]{1,128}")
+_MOST_BLANKS = 64  # between markers: what is undecided is read again with every piece of text
 _Pieces = list[str | re.Pattern[str]]
 
 
@@ -79,7 +80,10 @@ class NamedCallReader:
             end = _match(self._text, 0, self._end)
             if end is None and not final:
                 return False
-            self._text = self._text[end[0] if end else 0 :]
+            if end is not False:
+                self._text = (
+                    self._text[end[0] :] if end else ""
+                )  # a beginning of the markers is none of the text
             self._behind = "list" if self._form.list_begin else ""
         if self._behind == "list":
             another, end = _match(self._text, 0, self._next[:1]), _match(self._text, 0, self._list_end)
@@ -110,12 +114,9 @@ class NamedCallReader:
 
     def _begins(self, text: str, at: int, *, final: bool = False) -> bool | None:
         """Whether arguments begin there; None while that is undecided."""
-        if not text[at:].strip():
-            return True if final else None
         one = self._form.parameter
-        if one is None:
-            return text[at:].lstrip()[0] == "{"
-        ways = [_match(text, at, one.begin.split()), _match(text, at, self._end)]
+        begins = [["{"]] if one is None else [one.begin.split(), self._end]
+        ways = [_match(text, at, pieces) for pieces in begins]
         return True if any(ways) or (final and None in ways) else None if None in ways else False
 
 
@@ -126,8 +127,11 @@ def _match(text: str, at: int, pieces: _Pieces | list[str]) -> tuple[int, str] |
     """
     name = ""
     for piece in pieces:
+        blanks = at
         while at < len(text) and text[at].isspace():
             at += 1
+        if at - blanks > _MOST_BLANKS:
+            return False
         if isinstance(piece, str):
             if not text.startswith(piece, at):
                 return None if piece.startswith(text[at:]) else False
@@ -169,6 +173,7 @@ class _Parameters:
         self._named = schema.get("properties") if isinstance(schema, dict) else None
         self._marker = form.end.strip()
         self._text = ""  # not yet decided
+        self._searched = 0  # characters of a value in which no marker ends it
         self._num = 0
         self._in_value = False
         self._is_string = False  # the value is: its text is given out as it comes
@@ -223,7 +228,7 @@ class _Parameters:
         at, is_whole = self._find_end(final=final)
         if is_whole:
             value = text[:at].removesuffix(blank)
-            self._text, self._in_value = text[at + len(self._marker) :], False
+            self._text, self._in_value, self._searched = text[at + len(self._marker) :], False, 0
             if self._is_string:
                 return f'{_escaped(value)}"', True
             return json_of(value, self._types), True
@@ -233,12 +238,12 @@ class _Parameters:
         if not final:
             held = max(overlap(text[:at], blank + self._marker), overlap(text[:at], self._marker))
             cut = at - (held if at == len(text) else len(text[:at]) - len(text[:at].removesuffix(blank)))
-        self._text = text[cut:]
+        self._text, self._searched = text[cut:], max(0, self._searched - cut)
         return _escaped(text[:cut]), False
 
     def _find_end(self, *, final: bool) -> tuple[int, bool]:
         """(where the value ends, whether that is certain): at a marker with another value or the call's end behind."""
-        at = self._text.find(self._marker)
+        at = self._text.find(self._marker, self._searched)
         while at >= 0:
             behind = at + len(self._marker)
             ways = [
@@ -249,7 +254,9 @@ class _Parameters:
                 return at, True
             if None in ways:
                 return at, False
+            self._searched = at + 1
             at = self._text.find(self._marker, at + 1)
+        self._searched = max(self._searched, len(self._text) - len(self._marker))
         return len(self._text), False
 
 

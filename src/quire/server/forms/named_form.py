@@ -108,7 +108,8 @@ def learn_named_form(
         own_end = _common(pieces(tail), pieces(gap), last=False)
         tail, list_end = own_end, tail[len(own_end) :]
     arguments = tuple(between.split(CALL_ID))
-    if not head.strip() or len(arguments) > 2 or CALL_ID in head + tail + list_begin + list_end:
+    around = "".join((list_begin, head, tail, list_end))
+    if not head.strip() or len(arguments) > 2 or CALL_ID in around or "{" in around + between:
         return None
     if parameter is not None and not (
         tail.strip() and all(map(str.strip, (parameter.begin, parameter.value, parameter.end)))

@@ -102,8 +102,8 @@ def _learn(tokenizer: Any, template: str) -> _Learnt:
 
     try:
         tells = _NAME in tokenizer.apply_chat_template([user], tools=[tool], tokenize=False)
-    except Exception:  # a template that takes no tools
-        return _Learnt()
+    except Exception:  # a template that cannot take these
+        return _Learnt(None, tells=True, writes=True)
     tools = [tool] if tells else None
 
     def around(calls: Sequence[Call]) -> tuple[str, int, int] | None:
