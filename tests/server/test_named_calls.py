@@ -289,6 +289,7 @@ def takes(grammars: grammar.Grammars, lark: str, text: str) -> bool:
         ({"type": "string", "pattern": "^a/b+$"}, "a/bb", True),
         ({"type": "string", "pattern": "^a/b+$"}, "a/bbc", False),
         ({"type": "string", "pattern": "b+"}, "abbc", True),
+        ({"type": "string", "pattern": r"^\\/\/$"}, r"\//", True),
         ({"type": "string", "enum": ["one", "two"]}, "two", True),
         ({"type": "string", "enum": ["one", "two"]}, '"two"', False),
         ({"enum": ["one", 2, None]}, "null", True),
@@ -394,6 +395,33 @@ def test_blanks_do_not_hold_text_back_for_ever() -> None:
     reader = AnswerReader(form("mistral13"))
     given = [part for one in ["[TOOL_CALLS]", *["\n"] * 200] for part in reader.push(one)]
     assert "".join(map(str, given)).startswith("[TOOL_CALLS]\n")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": 5},
+        {"properties": {}, "required": "ab"},
+        {"properties": {"a": {}}, "required": [{}]},
+        {"properties": {"a": {"type": "string", "minLength": "x"}}},
+        {"properties": {"a": {"type": "string", "pattern": "(/"}}},
+        {"properties": {"a": {"enum": []}}, "required": ["a"]},
+        {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"allOf": [{"$ref": "#/$defs/A"}]}}},
+        {"$ref": "#"},
+    ],
+)
+@pytest.mark.parametrize("more", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}])
+def test_odd_parameters_are_answered_or_refused(
+    serve: Any, parameters: dict[str, Any], more: dict[str, Any]
+) -> None:
+    body = {"messages": ASK, "max_tokens": 4, "tools": [tool("f", parameters).model_dump()], **more}
+    reply = httpx.post(f"{serve('qwen3-coder')}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code in (200, 400), reply.text
+
+
+def test_types_of_schemas_that_name_themselves() -> None:
+    root = {"$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}] * 20 + [{"type": "null"}]}}}
+    assert types_of({"$ref": "#/$defs/A"}, root) == {"null"}
 
 
 @pytest.mark.parametrize("name", NAMED)

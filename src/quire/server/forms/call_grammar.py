@@ -50,12 +50,16 @@ def call_rules(tokenizer: Any, form: ToolForm | NamedForm, tools: Sequence[Tool]
 def listed(parameters: dict[str, Any] | None) -> bool:
     """Whether a form that writes arguments one by one can write all that such parameters ask for."""
     schema = resolved(_closed(parameters or _NO_PARAMETERS), parameters)
-    names = [*schema.get("properties", ()), *schema.get("required", ())]
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return False
     return (
-        "properties" in schema
-        and not any(key in schema for key in ("allOf", "patternProperties", *_OTHERS))
-        and all(isinstance(one, str) and _WORD.fullmatch(one) for one in names)
-        and (bool(names) or not (schema.get("minProperties") or schema.get("additionalProperties")))
+        not any(key in schema for key in ("allOf", "patternProperties", *_OTHERS))
+        and all(isinstance(one, str) and _WORD.fullmatch(one) for one in [*properties, *required])
+        and (
+            bool(properties or required)
+            or not (schema.get("minProperties") or schema.get("additionalProperties"))
+        )
     )
 
 
@@ -144,7 +148,7 @@ def _anywhere(pattern: str) -> str:
 
 def _in_regex(text: str) -> str:
     """Of an expression: as it is written between slashes."""
-    return re.sub(r"(?<!\\)/", r"\\/", text).replace("\n", "\\n")
+    return re.sub(r"(?s:\\.)|/", lambda one: r"\/" if one[0] == "/" else one[0], text).replace("\n", "\\n")
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -182,5 +186,5 @@ def _closed_schema(schema: Any) -> Any:
         closed |= {key: _closed_schema(schema[key])} if key in schema else {}
     named, required = schema.get("properties"), schema.get("required", [])
     if isinstance(named, dict) and isinstance(required, list) and not any(key in schema for key in _OPEN):
-        closed |= {"additionalProperties": False} if all(name in named for name in required) else {}
+        closed |= {"additionalProperties": False} if all(name in [*named] for name in required) else {}
     return closed

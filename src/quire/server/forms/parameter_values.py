@@ -46,9 +46,17 @@ def resolved(schema: Any, root: Any) -> Any:
     return {}
 
 
-def types_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str] | None:
+def types_of(schema: Any, root: Any) -> frozenset[str] | None:
     """The names of the JSON types that a schema has; None for any."""
+    return _types_of(schema, root, {})
+
+
+def _types_of(schema: Any, root: Any, seen: dict[int, Any]) -> frozenset[str] | None:
+    """seen: the schemas that are counted already, by their ids."""
     schema = resolved(schema, root)
+    if id(schema) in seen:
+        return frozenset()
+    seen[id(schema)] = schema
     named = schema.get("type")
     if isinstance(named, str):
         return frozenset([named])
@@ -58,8 +66,8 @@ def types_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str] | None:
     if isinstance(values, list):
         return frozenset(_NAMES[type(one)] for one in values)
     ways = schema.get("anyOf", schema.get("oneOf"))
-    if isinstance(ways, list) and depth < _MOST_DEPTH:
-        found = [types_of(one, root, depth + 1) for one in ways]
+    if isinstance(ways, list):
+        found = [_types_of(one, root, seen) for one in ways]
         return None if None in found else frozenset().union(*(one for one in found if one is not None))
     return None
 
