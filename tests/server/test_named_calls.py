@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import families
 from support.running_server import running
@@ -107,6 +107,7 @@ def test_learnt_forms() -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_read_whatever_the_pieces(name: str, data: st.DataObject) -> None:
     """What a template writes is read back, with what is said before it, wherever the text is cut."""
@@ -142,6 +143,7 @@ def test_read_whatever_the_pieces(name: str, data: st.DataObject) -> None:
         ("qwen3-coder", "<tool_call>\n<function=weather"),
     ],
 )
+@settings(max_examples=20)
 @given(cut=st.integers(0, 60))
 def test_what_is_no_call_is_text(name: str, text: str, cut: int) -> None:
     assert read(form(name), [text[:cut], text[cut:]]) == (text, [])
@@ -153,6 +155,7 @@ def test_what_is_no_call_before_one() -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_nothing_breaks_the_reader(name: str, data: st.DataObject) -> None:
     """Whatever pieces of markers a model writes: no error, and the same in one piece as letter by letter."""
