@@ -115,6 +115,77 @@ _LLAMA3 = """{%- if tools %}{{ '<|start_header_id|>system<|end_header_id|>\\n\\n
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
+# From version 11 on: a call's name and arguments behind markers of their own, until version 13 with its id.
+_MISTRAL11 = """{%- if tools %}{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == "user" %}{{ '[INST]' + message.content + '[/INST]' }}
+{%- elif message.role == "assistant" %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+{%- set arguments = call.function.arguments %}
+{%- if call.id is not defined or call.id | length != 9 %}
+{{- raise_exception('Tool call must have an id of 9 characters or numbers.') }}{% endif %}
+{{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' }}
+{{- arguments if arguments is string else arguments | tojson }}
+{%- endfor %}{{ eos_token }}
+{%- elif message.role == "tool" %}{{ '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+{%- else %}{{ '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
+{%- endif %}
+{%- endfor %}"""
+
+# Tells of no tools; writes calls whose arguments are text.
+_DEEPSEEK = """{%- set ns = namespace(system='') %}
+{%- for message in messages %}{% if message.role == "system" %}{% set ns.system = ns.system + message.content %}
+{%- endif %}{% endfor %}{{ ns.system }}
+{%- for message in messages %}
+{%- if message.role == "user" %}{{ '<｜User｜>' + message.content }}
+{%- elif message.role == "assistant" %}{{ '<｜Assistant｜>HEAD' + message.content }}
+{%- if message.tool_calls is defined %}{{ '<｜tool▁calls▁begin｜>' }}
+{%- for call in message.tool_calls %}
+{{- 'GAP' if not loop.first else '' }}{{ '<｜tool▁call▁begin｜>' + CALL + '<｜tool▁call▁end｜>' }}
+{%- endfor %}{{ '<｜tool▁calls▁end｜>' }}{% endif %}{{ eos_token }}
+{%- elif message.role == "tool" %}{{ '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜>HEAD' }}{% endif %}"""
+_DEEPSEEK3 = (
+    _DEEPSEEK.replace("HEAD", "")
+    .replace("GAP", "\\n")
+    .replace(
+        "CALL +",
+        "call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' + call.function.arguments + '\\n```' +",
+    )
+)
+_DEEPSEEK31 = (
+    _DEEPSEEK.replace("HEAD", "</think>")
+    .replace("GAP", "")
+    .replace("CALL +", "call.function.name + '<｜tool▁sep｜>' + call.function.arguments +")
+)
+
+# Arguments one by one, strings as they are.
+_QWEN3_CODER = """{%- if tools %}<|im_start|>system
+# Tools
+<tools>{% for tool in tools %}
+<function>{{ tool.function | tojson }}</function>{% endfor %}
+</tools><|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == "assistant" and message.tool_calls is defined %}{{ '<|im_start|>assistant' }}
+{%- if message.content | trim %}{{ '\\n' + message.content | trim + '\\n' }}{% endif %}
+{%- for call in message.tool_calls %}
+{{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for name, value in call.function.arguments | items %}
+{{- '<parameter=' + name + '>\\n' }}
+{{- (value | tojson) if value is mapping or (value is sequence and value is not string) else (value | string) }}
+{{- '\\n</parameter>\\n' }}
+{%- endfor %}{{ '</function>\\n</tool_call>' }}
+{%- endfor %}{{ '<|im_end|>\\n' }}
+{%- elif message.role == "tool" %}{{ '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+{{- '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -139,6 +210,21 @@ _MISTRAL_TOKENS = tuple(
         "/TOOL_RESULTS",
     )
 )
+_MISTRAL11_TOKENS = (*_MISTRAL_TOKENS, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[CALL_ID]", "[ARGS]")
+_DEEPSEEK_TOKENS = tuple(
+    f"<｜{name}｜>"
+    for name in (
+        "User",
+        "Assistant",
+        "tool▁calls▁begin",
+        "tool▁calls▁end",
+        "tool▁call▁begin",
+        "tool▁call▁end",
+        "tool▁output▁begin",
+        "tool▁output▁end",
+        "tool▁sep",
+    )
+)
 
 FAMILIES = {
     "qwen2.5": Family(_QWEN, plain=_CALLS),
@@ -150,6 +236,13 @@ FAMILIES = {
     "python_tag": Family(
         _LLAMA3.replace("MARKER", "'<|python_tag|>'"), special=_LLAMA3_TOKENS, eos="<|eot_id|>"
     ),
+    "mistral11": Family(_MISTRAL11, special=_MISTRAL11_TOKENS, eos="<|endoftext|>"),
+    "mistral13": Family(
+        _MISTRAL11.replace("'[CALL_ID]' + call.id + ", ""), special=_MISTRAL11_TOKENS, eos="<|endoftext|>"
+    ),
+    "deepseek3": Family(_DEEPSEEK3, plain=_DEEPSEEK_TOKENS, eos="<|endoftext|>"),
+    "deepseek3.1": Family(_DEEPSEEK31, plain=(*_DEEPSEEK_TOKENS, *_THOUGHTS), eos="<|endoftext|>"),
+    "qwen3-coder": Family(_QWEN3_CODER, plain=_CALLS),
 }
 
 

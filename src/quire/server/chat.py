@@ -58,7 +58,7 @@ async def chat_completions(
     options = template_options(service.tokenizer, body)
     text = await service.render(body.messages, tools, options)
     prompt = body.cut(await service.encode(text, add_special_tokens=bool(body.add_special_tokens)))
-    form = AnswerForm.of(service.tokenizer, text, may_call=bool(tools), must_call=_must_call(body))
+    form = AnswerForm.of(service.tokenizer, text, tools=tools, must_call=_must_call(body))
     params = await beside_if_large(request, chat_params, body, service, form, tools)
     one = ChatWriter(body, service, params, form)
     with in_names_of(body):

@@ -16,7 +16,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.server.errors import ApiError
-from quire.server.forms.tools import system_message, template_tells_tools, template_text, written_call
+from quire.server.forms.tools import (
+    form_of,
+    system_message,
+    template_tells_tools,
+    template_text,
+    template_writes_calls,
+    written_call,
+)
 from quire.server.schemas.chat import ChatFields, ChatMessage, ChatRequest, Tool
 from quire.server.settings import Limits
 
@@ -116,13 +123,13 @@ def render(
         for one in plain:
             one["role"] = "system" if one["role"] == "developer" else one["role"]
     told: list[Any] | None = None
-    if template_tells_tools(tokenizer):
-        told = [tool.model_dump(exclude_none=True) for tool in tools] or None
-    else:
+    if not template_writes_calls(tokenizer):
         for one in plain:
             _write_calls(one)
-        if tools:
-            plain.insert(0, system_message(tools))
+    if template_tells_tools(tokenizer):
+        told = [tool.model_dump(exclude_none=True) for tool in tools] or None
+    elif tools:
+        plain.insert(0, system_message(tools, form_of(tokenizer)))
     if not template:
         return "".join(f"{one['role']}: {one['content'] or ''}\n" for one in plain) + "assistant:"
     asked: dict[str, Any] = {
@@ -134,10 +141,11 @@ def render(
     try:
         return tokenizer.apply_chat_template(plain, **asked)
     except Exception as error:  # templates raise what they like
-        try:
-            return tokenizer.apply_chat_template([_plainer(one) for one in plain], **asked)
-        except Exception:
-            pass  # nor these: the first reason is what the client can do something about
+        for plainer in (_plainer, _with_text):
+            try:
+                return tokenizer.apply_chat_template([plainer(one) for one in plain], **asked)
+            except Exception:
+                continue  # nor these: the first reason is what the client can do something about
         raise ApiError(
             400, f"the model's chat template refuses the messages: {error}", param="messages"
         ) from error
@@ -211,10 +219,7 @@ def _arguments(text: str) -> Any:
 def _write_calls(plain: dict[str, Any]) -> None:
     """A message's calls as part of its text, in our form, for a template that knows none."""
     for call in plain.pop("tool_calls", ()):
-        arguments = call["function"]["arguments"]
-        text = written_call(
-            call["function"]["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)
-        )
+        text = written_call(call["function"]["name"], _text_of(call["function"]["arguments"]))
         plain["content"] = f"{plain['content']}\n{text}" if plain["content"] else text
 
 
@@ -223,13 +228,32 @@ def _plainer(plain: dict[str, Any]) -> dict[str, Any]:
     plain = dict(plain)
     if "tool_call_id" in plain:
         plain["tool_call_id"] = _short_id(plain["tool_call_id"])
-    calls = plain.get("tool_calls", ())
-    for number, call in enumerate(calls):
-        function = call["function"]
-        if not isinstance(function["arguments"], dict):
-            function = {**function, "arguments": {"arguments": function["arguments"]}}
-        calls[number] = {**call, "id": _short_id(call["id"]), "function": function}
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [
+            {**call, "id": _short_id(call["id"]), "function": _with_object(call["function"])}
+            for call in plain["tool_calls"]
+        ]
     return plain
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return function if isinstance(arguments, dict) else {**function, "arguments": {"arguments": arguments}}
+
+
+def _with_text(plain: dict[str, Any]) -> dict[str, Any]:
+    """A message with what DeepSeek's templates insist on: arguments that are text."""
+    plain = dict(plain)
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _text_of(call["function"]["arguments"])}}
+            for call in plain["tool_calls"]
+        ]
+    return plain
+
+
+def _text_of(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _short_id(name: str | None) -> str:

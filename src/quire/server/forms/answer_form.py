@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from quire.server.forms.call_grammar import listed
 from quire.server.forms.call_reader import CallDelta, CallReader
 from quire.server.forms.markers import shown_token_ids
+from quire.server.forms.named_call_reader import NamedCallReader
+from quire.server.forms.named_form import NamedForm
 from quire.server.forms.reasoning import ReasoningForm, ReasoningReader, Thought, reasoning_form_of
 from quire.server.forms.tools import ToolForm, form_of
+from quire.server.schemas.chat import Tool
 
 __all__ = ["AnswerForm", "AnswerReader"]
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """calls, thoughts: None where none are looked for. in_thoughts: the prompt ends where thoughts begin."""
+    """calls, thoughts: None where none are looked for. in_thoughts: the prompt ends where thoughts begin.
 
-    calls: ToolForm | None = None
+    schemas: of the tools' parameters, by the tools' names.
+    """
+
+    calls: ToolForm | NamedForm | None = None
     thoughts: ReasoningForm | None = None
     in_thoughts: bool = False
+    schemas: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, tokenizer: Any, prompt: str, *, may_call: bool = False, must_call: bool = False
+        cls, tokenizer: Any, prompt: str, *, tools: Sequence[Tool] = (), must_call: bool = False
     ) -> AnswerForm:
-        """The form of answers to a prompt that ends so. must_call: a call is forced, in our form where need be."""
-        calls = form_of(tokenizer) if may_call or must_call else None
-        if calls is None and must_call:
+        """The form of answers to a prompt that ends so. tools: that may be called.
+
+        must_call: a call is forced; in our form where the model's cannot be read, or cannot write its arguments.
+        """
+        schemas = {tool.function.name: tool.function.parameters for tool in tools}
+        calls = form_of(tokenizer) if tools or must_call else None
+        one_by_one = isinstance(calls, NamedForm) and calls.parameter is not None
+        if must_call and (calls is None or (one_by_one and not all(map(listed, schemas.values())))):
             calls = ToolForm()
         thoughts = reasoning_form_of(tokenizer)
-        return cls(calls, thoughts, thoughts is not None and prompt.rstrip().endswith(thoughts.begin))
+        in_thoughts = thoughts is not None and prompt.rstrip().endswith(thoughts.begin)
+        return cls(calls, thoughts, in_thoughts, schemas)
 
     def shown_token_ids(self, tokenizer: Any) -> tuple[int, ...]:
         """The special tokens that have to be in the text."""
-        texts = [] if self.calls is None else [self.calls.begin, self.calls.end]
+        texts = [] if self.calls is None else [*self.calls.markers]
         texts += [] if self.thoughts is None else [self.thoughts.begin, self.thoughts.end]
         return shown_token_ids(tokenizer, texts)
 
@@ -45,7 +59,10 @@ class AnswerReader:
 
     def __init__(self, form: AnswerForm) -> None:
         self._thoughts = ReasoningReader(form.thoughts, is_open=form.in_thoughts)
-        self._calls = CallReader(form.calls)
+        if isinstance(form.calls, NamedForm):
+            self._calls = NamedCallReader(form.calls, form.schemas)
+        else:
+            self._calls = CallReader(form.calls)
 
     @property
     def num_calls(self) -> int:

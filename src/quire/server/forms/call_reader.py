@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from quire.server.forms.tools import ToolForm
 
-__all__ = ["CallDelta", "CallReader", "overlap"]
+__all__ = ["CallDelta", "CallReader", "ValueEnd", "overlap"]
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ class _Call:
         self.text = ""
         self.rest = ""
         self.name: str | None = None
-        self._end = _ValueEnd(0)
-        self._arguments_end: _ValueEnd | None = None
+        self._end = ValueEnd(0)
+        self._arguments_end: ValueEnd | None = None
         self._given = 0
 
     def push(self, text: str) -> tuple[list[CallDelta], bool]:
@@ -144,7 +144,7 @@ class _Call:
             and (found := self._arguments.search(self.text))
         ):
             self._given = found.end()
-            self._arguments_end = _ValueEnd(self._given)
+            self._arguments_end = ValueEnd(self._given)
         if self._arguments_end is not None:
             stop = self._arguments_end.find(self.text)
             upto = len(self.text) if stop is None else stop
@@ -157,7 +157,7 @@ class _Call:
         return deltas, True
 
 
-class _ValueEnd:
+class ValueEnd:
     """Finds where the JSON object or array that begins at `start` ends, each character looked at once."""
 
     def __init__(self, start: int) -> None:

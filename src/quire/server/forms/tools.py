@@ -7,18 +7,21 @@ is the form. A template that knows no tools gets a system message that describes
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-Only forms whose calls are JSON objects with a name and arguments are read (Qwen, Hermes, Llama 3, Mistral and their
-like); of a template that writes calls otherwise, an answer's text stays text.
+Read are calls that are JSON objects with a name and arguments (Qwen, Hermes, Llama 3, Mistral and their like), and
+those of `named_form` (later Mistral, DeepSeek, Qwen3-Coder); of a template that writes calls otherwise, an answer's
+text stays text.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from quire.server.forms.markers import added_tokens
+from quire.server.forms.named_form import CALL_ID, Call, NamedForm, learn_named_form
 from quire.server.schemas.chat import Tool
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "system_message",
     "template_tells_tools",
     "template_text",
+    "template_writes_calls",
     "written_call",
 ]
 
@@ -45,10 +49,24 @@ class ToolForm:
     name_field: str = "name"
     arguments_field: str = "arguments"
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All texts with markers in them."""
+        return (self.begin, self.end)
 
-def form_of(tokenizer: Any) -> ToolForm | None:
+
+@dataclass(frozen=True)
+class _Learnt:
+    """How a template writes calls, None where that cannot be read; whether it tells of tools, and writes calls."""
+
+    form: ToolForm | NamedForm | None = field(default_factory=ToolForm)
+    tells: bool = False
+    writes: bool = False
+
+
+def form_of(tokenizer: Any) -> ToolForm | NamedForm | None:
     """The form of a model's calls; None where it cannot be read."""
-    return _learn(tokenizer, template_text(tokenizer))[0]
+    return _learn(tokenizer, template_text(tokenizer)).form
 
 
 def template_text(tokenizer: Any) -> str:
@@ -59,19 +77,23 @@ def template_text(tokenizer: Any) -> str:
 
 def template_tells_tools(tokenizer: Any) -> bool:
     """Whether the chat template itself tells the model of tools."""
-    return _learn(tokenizer, template_text(tokenizer))[1]
+    return _learn(tokenizer, template_text(tokenizer)).tells
+
+
+def template_writes_calls(tokenizer: Any) -> bool:
+    """Whether the chat template itself writes the calls of earlier answers."""
+    return _learn(tokenizer, template_text(tokenizer)).writes
 
 
 @functools.lru_cache(maxsize=16)
-def _learn(tokenizer: Any, template: str) -> tuple[ToolForm | None, bool]:
+def _learn(tokenizer: Any, template: str) -> _Learnt:
     if not template:
-        return ToolForm(), False
+        return _Learnt()
     tool = {
         "type": "function",
         "function": {"name": _NAME, "description": "", "parameters": {"type": "object", "properties": {}}},
     }
     user = {"role": "user", "content": "q"}
-    call = {"type": "function", "id": "abcdefghi", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
 
     def render(answer: dict[str, Any], tools: list[Any] | None) -> str:
         return tokenizer.apply_chat_template(
@@ -79,34 +101,71 @@ def _learn(tokenizer: Any, template: str) -> tuple[ToolForm | None, bool]:
         )
 
     try:
-        if _NAME not in tokenizer.apply_chat_template([user], tools=[tool], tokenize=False):
-            return ToolForm(), False
-        called = render({"content": "", "tool_calls": [call]}, [tool])
-        said = render({"content": _TEXT}, [tool])
-    except Exception:  # a template that cannot take this answer
-        return None, True
-    start = said.rfind(_TEXT)
-    differ = (at for at, (one, other) in enumerate(zip(called, said, strict=False)) if one != other)
-    begin = min(start, next(differ, start))  # before a text there may be a blank that a call does not have
-    rest = said[start + len(_TEXT) :]
-    at = called.rfind(_NAME, 0, len(called) - len(rest))
+        tells = _NAME in tokenizer.apply_chat_template([user], tools=[tool], tokenize=False)
+    except Exception:  # a template that cannot take these
+        return _Learnt(None, tells=True, writes=True)
+    tools = [tool] if tells else None
+
+    def around(calls: Sequence[Call]) -> tuple[str, int, int] | None:
+        """An answer with these calls, and where they begin and end in it; None for a template that cannot take it."""
+        called = _rendered(render, calls, tools)
+        try:
+            said = render({"content": _TEXT}, tools)
+        except Exception:
+            return None
+        start = said.rfind(_TEXT)
+        if called is None or start < 0:
+            return None
+        differ = (at for at, (one, other) in enumerate(zip(called, said, strict=False)) if one != other)
+        begin = min(
+            start, next(differ, start)
+        )  # before a text there may be a blank that a call does not have
+        rest = said[start + len(_TEXT) :]
+        return (called, begin, len(called) - len(rest)) if called.endswith(rest) else None
+
+    def written(calls: Sequence[Call]) -> str | None:
+        found = around(calls)
+        if found is None:
+            return None
+        called, begin, end = found
+        return called[begin:end].replace(tokenizer.eos_token or "\0", "")
+
+    found = around([(_NAME, {_KEY: _VALUE}, CALL_ID)]) if tells else None
+    form = None if found is None else _object_form(*found, tokenizer.eos_token)
+    form = form or learn_named_form(written, added_tokens(tokenizer))
+    if form is not None or tells:
+        return _Learnt(form, tells, writes=True)
+    return _Learnt()
+
+
+def _rendered(
+    render: Callable[[dict[str, Any], list[Any] | None], str], calls: Sequence[Call], tools: list[Any] | None
+) -> str | None:
+    """An answer with these calls, with arguments as objects or, where the template wants it so, as JSON text."""
+    for write in (dict, json.dumps):
+        told = [
+            {"type": "function", "id": key, "function": {"name": name, "arguments": write(arguments)}}
+            for name, arguments, key in calls
+        ]
+        try:
+            return render({"content": "", "tool_calls": told}, tools)
+        except Exception:  # a template that cannot take this answer
+            continue
+    return None
+
+
+def _object_form(called: str, begin: int, end: int, eos: str | None) -> ToolForm | None:
+    """The form of a call that is a JSON object between these places."""
+    at = called.rfind(_NAME, 0, end)
     found = _object_around(called, at, begin)
-    if start < 0 or at < begin or found is None or not called.endswith(rest):
-        return None, True
+    if at < begin or found is None:
+        return None
     value, first, last = found
     names = [key for key, inner in value.items() if inner == _NAME]
     arguments = [key for key, inner in value.items() if inner == {_KEY: _VALUE}]
     if len(names) != 1 or len(arguments) != 1:
-        return None, True
-    return (
-        ToolForm(
-            called[begin:first],
-            called[last : len(called) - len(rest)].replace(tokenizer.eos_token or "\0", ""),
-            names[0],
-            arguments[0],
-        ),
-        True,
-    )
+        return None
+    return ToolForm(called[begin:first], called[last:end].replace(eos or "\0", ""), names[0], arguments[0])
 
 
 def _object_around(text: str, at: int, low: int) -> tuple[dict[str, Any], int, int] | None:
@@ -124,10 +183,11 @@ def _object_around(text: str, at: int, low: int) -> tuple[dict[str, Any], int, i
     return None
 
 
-def system_message(tools: Sequence[Tool]) -> dict[str, Any]:
-    """What a model is told of tools by us, where its template does not."""
+def system_message(tools: Sequence[Tool], form: ToolForm | NamedForm | None = None) -> dict[str, Any]:
+    """What a model is told of tools by us, where its template does not. form: of its calls, ours by default."""
     described = "\n".join(json.dumps(tool.function.model_dump(exclude_none=True)) for tool in tools)
-    call = written_call("NAME", "ARGUMENTS").replace('"NAME"', "NAME")
+    ours = written_call("NAME", "ARGUMENTS").replace('"NAME"', "NAME")
+    call = form.example if isinstance(form, NamedForm) else ours
     return {
         "role": "system",
         "content": f"You may call these functions:\n{described}\nTo call one, answer with\n{call}",
