@@ -117,7 +117,7 @@ class Run:
             )
         write(self._shape, self._peers / "models" / "hf")
         self._extent = (
-            Extent(4, 1.5, 1, 1, 20.0, 1.5)
+            Extent(4, 1.5, 1, 1, 120.0, 1.5)
             if quick
             else Extent(16, 20.0, arguments.rounds, 3, 60 * arguments.minutes, 30.0)
         )
