@@ -1,6 +1,7 @@
 """The model as a GGUF file in bf16, its norms in f32: `python gguf_convert.py FROM TO`.
 
-Runs in the environment of llama.cpp. Written tensor by tensor, without a vocabulary: prompts are token ids.
+Runs in the environment of llama.cpp. Written tensor by tensor. Prompts are token ids; the vocabulary is there because
+llama-server answers with text.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from safetensors import safe_open
 
 NAMES = {
@@ -38,6 +39,17 @@ def gguf_name(name: str) -> str:
     return f"{NAMES[stem]}.weight"
 
 
+def _add_vocabulary(writer: GGUFWriter, tokenizer: Path) -> None:
+    """Its words; llama.cpp insists on a merge, and this one gives a word that there is not, so it is never taken."""
+    ids: dict[str, int] = json.loads(tokenizer.read_text())["model"]["vocab"]
+    words = sorted(ids, key=ids.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(words)
+    writer.add_token_types([TokenType.NORMAL] * len(words))
+    writer.add_token_merges(["! !"])
+
+
 def main(source: str, target: str) -> None:
     config = json.loads((Path(source) / "config.json").read_text())
     writer = GGUFWriter(f"{target}.part", "qwen3")
@@ -52,7 +64,7 @@ def main(source: str, target: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    _add_vocabulary(writer, Path(source) / "tokenizer.json")
     with safe_open(Path(source) / "model.safetensors", framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - not a dict
             tensor = tensors.get_tensor(name)

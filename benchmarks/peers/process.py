@@ -20,13 +20,13 @@ from cases import Case
 from driver import Options
 from engines import HERE, Engine
 
-__all__ = ["EngineError", "EngineProcess"]
+__all__ = ["EngineError", "EngineProcess", "end_with_parent"]
 
 
 _PR_SET_PDEATHSIG = 1
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """However the comparison ends, also while this process is stopped or busy."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -59,7 +59,7 @@ class EngineProcess:
                 stderr=stderr,
                 env=environment,
                 bufsize=0,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         self._stopped = False
         self._first_answer_s: float | None = None

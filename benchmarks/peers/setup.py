@@ -3,11 +3,12 @@
     python benchmarks/peers/setup.py [NAME ...] [--peers DIR] [--jobs N]
 
 NAME: openvino, vllm, llama_cpp, transformers; all if none is given. DIR (build/peers): about 9 GB. llama.cpp is
-compiled for this processor, which takes some minutes of a C++ compiler. pip has to find `torch==2.13.0+cpu`: where it
-is on no index that pip knows, name PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL.
+compiled for this processor, as a library and as llama-server, which takes a quarter of an hour of a C++ compiler on
+two cores. pip has to find `torch==2.13.0+cpu`: where it is on no index that pip knows, name PyTorch's index of CPU
+builds in PIP_EXTRA_INDEX_URL.
 
-May be run again: an environment that is as its requirements say is left alone, a model that is there is not converted
-again. Says what failed, with the log, and goes on with the others; then the exit status is 1.
+May be run again: an environment that is as its requirements say is left alone, and so is its model. Says what failed,
+with the log, and goes on with the others; then the exit status is 1.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ ENVIRONMENTS = [
         model="model.gguf",
         converter="gguf_convert.py",
         pip_options=("--no-binary", "llama-cpp-python"),
-        variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_OPENMP=ON"},
+        variables={
+            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF "
+            "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF"
+        },
     ),
     Environment("transformers"),
 ]
@@ -80,36 +84,39 @@ def main() -> int:
         if arguments.names and environment.name not in arguments.names:
             continue
         try:
-            install(environment, peers, arguments.jobs)
-            convert(environment, peers)
+            is_new = install(environment, peers, arguments.jobs)
+            convert(environment, peers, again=is_new)
         except (SetupError, OSError) as error:
             failures.append(environment.name)
             print(f"FAILED {environment.name}: {error}", flush=True)
     return 1 if failures else 0
 
 
-def install(environment: Environment, peers: Path, jobs: int) -> None:
+def install(environment: Environment, peers: Path, jobs: int) -> bool:
+    """Whether there was something to install."""
     home = peers / environment.name
     installed = home / "installed"  # a copy of the requirements that it has
     if installed.exists() and installed.read_text() == environment.requirements.read_text():
-        return
+        return False
     print(f"{environment.name}: installing", flush=True)
     if not (home / "bin" / "python").exists():
         venv.create(home, with_pip=True)
     command = [home / "bin" / "python", "-m", "pip", "install", "--no-deps", *environment.pip_options]
-    variables = {**environment.variables, "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}
+    jobs_of = dict.fromkeys(["CMAKE_BUILD_PARALLEL_LEVEL", "LLAMA_CPP_BUILD_JOBS"], str(jobs))
+    variables = {**environment.variables, **jobs_of}
     run(
         [*command, "-r", environment.requirements],
         peers / "logs" / f"install-{environment.name}.log",
         variables,
     )
     installed.write_text(environment.requirements.read_text())
+    return True
 
 
-def convert(environment: Environment, peers: Path) -> None:
+def convert(environment: Environment, peers: Path, *, again: bool) -> None:
     target = peers / "models" / environment.model
     done = target / "complete" if target.suffix == "" else target
-    if environment.converter is None or done.exists():
+    if environment.converter is None or (done.exists() and not again):
         return
     print(f"{environment.name}: converting the model", flush=True)
     command = [peers / environment.name / "bin" / "python", HERE / environment.converter]
