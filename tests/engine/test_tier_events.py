@@ -70,12 +70,27 @@ class Followed:
         return union(tier._entries, blocks_by_key(self.served, b"a model", 8, 4))
 
     def check(self) -> None:
+        """Told is what is there and whose parents are, wherever."""
         self.monitor.collect()
-        for tier, medium in zip(self.tiers, ("CPU_TIER1", "DISK"), strict=False):
-            assert self.follower.of(medium) == self.expected(tier)
         mirror = self.monitor.mirror.by_id.values()
         there = {int.from_bytes(block.hash[-8:], "big") for block in mirror if block.is_there}
-        assert set(self.follower.of("CPU")) == there
+        held = {
+            medium: self.expected(tier)
+            for tier, medium in zip(self.tiers, ("CPU_TIER1", "DISK"), strict=False)
+        }
+        somewhere = there.union(*held.values())
+        parents = {
+            name: parent
+            for blocks in blocks_by_key(self.served, b"a model", 8, 4).values()
+            for name, (parent, _) in blocks.items()
+        }
+
+        def is_placed(name: int | None) -> bool:
+            return name is None or (name in somewhere and is_placed(parents[name]))
+
+        for medium, blocks in held.items():
+            assert self.follower.of(medium) == {name: one for name, one in blocks.items() if is_placed(name)}
+        assert set(self.follower.of("CPU")) == {name for name in there if is_placed(name)}
 
 
 def prompt_of(seed: int, length: int) -> list[int]:

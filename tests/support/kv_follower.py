@@ -59,6 +59,9 @@ class Follower:
                     self.blocks.clear()
                 else:
                     assert not self.blocks.get(event.medium)
+        known = {None}.union(*self.blocks.values())
+        for blocks in self.blocks.values():
+            assert all(parent in known for parent, _ in blocks.values()), "a block's parent is not known"
 
     def wire(self, payload: bytes) -> None:
         """The same from what ZeroMQ brings."""

@@ -1,6 +1,7 @@
 """KV events for those outside: which blocks memory and tiers have, as they come and go, in the field's shape.
 
-Made from the mirror's changes; those of tiers by `tier_events`. Blocks that come one behind the other are one event; a
+Made from the mirror's changes; those of tiers by `tier_events`; of both, `known_parents` passes on what a consumer can
+place: a block whose parent is in no medium is not told. Blocks that come one behind the other are one event; a
 batch is what happened between two looks. On the wire (`to_wire`) a batch is a msgpack array as vLLM's publishers send
 and its consumers read it:
 
@@ -22,9 +23,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from quire.cache.block_hash import block_number, namespace_digest
+from quire.observe.event_types import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from quire.observe.known_parents import KnownParents
 from quire.observe.mirror import Block, Change, TreeMirror
 
 __all__ = [
@@ -40,46 +43,9 @@ __all__ = [
     "to_wire",
 ]
 
-MEDIUM = "CPU"  # where the pool's blocks lie
 MEDIA = {"host": "CPU_TIER1", "disk": "DISK", "remote": "REMOTE"}  # of tiers, by name
 
 _log = logging.getLogger("quire")
-
-
-@dataclass(frozen=True)
-class BlockStored:
-    """Blocks one behind the other. token_ids: of all of them. extra_keys: of each, (offset, key)."""
-
-    block_hashes: tuple[int, ...]
-    parent_block_hash: int | None
-    token_ids: tuple[int, ...]
-    block_size: int
-    namespace_digest: str
-    extra_keys: tuple[tuple[tuple[int, bytes], ...], ...]
-    medium: str = MEDIUM
-
-
-@dataclass(frozen=True)
-class BlockRemoved:
-    """reason: "evicted", "forgotten" (drop, resize; of a tier: not followed any more) or "cleared".
-
-    Of a tier also "damaged", "missing" (not found any more: others have removed it) and "dropped" (asked to go).
-    """
-
-    block_hashes: tuple[int, ...]
-    namespace_digest: str
-    reason: str
-    medium: str = MEDIUM
-
-
-@dataclass(frozen=True)
-class AllBlocksCleared:
-    """Nothing is there any more: in a medium, whose blocks were told as removed before, or (None) in any."""
-
-    medium: str | None = None
-
-
-KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 @dataclass(frozen=True)
@@ -119,6 +85,7 @@ class Subscribers:
         self._tiers = tiers
         self._wall_clock = wall_clock
         self._callbacks: list[Callable[[EventBatch], None]] = []
+        self._known = KnownParents()  # as all that listen were told
 
     def add(self, callback: Callable[[EventBatch], None]) -> Callable[[], None]:
         """Tells first what there is; returns what ends it."""
@@ -128,13 +95,15 @@ class Subscribers:
             if not self._callbacks:
                 self._tiers.start()
             events += self._tiers.snapshot()
+        known = KnownParents()
         try:
-            callback(EventBatch(self._wall_clock(), tuple(events)))
+            callback(EventBatch(self._wall_clock(), tuple(known.pass_on(events))))
         except BaseException:
             if self._tiers is not None and not self._callbacks:
                 self._tiers.stop()
             raise
         if not self._callbacks:
+            self._known = known
             self._mirror.listeners.append(self._tell_changes)
         self._callbacks.append(callback)
         return lambda: self._remove(callback)
@@ -144,6 +113,7 @@ class Subscribers:
             self._callbacks.remove(callback)
             if not self._callbacks:
                 self._mirror.listeners.remove(self._tell_changes)
+                self._known = KnownParents()
                 if self._tiers is not None:
                     self._tiers.stop()
 
@@ -158,7 +128,10 @@ class Subscribers:
         self._tell(_events(changes, self._mirror.block_size, cleared))
 
     def _tell(self, events: list[KVEvent]) -> None:
-        batch = EventBatch(self._wall_clock(), tuple(events))
+        told = self._known.pass_on(events)
+        if not told:
+            return
+        batch = EventBatch(self._wall_clock(), tuple(told))
         for callback in tuple(self._callbacks):
             try:
                 callback(batch)

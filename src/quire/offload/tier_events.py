@@ -13,10 +13,13 @@ finds that was not told before is told then.
 Invariants
     E1  per medium, stored and removed take turns for each block, beginning with stored: a block that several segments
         of a tier hold (its own, and the one of several blocks that it grew into) is removed with the last of them.
+        What is said here is what the tier has; subscribers are told of it while its parent is told in some medium
+        (`observe.known_parents`, which keeps the turns).
     E2  at most `max_segments` segments are followed. The one longest not seen falls out; what tiers have of it is told
         as removed ("forgotten"), and as stored again when a load finds it.
 
-In a tier a block may be there without those before it: memory gives up the end of a prefix first.
+In a tier a block may be there without those before it: memory gives up the end of a prefix first. Subscribers are not
+told of one whose parent is nowhere.
 
 Cost: off, while nobody listens: nothing. On: a hash for each block that a tier stores, and some 100 bytes and the
 token ids for each of its segments; reading the index of host and disk when the first subscriber comes.
