@@ -367,8 +367,8 @@ def test_wrong_arguments_are_told() -> None:
         ArgumentError, match=r"expected blocks \[1, 3\] for 9 tokens in blocks of 4, got \(1, 2\)"
     ):
         pool.storage.read_blocks([[0, 1]], 9)
-    with pytest.raises(ArgumentError, match=r"expected blocks of -1 to 9, got 0 to 10"):
-        pool.storage.read_blocks([[0, 10]], 8)
+    with pytest.raises(ArgumentError, match=r"expected blocks of -1 to 15, got 0 to 16"):
+        pool.storage.read_blocks([[0, 16]], 8)
     with pytest.raises(ArgumentError, match=r"expected tokens 3 \.\. 2 within a payload of 2"):
         pool.storage.read_blocks([[0, 1]], 2, first=3)
     with pytest.raises(
