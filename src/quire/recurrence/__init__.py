@@ -4,6 +4,7 @@
 
 Others may use the names below, and
     backends   the back ends by name; home of the names below
+    native     the kernels
 """
 
 from quire.recurrence.backends import RecurrenceBackend, backend, register

@@ -34,7 +34,7 @@ class RecurrenceStep:
         ArgumentError: rows that do not rise from 0, slots that are not distinct, a checkpoint at a row that is none.
     """
 
-    __slots__ = ("_at_row", "_native_handle", "checkpoints", "slots", "starts")
+    __slots__ = ("_at_row", "checkpoints", "native_handle", "slots", "starts")
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class RecurrenceStep:
         if any(len(pair) != 2 for pair in pairs):
             raise ArgumentError(f"expected checkpoints as pairs (row, slot), got {pairs}")
         self.checkpoints: tuple[tuple[int, int], ...] = tuple(sorted((row, slot) for row, slot in pairs))
-        self._native_handle: Any = None
+        self.native_handle: Any = None  # the same as the kernels take it, once they have been called
         self._at_row: dict[int, list[int]] = {}
         for row, slot in self.checkpoints:
             self._at_row.setdefault(row, []).append(slot)

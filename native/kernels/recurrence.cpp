@@ -1,0 +1,80 @@
+// How a call of a recurrence is cut up for the threads; see recurrence.hpp.
+#include "kernels/recurrence.hpp"
+
+#include "kernels/rounding.hpp"
+#include "kernels/thread_pool.hpp"
+
+namespace quire {
+
+namespace {
+
+using Int = std::int64_t;
+
+const RecurrenceKernels& kernels_of(Isa isa, Element element) {
+    switch (isa) {
+#if defined(__x86_64__)
+        case Isa::avx2: return recurrence_kernels_avx2(element);
+        case Isa::avx512:
+        case Isa::avx512_bf16:
+        case Isa::amx_bf16: return recurrence_kernels_avx512(element);
+#endif
+#if defined(QUIRE_TEST_KERNELS)
+        case Isa::emulated_avx512:
+        case Isa::emulated_avx512_bf16:
+        case Isa::emulated_amx_bf16: return recurrence_kernels_emulated_avx512(element);
+#endif
+        default: return recurrence_kernels_portable(element);
+    }
+}
+
+// Parts that `size` is cut into, in whole blocks, where there are `others` pieces of work besides: some for each thread.
+Int part_of(Int size, Int block, Int others) {
+    const Int wanted = divide_up(Int{8} * ThreadPool::instance().num_threads(), others);
+    return round_up(divide_up(size, wanted), block);
+}
+
+}  // namespace
+
+void run_scan(const ScanJob& job) {
+    const RecurrenceKernels& kernels = kernels_of(job.step->isa, job.element);
+    const Int pieces = job.step->num_sequences() * job.num_heads, part = part_of(job.head_dim, kScanRows, pieces);
+    const Int parts = divide_up(job.head_dim, part);
+    ThreadPool::instance().run(pieces * parts, [&](Int index) {
+        const Int piece = index / parts, first = index % parts * part;
+        kernels.scan(job, piece / job.num_heads, piece % job.num_heads, first, std::min(first + part, job.head_dim));
+    });
+}
+
+void run_delta(const DeltaJob& job) {
+    const RecurrenceKernels& kernels = kernels_of(job.step->isa, job.element);
+    const Int pieces = job.step->num_sequences() * job.num_heads, part = part_of(job.v_dim, kDeltaColumns, pieces);
+    const Int parts = divide_up(job.v_dim, part);
+    ThreadPool::instance().run(pieces * parts, [&](Int index) {
+        const Int piece = index / parts, first = index % parts * part;
+        kernels.delta(job, piece / job.num_heads, piece % job.num_heads, first, std::min(first + part, job.v_dim));
+    });
+}
+
+void run_lru(const LruJob& job) {
+    const RecurrenceKernels& kernels = kernels_of(job.step->isa, job.element);
+    const Int pieces = job.step->num_sequences(), part = part_of(job.num_channels, kChannelBlock, pieces);
+    const Int parts = divide_up(job.num_channels, part);
+    ThreadPool::instance().run(pieces * parts, [&](Int index) {
+        const Int first = index % parts * part;
+        kernels.lru(job, index / parts, first, std::min(first + part, job.num_channels));
+    });
+}
+
+void run_convolution(const ConvolutionJob& job) {
+    const RecurrenceKernels& kernels = kernels_of(job.step->isa, job.element);
+    // A task's weights are laid out for all of its sequences.
+    const Int blocks = divide_up(job.num_channels, kChannelBlock), part = part_of(job.step->num_sequences(), 1, blocks);
+    const Int parts = divide_up(job.step->num_sequences(), part);
+    ThreadPool::instance().run(blocks * parts, [&](Int index) {
+        const Int first = index % blocks * kChannelBlock, sequence = index / blocks * part;
+        kernels.convolve(job, sequence, std::min(sequence + part, job.step->num_sequences()), first,
+                         std::min(first + kChannelBlock, job.num_channels));
+    });
+}
+
+}  // namespace quire
