@@ -33,11 +33,14 @@ Int part_of(Int size, Int block, Int others) {
     return round_up(divide_up(size, wanted), block);
 }
 
+// Sequences that a cut may count on to be equal pieces: one where some have many rows, which are cut as if they were alone.
+Int equal_sequences(const RecurrenceStep& step) { return step.num_rows() == step.num_sequences() ? step.num_sequences() : 1; }
+
 }  // namespace
 
 void run_scan(const ScanJob& job) {
     const RecurrenceKernels& kernels = kernels_of(job.step->isa, job.element);
-    const Int pieces = job.step->num_sequences() * job.num_heads, part = part_of(job.head_dim, kScanRows, pieces);
+    const Int pieces = job.step->num_sequences() * job.num_heads, part = part_of(job.head_dim, kScanRows, equal_sequences(*job.step) * job.num_heads);
     const Int parts = divide_up(job.head_dim, part);
     ThreadPool::instance().run(pieces * parts, [&](Int index) {
         const Int piece = index / parts, first = index % parts * part;
@@ -47,17 +50,19 @@ void run_scan(const ScanJob& job) {
 
 void run_delta(const DeltaJob& job) {
     const RecurrenceKernels& kernels = kernels_of(job.step->isa, job.element);
-    const Int pieces = job.step->num_sequences() * job.num_heads, part = part_of(job.v_dim, kDeltaColumns, pieces);
-    const Int parts = divide_up(job.v_dim, part);
-    ThreadPool::instance().run(pieces * parts, [&](Int index) {
-        const Int piece = index / parts, first = index % parts * part;
-        kernels.delta(job, piece / job.num_heads, piece % job.num_heads, first, std::min(first + part, job.v_dim));
+    // A task of a decode step takes heads that follow each other in memory, as many as leave enough tasks.
+    const Int sequences = job.step->num_sequences(), part = part_of(job.v_dim, kDeltaColumns, equal_sequences(*job.step) * job.num_heads);
+    const Int heads = equal_sequences(*job.step) == sequences ? part_of(job.num_heads, 1, sequences) : 1;
+    const Int parts = divide_up(job.v_dim, part), head_parts = divide_up(job.num_heads, heads);
+    ThreadPool::instance().run(sequences * head_parts * parts, [&](Int index) {
+        const Int first = index % parts * part, piece = index / parts, head = piece % head_parts * heads;
+        kernels.delta(job, piece / head_parts, head, std::min(head + heads, job.num_heads), first, std::min(first + part, job.v_dim));
     });
 }
 
 void run_lru(const LruJob& job) {
     const RecurrenceKernels& kernels = kernels_of(job.step->isa, job.element);
-    const Int pieces = job.step->num_sequences(), part = part_of(job.num_channels, kChannelBlock, pieces);
+    const Int pieces = job.step->num_sequences(), part = part_of(job.num_channels, kChannelBlock, equal_sequences(*job.step));
     const Int parts = divide_up(job.num_channels, part);
     ThreadPool::instance().run(pieces * parts, [&](Int index) {
         const Int first = index % parts * part;

@@ -34,27 +34,29 @@ using Int = std::int64_t;
 
 constexpr Int kWidth = S::kWidth;
 
-// e^x within 2 units in the last place; 0 below the smallest normal number where the instruction set has no smaller ones,
-// infinity from 89 on.
-Vec exponential(Vec x) {
+// e^x within 2 units in the last place, of x below 88.
+Vec decay_of(Vec x) {
     x = S::max(S::broadcast(-104.0f), x);  // the second where one is NaN
-    x = S::sub(S::zero(), S::max(S::broadcast(-89.0f), S::sub(S::zero(), x)));
     Vec rest;
     const Vec whole = S::split(S::mul(x, S::broadcast(1.442695041f)), rest);
     // x - whole ln 2 in two steps, the first exact.
     rest = S::fma(whole, S::broadcast(-0.693359375f), x);
     rest = S::fma(whole, S::broadcast(2.12194440e-4f), rest);
-    Vec sum = S::broadcast(1.9875691500e-4f);
-    sum = S::fma(sum, rest, S::broadcast(1.3981999507e-3f));
-    sum = S::fma(sum, rest, S::broadcast(8.3334519073e-3f));
-    sum = S::fma(sum, rest, S::broadcast(4.1665795894e-2f));
-    sum = S::fma(sum, rest, S::broadcast(1.6666665459e-1f));
-    sum = S::fma(sum, rest, S::broadcast(5.0000001201e-1f));
+    // 1 + rest + rest^2 by a minimax polynomial of degree 4 on [-ln 2 / 2, ln 2 / 2].
+    Vec sum = S::broadcast(1.381445560e-03f);
+    sum = S::fma(sum, rest, S::broadcast(8.368785493e-03f));
+    sum = S::fma(sum, rest, S::broadcast(4.166839644e-02f));
+    sum = S::fma(sum, rest, S::broadcast(1.666651964e-01f));
+    sum = S::fma(sum, rest, S::broadcast(4.999999404e-01f));
     sum = S::fma(S::mul(sum, rest), rest, rest);
+    // 0 below the smallest normal number where the instruction set has no smaller ones.
     return S::scale_by_exp2(S::add(sum, S::broadcast(1.0f)), whole);
 }
 
-float exponential(float x) { return S::first(exponential(S::broadcast(x))); }
+// The same of any x: infinity from 89 on.
+Vec exponential(Vec x) { return decay_of(S::sub(S::zero(), S::max(S::broadcast(-89.0f), S::sub(S::zero(), x)))); }
+
+float decay_of(float x) { return S::first(decay_of(S::broadcast(x))); }
 
 Vec square_root(Vec x) {
     alignas(64) float lanes[kWidth];
@@ -63,16 +65,16 @@ Vec square_root(Vec x) {
     return S::load(lanes);
 }
 
-// 1 - e^x of x <= 0: by a series where e^x is nearly 1 and the difference would have few digits.
-Vec one_minus_exponential(Vec x) {
+// 1 - a^2 of a = e^x, x <= 0: by a series where it is small, and a difference would have few digits.
+Vec one_minus_square(Vec x, Vec a) {
     const float border = -0.5f;
+    const Vec twice = S::add(x, x), opposite = S::sub(S::zero(), twice);
     Vec sum = S::broadcast(1.0f / 40320);
     for (const float coefficient : {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f}) {
-        sum = S::fma(sum, x, S::broadcast(coefficient));
+        sum = S::fma(sum, twice, S::broadcast(coefficient));
     }
-    const Vec opposite = S::sub(S::zero(), x), near = S::mul(sum, opposite);
-    const Vec far = S::sub(S::broadcast(1.0f), exponential(x));
-    return S::add(S::keep_from(x, near, S::broadcast(border)), S::keep_from(opposite, far, S::broadcast(0.50000006f)));
+    const Vec near = S::mul(sum, opposite), far = S::sub(S::broadcast(1.0f), S::mul(a, a));
+    return S::add(S::keep_from(twice, near, S::broadcast(border)), S::keep_from(opposite, far, S::broadcast(0.50000006f)));
 }
 
 // The first n lanes, n of any size.
@@ -166,7 +168,7 @@ void scan_block(const ScanJob& job, Int sequence, Int head, Int first, Int count
             for (Int i = 0; i < count; i += kWidth) S::store(factor + i, S::mul(S::load(dt + i), S::load(x + i)));
         } else {
             const float step_size = row_of<float>(job.dt, row)[head];
-            decay = exponential(step_size * job.a[head]);
+            decay = decay_of(step_size * job.a[head]);
             for (Int i = 0; i < count; i += kWidth) S::store(factor + i, S::mul(S::broadcast(step_size), S::load(x + i)));
         }
         T* const out = static_cast<T*>(job.out) + (row * job.num_heads + head) * job.head_dim + first;
@@ -181,7 +183,7 @@ void scan_block(const ScanJob& job, Int sequence, Int head, Int first, Int count
                     const float* const rates = job.a + (first + i + lane) * size;
                     const Vec step_size = S::broadcast(dt[i + lane]);
                     for (Int j = 0; j < padded; j += kWidth) {
-                        const Vec decays = exponential(S::mul(step_size, load_up_to(rates + j, size - j)));
+                        const Vec decays = decay_of(S::mul(step_size, load_up_to(rates + j, size - j)));
                         const Vec value = S::fma(added, S::load(b + j), S::mul(decays, S::load(values + j)));
                         S::store(values + j, value);
                         sum = S::fma(value, S::load(c + j), sum);
@@ -227,6 +229,7 @@ void scan(const ScanJob& job, Int sequence, Int head, Int first, Int last) {
 
 constexpr int kVecs = kDeltaColumns / kWidth;
 constexpr int kChains = kVecs < 8 ? 8 / kVecs : 1;
+constexpr Int kTokens = 16;  // whose q, k and decays are made ready at once
 
 struct Columns {
     Vec v[kVecs];
@@ -239,17 +242,23 @@ Columns load_columns(const T* from, Int n) {
     return columns;
 }
 
+template <class T>
+void store_columns(T* to, const Columns& columns, Int n) {
+    for (int i = 0; i < kVecs; ++i) store_up_to(to + i * kWidth, columns.v[i], n - i * kWidth);
+}
+
+// Sums down the columns of a block: row r is added to chain r % kChains.
 struct Chains {
     Vec v[kChains][kVecs];
 
-    Chains() {
+    void clear() {
 #pragma GCC unroll 8
         for (int chain = 0; chain < kChains; ++chain) {
 #pragma GCC unroll 8
             for (int i = 0; i < kVecs; ++i) v[chain][i] = S::zero();
         }
     }
-    Columns sum() {
+    Columns total() {
         Columns total;
         for (int i = 0; i < kVecs; ++i) {
             for (int apart = 1; apart < kChains; apart *= 2) {
@@ -261,51 +270,52 @@ struct Chains {
     }
 };
 
-// Calls each(chain, row) for every row, chain of it row % kChains.
+// Calls each(chain, row) for the rows [first, last); first is a multiple of kChains.
 template <class Each>
-[[gnu::always_inline]] inline void each_row(Int num_rows, Each&& each) {
-    Int row = 0;
-    for (; row + kChains <= num_rows; row += kChains) {
+[[gnu::always_inline]] inline void each_row(Int first, Int last, Each&& each) {
+    Int row = first;
+    for (; row + kChains <= last; row += kChains) {
 #pragma GCC unroll 8
         for (int chain = 0; chain < kChains; ++chain) each(chain, row + chain);
     }
 #pragma GCC unroll 8
     for (int chain = 0; chain < kChains; ++chain) {
-        if (row + chain < num_rows) each(chain, row + chain);
+        if (row + chain < last) each(chain, row + chain);
     }
 }
 
-// A token's q, k and decays, of k_dim each.
+// Of a token and head, k_dim each: q, k, the decays, and k times them.
 struct Token {
-    float *q, *k, *decay;
+    float *q, *k, *decay, *decayed_k;
 };
 
-// k times the decayed rows of the block; with kCopies they are copied to `own` meanwhile, and rows ahead are fetched.
-template <bool kCopies>
-Columns known(const float* from, Int stride, Int k_dim, const Token& token, float* own) {
-    Chains chains;
-    constexpr Int kAhead = 16;
-    each_row(k_dim, [&](int chain, Int row) __attribute__((always_inline)) {
-        const float* const values = from + row * stride;
-        if constexpr (kCopies) {
-            S::prefetch(values + kAhead * stride);
-            S::prefetch(values + kAhead * stride + kDeltaColumns / 2);
-        }
-        const Vec decay = S::broadcast(token.decay[row]), k = S::broadcast(token.k[row]);
-#pragma GCC unroll 8
-        for (int i = 0; i < kVecs; ++i) {
-            const Vec value = S::load(values + i * kWidth);
-            if constexpr (kCopies) S::store(own + row * kDeltaColumns + i * kWidth, value);
-            chains.v[chain][i] = S::fma(k, S::mul(decay, value), chains.v[chain][i]);
-        }
-    });
-    return chains.sum();
+Token token_at(float* memory, Int k_dim, Int index) {
+    const Int padded = round_up(k_dim, 16);
+    float* const at = memory + index * 4 * padded;
+    return {at, at + padded, at + 2 * padded, at + 3 * padded};
 }
 
-// The decayed rows plus k times `change`, to `to`; q times them.
-Columns updated(const float* from, Int from_stride, float* to, Int to_stride, Int k_dim, const Token& token, const Columns& change) {
-    Chains chains;
-    each_row(k_dim, [&](int chain, Int row) __attribute__((always_inline)) {
+// Adds k times the decayed rows [first, last); with kCopies the rows are copied to `own` meanwhile.
+template <bool kCopies>
+[[gnu::always_inline]] inline void add_known(Chains& sums, const float* from, Int stride, Int first, Int last, const Token& token, float* own) {
+    Chains chains = sums;
+    each_row(first, last, [&](int chain, Int row) __attribute__((always_inline)) {
+        const Vec k = S::broadcast(token.decayed_k[row]);
+#pragma GCC unroll 8
+        for (int i = 0; i < kVecs; ++i) {
+            const Vec value = S::load(from + row * stride + i * kWidth);
+            if constexpr (kCopies) S::store(own + row * kDeltaColumns + i * kWidth, value);
+            chains.v[chain][i] = S::fma(k, value, chains.v[chain][i]);
+        }
+    });
+    sums = chains;
+}
+
+// Rows [first, last), decayed and with k times `change` added, to `to`; adds q times them.
+[[gnu::always_inline]] inline void update(Chains& sums, const float* from, Int from_stride, float* to, Int to_stride, Int first, Int last,
+                                          const Token& token, const Columns& change) {
+    Chains chains = sums;
+    each_row(first, last, [&](int chain, Int row) __attribute__((always_inline)) {
         const Vec decay = S::broadcast(token.decay[row]), k = S::broadcast(token.k[row]), q = S::broadcast(token.q[row]);
 #pragma GCC unroll 8
         for (int i = 0; i < kVecs; ++i) {
@@ -314,7 +324,7 @@ Columns updated(const float* from, Int from_stride, float* to, Int to_stride, In
             chains.v[chain][i] = S::fma(q, value, chains.v[chain][i]);
         }
     });
-    return chains.sum();
+    sums = chains;
 }
 
 void multiply(float* values, Int n, float factor) {
@@ -332,65 +342,136 @@ float normalizing_factor(const float* values, Int n) {
 
 template <class T>
 void load_token(const DeltaJob& job, Int row, Int head, const Token& token) {
-    const Int k_head = head / (job.num_heads / job.num_k_heads);
-    widen(row_of<T>(job.q, row, k_head), job.k_dim, token.q);
-    widen(row_of<T>(job.k, row, k_head), job.k_dim, token.k);
+    const Int k_head = head / (job.num_heads / job.num_k_heads), k_dim = job.k_dim;
+    widen(row_of<T>(job.q, row, k_head), k_dim, token.q);
+    widen(row_of<T>(job.k, row, k_head), k_dim, token.k);
+    float q_factor = job.scale;
     if (job.normalize) {
-        multiply(token.q, job.k_dim, normalizing_factor(token.q, job.k_dim));
-        multiply(token.k, job.k_dim, normalizing_factor(token.k, job.k_dim));
+        q_factor *= normalizing_factor(token.q, k_dim);
+        multiply(token.k, k_dim, normalizing_factor(token.k, k_dim));
     }
-    multiply(token.q, job.k_dim, job.scale);
+    multiply(token.q, k_dim, q_factor);
     if (job.per_channel) {
         const float* const g = row_of<float>(job.g, row, head);
-        for (Int i = 0; i < job.k_dim; i += kWidth) S::store(token.decay + i, exponential(load_up_to(g + i, job.k_dim - i)));
-    } else if (job.corrects) {
-        const Vec decay = exponential(S::broadcast(row_of<float>(job.g, row)[head]));
-        for (Int i = 0; i < job.k_dim; i += kWidth) S::store(token.decay + i, decay);
+        for (Int i = 0; i < k_dim; i += kWidth) S::store(token.decay + i, decay_of(load_up_to(g + i, k_dim - i)));
+    } else {
+        const Vec decay = decay_of(S::broadcast(row_of<float>(job.g, job.corrects ? row : 0)[head]));
+        for (Int i = 0; i < k_dim; i += kWidth) S::store(token.decay + i, decay);
     }
+    for (Int i = 0; i < k_dim; i += kWidth) S::store(token.decayed_k + i, S::mul(S::load(token.k + i), S::load(token.decay + i)));
 }
 
+// beta (v - what is known of k), or v itself.
 template <class T>
-void delta_block(const DeltaJob& job, Int sequence, Int head, Int first, Int count, const Token& token, float* own) {
+Columns change_of(const DeltaJob& job, Int row, Int head, Int first, Int count, Chains& known) {
+    Columns change = load_columns(row_of<T>(job.v, row, head) + first, count);
+    if (job.corrects) {
+        const Columns before = known.total();
+        const Vec beta = S::broadcast(row_of<float>(job.beta, row)[head]);
+        for (int i = 0; i < kVecs; ++i) change.v[i] = S::mul(beta, S::sub(change.v[i], before.v[i]));
+    }
+    return change;
+}
+
+// Tokens [row, last_row) over one block of columns, which lies in `own` between a sequence's first and last token.
+template <class T>
+void delta_block(const DeltaJob& job, Int sequence, Int head, Int first, Int count, Int row, Int last_row, float* tokens, float* own) {
     const RecurrenceStep& step = *job.step;
     const Int start = step.starts[static_cast<std::size_t>(sequence)], stop = step.starts[static_cast<std::size_t>(sequence) + 1];
-    const Int place = head * job.k_dim * job.v_dim + first;
+    const Int place = head * job.k_dim * job.v_dim + first, first_token = row;
     const auto slot = [&](Int which) { return job.state.data + which * job.state.slot_stride + place; };
     float* const state = slot(step.slots[static_cast<std::size_t>(sequence)]);
     const bool is_whole = count == kDeltaColumns;
-    if (!is_whole) copy_in(state, job.v_dim, job.k_dim, count, own, kDeltaColumns);
-    Checkpoints checkpoints(step, start);
-    for (Int row = start; row < stop; ++row) {
-        load_token<T>(job, row, head, token);
+    if (row == start && !is_whole) copy_in(state, job.v_dim, job.k_dim, count, own, kDeltaColumns);
+    Checkpoints checkpoints(step, row);
+    for (; row < last_row; ++row) {
+        const Token token = token_at(tokens, job.k_dim, row - first_token);
         const bool is_in_state = is_whole && row == start;  // and not yet in `own`
-        Columns change = load_columns(row_of<T>(job.v, row, head) + first, count);
-        if (job.corrects) {
-            const Columns before = is_in_state ? known<true>(state, job.v_dim, job.k_dim, token, own)
-                                               : known<false>(own, kDeltaColumns, job.k_dim, token, own);
-            const Vec beta = S::broadcast(row_of<float>(job.beta, row)[head]);
-            for (int i = 0; i < kVecs; ++i) change.v[i] = S::mul(beta, S::sub(change.v[i], before.v[i]));
+        Chains sums;
+        sums.clear();
+        if (job.corrects && is_in_state) {
+            add_known<true>(sums, state, job.v_dim, 0, job.k_dim, token, own);
+        } else if (job.corrects) {
+            add_known<false>(sums, own, kDeltaColumns, 0, job.k_dim, token, own);
         }
+        const Columns change = change_of<T>(job, row, head, first, count, sums);
         const bool reads_state = is_in_state && !job.corrects;
         const bool writes_state = is_whole && row + 1 == stop && !checkpoints.is_at(row);
-        const Columns y = updated(reads_state ? state : own, reads_state ? job.v_dim : kDeltaColumns, writes_state ? state : own,
-                                  writes_state ? job.v_dim : kDeltaColumns, job.k_dim, token, change);
-        T* const out = static_cast<T*>(job.out) + (row * job.num_heads + head) * job.v_dim + first;
-        for (int i = 0; i < kVecs; ++i) store_up_to(out + i * kWidth, y.v[i], count - i * kWidth);
+        sums.clear();
+        update(sums, reads_state ? state : own, reads_state ? job.v_dim : kDeltaColumns, writes_state ? state : own,
+               writes_state ? job.v_dim : kDeltaColumns, 0, job.k_dim, token, change);
+        store_columns(static_cast<T*>(job.out) + (row * job.num_heads + head) * job.v_dim + first, sums.total(), count);
         if (row + 1 == stop && !writes_state) copy_out(own, kDeltaColumns, job.k_dim, count, state, job.v_dim);
         while (checkpoints.is_at(row)) copy_out(own, kDeltaColumns, job.k_dim, count, slot(checkpoints.take()), job.v_dim);
     }
 }
 
+// One token over whole blocks of columns, where the state lies: some rows at a time and all of their columns, so that the
+// memory is read in order. Lines come before they are needed: the next rows into the first cache, the head behind (`follows`)
+// into the second.
 template <class T>
-void delta(const DeltaJob& job, Int sequence, Int head, Int first, Int last) {
-    const Int padded = round_up(job.k_dim, 16);
-    float* const memory = scratch(3 * padded + job.k_dim * kDeltaColumns);
-    const Token token{memory, memory + padded, memory + 2 * padded};
-    if (!job.corrects) {
-        const Vec decay = exponential(S::broadcast(row_of<float>(job.g, 0)[head]));
-        for (Int i = 0; i < job.k_dim; i += kWidth) S::store(token.decay + i, decay);
+void delta_one(const DeltaJob& job, Int sequence, Int head, Int first, Int last, bool follows, const Token& token, float* memory) {
+    constexpr Int kRows = 16, kLine = 16;
+    const RecurrenceStep& step = *job.step;
+    const Int row = step.starts[static_cast<std::size_t>(sequence)], k_dim = job.k_dim, width = last - first;
+    const Int num_blocks = width / kDeltaColumns;
+    float* const state = job.state.data + step.slots[static_cast<std::size_t>(sequence)] * job.state.slot_stride + head * k_dim * job.v_dim + first;
+    auto* const sums = reinterpret_cast<Chains*>(memory);
+    auto* const changes = reinterpret_cast<Columns*>(sums + num_blocks);
+    const auto fetch_next = [&](Int group) {
+        for (Int next = group + kRows; next < std::min(group + 2 * kRows, k_dim); ++next) {
+            for (Int i = 0; i < width; i += kLine) S::prefetch(state + next * job.v_dim + i);
+        }
+    };
+    for (Int b = 0; b < num_blocks; ++b) sums[b].clear();
+    for (Int group = 0; job.corrects && group < k_dim; group += kRows) {
+        fetch_next(group);
+        for (Int b = 0; b < num_blocks; ++b) {
+            add_known<false>(sums[b], state + b * kDeltaColumns, job.v_dim, group, std::min(group + kRows, k_dim), token, nullptr);
+        }
     }
-    for (; first < last; first += kDeltaColumns) {
-        delta_block<T>(job, sequence, head, first, std::min(kDeltaColumns, last - first), token, memory + 3 * padded);
+    for (Int b = 0; b < num_blocks; ++b) {
+        changes[b] = change_of<T>(job, row, head, first + b * kDeltaColumns, kDeltaColumns, sums[b]);
+        sums[b].clear();
+    }
+    for (Int group = 0; group < k_dim; group += kRows) {
+        fetch_next(group);
+        for (Int next = group; follows && next < std::min(group + kRows, k_dim); ++next) {
+            for (Int i = 0; i < width; i += kLine) S::prefetch_l2(state + (k_dim + next) * job.v_dim + i);
+        }
+        for (Int b = 0; b < num_blocks; ++b) {
+            float* const at = state + b * kDeltaColumns;
+            update(sums[b], at, job.v_dim, at, job.v_dim, group, std::min(group + kRows, k_dim), token, changes[b]);
+        }
+    }
+    T* const out = static_cast<T*>(job.out) + (row * job.num_heads + head) * job.v_dim + first;
+    for (Int b = 0; b < num_blocks; ++b) store_columns(out + b * kDeltaColumns, sums[b].total(), kDeltaColumns);
+}
+
+template <class T>
+void delta(const DeltaJob& job, Int sequence, Int first_head, Int last_head, Int first, Int last) {
+    const RecurrenceStep& step = *job.step;
+    const Int start = step.starts[static_cast<std::size_t>(sequence)], stop = step.starts[static_cast<std::size_t>(sequence) + 1];
+    const Int num_blocks = divide_up(last - first, kDeltaColumns), block = job.k_dim * kDeltaColumns;
+    const bool is_one = stop - start == 1 && (last - first) % kDeltaColumns == 0 && !Checkpoints(step, start).is_at(start);
+    const bool is_one_batch = stop - start <= kTokens;  // then a block is done before the next begins
+    const Int num_tokens = std::min(stop - start, kTokens), token_floats = num_tokens * 4 * round_up(job.k_dim, 16);
+    const Int sum_floats = num_blocks * static_cast<Int>((sizeof(Chains) + sizeof(Columns)) / sizeof(float));
+    float* const tokens = scratch(token_floats + (is_one ? sum_floats : block * (is_one_batch ? 1 : num_blocks)));
+    float* const rest = tokens + token_floats;
+    for (Int head = first_head; head < last_head; ++head) {
+        for (Int row = start; row < stop; row += kTokens) {
+            const Int last_row = std::min(row + kTokens, stop);
+            for (Int i = row; i < last_row; ++i) load_token<T>(job, i, head, token_at(tokens, job.k_dim, i - row));
+            if (is_one) {
+                delta_one<T>(job, sequence, head, first, last, head + 1 < last_head, token_at(tokens, job.k_dim, 0), rest);
+                continue;
+            }
+            for (Int b = 0; b < num_blocks; ++b) {
+                const Int at = first + b * kDeltaColumns;
+                delta_block<T>(job, sequence, head, at, std::min(kDeltaColumns, last - at), row, last_row, tokens, rest + (is_one_batch ? 0 : b * block));
+            }
+        }
     }
 }
 
@@ -414,9 +495,8 @@ void lru_block(const LruJob& job, Int sequence, Int first, Int count) {
         for (Int i = 0; i < count; i += kWidth) {
             Vec value = load_up_to(x + i, count - i);
             if (!is_first) {
-                const Vec log = load_up_to(log_a + i, count - i);
-                value = S::mul(value, square_root(one_minus_exponential(S::add(log, log))));
-                value = S::fma(exponential(log), S::load(h + i), value);
+                const Vec log = load_up_to(log_a + i, count - i), a = decay_of(log);
+                value = S::fma(a, S::load(h + i), S::mul(value, square_root(one_minus_square(log, a))));
             }
             S::store(h + i, value);
             store_up_to(out + i, value, count - i);
