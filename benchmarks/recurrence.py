@@ -135,9 +135,7 @@ def prefill(num_tokens: int, threads: int, repetitions: int) -> None:
 
     def ours() -> torch.Tensor:
         state.zero_()
-        return backend("native").delta_rule(
-            state, q, k, v, g, beta, step, scale=WIDTH**-0.5, normalize=True
-        )
+        return backend("native").delta_rule(state, q, k, v, g, beta, step, scale=WIDTH**-0.5, normalize=True)
 
     def theirs() -> torch.Tensor:
         # The heads of keys repeated beforehand: transformers before 5.24 asks for it.

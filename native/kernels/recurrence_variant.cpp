@@ -295,12 +295,35 @@ Token token_at(float* memory, Int k_dim, Int index) {
     return {at, at + padded, at + 2 * padded, at + 3 * padded};
 }
 
-// Adds k times the decayed rows [first, last); with kCopies the rows are copied to `own` meanwhile.
-template <bool kCopies>
-[[gnu::always_inline]] inline void add_known(Chains& sums, const float* from, Int stride, Int first, Int last, const Token& token, float* own) {
+// What is fetched beside each row of a state that lies in memory: the row that comes kRows later, into the first cache, and of
+// every second one (of the even, or of the odd) that of the head behind, into the second. Two lines a row; evenly, because more at
+// once than the processor waits for would keep it from computing.
+constexpr Int kRows = 16;
+
+struct Ahead {
+    Int stride = 0;
+    Int head = 0;  // elements to the head behind; 0: none
+};
+
+template <int kParity>
+[[gnu::always_inline]] inline void fetch(const float* values, Int row, const Ahead& ahead) {
+    constexpr Int kLine = 16;
+    S::prefetch(values + kRows * ahead.stride);
+    S::prefetch(values + kRows * ahead.stride + kLine);
+    if (row % 2 == kParity) {
+        S::prefetch_l2(values + ahead.head);
+        S::prefetch_l2(values + ahead.head + kLine);
+    }
+}
+
+// Adds k times the decayed rows [first, last); with kCopies the rows are copied to `own` meanwhile, with kFetches others fetched.
+template <bool kCopies, bool kFetches = false>
+[[gnu::always_inline]] inline void add_known(Chains& sums, const float* from, Int stride, Int first, Int last, const Token& token, float* own,
+                                             const Ahead& ahead = {}) {
     Chains chains = sums;
     each_row(first, last, [&](int chain, Int row) __attribute__((always_inline)) {
         const Vec k = S::broadcast(token.decayed_k[row]);
+        if constexpr (kFetches) fetch<0>(from + row * stride, row, ahead);
 #pragma GCC unroll 8
         for (int i = 0; i < kVecs; ++i) {
             const Vec value = S::load(from + row * stride + i * kWidth);
@@ -312,11 +335,13 @@ template <bool kCopies>
 }
 
 // Rows [first, last), decayed and with k times `change` added, to `to`; adds q times them.
+template <bool kFetches = false>
 [[gnu::always_inline]] inline void update(Chains& sums, const float* from, Int from_stride, float* to, Int to_stride, Int first, Int last,
-                                          const Token& token, const Columns& change) {
+                                          const Token& token, const Columns& change, const Ahead& ahead = {}) {
     Chains chains = sums;
     each_row(first, last, [&](int chain, Int row) __attribute__((always_inline)) {
         const Vec decay = S::broadcast(token.decay[row]), k = S::broadcast(token.k[row]), q = S::broadcast(token.q[row]);
+        if constexpr (kFetches) fetch<1>(from + row * from_stride, row, ahead);
 #pragma GCC unroll 8
         for (int i = 0; i < kVecs; ++i) {
             const Vec value = S::fma(k, change.v[i], S::mul(decay, S::load(from + row * from_stride + i * kWidth)));
@@ -407,27 +432,20 @@ void delta_block(const DeltaJob& job, Int sequence, Int head, Int first, Int cou
 }
 
 // One token over whole blocks of columns, where the state lies: some rows at a time and all of their columns, so that the
-// memory is read in order. Lines come before they are needed: the next rows into the first cache, the head behind (`follows`)
-// into the second.
+// memory is read in order. `follows`: the head behind comes next.
 template <class T>
 void delta_one(const DeltaJob& job, Int sequence, Int head, Int first, Int last, bool follows, const Token& token, float* memory) {
-    constexpr Int kRows = 16, kLine = 16;
     const RecurrenceStep& step = *job.step;
     const Int row = step.starts[static_cast<std::size_t>(sequence)], k_dim = job.k_dim, width = last - first;
     const Int num_blocks = width / kDeltaColumns;
     float* const state = job.state.data + step.slots[static_cast<std::size_t>(sequence)] * job.state.slot_stride + head * k_dim * job.v_dim + first;
     auto* const sums = reinterpret_cast<Chains*>(memory);
     auto* const changes = reinterpret_cast<Columns*>(sums + num_blocks);
-    const auto fetch_next = [&](Int group) {
-        for (Int next = group + kRows; next < std::min(group + 2 * kRows, k_dim); ++next) {
-            for (Int i = 0; i < width; i += kLine) S::prefetch(state + next * job.v_dim + i);
-        }
-    };
+    const Ahead ahead{job.v_dim, follows ? k_dim * job.v_dim : 0};
     for (Int b = 0; b < num_blocks; ++b) sums[b].clear();
     for (Int group = 0; job.corrects && group < k_dim; group += kRows) {
-        fetch_next(group);
         for (Int b = 0; b < num_blocks; ++b) {
-            add_known<false>(sums[b], state + b * kDeltaColumns, job.v_dim, group, std::min(group + kRows, k_dim), token, nullptr);
+            add_known<false, true>(sums[b], state + b * kDeltaColumns, job.v_dim, group, std::min(group + kRows, k_dim), token, nullptr, ahead);
         }
     }
     for (Int b = 0; b < num_blocks; ++b) {
@@ -435,13 +453,9 @@ void delta_one(const DeltaJob& job, Int sequence, Int head, Int first, Int last,
         sums[b].clear();
     }
     for (Int group = 0; group < k_dim; group += kRows) {
-        fetch_next(group);
-        for (Int next = group; follows && next < std::min(group + kRows, k_dim); ++next) {
-            for (Int i = 0; i < width; i += kLine) S::prefetch_l2(state + (k_dim + next) * job.v_dim + i);
-        }
         for (Int b = 0; b < num_blocks; ++b) {
             float* const at = state + b * kDeltaColumns;
-            update(sums[b], at, job.v_dim, at, job.v_dim, group, std::min(group + kRows, k_dim), token, changes[b]);
+            update<true>(sums[b], at, job.v_dim, at, job.v_dim, group, std::min(group + kRows, k_dim), token, changes[b], ahead);
         }
     }
     T* const out = static_cast<T*>(job.out) + (row * job.num_heads + head) * job.v_dim + first;

@@ -99,7 +99,8 @@ def test_sizes_of_real_layers() -> None:
     x, dt, a = torch.randn(rows, 4, 64), torch.rand(rows, 4) * 0.1, -torch.tensor([1.0, 4.0, 8.0, 16.0])
     states = [torch.zeros(2, 4, 64, 128) for _ in compute]
     results = [
-        one.mamba2(state, x, dt, a, b, c, torch.ones(4), step) for one, state in zip(compute, states, strict=True)
+        one.mamba2(state, x, dt, a, b, c, torch.ones(4), step)
+        for one, state in zip(compute, states, strict=True)
     ]
     assert error_of(*results) < 1e-5
     assert error_of(*states) < 1e-5

@@ -111,9 +111,7 @@ class NativeBackend:
             if q.shape != k.shape or q.shape[:2] != v.shape[:2]:
                 check()
             inputs = (_dense_rows(one) for one in (q, k, v))
-            _native.recurrent_delta(
-                handle, state, *inputs, _wide(g).contiguous(), None, scale, False, target
-            )
+            _native.recurrent_delta(handle, state, *inputs, _wide(g).contiguous(), None, scale, False, target)
 
         return _run(run, check, step, v, out)
 
