@@ -2,9 +2,9 @@
 
 Not here: the arithmetic, and how a call is cut up for the threads.
 
-Tensors cross as they are: the extension reads their addresses, shapes and strides, and refuses what does not fit. A step
-crosses once and is kept on the `RecurrenceStep`. What is small beside the states (decays, parameters) is widened to
-float32 here.
+Tensors cross as they are: the extension reads their addresses, shapes and strides, and refuses what does not fit. A
+step crosses once and is kept on the `RecurrenceStep`. What is small beside the states (decays, parameters) is widened
+to float32 here.
 
 Cost: about 5 us a call beside the work, and 2 us for `out` where it is not given.
 """
@@ -215,7 +215,7 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32, with a dense last dimension; what is no floating point type of ours is left for the kernels to refuse."""
+    """In float32, with a dense last dimension; a type that is none of ours is left for the kernels to refuse."""
     if tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.float()
     return _dense_rows(tensor)
