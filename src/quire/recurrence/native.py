@@ -87,7 +87,7 @@ class NativeBackend:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         def run(handle: Any, target: torch.Tensor) -> None:
-            inputs = (_dense_rows(one) for one in (q, k, v))
+            inputs = _dense_rows(q), _dense_rows(k), _dense_rows(v)
             _native.recurrent_delta(handle, state, *inputs, _wide(g), _wide(beta), scale, normalize, target)
 
         return _run(run, lambda: check_delta_rule(state, q, k, v, g, beta, step, out), step, v, out)
@@ -110,7 +110,7 @@ class NativeBackend:
         def run(handle: Any, target: torch.Tensor) -> None:
             if q.shape != k.shape or q.shape[:2] != v.shape[:2]:
                 check()
-            inputs = (_dense_rows(one) for one in (q, k, v))
+            inputs = _dense_rows(q), _dense_rows(k), _dense_rows(v)
             _native.recurrent_delta(handle, state, *inputs, _wide(g).contiguous(), None, scale, False, target)
 
         return _run(run, check, step, v, out)
@@ -205,8 +205,13 @@ def _run(
 
 
 def _handle(step: RecurrenceStep) -> Any:
-    lists = step.starts, step.slots, *([pair[i] for pair in step.checkpoints] for i in (0, 1))
-    step.native_handle = _native.RecurrenceStep(*(torch.tensor(one, dtype=torch.int64) for one in lists))
+    rows, slots = ([pair[i] for pair in step.checkpoints] for i in (0, 1))
+    step.native_handle = _native.RecurrenceStep(
+        torch.tensor(step.starts, dtype=torch.int64),
+        torch.tensor(step.slots, dtype=torch.int64),
+        torch.tensor(rows, dtype=torch.int64),
+        torch.tensor(slots, dtype=torch.int64),
+    )
     return step.native_handle
 
 
