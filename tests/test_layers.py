@@ -27,6 +27,7 @@ ORDER = [
     "backends",
     "memory",
     "attention",
+    "recurrence",
     "cache",
     "baselines",
     "tiers",

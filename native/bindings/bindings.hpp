@@ -11,5 +11,6 @@ void bind_bytes(nanobind::module_& module);
 void bind_attention(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);
 void bind_decoder_layer(nanobind::module_& module);
+void bind_recurrence(nanobind::module_& module);
 
 }  // namespace quire

@@ -1,4 +1,6 @@
-"""Quire's native back end: block manager, attention, linear."""
+"""
+Quire's native back end: block manager, attention, linear, recurrences.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -606,4 +608,70 @@ class Decoder:
 def argmax_rows(x: object, indices: object, best: object, isa: str | None = None) -> None:
     """
     The first index (int64) of the largest element of each row of x [rows, width], contiguous, and the element as float32; of the first NaN where a row has one.
+    """
+
+class RecurrenceStep:
+    """The rows, slots and checkpoints of one call of a recurrence; a copy."""
+
+    def __init__(
+        self,
+        starts: object,
+        slots: object,
+        checkpoint_rows: object,
+        checkpoint_slots: object,
+        isa: str | None = None,
+    ) -> None:
+        """
+        int64: starts [n + 1], rising from 0; slots [n]; checkpoint_rows (rising) and checkpoint_slots [c]. All slots are distinct. isa: a variant's name, default the one in use.
+        """
+
+def recurrent_scan(
+    step: RecurrenceStep,
+    state: object,
+    x: object,
+    dt: object,
+    a: object,
+    b: object,
+    c: object,
+    d: object | None,
+    out: object,
+) -> None:
+    """
+    Mamba 1 of a state [slots, channels, size], Mamba 2 of [slots, heads, head_dim, size], float32; x, b, c and out of one type, dt, a and d of float32. Shapes: quire.recurrence.backends.
+    """
+
+def recurrent_delta(
+    step: RecurrenceStep,
+    state: object,
+    q: object,
+    k: object,
+    v: object,
+    g: object,
+    beta: object | None,
+    scale: float,
+    normalize: bool,
+    out: object,
+) -> None:
+    """
+    Gated delta rule and KDA of a state [slots, heads, k_dim, v_dim], float32; q, k, v and out of one type, g and beta of float32. Without beta linear attention, with g [heads].
+    """
+
+def recurrent_lru(
+    step: RecurrenceStep, state: object, x: object, log_a: object, first: object | None, out: object
+) -> None:
+    """
+    RG-LRU of a state [slots, channels], float32; x and out of one type, log_a of float32; first: uint8 [rows] or None.
+    """
+
+def short_convolution(
+    step: RecurrenceStep,
+    state: object,
+    x: object,
+    weight: object,
+    bias: object | None,
+    silu: bool,
+    out: object,
+) -> None:
+    """
+    Causal convolution of each channel, state [slots, width - 1, channels] of float32; x and out of one type, weight [channels, width] and bias [channels] of float32.
     """

@@ -133,6 +133,16 @@ def pieces() -> np.ndarray:
     return np.array([[8, _storage.ctypes.data + 64, 3, 16, 32], [0, _storage.ctypes.data, 1, 8, 8]], np.int64)
 
 
+def states(*sizes: int) -> torch.Tensor:
+    return torch.zeros(5, *sizes)
+
+
+def recurrence() -> Any:
+    """Two sequences, of two rows and of one, with a checkpoint."""
+    lists = (torch.tensor(values) for values in ([0, 2, ROWS], [3, 1], [1], [4]))
+    return _native.RecurrenceStep(*lists, None)
+
+
 def of_manager(name: str, *arguments: Any) -> Recipe:
     return lambda: (getattr(manager(), name), [copied(one) for one in arguments])
 
@@ -238,6 +248,39 @@ def recipes() -> dict[str, Recipe]:
                 torch.tensor([2]), torch.zeros(1, 20),
             ],
         ),
+        "RecurrenceStep.__init__": lambda: (
+            _native.RecurrenceStep,
+            [np.array([0, 2, 3]), np.array([3, 1]), np.array([0, 2]), np.array([0, 2]), None],
+        ),
+        "recurrent_scan": lambda: (
+            _native.recurrent_scan,
+            [
+                recurrence(), states(4, WIDTH, 6), torch.ones(ROWS, 4, WIDTH), torch.ones(ROWS, 4), -torch.ones(4),
+                torch.ones(ROWS, 2, 6), torch.ones(ROWS, 2, 6), torch.ones(4), torch.ones(ROWS, 4, WIDTH),
+            ],
+        ),
+        "recurrent_delta": lambda: (
+            _native.recurrent_delta,
+            [
+                recurrence(), states(4, 6, WIDTH), torch.ones(ROWS, 2, 6), torch.ones(ROWS, 2, 6),
+                torch.ones(ROWS, 4, WIDTH), -torch.ones(ROWS, 4, 6), torch.ones(ROWS, 4), 0.5, True,
+                torch.ones(ROWS, 4, WIDTH),
+            ],
+        ),
+        "recurrent_lru": lambda: (
+            _native.recurrent_lru,
+            [
+                recurrence(), states(WIDTH), torch.ones(ROWS, WIDTH), -torch.ones(ROWS, WIDTH),
+                torch.zeros(ROWS, dtype=torch.uint8), torch.ones(ROWS, WIDTH),
+            ],
+        ),
+        "short_convolution": lambda: (
+            _native.short_convolution,
+            [
+                recurrence(), states(3, WIDTH), torch.ones(ROWS, WIDTH), torch.ones(WIDTH, 4), torch.ones(WIDTH), True,
+                torch.ones(ROWS, WIDTH),
+            ],
+        ),
         "argmax_rows": lambda: (
             _native.argmax_rows,
             [torch.ones(5, 9), torch.zeros(5, dtype=torch.int64), torch.zeros(5), None],
@@ -276,6 +319,7 @@ def anything(rng: random.Random) -> Any:
         lambda: torch.ones(3, 16, requires_grad=True), lambda: torch.eye(3).to_sparse(), lambda: bytearray(7),
         lambda: memoryview(bytes(64))[::3], lambda: _native.PackedWeight.__new__(_native.PackedWeight),
         lambda: _native.PagedView.__new__(_native.PagedView), view, batch, options, weight, norm, around, manager, plan,
+        recurrence, lambda: _native.RecurrenceStep.__new__(_native.RecurrenceStep),
     ]  # fmt: skip
     return rng.choice(kinds)()
 
@@ -363,7 +407,8 @@ def spoiled_tensor(tensor: torch.Tensor, rng: random.Random) -> Any:
         return tensor[:1].expand(len(tensor), *tensor.shape[1:])
     changed = tensor.clone()
     if changed.numel() and not changed.dtype.is_floating_point:
-        changed.view(-1)[rng.randrange(changed.numel())] = rng.choice([2**31 - 1, -1, -(2**31), 0, 17])
+        values = [2**31 - 1, -1, -(2**31), 0, 17] if changed.dtype.is_signed else [255, 0, 17]
+        changed.view(-1)[rng.randrange(changed.numel())] = rng.choice(values)
     return changed
 
 

@@ -1,0 +1,13 @@
+"""Recurrences of state layers: Mamba 1 and 2, gated delta rule and KDA, linear attention, RG-LRU, short convolution.
+
+`backend()` is the way in; `reference` is the definition in torch, token by token in float32, `native` the kernels.
+
+Others may use the names below, and
+    backends   the back ends by name; home of the names below
+    native     the kernels
+"""
+
+from quire.recurrence.backends import RecurrenceBackend, backend, register
+from quire.recurrence.step import RecurrenceStep
+
+__all__ = ["RecurrenceBackend", "RecurrenceStep", "backend", "register"]

@@ -1,0 +1,133 @@
+"""The kernels of the recurrences against the definition in torch, in every instruction set, on one thread and two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from support.recurrence_case import KINDS, SLOTS, Case, make_case
+
+from quire.recurrence import RecurrenceStep, backend
+
+_native = pytest.importorskip("quire._native")
+
+# One of each width of vectors: the others use those of avx512.
+ISAS = [isa for isa in _native.supported_isas() if "bf16" not in isa]
+each_isa = pytest.mark.parametrize("isa", ISAS)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+LENGTHS = [5, 1, 9]
+SLOT_OF = [6, 0, 3]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = _native.num_threads()
+    _native.set_num_threads(2)
+    yield
+    _native.set_num_threads(before)
+
+
+def step_for(isa: str, lengths: list[int], slots: list[int], checkpoints: tuple = ()) -> RecurrenceStep:
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    step = RecurrenceStep(starts, slots, checkpoints)
+    rows, copies = ([pair[i] for pair in step.checkpoints] for i in (0, 1))
+    lists = (torch.tensor(one, dtype=torch.int64) for one in (starts, slots, rows, copies))
+    step.native_handle = _native.RecurrenceStep(*lists, isa)
+    return step
+
+
+def run(case: Case, name: str, step: RecurrenceStep) -> tuple[torch.Tensor, torch.Tensor]:
+    state = case.state.clone()
+    return case.run(backend(name), state, step), state
+
+
+def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, in parts of the rms, or of the element where that is larger."""
+    assert got.shape == want.shape
+    return float(((got - want).abs() / want.abs().clamp(min=want.square().mean().sqrt())).max())
+
+
+@each_isa
+@each_kind
+def test_kernels_compute_what_the_definition_says(kind: str, isa: str) -> None:
+    for seed in range(2 if isa.startswith("emulated") else 6):
+        case = make_case(kind, sum(LENGTHS), torch.float32, 100 + seed)
+        step = step_for(isa, LENGTHS, SLOT_OF, ((4, 8), (2, 7)))
+        got, state = run(case, "native", step)
+        want, want_state = run(case, "python", step)
+        assert error_of(got, want) < 1e-5
+        assert error_of(state, want_state) < 1e-5
+
+
+@each_isa
+@each_kind
+def test_threads_cuts_and_company_change_no_bit(kind: str, isa: str) -> None:
+    case = make_case(kind, sum(LENGTHS), torch.bfloat16, 200)
+    case.state[1] = torch.nan  # nobody's
+    want, want_state = run(case, "native", step_for(isa, LENGTHS, SLOT_OF))
+    _native.set_num_threads(1)
+    got, state = run(case, "native", step_for(isa, LENGTHS, SLOT_OF))
+    assert torch.equal(got, want)
+    used = [slot for slot in range(SLOTS) if slot != 1]
+    assert torch.equal(state[used], want_state[used])
+    state, compute = case.state.clone(), backend("native")
+    for cut in pairwise([0, 2, 5, 6, 7, 14, 15]):
+        slot = SLOT_OF[(cut[0] >= 5) + (cut[0] >= 6)]
+        part = case.run(compute, state, step_for(isa, [cut[1] - cut[0]], [slot]), slice(*cut))
+        assert torch.equal(part, want[slice(*cut)])
+    assert torch.equal(state[used], want_state[used])
+
+
+def test_sizes_of_real_layers() -> None:
+    torch.manual_seed(0)
+    rows, compute = 40, [backend("native"), backend("python")]
+    step = RecurrenceStep([0, 37, 40], [1, 0])
+    q, k, v = (torch.randn(rows, 2, 128) for _ in range(3))
+    g, beta = -torch.rand(rows, 2) * 0.1, torch.rand(rows, 2)
+    states = [torch.zeros(2, 2, 128, 128) for _ in compute]
+    results = [
+        one.delta_rule(state, q, k, v, g, beta, step, scale=128**-0.5, normalize=True)
+        for one, state in zip(compute, states, strict=True)
+    ]
+    assert error_of(*results) < 1e-5
+    assert error_of(*states) < 1e-5
+    b, c = torch.randn(rows, 1, 128), torch.randn(rows, 1, 128)
+    x, dt, a = torch.randn(rows, 4, 64), torch.rand(rows, 4) * 0.1, -torch.tensor([1.0, 4.0, 8.0, 16.0])
+    states = [torch.zeros(2, 4, 64, 128) for _ in compute]
+    results = [
+        one.mamba2(state, x, dt, a, b, c, torch.ones(4), step)
+        for one, state in zip(compute, states, strict=True)
+    ]
+    assert error_of(*results) < 1e-5
+    assert error_of(*states) < 1e-5
+
+
+@each_isa
+def test_the_decay_is_within_two_units_in_the_last_place(isa: str) -> None:
+    num = 2000
+    log_a = torch.cat([-torch.logspace(-9, 1.93, num - 3), torch.tensor([0.0, -87.0, -0.0])])
+    state, x = torch.ones(1, num), torch.zeros(1, num)
+    got = backend("native").rg_lru(state, x, log_a[None], step_for(isa, [1], [0]))[0]
+    want = log_a.double().exp()
+    unit = torch.finfo(torch.float32).eps * 2.0 ** want.log2().floor()
+    assert ((got.double() - want).abs() / unit).max() <= 2
+    assert got[-1] == 1
+    far = torch.tensor([[-90.0, -104.5, -1e30, -torch.inf, torch.nan]])
+    got = backend("native").rg_lru(torch.ones(1, 5), torch.zeros(1, 5), far, step_for(isa, [1], [0]))[0]
+    assert (got[:4] < 1e-38).all()
+    assert got[3] == 0
+    assert got[4].isnan()
+
+
+@each_isa
+def test_the_weight_of_an_input_is_right_where_the_decay_is_nearly_one(isa: str) -> None:
+    log_a = -torch.logspace(-9, 2, 999)
+    got = backend("native").rg_lru(
+        torch.zeros(1, 999), torch.ones(1, 999), log_a[None], step_for(isa, [1], [0])
+    )[0]
+    want = (-torch.expm1(2 * log_a.double())).sqrt()
+    assert ((got.double() - want) / want).abs().max() < 3e-7
