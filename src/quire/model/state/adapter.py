@@ -86,6 +86,20 @@ class StateAdapter(ABC):
             )
         return self.rows(hidden, states, step)
 
+    @property
+    def hidden_size(self) -> int:
+        """The width of a row that the mixer takes."""
+        return self.first_projection.in_features
+
+    @property
+    @abstractmethod
+    def first_projection(self) -> Any:
+        """A linear layer that the rows go through first."""
+
+    def own(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the mixer's own forward answers to the rows of one text [num_rows, hidden_size], without a cache."""
+        return self.module(hidden[None])[0]
+
     def answer(self, hidden: torch.Tensor) -> Any:
         """What the mixer's own forward returns, made of its first result."""
         return hidden

@@ -33,6 +33,10 @@ class LightningAttention(StateAdapter):
         slopes = dict(module.named_buffers(recurse=False)).get("slope_rate")
         return has_parts(module, _PARTS) and slopes is not None and tuple(slopes.shape) == (heads, 1, 1)
 
+    @property
+    def first_projection(self) -> Any:
+        return self.module.qkv_proj
+
     def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
         own, num_rows = self.module, hidden.shape[0]
         qkv = own.act_fn(own.qkv_proj(hidden)).view(num_rows, own.num_attention_heads, 3 * own.head_dim)
@@ -41,6 +45,9 @@ class LightningAttention(StateAdapter):
         y = self.recurrence.linear_attention(states[RECURRENT], q, k, v, -slopes, step.recurrence)
         y = own.norm(y.reshape(num_rows, -1))
         return own.out_proj(torch.sigmoid(own.output_gate(hidden)) * y)
+
+    def own(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.module(hidden[None], None, None)[0][0]
 
     def answer(self, hidden: torch.Tensor) -> Any:
         return hidden, None

@@ -8,6 +8,7 @@ Cost: beside the submodules, one convolution and a scan a head; -exp(A_log) is m
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,6 +58,10 @@ class Mamba1(_Scan):
             and tuple(module.A_log.shape) == (before[1], getattr(module, "ssm_state_size", 0))  # type: ignore[union-attr]
         )
 
+    @property
+    def first_projection(self) -> Any:
+        return self.module.in_proj
+
     def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
         own = self.module
         x, gate = own.in_proj(hidden).chunk(2, dim=-1)
@@ -98,6 +103,10 @@ class ZambaHeads(_Scan):
             and is_silu(getattr(module, "activation", None))
             and tuple(module.A_log.shape) == (heads, size, getattr(module, "ssm_state_size", 0))  # type: ignore[union-attr]
         )
+
+    @property
+    def first_projection(self) -> Any:
+        return self.module.in_proj
 
     def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
         own, num_rows, size = self.module, hidden.shape[0], self.module.mamba_head_dim

@@ -10,6 +10,7 @@ Cost: beside the submodules, one convolution and one scan.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,6 +63,10 @@ class Mamba2(StateAdapter):
             and is_silu(getattr(module, "activation", None))
             and len(getattr(module, "time_step_limit", ())) == 2
         )
+
+    @property
+    def first_projection(self) -> Any:
+        return self.module.in_proj
 
     def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
         own, num_rows, width = self.module, hidden.shape[0], self.module.intermediate_size

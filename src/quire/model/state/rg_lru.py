@@ -47,6 +47,10 @@ class RecurrentBlock(StateAdapter):
             and tuple(unit.recurrent_param.shape) == (before[1],)  # type: ignore[union-attr]
         )
 
+    @property
+    def first_projection(self) -> Any:
+        return self.module.linear_x
+
     def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
         own, unit = self.module, self.module.rg_lru
         y_branch = own.act_fn(own.linear_y(hidden))
@@ -58,6 +62,10 @@ class RecurrentBlock(StateAdapter):
             states[RECURRENT], x * input_gate, log_a, step.recurrence, first=step.positions == 0
         )
         return own.linear_out(h * y_branch)
+
+    def own(self, hidden: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(len(hidden), device=hidden.device)[None]
+        return self.module(hidden[None], position_ids=positions, attention_mask=None, use_cache=False)[0][0]
 
     def answer(self, hidden: torch.Tensor) -> Any:
         return hidden, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,10 @@ class ShortConvolution(StateAdapter):
     @classmethod
     def match(cls, module: nn.Module) -> bool:
         return has_parts(module, _PARTS) and convolution_field(module.conv) is not None
+
+    @property
+    def first_projection(self) -> Any:
+        return self.module.in_proj
 
     def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
         b, c, x = self.module.in_proj(hidden).chunk(3, dim=-1)
