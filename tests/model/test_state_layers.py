@@ -18,8 +18,6 @@ from quire.recurrence import RecurrenceStep, backend
 from quire.spec.state_spec import state_specs
 
 REFERENCE = backend("python")
-# Of their layers one has a state; in the others of FAMILIES each, or the same kind is covered by these.
-PROVED = sorted(set(FAMILIES) - {"qwen3_5_moe_text", "lfm2_moe"})
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -147,7 +145,10 @@ def test_a_mixer_serves_the_engine_s_cache_and_is_its_own_for_any_other_call(mod
 
 def test_hooks_on_the_projections_are_obeyed(model: Any) -> None:
     adapter = first(model)
-    hidden, step = torch.randn(3, adapter.hidden_size), StateStep(RecurrenceStep([0, 3], [0]), torch.arange(3))
+    hidden, step = (
+        torch.randn(3, adapter.hidden_size),
+        StateStep(RecurrenceStep([0, 3], [0]), torch.arange(3)),
+    )
     before = adapter.forward(hidden, fresh_states(adapter, 1, [0]), step)
     handle = adapter.first_projection.register_forward_hook(lambda module, args, answer: answer * 0.5)
     after = adapter.forward(hidden, fresh_states(adapter, 1, [0]), step)

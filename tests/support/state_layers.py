@@ -5,11 +5,11 @@ The mixers' own forward in torch is the yardstick: a whole prompt at once, or a 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from support.every_type import build
-from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 __all__ = ["FAMILIES", "decode_by_tokens", "fresh_states", "tiny_model"]
@@ -21,7 +21,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_mamba": {},
     "granitemoehybrid": {},
     "jamba": {},
-    "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {},
     "mamba": {},
@@ -57,7 +61,9 @@ def tiny_model(model_type: str, **fields: Any) -> PreTrainedModel:
     return model
 
 
-def decode_by_tokens(model: PreTrainedModel, module: Any, hidden: torch.Tensor, num_prompt: int) -> torch.Tensor:
+def decode_by_tokens(
+    model: PreTrainedModel, module: Any, hidden: torch.Tensor, num_prompt: int
+) -> torch.Tensor:
     """What the mixer answers to `hidden` [T, size]: `num_prompt` rows at once, then one at a time, with its cache."""
     cache: Any = DynamicCache(config=model.config)
     if model.config.model_type == "minimax":
@@ -67,7 +73,7 @@ def decode_by_tokens(model: PreTrainedModel, module: Any, hidden: torch.Tensor, 
     found: list[torch.Tensor] = []
     cuts = [0, *range(num_prompt, hidden.shape[0] + 1)]
     with torch.no_grad():
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             rows = hidden[None, start:stop]
             if hasattr(module, "rg_lru"):
                 if start == 0:

@@ -183,6 +183,7 @@ class KimiDeltaAttention(StateAdapter):
         gate = own.g_b_proj(own.g_a_proj(hidden)).view(per_head)
         return own.o_proj(own.o_norm(y, gate).reshape(num_rows, -1))
 
+
 def _token_by_token(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """The mixer's own answers, a row at a time with its own cache: over many rows at once transformers computes the
     delta rule in chunks, which in float32 is a hundred times farther from the exact result."""
