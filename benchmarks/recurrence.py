@@ -2,12 +2,13 @@
 
     python benchmarks/recurrence.py [--quick] [--threads N] [--repetitions 9]
 
-Decode: one token of each of many sequences, more bytes of state than the last cache holds. The figure is the bytes of the
-states, counted once, over the time, and that as a share of torch's `state.mul_` of the same memory in the same rounds: each
-reads and writes the states once. Short convolutions have small states and large inputs: their figure says little.
+Decode: one token of each of many sequences, more bytes of state than the last cache holds. The figure is the bytes of
+the states, counted once, over the time, and that as a share of torch's `state.mul_` of the same memory in the same
+rounds: each reads and writes the states once. RG-LRU and short convolutions have states no larger than their inputs:
+their share says little.
 
-Prefill: tokens a second of one delta-rule layer in the shape of Qwen3-Next's (16 heads of keys, 32 of values, 128 wide), without its
-products, beside transformers' own fallback by chunks (`torch_chunk_gated_delta_rule`).
+Prefill: tokens a second of one delta-rule layer in the shape of Qwen3-Next's (16 heads of keys, 32 of values, 128
+wide), without its products, beside transformers' own fallback by chunks (`torch_chunk_gated_delta_rule`).
 
 The cases of a table run in turn, again and again; medians, and the best, which says more on a busy machine.
 """

@@ -36,6 +36,9 @@ Int part_of(Int size, Int block, Int others) {
 // Sequences that a cut may count on to be equal pieces: one where some have many rows, which are cut as if they were alone.
 Int equal_sequences(const RecurrenceStep& step) { return step.num_rows() == step.num_sequences() ? step.num_sequences() : 1; }
 
+// Columns of a state that a thread keeps a copy of: some 4 MiB, and one block at least.
+Int most_columns(Int k_dim) { return std::clamp((Int{1} << 20) / k_dim / kDeltaColumns, Int{1}, Int{128}) * kDeltaColumns; }
+
 }  // namespace
 
 void run_scan(const ScanJob& job) {
@@ -51,7 +54,8 @@ void run_scan(const ScanJob& job) {
 void run_delta(const DeltaJob& job) {
     const RecurrenceKernels& kernels = kernels_of(job.step->isa, job.element);
     // A task of a decode step takes heads that follow each other in memory, as many as leave enough tasks.
-    const Int sequences = job.step->num_sequences(), part = part_of(job.v_dim, kDeltaColumns, equal_sequences(*job.step) * job.num_heads);
+    const Int sequences = job.step->num_sequences();
+    const Int part = std::min(part_of(job.v_dim, kDeltaColumns, equal_sequences(*job.step) * job.num_heads), most_columns(job.k_dim));
     const Int heads = equal_sequences(*job.step) == sequences ? part_of(job.num_heads, 1, sequences) : 1;
     const Int parts = divide_up(job.v_dim, part), head_parts = divide_up(job.num_heads, heads);
     ThreadPool::instance().run(sequences * head_parts * parts, [&](Int index) {

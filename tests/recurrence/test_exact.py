@@ -34,7 +34,7 @@ def two_native_threads() -> Iterator[None]:
 @each_kind
 @pytest.mark.parametrize("seed", range(3))
 def test_a_prompt_cut_anywhere_gives_the_same_bits(kind: str, name: str, seed: int) -> None:
-    num_rows = 11
+    num_rows = [11, 11, 37][seed]
     case, compute = make_case(kind, num_rows, DTYPES[seed], seed), backend(name)
     whole = case.state.clone()
     want = case.run(compute, whole, RecurrenceStep([0, num_rows], [4]))

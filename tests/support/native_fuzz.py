@@ -407,7 +407,8 @@ def spoiled_tensor(tensor: torch.Tensor, rng: random.Random) -> Any:
         return tensor[:1].expand(len(tensor), *tensor.shape[1:])
     changed = tensor.clone()
     if changed.numel() and not changed.dtype.is_floating_point:
-        changed.view(-1)[rng.randrange(changed.numel())] = rng.choice([2**31 - 1, -1, -(2**31), 0, 17])
+        values = [2**31 - 1, -1, -(2**31), 0, 17] if changed.dtype.is_signed else [255, 0, 17]
+        changed.view(-1)[rng.randrange(changed.numel())] = rng.choice(values)
     return changed
 
 

@@ -2,9 +2,9 @@
 
 Not here: the arithmetic, and how a call is cut up for the threads.
 
-Tensors cross as they are: the extension reads their addresses, shapes and strides, and refuses what does not fit. A step
-crosses once and is kept on the `RecurrenceStep`. What is small beside the states (decays, parameters) is widened to
-float32 here.
+Tensors cross as they are: the extension reads their addresses, shapes and strides, and refuses what does not fit. A
+step crosses once and is kept on the `RecurrenceStep`. What is small beside the states (decays, parameters) is widened
+to float32 here.
 
 Cost: about 5 us a call beside the work, and 2 us for `out` where it is not given.
 """
@@ -87,7 +87,7 @@ class NativeBackend:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         def run(handle: Any, target: torch.Tensor) -> None:
-            inputs = (_dense_rows(one) for one in (q, k, v))
+            inputs = _dense_rows(q), _dense_rows(k), _dense_rows(v)
             _native.recurrent_delta(handle, state, *inputs, _wide(g), _wide(beta), scale, normalize, target)
 
         return _run(run, lambda: check_delta_rule(state, q, k, v, g, beta, step, out), step, v, out)
@@ -110,7 +110,7 @@ class NativeBackend:
         def run(handle: Any, target: torch.Tensor) -> None:
             if q.shape != k.shape or q.shape[:2] != v.shape[:2]:
                 check()
-            inputs = (_dense_rows(one) for one in (q, k, v))
+            inputs = _dense_rows(q), _dense_rows(k), _dense_rows(v)
             _native.recurrent_delta(handle, state, *inputs, _wide(g).contiguous(), None, scale, False, target)
 
         return _run(run, check, step, v, out)
@@ -205,8 +205,13 @@ def _run(
 
 
 def _handle(step: RecurrenceStep) -> Any:
-    lists = step.starts, step.slots, *([pair[i] for pair in step.checkpoints] for i in (0, 1))
-    step.native_handle = _native.RecurrenceStep(*(torch.tensor(one, dtype=torch.int64) for one in lists))
+    rows, slots = ([pair[i] for pair in step.checkpoints] for i in (0, 1))
+    step.native_handle = _native.RecurrenceStep(
+        torch.tensor(step.starts, dtype=torch.int64),
+        torch.tensor(step.slots, dtype=torch.int64),
+        torch.tensor(rows, dtype=torch.int64),
+        torch.tensor(slots, dtype=torch.int64),
+    )
     return step.native_handle
 
 
@@ -215,7 +220,7 @@ def _dense_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In float32, with a dense last dimension; what is no floating point type of ours is left for the kernels to refuse."""
+    """In float32, with a dense last dimension; a type that is none of ours is left for the kernels to refuse."""
     if tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.float()
     return _dense_rows(tensor)

@@ -83,12 +83,12 @@ class RecurrenceStep:
                 f"expected one sequence or more, with one start more than slots, got {len(starts)} starts and "
                 f"{len(slots)} slots"
             )
-        if starts[0] != 0 or any(stop <= start for start, stop in pairwise(starts)):
+        if starts[0] != 0 or starts[-1] >= 1 << 63 or any(stop <= start for start, stop in pairwise(starts)):
             raise ArgumentError(f"expected starts that rise from 0, a row or more a sequence, got {starts}")
         written = self.written_slots
-        if min(written) < 0 or len(set(written)) != len(written):
+        if min(written) < 0 or max(written) >= 1 << 63 or len(set(written)) != len(written):
             raise ArgumentError(
-                f"expected slots of 0 or more, all distinct, those of checkpoints included, got {slots} and "
+                f"expected slots of 0 to 2^63 - 1, all distinct, those of checkpoints included, got {slots} and "
                 f"checkpoints {self.checkpoints}"
             )
         rows = [row for row, _ in self.checkpoints]

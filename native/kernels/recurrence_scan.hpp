@@ -1,0 +1,97 @@
+// Mamba: the state's rows [head_dim, state_size] are independent of each other; a sum runs over the columns of one.
+// A part of recurrence_variant.cpp, which says before what S is.
+#pragma once
+
+#include "kernels/recurrence_lanes.hpp"
+
+namespace quire {
+namespace {
+
+template <class T, bool kPerChannel>
+void scan_block(const ScanJob& job, Int sequence, Int head, Int first, Int count, float* memory) {
+    const Int size = job.state_size, padded = round_up(size, kWidth);
+    float* const b = memory;
+    float* const c = b + padded;
+    float* const x = c + padded;
+    float* const factor = x + round_up(kScanRows, kWidth);  // dt x
+    float* const dt = factor + round_up(kScanRows, kWidth);
+    float* const own = dt + round_up(kScanRows, kWidth);  // the block, where its rows are no whole vectors
+    const RecurrenceStep& step = *job.step;
+    const Int start = step.starts[static_cast<std::size_t>(sequence)], stop = step.starts[static_cast<std::size_t>(sequence) + 1];
+    const Int place = (head * job.head_dim + first) * size;
+    const auto slot = [&](Int which) { return job.state.data + which * job.state.slot_stride + place; };
+    float* const state = slot(step.slots[static_cast<std::size_t>(sequence)]);
+    const bool in_place = padded == size;
+    float* const h = in_place ? state : own;
+    if (!in_place) copy_in(state, size, count, size, own, padded);
+    const Int group = head / (job.num_heads / job.num_groups);
+    Checkpoints checkpoints(step, start);
+    for (Int row = start; row < stop; ++row) {
+        widen(row_of<T>(job.b, row, group), size, b);
+        widen(row_of<T>(job.c, row, group), size, c);
+        widen(row_of<T>(job.x, row, head) + first, count, x);
+        float decay = 0.0f;
+        if constexpr (kPerChannel) {
+            widen(row_of<float>(job.dt, row) + first, count, dt);
+            for (Int i = 0; i < count; i += kWidth) S::store(factor + i, S::mul(S::load(dt + i), S::load(x + i)));
+        } else {
+            const float step_size = row_of<float>(job.dt, row)[head];
+            decay = decay_of(step_size * job.a[head]);
+            for (Int i = 0; i < count; i += kWidth) S::store(factor + i, S::mul(S::broadcast(step_size), S::load(x + i)));
+        }
+        T* const out = static_cast<T*>(job.out) + (row * job.num_heads + head) * job.head_dim + first;
+        alignas(64) float sums[kWidth * kWidth];
+        for (Int i = 0; i < count; i += kWidth) {
+            const Int lanes = std::min(kWidth, count - i);
+            for (Int lane = 0; lane < lanes; ++lane) {
+                float* const values = h + (i + lane) * padded;
+                const Vec added = S::broadcast(factor[i + lane]);
+                Vec sum = S::zero();
+                if constexpr (kPerChannel) {
+                    const float* const rates = job.a + (first + i + lane) * size;
+                    const Vec step_size = S::broadcast(dt[i + lane]);
+                    for (Int j = 0; j < padded; j += kWidth) {
+                        const Vec decays = decay_of(S::mul(step_size, load_up_to(rates + j, size - j)));
+                        const Vec value = S::fma(added, S::load(b + j), S::mul(decays, S::load(values + j)));
+                        S::store(values + j, value);
+                        sum = S::fma(value, S::load(c + j), sum);
+                    }
+                } else {
+                    const Vec decays = S::broadcast(decay);
+                    for (Int j = 0; j < padded; j += kWidth) {
+                        const Vec value = S::fma(added, S::load(b + j), S::mul(decays, S::load(values + j)));
+                        S::store(values + j, value);
+                        sum = S::fma(value, S::load(c + j), sum);
+                    }
+                }
+                S::store(sums + lane * kWidth, sum);
+            }
+            for (Int lane = lanes; lane < kWidth; ++lane) S::store(sums + lane * kWidth, S::zero());
+            Vec y = S::fold(sums);
+            if (job.d != nullptr) {
+                const Vec skip = kPerChannel ? load_up_to(job.d + first + i, lanes) : S::broadcast(job.d[head]);
+                y = S::fma(skip, S::load(x + i), y);
+            }
+            store_up_to(out + i, y, lanes);
+        }
+        while (checkpoints.is_at(row)) copy_out(h, padded, count, size, slot(checkpoints.take()), size);
+    }
+    if (!in_place) copy_out(own, padded, count, size, state, size);
+}
+
+template <class T>
+void scan(const ScanJob& job, Int sequence, Int head, Int first, Int last) {
+    const Int padded = round_up(job.state_size, kWidth);
+    float* const memory = scratch(padded * (2 + kScanRows) + 3 * round_up(kScanRows, kWidth));
+    for (; first < last; first += kScanRows) {
+        const Int count = std::min(kScanRows, last - first);
+        if (job.per_channel) {
+            scan_block<T, true>(job, sequence, head, first, count, memory);
+        } else {
+            scan_block<T, false>(job, sequence, head, first, count, memory);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace quire
