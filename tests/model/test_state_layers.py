@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.state_layers import FAMILIES, decode_by_tokens, fresh_states, tiny_model
+from support.state_layers import FAMILIES, StatesBesideKeys, decode_by_tokens, fresh_states, tiny_model
 from torch import nn
 
 from quire.errors import ArgumentError, UnsupportedModelError
@@ -141,6 +141,25 @@ def test_a_mixer_serves_the_engine_s_cache_and_is_its_own_for_any_other_call(mod
         undo()
         assert type(adapter.module) is cls
         assert torch.equal(call(adapter, hidden, None), own)
+
+
+def test_a_whole_model_calls_its_mixers_with_the_engine_s_cache(model: Any) -> None:
+    adapters = state_adapters(model, REFERENCE)
+    tokens, positions = torch.randint(3, 131, (1, 11)), torch.arange(11)[None]
+    cache = StatesBesideKeys(model, adapters)
+    with torch.no_grad():
+        whole = model(tokens, position_ids=positions, use_cache=False).logits[0]
+        undo = install_states(adapters)
+        got: list[torch.Tensor] = []
+        for start, stop in ((0, 8), (8, 9), (9, 10), (10, 11)):
+            cache.state_step = StateStep(RecurrenceStep([0, stop - start], [0]), positions[0, start:stop])
+            got.append(
+                model(tokens[:, start:stop], position_ids=positions[:, start:stop], cache=cache).logits[0]
+            )
+        undo()
+    assert all(not bool(state.isnan().any()) for states in cache.states.values() for state in states.values())
+    assert far(torch.cat(got), whole) < 1e-3
+    assert torch.equal(torch.cat(got).argmax(-1), whole.argmax(-1))
 
 
 def test_hooks_on_the_projections_are_obeyed(model: Any) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from support.every_type import build
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-__all__ = ["FAMILIES", "decode_by_tokens", "fresh_states", "tiny_model"]
+__all__ = ["FAMILIES", "StatesBesideKeys", "decode_by_tokens", "fresh_states", "tiny_model"]
 
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -67,8 +68,6 @@ def decode_by_tokens(
     """What the mixer answers to `hidden` [T, size]: `num_prompt` rows at once, then one at a time, with its cache."""
     cache: Any = DynamicCache(config=model.config)
     if model.config.model_type == "minimax":
-        from transformers.models.minimax.modeling_minimax import MiniMaxCache
-
         cache = MiniMaxCache()
     found: list[torch.Tensor] = []
     cuts = [0, *range(num_prompt, hidden.shape[0] + 1)]
@@ -94,3 +93,19 @@ def fresh_states(adapter: Any, num_slots: int, used: list[int]) -> dict[str, tor
     for state in states.values():
         state[used] = 0.0
     return states
+
+
+class StatesBesideKeys(MiniMaxCache):
+    """A cache of transformers for the attention of one sequence, and a `StateCache` for the other layers.
+
+    MiniMax takes no cache but its own, so it is one.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapters: dict[int, Any]) -> None:
+        DynamicCache.__init__(self, config=model.config)
+        self.linear_cache = []
+        self.state_step: Any = None
+        self.states = {layer: fresh_states(adapter, 1, [0]) for layer, adapter in adapters.items()}
+
+    def state_of(self, layer_index: int) -> dict[str, torch.Tensor]:
+        return self.states[layer_index]

@@ -57,6 +57,7 @@ def prove_states(adapters: dict[int, StateAdapter]) -> None:
         farthest = max(distance(adapter, num_rows) for num_rows in NUM_ROWS)
         if not farthest <= TOLERANCE:  # NaN too
             raise UnsupportedModelError(
-                f"expected layer {layer}'s {type(adapter.module).__name__} to compute what quire knows as {adapter.kind}, "
-                f"within {TOLERANCE} of its answer's rms, got {farthest:.1e}; the model's own forward would have to run"
+                f"expected layer {layer}'s {type(adapter.module).__name__} to compute what quire knows "
+                f"as {adapter.kind}, within {TOLERANCE} of its answer's rms, got {farthest:.1e}; "
+                "the model's own forward would have to run"
             )
