@@ -1,0 +1,142 @@
+"""What every kind of mixer has in common here: the fields it keeps, a forward over flattened rows, what it answers.
+
+A kind is a subclass in a file of its own. `match` knows a mixer by its structure: the names of its submodules and
+parameters must be exactly those that the kind understands, and the shapes must fit. A mixer with one more part is
+another mixer. Projections, norms and activations are the mixer's own submodules, called as modules, so that hooks and
+adapters on them are obeyed; the convolution and the recurrence are `quire.recurrence`'s.
+
+All fields are float32, those of convolutions too: inputs in 16 bits are widened exactly, and one type a slot keeps
+slots, checkpoints and their bytes simple. A convolution's state is a hundredth of its layer's other state or, in short
+convolutions, some KiB.
+
+Invariants
+    A1  the fields of an adapter are those that `quire.spec.state_spec` reads from the config.
+    A2  a row's result depends on the rows of its own sequence alone, as far as its submodules keep to that.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from quire.errors import ArgumentError
+from quire.model.state.step import StateStep
+from quire.recurrence import RecurrenceBackend
+
+__all__ = ["CONVOLUTION", "RECURRENT", "StateAdapter", "convolution_field", "has_parts", "is_silu"]
+
+CONVOLUTION, RECURRENT = "convolution", "recurrent"  # the names of the fields
+MOST_WIDTH = 8  # of a convolution, as quire.recurrence takes it
+
+
+class StateAdapter(ABC):
+    """One mixer of a model, run over the rows of many sequences.
+
+    Args:
+        module: the mixer; it is kept and called, not copied.
+        recurrence: what computes convolution and recurrence.
+    """
+
+    kind: ClassVar[str]
+    fields: Mapping[str, tuple[int, ...]]  # of each state of one slot, its shape; all are float32
+
+    def __init__(self, module: nn.Module, recurrence: RecurrenceBackend) -> None:
+        self.module: Any = module
+        self.recurrence = recurrence
+
+    @classmethod
+    @abstractmethod
+    def match(cls, module: nn.Module) -> bool:
+        """Whether `module` is a mixer of this kind."""
+
+    @abstractmethod
+    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+        """`forward` after its checks."""
+
+    @torch.no_grad()
+    def forward(
+        self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep
+    ) -> torch.Tensor:
+        """What the mixer answers for each row.
+
+        Args:
+            hidden: [num_rows, hidden_size], the rows of all sequences of the step.
+            states: of each field, float32 [num_slots, *shape]; the slots of the step are updated in place.
+            step: rows, slots, checkpoints, positions.
+
+        Returns:
+            [num_rows, hidden_size], of hidden's type.
+
+        Raises:
+            ArgumentError: other rows than the step's, or other states than the fields; nothing was changed.
+        """
+        if hidden.dim() != 2 or hidden.shape[0] != step.recurrence.num_rows:
+            raise ArgumentError(
+                f"expected hidden as [{step.recurrence.num_rows}, hidden_size], the rows of the step, got "
+                f"{list(hidden.shape)}"
+            )
+        given = {name: tuple(state.shape[1:]) for name, state in states.items()}
+        if given != dict(self.fields):
+            raise ArgumentError(
+                f"expected states [num_slots, ...] of {dict(self.fields)} for {type(self.module).__name__}, got {given}"
+            )
+        return self.rows(hidden, states, step)
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of a row that the mixer takes."""
+        return self.first_projection.in_features
+
+    @property
+    @abstractmethod
+    def first_projection(self) -> Any:
+        """A linear layer that the rows go through first."""
+
+    def own(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the mixer's own forward answers to the rows of one text [num_rows, hidden_size], without a cache."""
+        return self.module(hidden[None])[0]
+
+    def answer(self, hidden: torch.Tensor) -> Any:
+        """What the mixer's own forward returns, made of its first result."""
+        return hidden
+
+    def convolve(
+        self,
+        conv: Any,
+        x: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        step: StateStep,
+        *,
+        silu: bool,
+    ) -> torch.Tensor:
+        """The causal convolution `conv` (a depthwise nn.Conv1d) over rows `x` [num_rows, channels]."""
+        return self.recurrence.short_convolution(
+            states[CONVOLUTION], x.contiguous(), conv.weight[:, 0], conv.bias, step.recurrence, silu=silu
+        )
+
+
+def has_parts(module: nn.Module, children: frozenset[str], parameters: frozenset[str] = frozenset()) -> bool:
+    """Whether the names of the module's children and own parameters are exactly these."""
+    names = {name for name, _ in module.named_children()}
+    own = {name for name, parameter in module._parameters.items() if parameter is not None}
+    return names == children and own == parameters
+
+
+def is_silu(name: Any) -> bool:
+    """Whether `name` is what configs call SiLU."""
+    return name in ("silu", "swish")
+
+
+def convolution_field(conv: Any) -> tuple[int, int] | None:
+    """(width - 1, channels) of a causal depthwise convolution; None if `conv` is another, or too wide."""
+    if not isinstance(conv, nn.Conv1d):
+        return None
+    width, channels = conv.kernel_size[0], conv.in_channels
+    is_plain = conv.stride == (1,) and conv.dilation == (1,) and conv.padding == (width - 1,)
+    if not is_plain or not conv.groups == channels == conv.out_channels or not 2 <= width <= MOST_WIDTH:
+        return None
+    return width - 1, channels

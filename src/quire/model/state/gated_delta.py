@@ -1,0 +1,193 @@
+"""Gated delta net: Qwen 3 Next, Qwen 3.5 and OLMo Hybrid, which differ in how their projections are cut.
+
+Also Kimi's delta attention (KDA), which has a decay for each key channel, from a submodule of its own.
+
+Cost: beside the submodules, one convolution and one recurrence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from quire.model.cache_keyword import cache_keyword
+from quire.model.state.adapter import (
+    CONVOLUTION,
+    RECURRENT,
+    StateAdapter,
+    convolution_field,
+    has_parts,
+    is_silu,
+)
+from quire.model.state.step import StateStep
+from quire.recurrence import RecurrenceBackend
+
+__all__ = ["GatedDeltaNet", "KimiDeltaAttention"]
+
+_FIRST = ("in_proj_qkvz", "in_proj_qkv", "q_proj")
+_PARAMETERS = frozenset({"dt_bias", "A_log"})
+_TWO_PROJECTIONS = frozenset({"conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"})
+_FOUR_PROJECTIONS = frozenset({
+    "conv1d", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"
+})  # fmt: skip
+_SEPARATE = frozenset({
+    "conv1d", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"
+})  # fmt: skip
+_KIMI = frozenset({
+    "conv1d", "q_proj", "k_proj", "v_proj", "forget_gate", "b_proj", "g_a_proj", "g_b_proj", "o_norm", "o_proj"
+})  # fmt: skip
+
+
+class _Projected(NamedTuple):
+    qkv: torch.Tensor  # [num_rows, 2 * key_dim + value_dim], what the convolution takes
+    gate: torch.Tensor  # [num_rows, value_dim]
+    b: torch.Tensor  # [num_rows, num_v_heads]
+    a: torch.Tensor  # [num_rows, num_v_heads]
+
+
+class GatedDeltaNet(StateAdapter):
+    """Delta rule with one decay a head; q, k and v pass one convolution."""
+
+    kind = "gated_delta_net"
+
+    def __init__(self, module: nn.Module, recurrence: RecurrenceBackend) -> None:
+        super().__init__(module, recurrence)
+        own = self.module
+        before = convolution_field(own.conv1d)
+        assert before is not None  # match
+        self.fields = {
+            CONVOLUTION: before,
+            RECURRENT: (own.num_v_heads, own.head_k_dim, own.head_v_dim),
+        }
+
+    @classmethod
+    def match(cls, module: nn.Module) -> bool:
+        known = (_TWO_PROJECTIONS, _FOUR_PROJECTIONS, _SEPARATE)
+        if not any(has_parts(module, children, _PARAMETERS) for children in known):
+            return False
+        own, before = module, convolution_field(module.conv1d)
+        sizes = (
+            getattr(own, name, None) for name in ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim")
+        )
+        v_heads, k_heads, k_dim, v_dim = (size if isinstance(size, int) else 0 for size in sizes)
+        return (
+            before is not None
+            and 0 not in (v_heads, k_heads, k_dim, v_dim)
+            and before[1] == 2 * k_heads * k_dim + v_heads * v_dim
+            and tuple(own.A_log.shape) == tuple(own.dt_bias.shape) == (v_heads,)  # type: ignore[union-attr]
+            and is_silu(getattr(own, "activation", None))
+        )
+
+    @property
+    def first_projection(self) -> Any:
+        return next(getattr(self.module, name) for name in _FIRST if hasattr(self.module, name))
+
+    def own(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _token_by_token(self.module, hidden)
+
+    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+        own, num_rows = self.module, hidden.shape[0]
+        qkv, gate, b, a = self._project(hidden)
+        qkv = self.convolve(own.conv1d, qkv, states, step, silu=True)
+        q, k, v = qkv.split([own.key_dim, own.key_dim, own.value_dim], dim=-1)
+        beta = b.float().sigmoid()
+        if getattr(own, "allow_neg_eigval", False):
+            beta = beta * 2.0
+        g = -own.A_log.float().exp() * softplus(a.float() + own.dt_bias.float())
+        y = self.recurrence.delta_rule(
+            states[RECURRENT],
+            q.reshape(num_rows, own.num_k_heads, own.head_k_dim),
+            k.reshape(num_rows, own.num_k_heads, own.head_k_dim),
+            v.reshape(num_rows, own.num_v_heads, own.head_v_dim),
+            g,
+            beta,
+            step.recurrence,
+            scale=own.head_k_dim**-0.5,
+            normalize=True,
+        )
+        norm, last = (own.norm, own.out_proj) if hasattr(own, "norm") else (own.o_norm, own.o_proj)
+        y = norm(y.reshape(-1, own.head_v_dim), gate.reshape(-1, own.head_v_dim))
+        return last(y.reshape(num_rows, own.value_dim))
+
+    def _project(self, hidden: torch.Tensor) -> _Projected:
+        own, num_rows = self.module, hidden.shape[0]
+        if hasattr(own, "q_proj"):
+            qkv = torch.cat([own.q_proj(hidden), own.k_proj(hidden), own.v_proj(hidden)], dim=-1)
+            return _Projected(qkv, own.g_proj(hidden), own.b_proj(hidden), own.a_proj(hidden))
+        if hasattr(own, "in_proj_qkv"):
+            return _Projected(
+                own.in_proj_qkv(hidden), own.in_proj_z(hidden), own.in_proj_b(hidden), own.in_proj_a(hidden)
+            )
+        # In one projection q, k, v and z of the first key head, then those of the second, and so on; b and a alike.
+        served = own.num_v_heads // own.num_k_heads
+        qkvz = own.in_proj_qkvz(hidden).view(num_rows, own.num_k_heads, -1)
+        wide = served * own.head_v_dim
+        q, k, v, z = qkvz.split([own.head_k_dim, own.head_k_dim, wide, wide], dim=-1)
+        b, a = own.in_proj_ba(hidden).view(num_rows, own.num_k_heads, 2 * served).split(served, dim=-1)
+        q, k, v, z, b, a = (part.reshape(num_rows, -1) for part in (q, k, v, z, b, a))
+        return _Projected(torch.cat([q, k, v], dim=-1), z, b, a)
+
+
+class KimiDeltaAttention(StateAdapter):
+    """Delta rule with a decay for each key channel."""
+
+    kind = "kda"
+
+    def __init__(self, module: nn.Module, recurrence: RecurrenceBackend) -> None:
+        super().__init__(module, recurrence)
+        own = self.module
+        before = convolution_field(own.conv1d)
+        assert before is not None  # match
+        self.fields = {CONVOLUTION: before, RECURRENT: (own.num_heads, own.head_dim, own.head_dim)}
+
+    @classmethod
+    def match(cls, module: nn.Module) -> bool:
+        if not has_parts(module, _KIMI):
+            return False
+        before, own = convolution_field(module.conv1d), module
+        heads, size = getattr(own, "num_heads", 0), getattr(own, "head_dim", 0)
+        return (
+            before is not None and before[1] == 3 * heads * size and is_silu(getattr(own, "activation", None))
+        )
+
+    @property
+    def first_projection(self) -> Any:
+        return self.module.q_proj
+
+    def own(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _token_by_token(self.module, hidden)
+
+    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+        own, num_rows = self.module, hidden.shape[0]
+        per_head = (num_rows, own.num_heads, own.head_dim)
+        qkv = torch.cat([own.q_proj(hidden), own.k_proj(hidden), own.v_proj(hidden)], dim=-1)
+        qkv = self.convolve(own.conv1d, qkv, states, step, silu=True)
+        q, k, v = (part.reshape(per_head) for part in qkv.chunk(3, dim=-1))
+        g = own.forget_gate(hidden[None])[0]  # it takes [1, num_rows, hidden_size]
+        y = self.recurrence.delta_rule(
+            states[RECURRENT],
+            q,
+            k,
+            v,
+            g.reshape(per_head).contiguous(),
+            own.b_proj(hidden).float().sigmoid(),
+            step.recurrence,
+            scale=own.head_dim**-0.5,
+            normalize=True,
+        )
+        gate = own.g_b_proj(own.g_a_proj(hidden)).view(per_head)
+        return own.o_proj(own.o_norm(y, gate).reshape(num_rows, -1))
+
+
+def _token_by_token(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The mixer's own answers, a row at a time with its own cache: over many rows at once transformers computes the
+    delta rule in chunks, which in float32 is a hundred times farther from the exact result."""
+    layers: list[Any] = [LinearAttentionLayer() for _ in range(module.layer_idx + 1)]
+    cache = Cache(layers=layers)
+    keyword = cache_keyword(module.forward) or "cache_params"
+    return torch.cat([module(row[None, None], **{keyword: cache})[0] for row in hidden])

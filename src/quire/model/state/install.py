@@ -1,0 +1,55 @@
+"""Mixers of a model made to run over the engine's rows, in place: only where they are given the engine's cache.
+
+A call with any other cache, or with none, is the module's own.
+
+Cost: some us a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.errors import ArgumentError
+from quire.model.cache_keyword import cache_keyword, given_cache
+from quire.model.overlay import below, install
+from quire.model.state.adapter import StateAdapter
+from quire.model.state.step import state_cache
+
+__all__ = ["install_states"]
+
+
+def install_states(adapters: Mapping[int, StateAdapter]) -> Callable[[], None]:
+    """Have each adapter serve for its module where the module is called with a `StateCache`; returns the undoing.
+
+    adapters: by layer, of `state_adapters`. The undoing may be called twice.
+    """
+    undo = [_install(adapter, layer) for layer, adapter in adapters.items()]
+
+    def undo_all() -> None:
+        while undo:
+            undo.pop()()
+
+    return undo_all
+
+
+def _install(adapter: StateAdapter, layer: int) -> Callable[[], None]:
+    original = below(adapter.module, "forward")
+    keyword = cache_keyword(original) or "cache"  # a block that takes any keyword is given it by that name
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = state_cache(given_cache(keyword, kwargs) or kwargs.get("cache_params"))
+        if cache is None and len(args) > 1:
+            cache = state_cache(args[1])
+        if cache is None:
+            return original(*args, **kwargs)
+        step = cache.state_step
+        hidden = args[0] if args else kwargs.get("hidden_states", kwargs.get("input_states"))
+        if step is None or hidden is None or hidden.dim() != 3 or hidden.shape[0] != 1:
+            raise ArgumentError(
+                f"expected hidden states [1, num_rows, hidden_size] and a step that runs, for the mixer of layer "
+                f"{layer}, got {None if hidden is None else list(hidden.shape)} and {step}"
+            )
+        return adapter.answer(adapter.forward(hidden[0], cache.state_of(layer), step)[None])
+
+    return install(adapter.module, forward=forward)

@@ -1,0 +1,53 @@
+"""MiniMax's lightning attention: linear attention with a constant decay a head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.model.state.adapter import RECURRENT, StateAdapter, has_parts
+from quire.model.state.step import StateStep
+from quire.recurrence import RecurrenceBackend
+
+__all__ = ["LightningAttention"]
+
+_PARTS = frozenset({"act_fn", "norm", "qkv_proj", "out_proj", "output_gate"})
+
+
+class LightningAttention(StateAdapter):
+    """q, k and v of one projection, then activation, linear attention, norm and a sigmoid gate."""
+
+    kind = "lightning_attention"
+
+    def __init__(self, module: nn.Module, recurrence: RecurrenceBackend) -> None:
+        super().__init__(module, recurrence)
+        own = self.module
+        self.fields = {RECURRENT: (own.num_attention_heads, own.head_dim, own.head_dim)}
+
+    @classmethod
+    def match(cls, module: nn.Module) -> bool:
+        heads = getattr(module, "num_attention_heads", 0)
+        slopes = dict(module.named_buffers(recurse=False)).get("slope_rate")
+        return has_parts(module, _PARTS) and slopes is not None and tuple(slopes.shape) == (heads, 1, 1)
+
+    @property
+    def first_projection(self) -> Any:
+        return self.module.qkv_proj
+
+    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+        own, num_rows = self.module, hidden.shape[0]
+        qkv = own.act_fn(own.qkv_proj(hidden)).view(num_rows, own.num_attention_heads, 3 * own.head_dim)
+        q, k, v = (part.contiguous() for part in qkv.split(own.head_dim, dim=-1))
+        slopes = own.slope_rate.float().reshape(-1)
+        y = self.recurrence.linear_attention(states[RECURRENT], q, k, v, -slopes, step.recurrence)
+        y = own.norm(y.reshape(num_rows, -1))
+        return own.out_proj(torch.sigmoid(own.output_gate(hidden)) * y)
+
+    def own(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.module(hidden[None], None, None)[0][0]
+
+    def answer(self, hidden: torch.Tensor) -> Any:
+        return hidden, None

@@ -1,0 +1,93 @@
+"""Mamba 2: Mamba 2, Bamba, Falcon H1 (multipliers, perhaps no norm), Granite hybrid, Nemotron H and Zamba 2.
+
+The scan takes and gives float32: the gated norm then has what was not rounded, as the models have it over a prompt.
+The limits of dt hold for every row. transformers forgets them where a single token follows a prompt, so where a limit
+bites (Nemotron H and Zamba 2 have a lowest dt) its own decode is another function than its own prefill.
+
+Cost: beside the submodules, one convolution and one scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import silu, softplus
+
+from quire.model.state.adapter import (
+    CONVOLUTION,
+    RECURRENT,
+    StateAdapter,
+    convolution_field,
+    has_parts,
+    is_silu,
+)
+from quire.model.state.step import StateStep
+from quire.recurrence import RecurrenceBackend
+
+__all__ = ["Mamba2"]
+
+_PARTS = frozenset({"conv1d", "act", "in_proj", "norm", "out_proj"})
+_PARAMETERS = frozenset({"dt_bias", "A_log", "D"})
+_SIZES = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size")
+
+
+class Mamba2(StateAdapter):
+    """A scan with one decay a head."""
+
+    kind = "mamba2"
+
+    def __init__(self, module: nn.Module, recurrence: RecurrenceBackend) -> None:
+        super().__init__(module, recurrence)
+        own = self.module
+        before = convolution_field(own.conv1d)
+        assert before is not None  # match
+        self.fields = {CONVOLUTION: before, RECURRENT: (own.num_heads, own.head_dim, own.ssm_state_size)}
+
+    @classmethod
+    def match(cls, module: nn.Module) -> bool:
+        if not has_parts(module, _PARTS, _PARAMETERS):
+            return False
+        before = convolution_field(module.conv1d)
+        if before is None or not all(isinstance(getattr(module, name, None), int) for name in _SIZES):
+            return False
+        heads, size, groups, state, width = (getattr(module, name) for name in _SIZES)
+        return (
+            heads * size == width
+            and groups > 0
+            and heads % groups == 0
+            and before[1] == width + 2 * groups * state
+            and tuple(module.A_log.shape) == tuple(module.D.shape) == tuple(module.dt_bias.shape) == (heads,)  # type: ignore[union-attr]
+            and is_silu(getattr(module, "activation", None))
+            and len(getattr(module, "time_step_limit", ())) == 2
+        )
+
+    @property
+    def first_projection(self) -> Any:
+        return self.module.in_proj
+
+    def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
+        own, num_rows, width = self.module, hidden.shape[0], self.module.intermediate_size
+        if hasattr(own, "ssm_in_multiplier"):  # Falcon H1
+            projected = own.in_proj(hidden * own.ssm_in_multiplier) * own.mup_vector[0]
+        else:
+            projected = own.in_proj(hidden)
+        groups_of_states = own.n_groups * own.ssm_state_size
+        gate, xbc, dt = projected.split([width, width + 2 * groups_of_states, own.num_heads], dim=-1)
+        xbc = self.convolve(own.conv1d, xbc, states, step, silu=True).float()
+        x, b, c = xbc.split([width, groups_of_states, groups_of_states], dim=-1)
+        dt = softplus(dt.float() + own.dt_bias.float()).clamp(*own.time_step_limit)
+        y = self.recurrence.mamba2(
+            states[RECURRENT],
+            x.reshape(num_rows, own.num_heads, own.head_dim),
+            dt,
+            -torch.exp(own.A_log.float()),
+            b.reshape(num_rows, own.n_groups, own.ssm_state_size),
+            c.reshape(num_rows, own.n_groups, own.ssm_state_size),
+            own.D.float(),
+            step.recurrence,
+        ).view(num_rows, width)
+        y = own.norm(y, gate) if getattr(own, "mamba_rms_norm", True) else y * silu(gate.float())
+        return own.out_proj(y.to(hidden.dtype))

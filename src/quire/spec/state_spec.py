@@ -1,0 +1,172 @@
+"""What the state layers of a model keep for each sequence, as its config says it: names, shapes, bytes.
+
+A state is of one size however long the sequence is. The adapters of `quire.model.state` have the same fields, made from
+the modules; a test holds the two together. All fields are float32. A layer may have keys and values too (Falcon H1).
+
+Cost: some attribute look-ups a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from quire.errors import UnsupportedModelError
+
+__all__ = ["StateField", "StateSpec", "state_fields", "state_specs"]
+
+_BYTES = {"float32": 4}
+_STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent")
+
+
+@dataclass(frozen=True)
+class StateField:
+    """One tensor of a layer's state: its shape for one sequence."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * _BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """The state of one layer."""
+
+    layer: int
+    fields: tuple[StateField, ...]
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        return sum(field.num_bytes for field in self.fields)
+
+
+def state_specs(config: Any) -> tuple[StateSpec, ...]:
+    """The state layers of a model, in order; empty for a model without any.
+
+    Args:
+        config: a transformers config; of a composite one the text part is taken.
+
+    Raises:
+        UnsupportedModelError: layers with states of a model type that is not known here, or sizes that are missing.
+    """
+    text = config.get_text_config(decoder=True)
+    kinds = list(getattr(text, "layer_types", None) or ())
+    num_layers = getattr(text, "num_hidden_layers", len(kinds))
+    found = ((layer, state_fields(config, layer)) for layer in range(min(len(kinds), num_layers)))
+    return tuple(StateSpec(layer, fields) for layer, fields in found if fields)
+
+
+def state_fields(config: Any, layer_index: int) -> tuple[StateField, ...]:
+    """What layer `layer_index` keeps for each sequence; empty for a layer without a state.
+
+    *raises:* as `state_specs`.
+    """
+    text = config.get_text_config(decoder=True)
+    kinds = list(getattr(text, "layer_types", None) or ())
+    kind = kinds[layer_index] if 0 <= layer_index < len(kinds) else None
+    if kind not in _STATE_LAYERS:
+        return ()
+    model_type = str(text.model_type)
+    read = _READERS.get(model_type)
+    if read is None:
+        raise UnsupportedModelError(
+            f"model type {model_type}: layer {layer_index} is {kind!r}, which keeps a state that quire does not know; "
+            f"known are those of {', '.join(sorted(_READERS))}"
+        )
+    try:
+        shapes = read(text)
+    except AttributeError as error:
+        raise UnsupportedModelError(
+            f"model type {model_type}: expected the sizes of layer {layer_index}'s state in the config, got {error}"
+        ) from None
+    return tuple(StateField(name, shape) for name, shape in shapes.items())
+
+
+_Shapes = dict[str, tuple[int, ...]]
+
+
+def _of(width: int, channels: int, *recurrent: int) -> _Shapes:
+    """A convolution of `width` over `channels`, and a recurrent state."""
+    return {"convolution": (width - 1, channels), "recurrent": recurrent}
+
+
+def _gated_delta(text: Any) -> _Shapes:
+    v_heads, k_dim, v_dim = text.linear_num_value_heads, text.linear_key_head_dim, text.linear_value_head_dim
+    channels = 2 * text.linear_num_key_heads * k_dim + v_heads * v_dim
+    return _of(text.linear_conv_kernel_dim, channels, v_heads, k_dim, v_dim)
+
+
+def _kimi(text: Any) -> _Shapes:
+    heads, size = text.linear_num_heads, text.linear_head_dim
+    return _of(text.linear_conv_kernel_dim, 3 * heads * size, heads, size, size)
+
+
+def _mamba1(text: Any) -> _Shapes:
+    return _of(text.conv_kernel, text.intermediate_size, text.intermediate_size, text.state_size)
+
+
+def _jamba(text: Any) -> _Shapes:
+    channels = text.mamba_expand * text.hidden_size
+    return _of(text.mamba_d_conv, channels, channels, text.mamba_d_state)
+
+
+def _scan2(width: int, channels: int, heads: int, size: int, groups: int, state: int) -> _Shapes:
+    return _of(width, channels + 2 * groups * state, heads, size, state)
+
+
+def _mamba2(text: Any) -> _Shapes:
+    channels = int(text.expand * text.hidden_size)
+    return _scan2(text.conv_kernel, channels, text.num_heads, text.head_dim, text.n_groups, text.state_size)
+
+
+def _bamba(text: Any) -> _Shapes:
+    inner = getattr(text, "mamba_d_ssm", None)  # Falcon H1
+    channels = int(text.mamba_expand * text.hidden_size) if inner is None else inner
+    heads, size, groups = text.mamba_n_heads, text.mamba_d_head, text.mamba_n_groups
+    return _scan2(text.mamba_d_conv, channels, heads, size, groups, text.mamba_d_state)
+
+
+def _nemotron(text: Any) -> _Shapes:
+    heads, size, groups = text.mamba_num_heads, text.mamba_head_dim, text.n_groups
+    return _scan2(text.conv_kernel, heads * size, heads, size, groups, text.ssm_state_size)
+
+
+def _zamba2(text: Any) -> _Shapes:
+    channels = int(text.mamba_expand * text.hidden_size)
+    heads, size, groups = text.n_mamba_heads, text.mamba_headdim, text.mamba_ngroups
+    return _scan2(text.mamba_d_conv, channels, heads, size, groups, text.mamba_d_state)
+
+
+def _short_convolution(text: Any) -> _Shapes:
+    return {"convolution": (text.conv_L_cache - 1, text.hidden_size)}
+
+
+def _lightning(text: Any) -> _Shapes:
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return {"recurrent": (heads, size, size)}
+
+
+def _rg_lru(text: Any) -> _Shapes:
+    return _of(text.conv1d_width, text.lru_width, text.lru_width)
+
+
+_READERS: dict[str, Callable[[Any], _Shapes]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _gated_delta),
+    "kimi_linear": _kimi,
+    **dict.fromkeys(("mamba", "falcon_mamba"), _mamba1),
+    **dict.fromkeys(("jamba", "zamba"), _jamba),
+    "mamba2": _mamba2,
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _bamba),
+    "nemotron_h": _nemotron,
+    "zamba2": _zamba2,
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _short_convolution),
+    "minimax": _lightning,
+    "recurrent_gemma": _rg_lru,
+}
