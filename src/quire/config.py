@@ -318,6 +318,11 @@ class EngineConfig:
         None, "N", "Longest sequence, prompt and answer together; the model's own if not given."
     )
     prefix_caching: bool = option(True, None, "Requests share the keys and values of equal beginnings.")
+    checkpoint_every: Annotated[int, _integer(0, 2**31 - 1)] = option(
+        0,
+        "N",
+        "Keep a state each so many tokens of a prompt (models with state layers); 0: where prompts end or part.",
+    )
     seed: Annotated[int, _integer(0, 2**63 - 1)] = option(0, "N", "Seed of requests that bring none.")
     revision: str | None = option(None, "REV", "Revision of a model on the Hub.")
     trust_remote_code: bool = option(False, None, "Run Python code that comes with the model.")

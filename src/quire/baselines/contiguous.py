@@ -55,7 +55,7 @@ class ContiguousStorage:
         ] = {}  # first element of K and V of each layer that stores KV
         elements = widest = 0
         for index, layer in enumerate(spec.layers):
-            if layer.shares_kv_with is None:
+            if layer.stores_kv:
                 k_elements = layer.num_kv_heads * layer.k_head_dim * num_tokens
                 self._offsets[index] = (elements, elements + k_elements)
                 elements += k_elements + layer.num_kv_heads * layer.v_head_dim * num_tokens

@@ -69,7 +69,7 @@ class GrowingStorage:
         self.row_tokens = row_tokens
         self.copied_bytes = 0
         itemsize = self.dtype.itemsize
-        self.layers = [index for index, layer in enumerate(spec.layers) if layer.shares_kv_with is None]
+        self.layers = [index for index, layer in enumerate(spec.layers) if layer.stores_kv]
         self._table_of = {layer: table for table, layer in enumerate(self.layers)}
         self.granules = [granule(spec.layers[layer], itemsize) for layer in self.layers]
         # If all sequences are alike, a layer's share of the pages holds as many tokens as every other's.

@@ -83,6 +83,7 @@ class KVBudget:
             block_size=self.block_size,
             block_bytes=storage.block_bytes,
             own_bytes=storage.bytes_committed,
+            state_bytes=0 if (states := getattr(storage, "states", None)) is None else states.num_bytes,
         )
         self._engine.tenants.check_resize(num_blocks)
         if num_blocks > storage.num_blocks:

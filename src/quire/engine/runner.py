@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from quire.attention import AttentionPlan
+from quire.cache.state_plan import StateStep as StateStepPlan
 from quire.engine.profile import NoProfile, Profile
 from quire.errors import CapacityError
 from quire.memory.storage import Storage
+from quire.model.state.step import StateStep
 from quire.model.step import ForwardStep
+from quire.recurrence import RecurrenceStep
 from quire.scheduler.step import ScheduledStep, StepRefusedError
 
 __all__ = ["Runner"]
@@ -39,6 +42,7 @@ class Runner:
         self._prepared = prepared
         self._storage = storage
         self._num_threads = num_threads
+        self._states: Any = getattr(storage, "states", None)
         self._profile = profile or NoProfile()
         self.prepare_seconds = 0.0  # spent in having the storage prepared so far
         # What an entry of each table stands for: constant, as a view's shape but for the number of its blocks.
@@ -58,6 +62,9 @@ class Runner:
         plans: list[AttentionPlan] = []
         slot_mappings: list[torch.Tensor] = []
         began = time.perf_counter()
+        states: StateStepPlan | None = getattr(step.plan, "states", None)
+        if states is not None:
+            self._states.apply(states.operations)  # whatever becomes of the step
         self._storage.forget(step.closed_ids)
         try:
             placements = self._storage.prepare(step.plan, step.sequence_ids)
@@ -81,6 +88,12 @@ class Runner:
             plans=tuple(plans),
             slot_mappings=tuple(slot_mappings),
             logits_rows=torch.from_numpy(step.logit_rows),
+            states=None if states is None else _state_step(step, states),
         )
         self._profile.lap("plan")
         return self._prepared.forward(forward_step)
+
+
+def _state_step(step: ScheduledStep, states: StateStepPlan) -> StateStep:
+    recurrence = RecurrenceStep(step.plan.query_start.tolist(), states.slots.tolist(), states.checkpoints)
+    return StateStep(recurrence, torch.from_numpy(step.positions))

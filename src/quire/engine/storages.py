@@ -19,9 +19,11 @@ from quire.baselines.row_cache import RowCache
 from quire.cache.block_counts import num_blocks_for
 from quire.cache.cache import Cache
 from quire.cache.protocol import KVCache
+from quire.cache.state_cache import StateCache
 from quire.config import REGISTERED_STORAGES, EngineConfig, parse_growth
 from quire.engine.capacity import kv_memory_bytes
 from quire.errors import ArgumentError
+from quire.memory.state_slots import StateSlots
 from quire.registry import Registry
 from quire.sizes import parse_size
 from quire.spec import KVSpec
@@ -70,8 +72,10 @@ def num_blocks_within(
     block_size: int,
     block_bytes: int,
     own_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> int:
-    """Blocks of `block_bytes` within `kv_memory`. own_bytes: memory the cache has already, as good as free."""
+    """Blocks of `block_bytes` within `kv_memory`, beside `state_bytes` of state slots. own_bytes: memory the cache has
+    already, as good as free."""
     num_blocks = num_blocks_for(spec, max_model_len, block_size)
     least = num_blocks_for(spec, 1, block_size)  # one token: one block in every group
     return _num_blocks(
@@ -81,17 +85,58 @@ def num_blocks_within(
         least,
         f"block{'s' * (least > 1)} for the first {block_size} tokens",
         own_bytes,
+        state_bytes,
     )
+
+
+def num_state_slots(config: EngineConfig, spec: KVSpec, most_kv_bytes: int) -> int:
+    """Slots for states within `kv_memory`: two for each sequence that may run, one to compute in and one checkpoint, or
+    fewer: at most half of the budget. most_kv_bytes: what K and V could use at most.
+
+    *raises:* ArgumentError: the budget holds no two slots beside a half for K and V.
+    """
+    wanted = 2 * config.max_num_seqs + 2
+    each = spec.bytes_per_state
+    budget = kv_memory_bytes(
+        config.kv_memory,
+        most_useful_bytes=most_kv_bytes + wanted * each,
+        free_bytes=_device(config).free_bytes(),
+    )
+    found = min(wanted, budget // 2 // each)
+    if found < 2:
+        raise ArgumentError(
+            f"expected a kv_memory of at least {4 * each} bytes (half of it for two states of {each} bytes), got "
+            f"{config.kv_memory!r}, {budget} bytes - in `kv_memory`"
+        )
+    return found
 
 
 def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
     from quire.memory.paged import PagedStorage, paged_block_bytes
 
-    block_size = config.block_size
+    block_size, block_bytes = config.block_size, paged_block_bytes(spec, config.block_size)
+    states = _states(config, spec, max_model_len, block_size, block_bytes)
     num_blocks = num_blocks_within(
-        config, spec, max_model_len, block_size=block_size, block_bytes=paged_block_bytes(spec, block_size)
+        config,
+        spec,
+        max_model_len,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        state_bytes=0 if states is None else states.num_bytes,
     )
-    return _with_cache(config, PagedStorage(spec, num_blocks, block_size, device=_device(config)), num_blocks)
+    storage = PagedStorage(spec, num_blocks, block_size, device=_device(config))
+    storage.states = states
+    return _with_cache(config, storage, num_blocks)
+
+
+def _states(
+    config: EngineConfig, spec: KVSpec, max_model_len: int, block_size: int, block_bytes: int
+) -> StateSlots | None:
+    """Of a model with state layers."""
+    if not spec.states:
+        return None
+    most_kv_bytes = config.max_num_seqs * num_blocks_for(spec, max_model_len, block_size) * block_bytes
+    return StateSlots(spec, num_state_slots(config, spec, most_kv_bytes))
 
 
 def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
@@ -108,8 +153,14 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
         step_tokens=None if config.prefix_caching else config.max_batch_tokens,
     )
     try:
+        storage.states = _states(config, spec, max_model_len, block_size, storage.block_bytes)
         num_blocks = num_blocks_within(
-            config, spec, max_model_len, block_size=block_size, block_bytes=storage.block_bytes
+            config,
+            spec,
+            max_model_len,
+            block_size=block_size,
+            block_bytes=storage.block_bytes,
+            state_bytes=0 if storage.states is None else storage.states.num_bytes,
         )
         storage.resize(num_blocks)
     except BaseException:
@@ -120,24 +171,41 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
 
 def _with_cache(config: EngineConfig, storage: Any, num_blocks: int) -> tuple[Any, Any]:
     """`storage` and a `Cache` over its blocks."""
+    options: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_size": storage.block_size,
+        "prefix_caching": config.prefix_caching,
+        "run_blocks": storage.run_blocks,
+        "backend": config.backend if is_host_backend(config.backend) else None,
+    }
     try:
-        cache = Cache(
-            storage.spec,
-            num_blocks=num_blocks,
-            block_size=storage.block_size,
-            prefix_caching=config.prefix_caching,
-            run_blocks=storage.run_blocks,
-            backend=config.backend if is_host_backend(config.backend) else None,
-        )
+        if storage.states is None:
+            cache = Cache(storage.spec, **options)
+        else:
+            cache = StateCache(
+                storage.spec,
+                num_state_slots=storage.states.num_slots,
+                checkpoint_every=config.checkpoint_every,
+                **options,
+            )
     except BaseException:
         storage.close()
         raise
     return storage, cache
 
 
+def _refuse_states(spec: KVSpec, name: str) -> None:
+    if spec.states:
+        raise ArgumentError(
+            f"expected storage paged or virtual for a model with state layers ({len(spec.states)} of {spec.name}), got "
+            f"{name!r} - in `storage`"
+        )
+
+
 def _contiguous(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
     from quire.baselines.contiguous import ContiguousStorage
 
+    _refuse_states(spec, "contiguous")
     block_bytes = spec.bytes_per_token
     most_useful_bytes = config.max_num_seqs * max_model_len * block_bytes
     num_tokens = _num_blocks(config, most_useful_bytes, block_bytes, 1, "token")
@@ -149,17 +217,18 @@ def _contiguous(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple
 def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
     from quire.baselines.growing import GrowingStorage, granule
 
+    _refuse_states(spec, "growing")
     growth, step = parse_growth(config.growth)
 
     def buffers(buffer_tokens: list[int], num_pages: int) -> Buffers:
-        layers = [layer for layer in spec.layers if layer.shares_kv_with is None]
+        layers = [layer for layer in spec.layers if layer.stores_kv]
         layer_buffers = [
             LayerBuffer(tokens, *granule(layer, spec.dtype_bytes))
             for tokens, layer in zip(buffer_tokens, layers, strict=True)
         ]
         return Buffers(layer_buffers, num_pages, max_model_len, growth, step or STEP_TOKENS)
 
-    num_layers = sum(layer.shares_kv_with is None for layer in spec.layers)
+    num_layers = sum(layer.stores_kv for layer in spec.layers)
     wanted = buffers([0] * num_layers, 0)  # for its arithmetic
     block_bytes = GrowingStorage.block_bytes
     most_useful_bytes = config.max_num_seqs * wanted.blocks_alone(max_model_len) * block_bytes
@@ -172,13 +241,20 @@ def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
 
 
 def _num_blocks(
-    config: EngineConfig, most_useful_bytes: int, block_bytes: int, least: int, what: str, own_bytes: int = 0
+    config: EngineConfig,
+    most_useful_bytes: int,
+    block_bytes: int,
+    least: int,
+    what: str,
+    own_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> int:
     budget = kv_memory_bytes(
         config.kv_memory,
-        most_useful_bytes=most_useful_bytes,
+        most_useful_bytes=most_useful_bytes + state_bytes,
         free_bytes=_device(config).free_bytes() + own_bytes,
     )
+    budget -= state_bytes
     if budget < least * block_bytes:
         raise ArgumentError(
             f"expected a kv_memory of at least {least * block_bytes} bytes ({least} {what} of {block_bytes} bytes "

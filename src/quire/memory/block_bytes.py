@@ -22,6 +22,7 @@ import numpy as np
 from quire.errors import ArgumentError
 from quire.memory.block_pieces import BlockPieces, BlockPlaces, at_places
 from quire.memory.device import DeviceMemory
+from quire.memory.state_slots import StateSlots
 from quire.spec import KVGroup, KVSpec
 
 __all__ = ["BlockStorage", "BlockWriter"]
@@ -41,6 +42,7 @@ class BlockStorage:
     num_blocks: int
     device: DeviceMemory
     block_pieces: BlockPieces
+    states: StateSlots | None = None  # of a model with state layers
 
     def block_places(self, group: KVGroup, block_ids: np.ndarray) -> BlockPlaces:
         """Of int64 [blocks], all of them used by a plan that was prepared, or whose copies were run."""

@@ -119,7 +119,11 @@ class HeldWeight:
     def _thawed(self) -> torch.Tensor:
         if self.dense is None:
             assert self._unpack is not None
-            self.dense = self._unpack() if self._kept is None else self._kept
+            dense = self._unpack() if self._kept is None else self._kept
+            if dense.is_inference():  # it may be wanted with gradients later
+                with torch.inference_mode(False):
+                    dense = dense.clone()
+            self.dense = dense
             self._kept = None
             self._own_references = _references(self.dense)
             self._show(None)

@@ -14,20 +14,25 @@ Cost: one back end write per layer and forward.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan
 from quire.errors import ArgumentError, UnsupportedModelError
+from quire.memory.state_slots import StateSlots
 from quire.memory.storage import Storage
 from quire.memory.view import KVView
+from quire.model.own_cache import own_cache_class
+from quire.model.state.step import StateStep
 from quire.model.step import ForwardStep
 from quire.spec import KVSpec
 
-__all__ = ["KVTag", "PagedCache", "tag_of"]
+__all__ = ["KVTag", "PagedCache", "paged_cache_class", "tag_of"]
 
 _TAG = "_quire_kv"
 
@@ -60,14 +65,23 @@ class PagedCache(Cache):
         storage: where K and V go.
         backend: the attention that writes and reads them.
         model_type: for messages.
+        states: where the states of state layers are, of a model that has some.
     """
 
-    def __init__(self, spec: KVSpec, storage: Storage, backend: AttentionBackend, model_type: str) -> None:
-        super().__init__(layers=[_InPages() for _ in spec.layers])  # type: ignore[list-item]
+    def __init__(
+        self,
+        spec: KVSpec,
+        storage: Storage,
+        backend: AttentionBackend,
+        model_type: str,
+        states: StateSlots | None = None,
+    ) -> None:
+        Cache.__init__(self, layers=[_InPages() for _ in spec.layers])  # type: ignore[list-item]
         self.spec = spec
         self.storage = storage
         self.backend = backend
         self.model_type = model_type
+        self.states = states
         self.options: dict[tuple[Any, ...], AttentionOptions] = {}  # of `attention_function`
         self.num_attended = 0  # attention calls of the current forward: what the probe counts
         self.attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] | None = (
@@ -76,7 +90,7 @@ class PagedCache(Cache):
         self._tags = [KVTag(self, layer) for layer in range(len(spec.layers))]
         self._table_of = {layer: storage.table_of(layer) for group in spec.groups for layer in group.layers}
         self.compiled: Any = None  # what `FusedDecoder` has made over the views of this
-        self._views: list[KVView] = []
+        self._views: dict[int, KVView] = {}  # by layer that attends
         self._generation = -1
         self._step: ForwardStep | None = None
 
@@ -88,7 +102,11 @@ class PagedCache(Cache):
             )
         if not self._views or self._generation != self.storage.generation:
             self._generation = self.storage.generation
-            self._views = [self.storage.view(layer) for layer in range(len(self.spec.layers))]
+            self._views = {
+                number: self.storage.view(number)
+                for number, layer in enumerate(self.spec.layers)
+                if layer.attends
+            }
         self._step, self.num_attended = step, 0
 
     def end(self) -> None:
@@ -97,7 +115,7 @@ class PagedCache(Cache):
 
     def close(self) -> None:
         """Hold no memory of the storage any more, whoever still holds this."""
-        self._views, self._generation, self.compiled = [], -1, None
+        self._views, self._generation, self.compiled = {}, -1, None
 
     def view(self, layer: int) -> KVView:
         return self._views[layer]
@@ -120,6 +138,19 @@ class PagedCache(Cache):
         """The current step's slots for `layer`, int64 [T]."""
         assert self._step is not None  # M1
         return self._step.slot_mappings[self._table_of[layer]]
+
+    # Of state layers, which find both here (`quire.model.state.step`).
+
+    @property
+    def state_step(self) -> StateStep | None:
+        return None if self._step is None else self._step.states
+
+    def state_of(self, layer_index: int) -> Mapping[str, torch.Tensor]:
+        if self.states is None:
+            raise ArgumentError(
+                f"expected a storage with state slots for layer {layer_index}, got one without"
+            )
+        return self.states.of(layer_index)
 
     def update(  # type: ignore[override]  # the base class also takes None
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -184,3 +215,9 @@ class PagedCache(Cache):
     @property
     def is_sliding(self) -> list[bool]:
         return [layer.span.kind != "full" for layer in self.spec.layers]
+
+
+def paged_cache_class(model: PreTrainedModel) -> type[PagedCache]:
+    """`PagedCache`, as one of the class that the model insists on."""
+    own = own_cache_class(model)
+    return PagedCache if own is DynamicCache else type(PagedCache.__name__, (PagedCache, own), {})

@@ -35,6 +35,7 @@ from transformers.cache_utils import Cache
 from quire.attention import AttentionOptions, Backend
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
+from quire.memory.block_bytes import BlockStorage
 from quire.memory.storage import Storage
 from quire.model import attention_function, rope, row_invariant
 from quire.model.as_generated import check_generate
@@ -49,11 +50,12 @@ from quire.model.model_lock import hold, let_go
 from quire.model.overlay import below, install
 from quire.model.packed_check import PackedCheck
 from quire.model.packed_weights import KeptWeights
-from quire.model.paged_cache import PagedCache
+from quire.model.paged_cache import PagedCache, paged_cache_class
 from quire.model.prove.hooks import hooks_on, may_be_replaced
 from quire.model.prove.probe import Probe, rehearse
 from quire.model.prove.replaced import first_of_each, unproved
 from quire.model.prove.stamp import Stamp, facts
+from quire.model.state.serve import serve_states
 from quire.model.step import ForwardStep, on_device
 from quire.model.watch import Record, watch_attention, watch_linears
 from quire.process import ForkSafeLock
@@ -184,7 +186,11 @@ class PreparedModel:
         """What `forward` may be given for a step on `storage`, whose spec must be this model's."""
         if storage.spec.layers != self.spec.layers:
             raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
-        return PagedCache(self.spec, storage, self.backend, self.loaded.model_type)
+        states = storage.states if isinstance(storage, BlockStorage) else None
+        if self.spec.states and states is None:
+            raise ArgumentError("expected a storage with state slots for a model with state layers, got none")
+        made = paged_cache_class(self.loaded.model)
+        return made(self.spec, storage, self.backend, self.loaded.model_type, states)
 
     @property
     def num_attended(self) -> int:
@@ -297,6 +303,8 @@ class PreparedModel:
         let_go(self._model, self)
 
     def _change(self, model: PreTrainedModel, packed_weights: Path | None) -> None:
+        if self.spec.states:
+            self._undo.append(serve_states(self.loaded, self.spec, self.backend))
         self._undo.append(rope.freeze(model, self.max_model_len))
         if self.backend.pack is not None:
             release = None if self.loaded.mapped is None else self.loaded.mapped.release

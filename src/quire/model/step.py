@@ -18,6 +18,7 @@ import torch
 
 from quire.attention import AttentionPlan
 from quire.errors import ArgumentError
+from quire.model.state.step import StateStep
 
 __all__ = ["ForwardStep", "on_device"]
 
@@ -32,6 +33,7 @@ class ForwardStep:
         plans: the attention plan of each table.
         slot_mappings: int64 [T] of each table, where each row's K and V go.
         logits_rows: int64 [R], the rows whose next-token logits are wanted.
+        states: what the state layers need, of a model that has some.
     """
 
     input_ids: torch.Tensor
@@ -39,6 +41,7 @@ class ForwardStep:
     plans: tuple[AttentionPlan, ...]
     slot_mappings: tuple[torch.Tensor, ...]
     logits_rows: torch.Tensor
+    states: StateStep | None = None
 
     def __post_init__(self) -> None:
         num_tokens = self.input_ids.numel()

@@ -23,8 +23,17 @@ from typing import Any
 from quire.errors import ConfigError, LoadError, UnsupportedModelError
 from quire.spec.formats import FORMATS
 from quire.spec.layer_spec import LayerSpec, Span
+from quire.spec.state_spec import StateSpec, state_specs
 
-__all__ = ["dtype_of", "layers_of", "max_length_of", "model_type_of", "read_config", "vocab_size_of"]
+__all__ = [
+    "dtype_of",
+    "layers_of",
+    "max_length_of",
+    "model_type_of",
+    "read_config",
+    "states_of",
+    "vocab_size_of",
+]
 
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_kv_heads", "n_head_kv")
 _HEADS = (
@@ -38,6 +47,9 @@ _HEADS = (
 _HEAD_DIM = ("head_dim", "kv_channels", "d_kv", "dim_head")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
 # What layers with a state keep, by how one of their config's fields begins: transformers calls them all the same.
+_ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
+_NO_KV = "state"  # of a layer that keeps a state alone
+_NO_MEMORY = ("mlp", "moe")  # layers that keep nothing
 _STATES = (
     (("kda_", "linear_head_dim"), "Kimi delta attention"),
     (("linear_key_head_dim",), "gated delta net"),
@@ -96,6 +108,11 @@ def max_length_of(config: Any) -> int | None:
     if any(getattr(text, name, None) == -1 for name in _LENGTH):  # XLNet's way to say so
         return None
     return _optional(text, _LENGTH, model_type_of(config))
+
+
+def states_of(config: Any) -> tuple[StateSpec, ...]:
+    """What its state layers keep for each sequence. *raises:* UnsupportedModelError: states of an unknown kind."""
+    return state_specs(config)
 
 
 def read_config(config: Any | str | Path | Mapping[str, Any]) -> Any:
@@ -168,9 +185,9 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
         ) from error
     missing = num_layers - len(kinds)  # transformers before 5.23 leaves out layers that store nothing
     kinds, options = [*kinds, *["dummy"] * missing], [*options, *[{}] * missing]
-    later = Counter(
-        k for k in kinds if k not in ("full_attention", "sliding_attention", "chunked_attention", "dummy")
-    )
+    with_state = {state.layer for state in state_specs(text)}
+    kinds = [_of_attention(kind, index in with_state) for index, kind in enumerate(kinds)]
+    later = Counter(k for k in kinds if k not in (*_ATTENDING, _NO_KV, "dummy"))
     if later:
         listed = ", ".join(f"{count} {_described(kind, text)}" for kind, count in sorted(later.items()))
         raise UnsupportedModelError(
@@ -179,14 +196,29 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
         )
     _refuse_without_heads(text, model_type)
     producers = _producers(text, kinds, num_layers, model_type)
-    layers = []
+    layers: list[LayerSpec] = []
     for index in range(num_layers):
         producer = producers[index]
+        if kinds[index] == _NO_KV or (producer is None and kinds[index] == "dummy"):
+            layers.append(LayerSpec(Span(), 0, 0, 0))
+            continue
         source = index if producer is None else producer
         span = _span(kinds[source], options[source].get("sliding_window"), model_type)
         heads, k_dim, v_dim = _shape(configs[source], source, span.kind == "window", model_type)
         layers.append(LayerSpec(span, heads, k_dim, v_dim, producer))
+    if not any(layer.stores_kv for layer in layers):
+        raise UnsupportedModelError(
+            f"model type {model_type}: expected at least one layer with attention, got {num_layers} that keep a state "
+            "alone; such models come in a later version"
+        )
     return tuple(layers)
+
+
+def _of_attention(kind: str, has_state: bool) -> str:
+    """The kind of attention that a layer has beside its state; a layer with a state alone has none."""
+    if not has_state:
+        return kind
+    return {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}.get(kind, _NO_KV)
 
 
 def _described(kind: str, text: Any) -> str:
@@ -239,7 +271,7 @@ def _producers(text: Any, kinds: list[str], num_layers: int, model_type: str) ->
     producers: list[int | None] = []
     for index in range(num_layers):
         if modes[index] != "reuse":
-            if kinds[index] == "dummy":
+            if kinds[index] == "dummy" and (index >= len(declared) or declared[index] not in _NO_MEMORY):
                 kind = declared[index] if index < len(declared) else "dummy"
                 raise UnsupportedModelError(
                     f"model type {model_type}: layer {index} has no attention (its kind is {kind}); such layers come "

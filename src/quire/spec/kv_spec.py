@@ -5,7 +5,7 @@ A `KVSpec` knows no tensors and no blocks in use; it is arithmetic over a model'
 
 Invariants
     K1  every layer that stores KV belongs to exactly one group; a layer that reads another layer's KV
-        (`shares_kv_with`) belongs to none and costs nothing.
+        (`shares_kv_with`), or keeps a state alone, belongs to none and costs nothing per token.
     K2  the layers of a group have one span rule and one shape.
     K3  `block_bytes(block_size)` is the largest `bytes_per_block` of any group, so that one pool of blocks of
         that size serves them all.
@@ -23,9 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ArgumentError
-from quire.spec.config import dtype_of, layers_of, max_length_of, model_type_of, read_config, vocab_size_of
+from quire.spec.config import (
+    dtype_of,
+    layers_of,
+    max_length_of,
+    model_type_of,
+    read_config,
+    states_of,
+    vocab_size_of,
+)
 from quire.spec.formats import format_of
 from quire.spec.layer_spec import LayerSpec, Span
+from quire.spec.state_spec import StateSpec
 
 __all__ = ["KVGroup", "KVSpec"]
 
@@ -74,10 +83,13 @@ class KVSpec:
     max_model_len: int | None = None
     vocab_size: int | None = None
     name: str = ""
+    states: tuple[
+        StateSpec, ...
+    ] = ()  # of layers that keep a state per sequence, beside K and V or in their place
 
     def __post_init__(self) -> None:
         format_of(self.dtype)
-        if not any(layer.shares_kv_with is None for layer in self.layers):
+        if not any(layer.stores_kv for layer in self.layers):
             raise ArgumentError("expected at least one layer that stores KV, got none")
 
     @classmethod
@@ -95,6 +107,7 @@ class KVSpec:
             max_model_len=max_length_of(model),
             vocab_size=vocab_size_of(model),
             name=model_type_of(model),
+            states=states_of(model),
         )
 
     @classmethod
@@ -112,7 +125,7 @@ class KVSpec:
         """
         kinds: dict[tuple[Span, int, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):
-            if layer.shares_kv_with is None:
+            if layer.stores_kv:
                 kind = (layer.span, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim)
                 kinds.setdefault(kind, []).append(index)
         sizes = self._group_sizes({kind: len(members) for kind, members in kinds.items()})
@@ -171,6 +184,11 @@ class KVSpec:
             raise ArgumentError(f"expected a layer of 0 to {len(self.layers) - 1}, got {layer}")
         owner = self.layers[layer].shares_kv_with
         return layer if owner is None else owner
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of the states of one sequence, and of one checkpoint, in all layers together; however long it is."""
+        return sum(state.bytes_per_sequence for state in self.states)
 
     @property
     def dtype_bytes(self) -> int:

@@ -65,13 +65,25 @@ class Span:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer's KV: its span and shape (elements), or whose KV it reads instead."""
+    """One decoder layer's KV: its span and shape (elements), or whose KV it reads instead.
+
+    A layer that keeps no K and V (a state instead, `KVSpec.states`) has 0 heads.
+    """
 
     span: Span
     num_kv_heads: int
     k_head_dim: int
     v_head_dim: int
     shares_kv_with: int | None = None
+
+    @property
+    def attends(self) -> bool:
+        """Whether it reads K and V, its own or another's."""
+        return self.shares_kv_with is not None or self.num_kv_heads > 0
+
+    @property
+    def stores_kv(self) -> bool:
+        return self.shares_kv_with is None and self.num_kv_heads > 0
 
     @property
     def elements_per_token(self) -> int:

@@ -50,7 +50,7 @@ class PayloadLayout:
         layers = (
             StoredLayer(number, group_of[number], one.num_kv_heads, one.k_head_dim, one.v_head_dim)
             for number, one in enumerate(spec.layers)
-            if one.shares_kv_with is None
+            if one.stores_kv
         )
         return cls(spec.dtype, spec.dtype_bytes, tuple(layers))
 

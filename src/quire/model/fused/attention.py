@@ -227,6 +227,8 @@ def match_attention(
         layer.dtype is not output.dtype for layer in layers.values()
     ):
         return None
+    if any(layer.num_inputs != output.num_outputs for layer in layers.values()):
+        return None  # it reads something beside the residual
     q_norm, k_norm = matched if len(matched) == 2 else (None, None)
     attention = FusedAttention(list(layers.values()), output, q_norm, k_norm)
     if found is not None:

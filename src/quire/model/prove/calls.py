@@ -28,6 +28,7 @@ from quire.attention import AttentionPlan
 from quire.attention import backend as attention_backend
 from quire.memory.paged import PagedStorage
 from quire.model.cache_keyword import CACHE_KEYWORDS
+from quire.model.own_cache import own_cache
 from quire.model.paged_cache import PagedCache
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.text import TEXT
@@ -168,7 +169,7 @@ def record(
     tokens = text_tokens(prepared, min(NUM_TOKENS, longest))
     before = max(0, tokens.numel() - NUM_ROWS)
     rows = tokens[before:]
-    cache = DynamicCache(config=prepared.loaded.model.config)
+    cache = own_cache(prepared.loaded.model)
     if before:
         _forward(prepared, tokens[:before], 0, cache, _Until(wanted, layers, spec, None))
     near = _Until(wanted, layers, spec, before)

@@ -18,15 +18,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import DynamicCache
 
 from quire.attention import AttentionOptions, AttentionPlan
+from quire.cache.state_plan import ZERO
 from quire.errors import UnsupportedModelError
 from quire.memory.paged import PagedStorage
+from quire.memory.state_slots import StateSlots
+from quire.model.own_cache import own_cache
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.wide import computing_in
 from quire.model.prove.yardstick import rows_agree
+from quire.model.state.step import StateStep
 from quire.model.step import ForwardStep
+from quire.recurrence import RecurrenceStep
 
 __all__ = ["Probe", "rehearse"]
 
@@ -34,6 +38,8 @@ _BLOCK_SIZE = 4
 _LENGTHS = (11, 6)
 _BLOCKS = ((5, 1, 6), (2, 4))  # of each sequence; never in order, never all in use
 _NUM_BLOCKS = 7
+_STATE_SLOTS = (2, 0)  # of each sequence
+_NUM_STATE_SLOTS = 4
 # (sequence, start, stop) computed together: a chunk, a chunk beside a prompt, two decodes
 _STEPS = (((0, 0, 5),), ((0, 5, 10), (1, 0, 5)), ((0, 10, 11), (1, 5, 6)))
 
@@ -76,7 +82,7 @@ class Probe:
         rows = torch.stack([
             torch.nn.functional.pad(tokens, (0, longest - tokens.numel())) for tokens in self.sequences
         ])  # fmt: skip
-        cache = DynamicCache(config=prepared.loaded.model.config)
+        cache = own_cache(prepared.loaded.model)
         logits = prepared.own_logits(rows, torch.arange(longest), cache)
         return torch.cat([row[:length] for row, length in zip(logits, _LENGTHS, strict=True)])
 
@@ -100,6 +106,10 @@ def rehearse(
         device=prepared.backend,
     )
     storage.fill(float("nan"))
+    if prepared.spec.states:
+        storage.states = StateSlots(prepared.spec, _NUM_STATE_SLOTS)
+        storage.states.fill(float("nan"))
+        storage.states.apply((ZERO, slot) for slot in _STATE_SLOTS)
     prepared.attach(storage, attended)
     try:
         with _forwards_of(prepared):
@@ -136,7 +146,7 @@ def _paged(prepared: ModelToProve, sequences: list[torch.Tensor]) -> torch.Tenso
     logits = [torch.empty(0)] * sum(_LENGTHS)
     for pieces in _STEPS:
         rows = prepared.forward(_step(prepared, sequences, pieces))
-        expected = len(prepared.spec.layers)
+        expected = sum(layer.attends for layer in prepared.spec.layers)
         if prepared.num_attended != expected:
             raise UnsupportedModelError(
                 f"model type {prepared.loaded.model_type}: expected {expected} attention calls in a forward, one per "
@@ -178,4 +188,12 @@ def _step(
         plans=tuple(plans),
         slot_mappings=tuple(slot_mappings),
         logits_rows=torch.arange(position_ids.numel()),
+        states=_state_step(query_start, pieces, position_ids) if prepared.spec.states else None,
     )
+
+
+def _state_step(
+    query_start: list[int], pieces: tuple[tuple[int, int, int], ...], position_ids: torch.Tensor
+) -> StateStep:
+    slots = [_STATE_SLOTS[sequence] for sequence, _, _ in pieces]
+    return StateStep(RecurrenceStep(query_start, slots), position_ids)

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from quire.model.experts import PackedExperts
+from quire.model.own_cache import own_cache
 from quire.model.prove.alike import kind_of
 from quire.model.prove.calls import NUM_ROWS, text_tokens
 from quire.model.prove.model import ModelToProve
@@ -91,7 +92,7 @@ def _calls(prepared: ModelToProve, modules: list[nn.Module]) -> dict[nn.Module, 
     hooks = [module.register_forward_pre_hook(take, with_kwargs=True) for module in modules]
     try:
         tokens = text_tokens(prepared, min(NUM_ROWS, prepared.loaded.max_model_len))
-        cache = DynamicCache(config=prepared.loaded.model.config)
+        cache = own_cache(prepared.loaded.model)
         prepared.own_logits(tokens, torch.arange(tokens.numel()), cache, eager=True)
     finally:
         for hook in hooks:

@@ -1,0 +1,81 @@
+"""Where states of recurrent layers live: slots, each with one state of every state layer. Bytes, not whose they are.
+
+A layer's field is one float32 tensor [num_slots, *shape]. Memory is taken from the system as slots are written.
+
+Cost: an operation copies or clears `bytes_per_slot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from quire.errors import ArgumentError, CapacityError
+from quire.spec import KVSpec
+
+__all__ = ["StateSlots"]
+
+_ZERO = -1  # as `quire.cache.state_plan.ZERO`
+
+
+class StateSlots:
+    """`num_slots` slots for the states of `spec`.
+
+    *raises:* ArgumentError: no state layers, or no slot. CapacityError: the system reserves no such memory.
+    """
+
+    def __init__(self, spec: KVSpec, num_slots: int) -> None:
+        if not spec.states or num_slots < 1:
+            raise ArgumentError(
+                f"expected a model with state layers and at least 1 slot, got {len(spec.states)} layers and {num_slots}"
+            )
+        self.spec = spec
+        self.num_slots = num_slots
+        self.bytes_per_slot = spec.bytes_per_state
+        try:
+            self._fields = {
+                state.layer: {
+                    field.name: torch.empty((num_slots, *field.shape), dtype=getattr(torch, field.dtype))
+                    for field in state.fields
+                }
+                for state in spec.states
+            }
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"the system gives no {num_slots * self.bytes_per_slot} bytes for {num_slots} state slots: "
+                f"{str(error).splitlines()[0]}; lower max_num_seqs or kv_memory"
+            ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.bytes_per_slot
+
+    def of(self, layer: int) -> Mapping[str, torch.Tensor]:
+        """The fields of a state layer by name, each [num_slots, *shape]. *raises:* ArgumentError: it keeps none."""
+        fields = self._fields.get(layer)
+        if fields is None:
+            raise ArgumentError(
+                f"expected a layer that keeps a state, of {sorted(self._fields)}, got layer {layer}"
+            )
+        return fields
+
+    def apply(self, operations: Iterable[tuple[int, int]]) -> None:
+        """Copies from slot to slot, in order; -1 as source clears the target."""
+        for source, target in operations:
+            for fields in self._fields.values():
+                for field in fields.values():
+                    if source == _ZERO:
+                        field[target].zero_()
+                    else:
+                        field[target].copy_(field[source])
+
+    def fill(self, value: float) -> None:
+        """Set every element. For tests that poison what was not written."""
+        for fields in self._fields.values():
+            for field in fields.values():
+                field.fill_(value)
+
+    def close(self) -> None:
+        """Give the memory back; nothing may be asked for afterwards."""
+        self._fields = {}

@@ -1,0 +1,51 @@
+"""The state layers of a loaded model made to serve an engine: found, held against the config, proved, installed.
+
+Cost: `prove_states`, a copy of each mixer in float32 and a few forwards of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire import recurrence
+from quire.attention import Backend
+from quire.errors import UnsupportedModelError
+from quire.model.load import LoadedModel
+from quire.model.state.install import install_states
+from quire.model.state.proof import prove_states
+from quire.model.state.registry import state_adapters
+from quire.spec import KVSpec
+
+__all__ = ["serve_states"]
+
+
+def serve_states(loaded: LoadedModel, spec: KVSpec, backend: Backend) -> Callable[[], None]:
+    """Have every state layer run over the engine's rows; returns the undoing.
+
+    *raises:* UnsupportedModelError: mixers that are not known, or not the config's, or that compute something else; or
+    a device whose memory the recurrences cannot reach. The model is as it was then.
+    """
+    what = f"model type {loaded.model_type}"
+    if not backend.is_host:
+        raise UnsupportedModelError(
+            f"{what}: expected a back end of this machine's memory for state layers, got {backend.name!r}; use "
+            "backend='native' or 'python'"
+        )
+    adapters = state_adapters(loaded.model, recurrence.backend("native" if backend.is_native else "python"))
+    expected = {state.layer: {field.name: field.shape for field in state.fields} for state in spec.states}
+    found = {
+        layer: {name: tuple(shape) for name, shape in one.fields.items()} for layer, one in adapters.items()
+    }
+    if found != expected:
+        layer = next(
+            layer for layer in sorted({*found, *expected}) if found.get(layer) != expected.get(layer)
+        )
+        raise UnsupportedModelError(
+            f"{what}: expected a mixer in layer {layer} that keeps {expected.get(layer, 'nothing')}, as its config "
+            f"says, got {found.get(layer, 'none that is known')}"
+        )
+    try:
+        prove_states(adapters)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{what}: {error}") from error
+    return install_states(adapters)
