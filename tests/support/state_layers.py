@@ -39,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA,
     "recurrent_gemma": {},
     "zamba": {},
-    "zamba2": {"mamba_ngroups": 2},
+    "zamba2": {"mamba_ngroups": 2, "layers_block_type": ["linear_attention", "hybrid"]},
 }
 
 
