@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.state_layers import FAMILIES, StatesBesideKeys, decode_by_tokens, fresh_states, tiny_model
+from support.state_layers import (
+    FAMILIES,
+    StatesBesideKeys,
+    decode_by_tokens,
+    fresh_states,
+    keyword_of,
+    tiny_model,
+)
 from torch import nn
 
 from quire.errors import ArgumentError, UnsupportedModelError
@@ -23,6 +31,11 @@ REFERENCE = backend("python")
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(request.param)
+
+
+@pytest.fixture(autouse=True)
+def same_rows() -> None:
+    torch.manual_seed(3)
 
 
 def first(model: Any) -> StateAdapter:
@@ -45,6 +58,19 @@ def test_a_config_says_the_fields_of_every_layer(model: Any) -> None:
 
 def test_an_adapter_computes_what_its_mixer_does_over_a_prompt(model: Any) -> None:
     prove_states(state_adapters(model, REFERENCE))
+
+
+def test_in_16_bits_an_adapter_is_as_near_as_its_mixer(model: Any) -> None:
+    adapter = first(model)
+    narrow, recurrence = copy.deepcopy(adapter.module).bfloat16(), adapter.recurrence
+    served, wide = type(adapter)(narrow, recurrence), type(adapter)(copy.deepcopy(narrow).float(), recurrence)
+    hidden = torch.randn(24, adapter.hidden_size).bfloat16()
+    step = StateStep(RecurrenceStep([0, 24], [0]), torch.arange(24))
+    with torch.no_grad():
+        exact, own = wide.own(hidden.float()), served.own(hidden)
+    got = served.forward(hidden, fresh_states(served, 1, [0]), step)
+    assert got.dtype == torch.bfloat16
+    assert (got - exact).square().mean().sqrt() <= 1.5 * (own - exact).square().mean().sqrt()
 
 
 def chunks(lengths: list[int], draw: random.Random) -> Iterator[list[tuple[int, int, int]]]:
@@ -98,7 +124,7 @@ def test_a_checkpoint_goes_on_as_the_sequence_it_was_taken_of(model: Any) -> Non
     rest = adapter.forward(text[6:], states, StateStep(RecurrenceStep([0, 3], [2]), torch.arange(6, 9)))
     assert far(rest, whole[6:]) < TOLERANCE
     for state in states.values():
-        torch.testing.assert_close(state[0], state[2], rtol=1e-5, atol=1e-6)
+        assert far(state[2], state[0]) < 1e-4  # torch rounds projections of 9 and of 3 rows otherwise
 
 
 class Given:
@@ -113,7 +139,7 @@ class Given:
 
 def call(adapter: StateAdapter, hidden: torch.Tensor, cache: Any) -> torch.Tensor:
     """As the decoder layers of transformers call the mixer."""
-    beside: dict[str, Any] = {"attention_mask": None, "cache": cache}
+    beside: dict[str, Any] = {"attention_mask": None, keyword_of(adapter.module): cache}
     if adapter.kind == "rg_lru":
         beside |= {"position_ids": torch.arange(hidden.shape[0])[None], "use_cache": False}
         return adapter.module(hidden[None], **beside)[0][0]

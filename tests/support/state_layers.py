@@ -5,15 +5,16 @@ The mixers' own forward in torch is the yardstick: a whole prompt at once, or a 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
 import torch
 from support.every_type import build
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-__all__ = ["FAMILIES", "StatesBesideKeys", "decode_by_tokens", "fresh_states", "tiny_model"]
+__all__ = ["FAMILIES", "StatesBesideKeys", "decode_by_tokens", "fresh_states", "keyword_of", "tiny_model"]
 
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -39,8 +40,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA,
     "recurrent_gemma": {},
     "zamba": {},
-    "zamba2": {"mamba_ngroups": 2},
+    "zamba2": {"mamba_ngroups": 2, "layers_block_type": ["linear_attention", "hybrid"]},
 }
+
+# kimi_linear is younger than the oldest transformers that Quire runs on.
+FAMILIES = {name: fields for name, fields in FAMILIES.items() if name in CONFIG_MAPPING}
 
 
 def tiny_model(model_type: str, **fields: Any) -> PreTrainedModel:
@@ -62,6 +66,12 @@ def tiny_model(model_type: str, **fields: Any) -> PreTrainedModel:
     return model
 
 
+def keyword_of(module: Any) -> str:
+    """What the mixer's forward calls its cache; blocks that take any keyword are given `cache`."""
+    names = inspect.signature(module.forward).parameters
+    return next((name for name in ("cache", "cache_params", "past_key_values") if name in names), "cache")
+
+
 def decode_by_tokens(
     model: PreTrainedModel, module: Any, hidden: torch.Tensor, num_prompt: int
 ) -> torch.Tensor:
@@ -80,9 +90,9 @@ def decode_by_tokens(
                 position_ids = torch.arange(start, stop)[None]
                 answer = module(rows, position_ids=position_ids, attention_mask=None, use_cache=True)
             elif model.config.model_type == "minimax":
-                answer = module(rows, None, None, cache=cache)
+                answer = module(rows, None, None, **{keyword_of(module): cache})
             else:
-                answer = module(rows, cache=cache)
+                answer = module(rows, **{keyword_of(module): cache})
             found.append((answer[0] if isinstance(answer, tuple) else answer)[0])
     return torch.cat(found)
 

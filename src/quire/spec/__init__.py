@@ -1,10 +1,10 @@
 """What a token costs: the shape of a model's KV cache, and how a model's config says it.
 
 Others may use the names below, and
-    config     what a model's config says
-    formats    the formats of keys and values
-    payload    where the bytes of tokens lie when they leave the pool
-    state_spec what state layers keep for each sequence
+    config      what a model's config says
+    formats     the formats of keys and values
+    payload     where the bytes of tokens lie when they leave the pool
+    state_spec  what state layers keep for each sequence
 """
 
 import warnings

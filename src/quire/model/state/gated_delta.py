@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.functional import softplus
-from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from quire.model.cache_keyword import cache_keyword
 from quire.model.state.adapter import (
@@ -187,6 +186,11 @@ class KimiDeltaAttention(StateAdapter):
 def _token_by_token(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """The mixer's own answers, a row at a time with its own cache: over many rows at once transformers computes the
     delta rule in chunks, which in float32 is a hundred times farther from the exact result."""
+    from transformers.cache_utils import (
+        Cache,
+        LinearAttentionLayer,
+    )  # younger than the oldest that is supported
+
     layers: list[Any] = [LinearAttentionLayer() for _ in range(module.layer_idx + 1)]
     cache = Cache(layers=layers)
     keyword = cache_keyword(module.forward) or "cache_params"
