@@ -145,4 +145,4 @@ def test_refusals_say_what_is_missing(model_type: str, fields: dict[str, Any], r
 
 def test_what_would_run_is_named_where_an_llm_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"model\.generate runs it, .*quire\.hf\.QuireCache"):
-        LLM((build(AutoModelForCausalLM, "bloom"), None))
+        LLM((build(AutoModelForCausalLM, "xlnet"), None))

@@ -85,6 +85,9 @@ class PreparedModel:
         UnsupportedModelError: the model cannot be run exactly, with its type and the reason; it is left as it was.
     """
 
+    by_own_forward = False  # whether the model's own attention runs, a sequence at a time (`own_forward`)
+    needs = frozenset({"input_ids", "position_ids"})  # what its forward has to take, beside a cache
+
     def __init__(
         self,
         loaded: LoadedModel,
@@ -119,7 +122,7 @@ class PreparedModel:
         self._undo: list[Callable[[], None]] = []
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
-        self._parameters, self._cache_keyword = _forward_parameters(loaded)
+        self._parameters, self._cache_keyword = _forward_parameters(loaded, self.needs)
         self._configs = _attention_configs(loaded.model)
         self._switched_from: list[Any] | None = None  # the configs' own attention, while it is another one
         _prepared.add(self)
@@ -139,7 +142,7 @@ class PreparedModel:
             self.stamp = Stamp(loaded.model, now, volatile)
         except UnsupportedModelError as error:
             self.restore()
-            missing = what_is_missing(loaded.model)
+            missing = None if self.by_own_forward else what_is_missing(loaded.model)
             if missing is None:
                 raise
             raise UnsupportedModelError(
@@ -182,9 +185,13 @@ class PreparedModel:
 
     def cache_over(self, storage: Storage) -> PagedCache:
         """What `forward` may be given for a step on `storage`, whose spec must be this model's."""
+        self.check_storage(storage)
+        return PagedCache(self.spec, storage, self.backend, self.loaded.model_type)
+
+    def check_storage(self, storage: Storage) -> None:
+        """*raises:* ArgumentError: it is of another spec than this model's."""
         if storage.spec.layers != self.spec.layers:
             raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
-        return PagedCache(self.spec, storage, self.backend, self.loaded.model_type)
 
     @property
     def num_attended(self) -> int:
@@ -465,14 +472,14 @@ def _attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(configs.values())
 
 
-def _forward_parameters(loaded: LoadedModel) -> tuple[frozenset[str], str]:
-    """What the model's forward takes, and what it calls the cache."""
+def _forward_parameters(loaded: LoadedModel, needs: frozenset[str]) -> tuple[frozenset[str], str]:
+    """What the model's forward takes, `needs` among it, and what it calls the cache."""
     parameters = frozenset(inspect.signature(loaded.model.forward).parameters)
     keyword = cache_keyword(loaded.model.forward)
-    missing = sorted({"input_ids", "position_ids"} - parameters) + ([] if keyword else ["cache"])
+    missing = sorted(needs - parameters) + ([] if keyword else ["cache"])
     if missing or keyword is None:
         raise UnsupportedModelError(
-            f"model type {loaded.model_type}: expected a forward that takes input_ids, position_ids and a cache, "
+            f"model type {loaded.model_type}: expected a forward that takes {', '.join(sorted(needs))} and a cache, "
             f"{why_not_called(loaded.model, missing, parameters)}; such models come in a later version"
         )
     return parameters, keyword
