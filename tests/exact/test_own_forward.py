@@ -28,16 +28,19 @@ from quire.model import load
 from quire.model.own_forward import OwnForwardModel, prepare
 from quire.model.sequence_cache import SequenceCache
 
-# Biases for positions (ALiBi) are built from the length; xglm's own code cannot compute in float64.
+# xglm's own code cannot compute in float64.
 SOME = ("bart", "gpt_neo")
-MORE = ("bloom", "diffllama", "falcon", "jetmoe", "mpt", "roformer", "whisper", "xglm")
+MORE = ("diffllama", "falcon", "jetmoe", "roformer", "whisper", "xglm")
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
 
 
 def _made(name: str) -> PreTrainedModel:
-    """Of a decoder half, its encoder has more layers and heads."""
-    fields: dict[str, Any] = {"decoder_layers": 1, "decoder_attention_heads": 8} if name == "bart" else {}
-    return build(AutoModelForCausalLM, name, **fields)
+    """Of a decoder half, its encoder has more layers and heads; Falcon's biases (ALiBi) are built from the length."""
+    fields: dict[str, dict[str, Any]] = {
+        "bart": {"decoder_layers": 1, "decoder_attention_heads": 8},
+        "falcon": {"alibi": True},
+    }
+    return build(AutoModelForCausalLM, name, **fields.get(name, {}))
 
 
 @cache

@@ -117,9 +117,8 @@ def test_a_model_whose_generate_prepares_other_positions_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
-        ("falcon", {}, "FalconAttention computes attention itself"),
+        ("gpt_neo", {}, "GPTNeoSelfAttention computes attention itself"),
         ("falcon", {"alibi": True}, r"biases on attention's scores \(ALiBi\)"),
-        ("bloom", {}, r"biases on attention's scores \(ALiBi\)"),
         (
             "mllama",
             {},

@@ -54,6 +54,7 @@ from quire.model.prove.hooks import hooks_on, may_be_replaced
 from quire.model.prove.probe import Probe, rehearse
 from quire.model.prove.replaced import first_of_each, unproved
 from quire.model.prove.stamp import Stamp, facts
+from quire.model.routed import Routed, has_biases, route
 from quire.model.step import ForwardStep, on_device
 from quire.model.watch import Record, watch_attention, watch_linears
 from quire.process import ForkSafeLock
@@ -122,7 +123,9 @@ class PreparedModel:
         self._undo: list[Callable[[], None]] = []
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
-        self._parameters, self._cache_keyword = _forward_parameters(loaded, self.needs)
+        self.routed: Routed | None = None
+        needs = self.needs - {"position_ids"} if has_biases(loaded.model) else self.needs
+        self._parameters, self._cache_keyword = _forward_parameters(loaded, needs)
         self._configs = _attention_configs(loaded.model)
         self._switched_from: list[Any] | None = None  # the configs' own attention, while it is another one
         _prepared.add(self)
@@ -133,6 +136,8 @@ class PreparedModel:
                 self._give_back_training = _eval(loaded.model)
                 self._undo.append(self._give_back_training)
                 self._change(loaded.model, packed_weights)
+                if self.routed is None or not self.routed.no_positions:
+                    _forward_parameters(loaded, self.needs)
                 before = facts(loaded.model)
                 self._prove(loaded.model)
                 if not may_be_replaced(loaded.model) or hooks_on(loaded.model):
@@ -246,10 +251,12 @@ class PreparedModel:
         arguments: dict[str, Any] = {self._cache_keyword: cache}
         if keeps:
             arguments["logits_to_keep"] = step.logits_rows
+        if self.routed is not None and self.routed.mask is not None:
+            arguments["attention_mask"] = self.routed.mask
         output = self._model(
             input_ids=step.input_ids[None],
-            position_ids=step.position_ids[None],
             use_cache=True,
+            **self._positions(step.position_ids[None]),
             **arguments,
         )
         return output.logits[0] if keeps else output.logits[0][step.logits_rows]
@@ -271,10 +278,14 @@ class PreparedModel:
         with self.eagerly() if eager else torch.inference_mode():
             return self._model(
                 input_ids=input_ids.reshape(-1, positions.numel()),
-                position_ids=positions[None],
                 use_cache=True,
+                **self._positions(positions[None]),
                 **{self._cache_keyword: cache},
             ).logits
+
+    def _positions(self, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Nothing for a forward that takes none: biases on the scores say the positions (`routed`)."""
+        return {"position_ids": position_ids} if "position_ids" in self._parameters else {}
 
     def watch(self, record: Record) -> None:
         """Have `record` told of linear layers and attention that torch computes, on the storage attached now."""
@@ -321,6 +332,9 @@ class PreparedModel:
                     self._proof = KeptProof.of(kept.path, self.loaded, self.max_model_len)
         if self.backend.is_native:
             self._undo.append(pack_experts(model))
+        if (routed := route(model)) is not None:
+            self.routed = routed
+            self._undo.append(routed.undo)
 
     def _prove(self, model: PreTrainedModel) -> None:
         """Prove what serves, or take what an earlier proof found; keep what this one finds."""
