@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,3 +119,20 @@ def test_another_s_forward_on_a_module_is_left_alone() -> None:
     module.forward = module.forward
     with LLM((model, None), max_model_len=64, kv_memory="1MiB", backend="python") as llm:
         assert llm.stats()["by_own_forward"]
+
+
+def test_opened_again_with_its_proof_kept(tmp_path: Path) -> None:
+    pytest.importorskip("quire._native")
+    model = _made("bloom")
+    model.save_pretrained(tmp_path / "model")
+    want = generate(model, PROMPTS[3])[0]
+    options: dict[str, Any] = {
+        "packed_weights": tmp_path / "packed",
+        "max_model_len": 64,
+        "kv_memory": "1MiB",
+    }
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
+    for _ in range(2):
+        with LLM(tmp_path / "model", dtype="float32", **options) as llm:
+            assert not llm.stats()["by_own_forward"]
+            assert llm.generate([PROMPTS[3]], params)[0].outputs[0].token_ids == want
