@@ -73,6 +73,10 @@ void check_heads(const PagedView& view, const BoundOptions& options, Int num_q_h
         throw std::invalid_argument("expected " + std::to_string(num_q_heads) + " sinks, one for each query head, got " +
                                     std::to_string(options.num_sinks));
     }
+    if (options.slopes != nullptr && options.num_slopes != num_q_heads) {
+        throw std::invalid_argument("expected " + std::to_string(num_q_heads) + " slopes, one for each query head, got " +
+                                    std::to_string(options.num_slopes));
+    }
 }
 
 void bind_attention(nb::module_& m) {
@@ -111,22 +115,30 @@ void bind_attention(nb::module_& m) {
             nb::sig("def traffic(self, view: PagedView, num_q_heads: int, options: AttentionOptions) -> tuple[int, int, int]"),
             "Bytes of keys and values that a call reads, what they would be without sharing, and the number of shared runs.");
 
-    nb::class_<BoundOptions>(m, "AttentionOptions", "A layer's settings; it keeps `sinks` alive.")
+    nb::class_<BoundOptions>(m, "AttentionOptions", "A layer's settings; it keeps `sinks` and `slopes` alive.")
         .def(
             "__init__",
-            [](BoundOptions* self, float scale, Int window, Int chunk, float softcap, nb::handle sinks) {
+            [](BoundOptions* self, float scale, Int window, Int chunk, float softcap, nb::handle sinks, nb::handle slopes) {
                 check_range("a window", window, 0, INT64_MAX);
                 check_range("a chunk", chunk, 0, INT64_MAX);
-                if (sinks.is_none()) {
-                    new (self) BoundOptions{{scale, window, chunk, softcap, nullptr}, 0, {}};
-                    return;
+                BoundOptions made{{scale, window, chunk, softcap, nullptr, nullptr}, 0, {}, 0, {}};
+                if (!sinks.is_none()) {
+                    const Array given(sinks, "sinks");
+                    made.sinks = reinterpret_cast<const float*>(given.dense(Type::f32));
+                    made.num_sinks = given.count();
+                    made.sinks_owner = given.owner();
                 }
-                const Array given(sinks, "sinks");
-                const auto* values = reinterpret_cast<const float*>(given.dense(Type::f32));
-                new (self) BoundOptions{{scale, window, chunk, softcap, values}, given.count(), given.owner()};
+                if (!slopes.is_none()) {
+                    const Array given(slopes, "slopes");
+                    made.slopes = reinterpret_cast<const float*>(given.dense(Type::f32));
+                    made.num_slopes = given.count();
+                    made.slopes_owner = given.owner();
+                }
+                new (self) BoundOptions(std::move(made));
             },
-            nb::arg("scale"), nb::arg("window"), nb::arg("chunk"), nb::arg("softcap"), nb::arg("sinks").none(),
-            "window, chunk, softcap: 0 for none. sinks: float32 [num_q_heads], or None.");
+            nb::arg("scale"), nb::arg("window"), nb::arg("chunk"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("slopes").none() = nb::none(),
+            "window, chunk, softcap: 0 for none. sinks: float32 [num_q_heads], or None. slopes: likewise; a head's, times the key's position less the "
+            "query's, is added to a score.");
 
     m.def(
         "attention_write",

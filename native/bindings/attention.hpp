@@ -22,6 +22,8 @@ struct BoundBatch : AttentionBatch {
 struct BoundOptions : AttentionOptions {
     std::int64_t num_sinks;  // where there are sinks
     nanobind::object sinks_owner;
+    std::int64_t num_slopes;  // where there are slopes
+    nanobind::object slopes_owner;
 };
 
 // std::invalid_argument where heads of the view's widths, `num_q_heads` of them for each row of the batch (of `num_rows` rows),

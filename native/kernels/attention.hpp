@@ -75,6 +75,7 @@ struct AttentionOptions {
     std::int64_t chunk;   // 0: none
     float softcap;        // 0: none
     const float* sinks;   // [num_q_heads] or null
+    const float* slopes;  // [num_q_heads] or null: the head's times (position of the key - position of the query) is added to a score
 };
 
 // [tokens, heads, width], the last dimension dense; strides in elements.

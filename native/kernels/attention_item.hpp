@@ -125,6 +125,7 @@ class AttendItem {
     }
 
     void attend_tile(std::int64_t tile, int head, const Tile& tokens, const typename Tokens::Rows& rows, const RowStates& states) {
+        rows_.turn_to(head);
         const std::int64_t base = tile * kTileTokens;
         products_.begin(rows.k, rows.v, ahead_, tokens.start, tokens.stop);
         const unsigned char* query = queries_ + head * products_.query_bytes();

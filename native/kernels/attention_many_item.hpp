@@ -122,6 +122,7 @@ class AttendManyRows {
         const auto seen = rows_.seen(row, count);
         const std::int64_t first = larger(start, seen.start / kTileTokens), last = smaller(stop, (seen.stop - 1) / kTileTokens + 1) - 1;
         if (first > last) return;
+        rows_.turn_to(head);
         products_.begin_rows(queries_of(head), row, count, states.o, states.stride);
         const int upper = products_.upper();
         const std::int64_t fresh = fresh_from_ < 0 ? -1 : larger(fresh_from_, seen.start / kTileTokens);  // whose values are the first

@@ -143,6 +143,7 @@ class AttendFewRows : InterleavedValues<S> {
     template <int kHeadWidth, class Ask, class Rows>
     __attribute__((always_inline)) void attend_head_tile(HeadTile at, const Rows& rows, const Rows& far, const Rows& near) {
         const std::int64_t base = at.tile * kTileTokens, begin = rows_.begin() - base, end = rows_.end() - base;
+        rows_.turn_to(at.head);
         if (at.head == 0 && (at.tile == first_tile_ || at.tile % kTiles == 0)) begin_partial(at.tile / kTiles);
         if (begin > 0 || end < kTileTokens) {
             const int start = static_cast<int>(larger(begin, 0)), stop = static_cast<int>(smaller(end, kTileTokens));

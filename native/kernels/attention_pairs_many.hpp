@@ -58,6 +58,7 @@ class AttendManyPairs : InterleavedValues<S> {
                 const bool same_tiles = head + 1 < heads_;
                 begin_ahead(same_tiles ? start : stop, same_tiles ? stop : after(stop, last_tile), same_tiles ? head + 1 : 0);
                 const RowStates states = states_.partial(partial, head);
+                rows_.turn_to(head);
                 for (int row = 0, count; row < rows_.count(); row += count) {
                     count = blocks_.rows_from(row);
                     attend(start, stop, head, row, count, states.part(row, count));

@@ -2,6 +2,8 @@
 // rows come to at the end.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <type_traits>
 
 #include "kernels/attention_state.hpp"
@@ -39,13 +41,16 @@ class ItemRows {
           count_(item.row_stop - item.row_start) {
         logit_scale_ = options_.softcap > 0.0f ? options_.scale / options_.softcap : options_.scale * kLog2E;
         logit_cap_ = options_.softcap * kLog2E;
-        scaled_first_ = options_.softcap > 0.0f || !(options_.scale > 0.0f);
+        scaled_first_ = options_.softcap > 0.0f || !(options_.scale > 0.0f) || options_.slopes != nullptr;
         rest_of_scale_ = scaled_first_ ? 1.0f : logit_scale_;
         find_tokens();
     }
 
     // Of one head.
     int count() const { return count_; }
+
+    // The head of the item whose scores are softened next.
+    void turn_to(int head) { head_ = head; }
 
     // The tokens that any row sees, of those that are the item's.
     std::int64_t begin() const { return larger(seen_[0].start, item_.token_start); }
@@ -197,7 +202,15 @@ class ItemRows {
                 tokens_[row] = start[0] + token;
                 seen_[row] = {first_visible(options_, at), at + 1};
             }
+            if (options_.slopes != nullptr) positions_[row] = position_of(tokens_[row]);
         }
+    }
+
+    // Of the query of a row of the batch.
+    std::int64_t position_of(std::int64_t token) const {
+        const std::int32_t* starts = job_.batch->query_start;
+        const std::int64_t sequence = std::upper_bound(starts, starts + job_.batch->num_sequences, static_cast<std::int32_t>(token)) - starts - 1;
+        return job_.batch->context_lengths[sequence] - (starts[sequence + 1] - token);
     }
 
     std::int64_t query_head(int head, int row) const { return (item_.head_start + head) * group_ + (item_.row_start + row) % group_; }
@@ -224,19 +237,24 @@ class ItemRows {
         return most;
     }
 
-    // Of a row's scores s: those it does not see become -inf; where the scale cannot wait (a soft cap, or none above zero), all
-    // become base-2 logits. Returns the largest of each lane.
+    // Of a row's scores s: those it does not see become -inf; where the scale cannot wait (a soft cap, slopes, or none above zero),
+    // all become base-2 logits. Returns the largest of each lane.
     Vec row_most(int row, std::int64_t base, float* s) {
         const std::int64_t start = seen_[row].start - base, stop = seen_[row].stop - base;
         const bool whole = start <= 0 && stop >= kTileTokens;
         const int low = static_cast<int>(larger(start, 0)), high = static_cast<int>(larger(smaller(stop, kTileTokens), 0));
-        Vec most = S::broadcast(kMinusInfinity);
+        Vec most = S::broadcast(kMinusInfinity), slope = S::zero(), distance = S::zero();
+        if (options_.slopes != nullptr) {
+            slope = S::broadcast(options_.slopes[query_head(head_, row)] * kLog2E);
+            distance = S::broadcast(static_cast<float>(base - positions_[row]));
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < kVectors; ++i) {
             Vec x = S::load(s + i * S::kWidth);
             if (!whole || scaled_first_) {
                 if (scaled_first_) x = S::mul(x, S::broadcast(logit_scale_));
                 if (options_.softcap > 0.0f) x = S::mul(tanh<S>(x), S::broadcast(logit_cap_));
+                if (options_.slopes != nullptr) x = S::fma(S::add(S::load(kOffsets.data() + i * S::kWidth), distance), slope, x);
                 if (!whole) x = S::within(x, low - i * S::kWidth, high - i * S::kWidth);
                 S::store(s + i * S::kWidth, x);
             }
@@ -270,6 +288,13 @@ class ItemRows {
         return sum;
     }
 
+    // 0, 1, 2, ... of a tile's tokens.
+    alignas(64) static constexpr auto kOffsets = [] {
+        std::array<float, kTileTokens> offsets{};
+        for (int i = 0; i < kTileTokens; ++i) offsets[static_cast<std::size_t>(i)] = static_cast<float>(i);
+        return offsets;
+    }();
+
     const AttentionJob& job_;
     const AttentionItem& item_;
     const AttentionOptions& options_;
@@ -278,6 +303,8 @@ class ItemRows {
     float factors_[kItemRows];
     std::int64_t tokens_[kItemRows];  // of the query
     Seen seen_[kItemRows];            // positions that each row sees
+    std::int64_t positions_[kItemRows];  // of the query; where there are slopes
+    int head_ = 0;
     float logit_scale_;
     float logit_cap_;
     bool scaled_first_;    // the scores are scaled before the largest is looked for

@@ -42,9 +42,11 @@ std::int64_t first_seen(const AttentionOptions& options, std::int64_t position) 
 class Case {
   public:
     Case(const Shape& shape, Random& random)
-        : shape_(shape), pool_(shape.element, num_blocks(shape) * block_elements(shape)), view_(make_view()), sinks_(num_q_heads()) {
+        : shape_(shape), pool_(shape.element, num_blocks(shape) * block_elements(shape)), view_(make_view()), sinks_(num_q_heads()), slopes_(num_q_heads()) {
         for (float& sink : sinks_) sink = static_cast<float>(random.below(100)) / 25.0f - 2.0f;
         if (shape_.options.sinks != nullptr) shape_.options.sinks = sinks_.data();
+        for (float& slope : slopes_) slope = static_cast<float>(random.below(100)) / 200.0f - 0.01f;
+        if (shape_.options.slopes != nullptr) shape_.options.slopes = slopes_.data();
         for (std::int64_t i = 0; i < pool_.count; ++i) pool_.set(i, std::numeric_limits<float>::quiet_NaN());
         ASAN_POISON_MEMORY_REGION(pool_.data.get(), static_cast<std::size_t>(pool_.count * element_bytes(shape_.element)));
 
@@ -181,6 +183,7 @@ class Case {
             }
             score *= static_cast<double>(shape_.options.scale);
             if (shape_.options.softcap > 0) score = shape_.options.softcap * std::tanh(score / shape_.options.softcap);
+            if (shape_.options.slopes != nullptr) score += static_cast<double>(slopes_[static_cast<std::size_t>(head)]) * static_cast<double>(t - position);
             const double weight = std::exp(score);
             total += weight;
             for (std::int64_t d = 0; d < shape_.v_width; ++d) sums[static_cast<std::size_t>(d)] += weight * values_[s].get(token * shape_.v_width + d);
@@ -194,7 +197,7 @@ class Case {
     Shape shape_;
     Buffer pool_;
     PagedView view_;
-    std::vector<float> sinks_;
+    std::vector<float> sinks_, slopes_;
     std::vector<std::int32_t> query_start_, contexts_, tables_;
     std::vector<std::int64_t> begins_;  // first token of each sequence that is in the storage
     std::vector<Buffer> keys_, values_;
@@ -218,6 +221,7 @@ Shape draw(Random& random, Element element) {
     else if (random.below(3) == 0) shape.options.chunk = 1 + random.below(60);
     if (random.below(4) == 0) shape.options.softcap = 3.0f;
     if (random.below(3) == 0) shape.options.sinks = &kAny;
+    if (random.below(3) == 0) shape.options.slopes = &kAny;
     const bool limited = shape.options.window != 0 || shape.options.chunk != 0;
     if (!limited && random.below(2) != 0) shape.shared = 1 + random.below(random.below(6) == 0 ? 1100 : 80);
     for (std::int64_t n = 1 + random.below(shape.shared > 0 ? 7 : 3); n > 0; --n) {

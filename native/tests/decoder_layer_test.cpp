@@ -64,7 +64,7 @@ Buffer run(const Layer& layer, Element element, const Buffer& hidden, const Buff
     const std::int32_t table[3] = {3, 1, 4}, query_start[2] = {0, static_cast<std::int32_t>(rows)},
                        context[1] = {static_cast<std::int32_t>(first + rows)};
     const AttentionBatch batch(query_start, context, table, 1, 3, 2);
-    const AttentionOptions options{0.3f, 0, 0, 0.0f, nullptr};
+    const AttentionOptions options{0.3f, 0, 0, 0.0f, nullptr, nullptr};
     std::vector<std::int64_t> slots;
     for (std::int64_t t = first; t < first + rows; ++t) slots.push_back(table[t / kBlock] * kBlock + t % kBlock);
     const std::int64_t bytes = element_bytes(element);
@@ -142,7 +142,7 @@ void test_decoder(Element element, Isa isa, Random& random) {
                          element, kBlocks, kKvHeads, kBlock};
     const std::int32_t table[3] = {3, 1, 4}, query_start[2] = {0, kRows}, context[1] = {kRows};
     const AttentionBatch batch(query_start, context, table, 1, 3, 2);
-    const AttentionOptions options{0.3f, 0, 0, 0.0f, nullptr};
+    const AttentionOptions options{0.3f, 0, 0, 0.0f, nullptr, nullptr};
     const std::vector<std::int64_t> slots{12, 13, 14, 15, 4, 5, 6};
     const StackedLayer stacked{&layer.attention, &layer.mlp, &view, &batch, &options, slots.data()};
     const auto logits_of = [&](const DecoderEnds& around, void* given) {

@@ -88,7 +88,7 @@ void test_attention(Isa isa) {
     }
     const std::int64_t rows = starts.back(), row = kHeads * kGroup * kWidth;
     std::vector<float> query = random_floats(static_cast<std::size_t>(rows * row), 4);
-    const AttentionOptions options{0.2f, 0, 0, 0.0f, nullptr};
+    const AttentionOptions options{0.2f, 0, 0, 0.0f, nullptr, nullptr};
     const auto run = [&](const AttentionBatch& batch, std::vector<float>& out) {
         attention_run(view, {reinterpret_cast<unsigned char*>(query.data()), row, kWidth}, {reinterpret_cast<unsigned char*>(out.data()), row, kWidth},
                       kHeads * kGroup, batch, options, isa);

@@ -477,11 +477,19 @@ class AttentionBatch:
         """
 
 class AttentionOptions:
-    """A layer's settings; it keeps `sinks` alive."""
+    """A layer's settings; it keeps `sinks` and `slopes` alive."""
 
-    def __init__(self, scale: float, window: int, chunk: int, softcap: float, sinks: object | None) -> None:
+    def __init__(
+        self,
+        scale: float,
+        window: int,
+        chunk: int,
+        softcap: float,
+        sinks: object | None,
+        slopes: object | None = None,
+    ) -> None:
         """
-        window, chunk, softcap: 0 for none. sinks: float32 [num_q_heads], or None.
+        window, chunk, softcap: 0 for none. sinks: float32 [num_q_heads], or None. slopes: likewise; a head's, times the key's position less the query's, is added to a score.
         """
 
 def attention_write(view: PagedView, k: object, v: object, slots: object, num_threads: int) -> None:

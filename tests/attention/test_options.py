@@ -26,6 +26,7 @@ from quire.spec import Span
         ({"softcap": math.nan}, "soft cap"),
         ({"sinks": torch.zeros(2, 2)}, "float32"),
         ({"sinks": torch.zeros(2, dtype=torch.bfloat16)}, "bfloat16"),
+        ({"slopes": torch.zeros(2, dtype=torch.float64)}, "attention slopes as float32"),
     ],
 )
 def test_refuses(changes: dict, message: str) -> None:

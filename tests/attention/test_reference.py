@@ -49,12 +49,20 @@ def test_limits_hold_across_pieces(limits: dict[str, int]) -> None:
     torch.testing.assert_close(got.double(), oracle(case), rtol=1e-5, atol=1e-5)
 
 
+def test_slopes_across_pieces() -> None:
+    case = make_case(Shape(lengths=((700, 700),), slopes=True, softcap=20.0))
+    got = reference.run(case.view, case.query, case.plan, case.options)
+    torch.testing.assert_close(got.double(), oracle(case), rtol=1e-5, atol=1e-5)
+
+
 def test_a_mistake_would_show() -> None:
-    """The oracle depends on what it should: a window one wider, and a missing sink, are told apart."""
+    """The oracle depends on what it should: a window one wider, a missing sink and missing slopes are told apart."""
     case = make_case(Shape(lengths=((40, 5),), window=8, sinks=True))
     want = oracle(case)
     wider = replace(case, shape=replace(case.shape, window=9))
     without = replace(case, options=replace(case.options, sinks=None))
+    sloped = make_case(replace(case.shape, slopes=True))
+    assert (oracle(sloped) - want).abs().max() > 1e-2
     assert (oracle(wider) - want).abs().max() > 1e-2
     assert (oracle(without) - want).abs().max() > 1e-2
 
@@ -119,6 +127,8 @@ def test_refuses_what_does_not_fit_and_changes_nothing() -> None:
         run(query=case.query[:1])
     with pytest.raises(ArgumentError, match="multiple of the 2 KV heads, got 3"):
         run(query=case.query[:, :3])
+    with pytest.raises(ArgumentError, match="4 slopes"):
+        run(options=replace(case.options, slopes=torch.zeros(3)))
     with pytest.raises(ArgumentError, match="4 sinks"):
         run(options=replace(case.options, sinks=torch.zeros(3)))
     with pytest.raises(ArgumentError, match="expected out"):

@@ -34,11 +34,10 @@ def _model(model_type: str, **fields: Any) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
-        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}, "takes no position_ids"),
-        ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 97}, "takes no position_ids"),
         ("gpt_neo", {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 97,
                      "attention_types": [[["global", "local"], 1]]}, "do not call"),
-        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}, "falcon"),
+        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97,
+                    "alibi": True}, "falcon"),
         ("doge", _TINY, "attends with a mask"),
         ("diffllama", _TINY, "K and V are altered"),
         ("jetmoe", {**_TINY, "kv_channels": 8, "num_experts_per_tok": 2, "num_local_experts": 4},

@@ -30,11 +30,11 @@ ROUNDED_ONCE = {
 MOVES = {
     "alias", "any", "arange", "argsort", "bincount", "bitwise_not", "cat", "chunk", "clone", "concat", "contiguous",
     "copy_", "detach", "detach_", "dropout", "embedding", "empty", "empty_like", "eq", "expand", "flatten",
-    "floor_divide",
-    "full_like", "gather", "ge", "gt", "index", "index_put_", "item", "lift_fresh", "logical_and", "lt", "masked_fill",
-    "new_empty", "ones", "ones_like", "permute", "repeat", "repeat_interleave", "reshape", "resolve_conj",
-    "resolve_neg", "scatter", "scatter_", "select", "slice", "split", "split_with_sizes", "stack", "to", "topk",
-    "transpose", "type_as", "unsqueeze", "view", "view_as_complex", "view_as_real", "where", "zeros_like",
+    "floor_divide", "full", "full_like", "gather", "ge", "gt", "index", "index_put_", "item", "lift_fresh",
+    "logical_and", "lt", "masked_fill", "new_empty", "numpy_T", "ones", "ones_like", "permute", "repeat",
+    "repeat_interleave", "reshape", "resolve_conj", "resolve_neg", "scatter", "scatter_", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "stack", "to", "topk", "transpose", "type_as", "unflatten", "unsqueeze", "view",
+    "view_as_complex", "view_as_real", "where", "zeros_like",
 }  # fmt: skip
 # Left to torch because they are measured here.
 MEASURED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

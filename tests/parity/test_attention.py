@@ -181,6 +181,7 @@ def test_refuses_what_does_not_fit_and_changes_nothing() -> None:
         {"query": case.query[:1]},
         {"query": case.query[:, :3]},
         {"options": replace(case.options, sinks=torch.zeros(3))},
+        {"options": replace(case.options, slopes=torch.zeros(3))},
         {"plan": replace(case.plan, block_tables=torch.full_like(case.plan.block_tables, 10**6))},
         {"plan": replace(case.plan, block_tables=torch.full_like(case.plan.block_tables, -1))},
     ):
@@ -214,7 +215,9 @@ def test_a_row_has_the_same_bits_however_it_is_computed(shape: Shape, data: st.D
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("limits", [{}, {"window": 512}, {"chunk": 400}, {"softcap": 5.0, "sinks": True}])
+@pytest.mark.parametrize(
+    "limits", [{}, {"window": 512}, {"chunk": 400}, {"softcap": 5.0, "sinks": True}, {"slopes": True}]
+)
 def test_long_sequences_have_the_same_bits(dtype: torch.dtype, limits: dict) -> None:
     length = LONG
     shape = Shape(

@@ -49,7 +49,7 @@ def kept_tensors() -> list[tuple[str, Any, list[torch.Tensor]]]:
     return [
         ("PagedView", _native.PagedView(pool[:1], pool[1:]), []),
         ("AttentionBatch", _native.AttentionBatch(*rows, 1), rows),
-        ("AttentionOptions", _native.AttentionOptions(1.0, 0, 0, 0.0, one), [one]),
+        ("AttentionOptions", _native.AttentionOptions(1.0, 0, 0, 0.0, one, two), [one, two]),
         ("Norm", _native.Norm("layer", one, two, 1e-5), [one, two]),
         (
             "MlpBlock",

@@ -129,6 +129,17 @@ def test_prefill_chunks_share_where_their_rows_fit_together() -> None:
     assert traffic(wide)[2] == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slopes_count_from_each_row_s_own_position(dtype: torch.dtype) -> None:
+    """A run's rows are of several sequences, at several positions."""
+    tree = Tree(nodes=((-1, 1024),), leaves=((0, 40, 20), (0, 30, 3), (0, 9, 9), (0, 900, 1)), dtype=dtype)
+    heads = tree.num_kv_heads * tree.group
+    options = AttentionOptions(scale=0.3, slopes=torch.linspace(0.01, 0.0001, heads))
+    case = make_tree_case(replace(tree, options=options))
+    assert traffic(case)[2] == 1
+    assert_same_bits(case)
+
+
 def test_rows_within_the_shared_blocks_see_no_more_than_they_may() -> None:
     """The same table at several positions; the same sequence twice."""
     tree = Tree(nodes=((-1, 700),), leaves=((0, 1, 1), (0, 1, 1), (0, 300, 1), (0, 300, 14)))

@@ -213,3 +213,16 @@ def test_shapes_are_those_the_model_stores(name: str) -> None:
         if layer.shares_kv_with is None
     }
     assert stored == cache.seen
+
+
+def test_the_decoder_of_an_encoder_decoder_has_its_own_layers_and_heads() -> None:
+    """transformers' own names (num_hidden_layers, num_attention_heads) are the encoder's in such a config."""
+    fields = {"d_model": 64, "encoder_layers": 3, "encoder_attention_heads": 2, "vocab_size": VOCAB_SIZE}
+    for model_type in ("bart", "whisper"):
+        config = AutoConfig.for_model(model_type, decoder_layers=2, decoder_attention_heads=8, **fields)
+        config.is_encoder_decoder = False
+        spec = KVSpec.from_config(config)
+        assert len(spec.layers) == 2
+        assert {(layer.num_kv_heads, layer.k_head_dim) for layer in spec.layers} == {(8, 8)}
+        assert config.num_hidden_layers == 3
+    assert spec.max_model_len == config.max_target_positions

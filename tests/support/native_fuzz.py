@@ -77,7 +77,7 @@ def batch() -> Any:
 
 
 def options() -> Any:
-    return _native.AttentionOptions(0.5, 0, 0, 0.0, torch.zeros(HEADS))
+    return _native.AttentionOptions(0.5, 0, 0, 0.0, torch.zeros(HEADS), torch.zeros(HEADS))
 
 
 def weight(num_outputs: int = HIDDEN, num_inputs: int = HIDDEN) -> Any:

@@ -31,6 +31,7 @@ class Shape:
     chunk: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    slopes: bool = False
     scale: float | None = None
     num_threads: int = 1
     seed: int = 0
@@ -62,6 +63,7 @@ def make_case(shape: Shape) -> Case:
         chunk=shape.chunk,
         softcap=shape.softcap,
         sinks=torch.randn(heads, generator=rng) if shape.sinks else None,
+        slopes=torch.linspace(0.6, -0.01, heads) if shape.slopes else None,
     )
     k = [randn(context, shape.num_kv_heads, shape.k_dim) for context, _ in shape.lengths]
     v = [randn(context, shape.num_kv_heads, shape.v_dim) for context, _ in shape.lengths]
@@ -123,6 +125,8 @@ def oracle(case: Case) -> torch.Tensor:
             scores = torch.einsum("hd,jhd->hj", query, k) * case.options.scale
             if case.shape.softcap:
                 scores = case.shape.softcap * torch.tanh(scores / case.shape.softcap)
+            if case.options.slopes is not None:
+                scores = scores + case.options.slopes.double()[:, None] * (torch.tensor(visible) - position)
             weights = scores.exp()
             total = weights.sum(1, keepdim=True)
             if case.options.sinks is not None:
@@ -166,6 +170,7 @@ def shapes(draw: st.DrawFn, *, max_context: int = 96, max_sequences: int = 4, ma
         chunk=span if limit == "chunk" else 0,
         softcap=draw(st.sampled_from([0.0, 0.0, 2.0, 30.0])),
         sinks=draw(st.booleans()),
+        slopes=draw(st.sampled_from([False, False, True])),
         scale=draw(st.sampled_from([None, None, 0.5])),
         num_threads=draw(st.sampled_from([1, 2])),
         seed=draw(st.integers(0, 1000)),

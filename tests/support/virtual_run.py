@@ -13,7 +13,7 @@ from quire.engine.runner import Runner
 from quire.memory import VirtualStorage
 from quire.memory.virtual.storage import virtual_block_size
 from quire.model.load import load
-from quire.model.prepare import PreparedModel
+from quire.model.own_forward import prepare
 
 
 class VirtualRun(EngineRun):
@@ -34,7 +34,7 @@ class VirtualRun(EngineRun):
     ) -> None:
         self.prompts, self.max_tokens = prompts, max_tokens
         loaded = load((model, None))
-        self.prepared = PreparedModel(loaded, backend=backend)
+        self.prepared = prepare(loaded, backend=backend)
         max_model_len = max(map(len, prompts)) + max_tokens
         self.storage = VirtualStorage(
             loaded.spec,

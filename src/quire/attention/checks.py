@@ -56,8 +56,9 @@ def check_run(
         )
     if plan.block_size != view.block_size:
         raise ArgumentError(f"expected a plan of block size {view.block_size}, got {plan.block_size}")
-    if options.sinks is not None and options.sinks.numel() != num_q_heads:
-        raise ArgumentError(f"expected {num_q_heads} sinks, one per query head, got {options.sinks.numel()}")
+    for name, tensor in (("sinks", options.sinks), ("slopes", options.slopes)):
+        if tensor is not None and tensor.numel() != num_q_heads:
+            raise ArgumentError(f"expected {num_q_heads} {name}, one per query head, got {tensor.numel()}")
     if out is not None and (
         out.shape != (plan.num_tokens, num_q_heads, view.v_head_dim) or out.dtype != query.dtype
     ):

@@ -103,6 +103,7 @@ def run(
         or plan.block_size != view.block_size
         or (out is not None and (out.shape != (shape[0], shape[1], v_width) or out.dtype is not query.dtype))
         or (options.sinks is not None and options.sinks.numel() != shape[1])
+        or (options.slopes is not None and options.slopes.numel() != shape[1])
     ):
         check_run(view, query, plan, options, out)
     if query.dtype is not view.k.dtype:
@@ -179,7 +180,7 @@ def _settings(options: AttentionOptions) -> Any:
             f"steps of {options.chunk}; use backend='python'"
         )
     settings = _native.AttentionOptions(
-        options.scale, options.window, options.chunk, options.softcap, options.sinks
+        options.scale, options.window, options.chunk, options.softcap, options.sinks, options.slopes
     )
     return _keep(options, settings)
 

@@ -6,8 +6,9 @@ A query at position q sees the key at position k if k <= q and
     window = w > 0:  q - k < w
     chunk  = c > 0:  k // c == q // c
     both:            k >= (q - w + 1) // c * c, a window that moves in steps of c (the native back end has none)
-and its score is  x = scale * <q, k>, then  softcap * tanh(x / softcap)  where softcap > 0. A head's sink is a score
-without a value: it takes part in the softmax's denominator only (and is not capped).
+and its score is  x = scale * <q, k>, then  softcap * tanh(x / softcap)  where softcap > 0, and then  + slope * (k - q)
+with the slope of its head (ALiBi), in float32. A head's sink is a score without a value: it takes part in the softmax's
+denominator only (and is neither capped nor biased).
 
 Cost: none per call; validated once, when built.
 """
@@ -34,6 +35,7 @@ class AttentionOptions:
         chunk: a query sees only keys of its own chunk of this many positions; 0 for all.
         softcap: bound of the scores; 0.0 for none.
         sinks: float32 [num_q_heads], or None.
+        slopes: float32 [num_q_heads], or None.
     """
 
     scale: float
@@ -41,6 +43,7 @@ class AttentionOptions:
     chunk: int = 0
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):
@@ -52,13 +55,14 @@ class AttentionOptions:
             )
         if not (math.isfinite(self.softcap) and self.softcap >= 0):
             raise ArgumentError(f"expected a soft cap of at least 0, got {self.softcap}")
-        if self.sinks is not None:
-            if self.sinks.dim() != 1 or self.sinks.dtype != torch.float32:
+        for name, tensor in (("sinks", self.sinks), ("slopes", self.slopes)):
+            if tensor is None:
+                continue
+            if tensor.dim() != 1 or tensor.dtype != torch.float32:
                 raise ArgumentError(
-                    "expected attention sinks as float32 [num_q_heads], "
-                    f"got {self.sinks.dtype} {tuple(self.sinks.shape)}"
+                    f"expected attention {name} as float32 [num_q_heads], got {tensor.dtype} {tuple(tensor.shape)}"
                 )
-            object.__setattr__(self, "sinks", self.sinks.detach().contiguous())
+            object.__setattr__(self, name, tensor.detach().contiguous())
 
     @staticmethod
     def limits(window: int, step: int) -> tuple[int, int]:

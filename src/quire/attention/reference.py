@@ -111,6 +111,8 @@ def _attend(
 
     rows = torch.arange(position, position + num_rows)[:, None]
     keys = torch.arange(begin, begin + context)[None, :]
+    if options.slopes is not None:
+        scores += options.slopes.view(num_kv_heads, -1, 1, 1) * (keys - rows).float()
     visible = keys <= rows
     if options.window or options.chunk:
         first = (rows - (options.window or 1) + 1).clamp(min=0)

@@ -91,7 +91,7 @@ class EngineCore:
         from quire.engine.runner import Runner
         from quire.model.fingerprint import engine_fingerprint
         from quire.model.load import load
-        from quire.model.prepare import PreparedModel
+        from quire.model.own_forward import prepare
 
         backend(config.backend)  # an unknown one is refused here
         self.num_threads: int = (
@@ -112,7 +112,7 @@ class EngineCore:
         self.spec = loaded.spec
         self.vocab_size: int = loaded.vocab_size
         with _naming_what_runs():
-            self.prepared = PreparedModel(
+            self.prepared = prepare(
                 loaded,
                 backend=config.backend,
                 max_model_len=config.max_model_len,

@@ -6,6 +6,7 @@ Others may use the names below, and
     linear                       packed linear layers
     load, prepare, step          homes of the names below
     huge_pages                   weights moved to huge pages
+    own_forward                  a model prepared, by the fast path or by its own forward
     missing                      why a model cannot be run, and how it attends
     model_lock, overlay          one holder of a model, and forwards laid over its own
     rope                         rotary embeddings

@@ -49,6 +49,7 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -56,6 +57,7 @@ def attend(
 
     Args:
         query: [1, num_q_heads, T, k_head_dim]; key and value: what `PagedCache.update` returned.
+        slopes: float32 [num_q_heads] of ALiBi, from `quire.model.routed`; no model gives them.
 
     Returns:
         ([1, T, num_q_heads, v_head_dim], None).
@@ -82,10 +84,11 @@ def attend(
         if argument is not None and argument is not False and name not in _HARMLESS:
             raise _unsupported(tag, module, f"passes {name}= to attention, which Quire does not understand")
 
-    identity = (id(module), tag.layer, scaling, sliding_window, softcap, None if s_aux is None else id(s_aux))
+    tensors = tuple(None if tensor is None else id(tensor) for tensor in (s_aux, slopes))
+    identity = (id(module), tag.layer, scaling, sliding_window, softcap, *tensors)
     options = cache.options.get(identity)
     if options is None:
-        options = _options(tag, module, query.shape[3], scaling, sliding_window, softcap, s_aux)
+        options = _options(tag, module, query.shape[3], scaling, sliding_window, softcap, s_aux, slopes)
         cache.options[identity] = options
     cache.num_attended += 1
     if cache.attended is not None:
@@ -102,6 +105,7 @@ def _options(
     sliding_window: int | None,
     softcap: float | None,
     s_aux: torch.Tensor | None,
+    slopes: torch.Tensor | None,
 ) -> AttentionOptions:
     """The layer's settings, from the call where it states them, else from the module and the spec."""
     span = tag.cache.spec.layers[tag.layer].span
@@ -121,6 +125,7 @@ def _options(
         chunk=chunk,
         softcap=float(softcap or 0.0),
         sinks=None if s_aux is None else s_aux.detach().float().flatten(),
+        slopes=slopes,
     )
 
 

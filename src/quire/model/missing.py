@@ -22,7 +22,7 @@ _OTHER_PASTS = ("mems", "state", "past_buckets_states", "cache_params")
 def what_is_missing(model: torch.nn.Module) -> str | None:
     """Why the model does not run on paged memory, where that can be told from its modules."""
     if _has_alibi(model):
-        return "its positions are biases on attention's scores (ALiBi), which Quire's attention does not add"
+        return "its positions are biases on attention's scores (ALiBi), of a kind that Quire's attention does not add"
     for module in model.modules():
         name = type(module).__name__
         if "CrossAttention" in name and "forward" in vars(type(module)):

@@ -156,6 +156,19 @@ class PagedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new K `[1, Hkv, T, Dk]` and V `[1, Hkv, T, Dv]`; returns them as given, tagged."""
+        slots = self.check_new(key_states, value_states, layer_idx, None)
+        self.backend.write(
+            self._views[layer_idx], key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), slots
+        )
+        for tensor in (key_states, value_states):
+            setattr(tensor, _TAG, self._tags[layer_idx])
+        return key_states, value_states
+
+    def check_new(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, num_tokens: int | None
+    ) -> torch.Tensor:
+        """The step's slots for the layer. *raises:* ArgumentError, UnsupportedModelError: K or V of a layer or shape
+        that the spec does not have. num_tokens: of the step's, how many K and V are of; None: all."""
         if self._step is None:
             raise ArgumentError("expected a step before PagedCache.update; PreparedModel.forward begins it")
         table = self._table_of.get(layer_idx)
@@ -165,19 +178,14 @@ class PagedCache(Cache):
                 f"another layer's or knows only {len(self.spec.layers)} layers"
             )
         slots, layer = self._step.slot_mappings[table], self.spec.layers[layer_idx]
-        expected_k = (1, layer.num_kv_heads, slots.numel(), layer.k_head_dim)
+        expected_k = (1, layer.num_kv_heads, num_tokens or slots.numel(), layer.k_head_dim)
         expected_v = (*expected_k[:3], layer.v_head_dim)
         if key_states.shape != expected_k or value_states.shape != expected_v:
             raise UnsupportedModelError(
                 f"model type {self.model_type}: expected K {list(expected_k)} and V {list(expected_v)} in layer "
                 f"{layer_idx} from its config, got {list(key_states.shape)} and {list(value_states.shape)}"
             )
-        self.backend.write(
-            self._views[layer_idx], key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), slots
-        )
-        for tensor in (key_states, value_states):
-            setattr(tensor, _TAG, self._tags[layer_idx])
-        return key_states, value_states
+        return slots
 
     # What models ask a cache before they attend: as if it were empty, since positions come with the step.
 

@@ -55,6 +55,7 @@ from quire.model.prove.hooks import hooks_on, may_be_replaced
 from quire.model.prove.probe import Probe, rehearse
 from quire.model.prove.replaced import first_of_each, unproved
 from quire.model.prove.stamp import Stamp, facts
+from quire.model.routed import Routed, has_biases, route
 from quire.model.state.serve import serve_states
 from quire.model.step import ForwardStep, on_device
 from quire.model.watch import Record, watch_attention, watch_linears
@@ -86,6 +87,9 @@ class PreparedModel:
         ArgumentError: another one has prepared this very model and was not given back (`holding`).
         UnsupportedModelError: the model cannot be run exactly, with its type and the reason; it is left as it was.
     """
+
+    by_own_forward = False  # whether the model's own attention runs, a sequence at a time (`own_forward`)
+    needs = frozenset({"input_ids", "position_ids"})  # what its forward has to take, beside a cache
 
     def __init__(
         self,
@@ -121,7 +125,9 @@ class PreparedModel:
         self._undo: list[Callable[[], None]] = []
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
-        self._parameters, self._cache_keyword = _forward_parameters(loaded)
+        self.routed: Routed | None = None
+        needs = self.needs - {"position_ids"} if has_biases(loaded.model) else self.needs
+        self._parameters, self._cache_keyword = _forward_parameters(loaded, needs)
         self._configs = _attention_configs(loaded.model)
         self._switched_from: list[Any] | None = None  # the configs' own attention, while it is another one
         _prepared.add(self)
@@ -132,6 +138,8 @@ class PreparedModel:
                 self._give_back_training = _eval(loaded.model)
                 self._undo.append(self._give_back_training)
                 self._change(loaded.model, packed_weights)
+                if self.routed is None or not self.routed.no_positions:
+                    _forward_parameters(loaded, self.needs)
                 before = facts(loaded.model)
                 self._prove(loaded.model)
                 if not may_be_replaced(loaded.model) or hooks_on(loaded.model):
@@ -141,7 +149,7 @@ class PreparedModel:
             self.stamp = Stamp(loaded.model, now, volatile)
         except UnsupportedModelError as error:
             self.restore()
-            missing = what_is_missing(loaded.model)
+            missing = None if self.by_own_forward else what_is_missing(loaded.model)
             if missing is None:
                 raise
             raise UnsupportedModelError(
@@ -184,13 +192,17 @@ class PreparedModel:
 
     def cache_over(self, storage: Storage) -> PagedCache:
         """What `forward` may be given for a step on `storage`, whose spec must be this model's."""
-        if storage.spec.layers != self.spec.layers:
-            raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
+        self.check_storage(storage)
         states = storage.states if isinstance(storage, BlockStorage) else None
-        if self.spec.states and states is None:
-            raise ArgumentError("expected a storage with state slots for a model with state layers, got none")
         made = paged_cache_class(self.loaded.model)
         return made(self.spec, storage, self.backend, self.loaded.model_type, states)
+
+    def check_storage(self, storage: Storage) -> None:
+        """*raises:* ArgumentError: it is of another spec than this model's."""
+        if storage.spec.layers != self.spec.layers:
+            raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
+        if self.spec.states and not (isinstance(storage, BlockStorage) and storage.states):
+            raise ArgumentError("expected a storage with state slots for a model with state layers, got none")
 
     @property
     def num_attended(self) -> int:
@@ -245,10 +257,12 @@ class PreparedModel:
         arguments: dict[str, Any] = {self._cache_keyword: cache}
         if keeps:
             arguments["logits_to_keep"] = step.logits_rows
+        if self.routed is not None and self.routed.mask is not None:
+            arguments["attention_mask"] = self.routed.mask
         output = self._model(
             input_ids=step.input_ids[None],
-            position_ids=step.position_ids[None],
             use_cache=True,
+            **self._positions(step.position_ids[None]),
             **arguments,
         )
         return output.logits[0] if keeps else output.logits[0][step.logits_rows]
@@ -270,10 +284,14 @@ class PreparedModel:
         with self.eagerly() if eager else torch.inference_mode():
             return self._model(
                 input_ids=input_ids.reshape(-1, positions.numel()),
-                position_ids=positions[None],
                 use_cache=True,
+                **self._positions(positions[None]),
                 **{self._cache_keyword: cache},
             ).logits
+
+    def _positions(self, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Nothing for a forward that takes none: biases on the scores say the positions (`routed`)."""
+        return {"position_ids": position_ids} if "position_ids" in self._parameters else {}
 
     def watch(self, record: Record) -> None:
         """Have `record` told of linear layers and attention that torch computes, on the storage attached now."""
@@ -322,6 +340,9 @@ class PreparedModel:
                     self._proof = KeptProof.of(kept.path, self.loaded, self.max_model_len)
         if self.backend.is_native:
             self._undo.append(pack_experts(model))
+        if (routed := route(model)) is not None:
+            self.routed = routed
+            self._undo.append(routed.undo)
 
     def _prove(self, model: PreTrainedModel) -> None:
         """Prove what serves, or take what an earlier proof found; keep what this one finds."""
@@ -473,14 +494,14 @@ def _attention_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(configs.values())
 
 
-def _forward_parameters(loaded: LoadedModel) -> tuple[frozenset[str], str]:
-    """What the model's forward takes, and what it calls the cache."""
+def _forward_parameters(loaded: LoadedModel, needs: frozenset[str]) -> tuple[frozenset[str], str]:
+    """What the model's forward takes, `needs` among it, and what it calls the cache."""
     parameters = frozenset(inspect.signature(loaded.model.forward).parameters)
     keyword = cache_keyword(loaded.model.forward)
-    missing = sorted({"input_ids", "position_ids"} - parameters) + ([] if keyword else ["cache"])
+    missing = sorted(needs - parameters) + ([] if keyword else ["cache"])
     if missing or keyword is None:
         raise UnsupportedModelError(
-            f"model type {loaded.model_type}: expected a forward that takes input_ids, position_ids and a cache, "
+            f"model type {loaded.model_type}: expected a forward that takes {', '.join(sorted(needs))} and a cache, "
             f"{why_not_called(loaded.model, missing, parameters)}; such models come in a later version"
         )
     return parameters, keyword

@@ -14,6 +14,7 @@ Cost: O(layers), plus importing transformers on the first call.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -65,6 +66,7 @@ _LENGTH = (
     "max_seq_len",
     "seq_length",
     "n_ctx",
+    "max_target_positions",
 )
 
 
@@ -79,7 +81,22 @@ def layers_of(config: Any) -> tuple[LayerSpec, ...]:
 
     raises: ConfigError naming the field; UnsupportedModelError for layers that do not keep K and V per token.
     """
-    return _layers(config.get_text_config(decoder=True), model_type_of(config))
+    return _layers(_decoder_of(config.get_text_config(decoder=True)), model_type_of(config))
+
+
+def _decoder_of(text: Any) -> Any:
+    """The config of a decoder that was made of an encoder-decoder's, with the decoder's own layers and heads.
+
+    transformers renames them only where the config says that the encoder is there too.
+    """
+    is_half = hasattr(text, "decoder_layers") and hasattr(text, "encoder_layers")
+    if not is_half or getattr(text, "is_encoder_decoder", False):
+        return text
+    whole = copy.deepcopy(text)
+    whole.is_encoder_decoder = True
+    decoder = whole.get_text_config(decoder=True)
+    decoder.is_encoder_decoder = False
+    return decoder
 
 
 def dtype_of(config: Any) -> str:

@@ -80,11 +80,12 @@ class FusedAttention:
 
     @property
     def found(self) -> dict[str, Any] | None:
-        """What the proof has found out, JSON, for `match_attention` of a later start; None with sinks, a tensor."""
-        if self.options is None or self.options.sinks is not None:
+        """What the proof has found out, JSON, for `match_attention` of a later start; None with sinks or slopes, which
+        are tensors."""
+        if self.options is None or self.options.sinks is not None or self.options.slopes is not None:
             return None
         settings = asdict(self.options)
-        del settings["sinks"]
+        del settings["sinks"], settings["slopes"]
         return {
             "rotation": self.rotation,
             "layer": self.layer,

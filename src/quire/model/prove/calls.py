@@ -272,6 +272,12 @@ def _none_of(layer: LayerSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     )
 
 
+def _behind(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """[1, heads, tokens, width]: past, and `new` behind it. A module that is routed (`quire.model.routed`) may itself
+    store each head once for every query head that reads it."""
+    return torch.cat([past.repeat_interleave(new.shape[1] // past.shape[1], dim=1), new], dim=2)
+
+
 class _Past(DynamicCache):
     """The cache of one call: `past` before it, nothing kept behind it. updated: the layers that were asked for."""
 
@@ -283,7 +289,7 @@ class _Past(DynamicCache):
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.updated.append(layer_idx)
         k, v = self._past
-        return torch.cat([k, key_states], dim=2), torch.cat([v, value_states], dim=2)
+        return _behind(k, key_states), _behind(v, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._start
@@ -306,7 +312,7 @@ class _Drawn(DynamicCache):
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         k, v = self.past_of(layer_idx)
-        return torch.cat([k, key_states], dim=2), torch.cat([v, value_states], dim=2)
+        return _behind(k, key_states), _behind(v, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._start

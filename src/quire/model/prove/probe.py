@@ -45,16 +45,24 @@ _STEPS = (((0, 0, 5),), ((0, 5, 10), (1, 0, 5)), ((0, 10, 11), (1, 5, 6)))
 
 
 class Probe:
-    """The model's own logits of the two sequences, in the working type and in a wider one."""
+    """The model's own logits of the two sequences, in the working type and in a wider one.
 
-    def __init__(self, prepared: ModelToProve) -> None:
+    needs_float64: whether a float32 model whose forward fails in float64 is refused; else it is measured by itself.
+    """
+
+    def __init__(self, prepared: ModelToProve, *, needs_float64: bool = True) -> None:
         self._prepared = prepared
         self.sequences = _sequences(prepared)
         wide = torch.float64 if prepared.loaded.dtype is torch.float32 else torch.float32
         with _forwards_of(prepared):
             self._own = self._plain()
-            with computing_in(prepared.loaded.model, wide):
-                self._wider = self._plain()
+            try:
+                with computing_in(prepared.loaded.model, wide):
+                    self._wider = self._plain()
+            except Exception:
+                if needs_float64 or wide is not torch.float64:
+                    raise
+                self._wider = self._own
 
     def require(self, logits: torch.Tensor) -> None:
         """Return if `logits`, of `rehearse`, are as good as the model's own.
@@ -88,11 +96,15 @@ class Probe:
 
 
 def rehearse(
-    prepared: ModelToProve, attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] | None = None
+    prepared: ModelToProve,
+    attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] | None = None,
+    *,
+    block_size: int = _BLOCK_SIZE,
 ) -> torch.Tensor:
     """The probe's flattened steps alone: logits [sum of lengths, vocab_size] from paged memory.
 
-    attended: is told layer and settings of each module that calls attention.
+    attended: is told layer and settings of each module that calls attention. block_size: tokens of a block, at least as
+        many as by default.
 
     Raises:
         UnsupportedModelError: a forward failed, or did not attend once per layer.
@@ -101,7 +113,7 @@ def rehearse(
     storage = PagedStorage(
         prepared.spec,
         num_blocks,
-        _BLOCK_SIZE,
+        block_size,
         max_blocks=num_blocks,
         device=prepared.backend,
     )
@@ -113,7 +125,7 @@ def rehearse(
     prepared.attach(storage, attended)
     try:
         with _forwards_of(prepared):
-            return _paged(prepared, _sequences(prepared))
+            return _paged(prepared, _sequences(prepared), block_size)
     finally:
         prepared.attach(None)
         storage.close()
@@ -141,11 +153,11 @@ def _tokens(vocab_size: int, length: int, seed: int) -> torch.Tensor:
     return torch.randint(vocab_size, (length,), generator=generator)
 
 
-def _paged(prepared: ModelToProve, sequences: list[torch.Tensor]) -> torch.Tensor:
+def _paged(prepared: ModelToProve, sequences: list[torch.Tensor], block_size: int) -> torch.Tensor:
     """Logits [sum of lengths, vocab_size], computed step by step from paged memory."""
     logits = [torch.empty(0)] * sum(_LENGTHS)
     for pieces in _STEPS:
-        rows = prepared.forward(_step(prepared, sequences, pieces))
+        rows = prepared.forward(_step(prepared, sequences, pieces, block_size))
         expected = sum(layer.attends for layer in prepared.spec.layers)
         if prepared.num_attended != expected:
             raise UnsupportedModelError(
@@ -164,7 +176,10 @@ def _paged(prepared: ModelToProve, sequences: list[torch.Tensor]) -> torch.Tenso
 
 
 def _step(
-    prepared: ModelToProve, sequences: list[torch.Tensor], pieces: tuple[tuple[int, int, int], ...]
+    prepared: ModelToProve,
+    sequences: list[torch.Tensor],
+    pieces: tuple[tuple[int, int, int], ...],
+    block_size: int,
 ) -> ForwardStep:
     query_start = [0]
     for _, start, stop in pieces:
@@ -179,8 +194,8 @@ def _step(
             blocks = torch.tensor(_BLOCKS[sequence]) + group * _NUM_BLOCKS
             tables[row, : len(blocks)] = blocks
             positions = torch.arange(start, stop)
-            slots.append(blocks[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE)
-        plans.append(AttentionPlan.build(query_start, [stop for _, _, stop in pieces], tables, _BLOCK_SIZE))
+            slots.append(blocks[positions // block_size] * block_size + positions % block_size)
+        plans.append(AttentionPlan.build(query_start, [stop for _, _, stop in pieces], tables, block_size))
         slot_mappings.append(torch.cat(slots))
     return ForwardStep(
         input_ids=torch.cat([sequences[sequence][start:stop] for sequence, start, stop in pieces]),
