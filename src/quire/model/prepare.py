@@ -42,6 +42,7 @@ from quire.model.cache_keyword import cache_keyword
 from quire.model.experts import pack_experts
 from quire.model.huge_pages import HugePageMove
 from quire.model.kept_proof import KeptProof
+from quire.model.latent import install_latents
 from quire.model.linear import choose_packing, pack_linears, weights_to_pack
 from quire.model.load import LoadedModel
 from quire.model.missing import what_is_missing, why_not_called
@@ -51,6 +52,7 @@ from quire.model.packed_check import PackedCheck
 from quire.model.packed_weights import KeptWeights
 from quire.model.paged_cache import PagedCache
 from quire.model.prove.hooks import hooks_on, may_be_replaced
+from quire.model.prove.latent import prove_latents
 from quire.model.prove.probe import Probe, rehearse
 from quire.model.prove.replaced import first_of_each, unproved
 from quire.model.prove.stamp import Stamp, facts
@@ -117,6 +119,7 @@ class PreparedModel:
         self._kept_pages: np.ndarray | None = None  # the file that packed weights are mapped from
         self.packed_check: PackedCheck | None = None
         self._undo: list[Callable[[], None]] = []
+        self._latents: dict[torch.nn.Module, Any] = {}  # of all caches; see `PagedCache.latents`
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
         self._parameters, self._cache_keyword = _forward_parameters(loaded)
@@ -184,7 +187,9 @@ class PreparedModel:
         """What `forward` may be given for a step on `storage`, whose spec must be this model's."""
         if storage.spec.layers != self.spec.layers:
             raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
-        return PagedCache(self.spec, storage, self.backend, self.loaded.model_type)
+        cache = PagedCache(self.spec, storage, self.backend, self.loaded.model_type)
+        cache.latents = self._latents
+        return cache
 
     @property
     def num_attended(self) -> int:
@@ -248,6 +253,12 @@ class PreparedModel:
         return output.logits[0] if keeps else output.logits[0][step.logits_rows]
 
     @contextmanager
+    def from_pages(self) -> Iterator[None]:
+        """Within it the model's modules attend to what the pages of the cache they are given hold."""
+        with torch.inference_mode(), self._switched():
+            yield
+
+    @contextmanager
     def eagerly(self) -> Iterator[None]:
         """Within it the model's forwards attend by its own eager attention; nothing is recorded for gradients."""
         with torch.inference_mode(), self._switched("eager"):
@@ -292,6 +303,7 @@ class PreparedModel:
         """Make the model what it was before. Done twice, nothing happens."""
         self._kept_pages = self.packed_check = None
         self._cache = self.decoder = None
+        self._latents.clear()
         while self._undo:
             self._undo.pop()()
         let_go(self._model, self)
@@ -314,6 +326,8 @@ class PreparedModel:
                     self._proof = KeptProof.of(kept.path, self.loaded, self.max_model_len)
         if self.backend.is_native:
             self._undo.append(pack_experts(model))
+        if any(layer.latent for layer in self.spec.layers):
+            self._undo.append(install_latents(model, self.loaded.model_type))
 
     def _prove(self, model: PreTrainedModel) -> None:
         """Prove what serves, or take what an earlier proof found; keep what this one finds."""
@@ -323,6 +337,10 @@ class PreparedModel:
             return
         attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] = {}
         rehearse(self, attended)
+        latents = {module: layer for module, (layer, _) in attended.items() if self.spec.layers[layer].latent}
+        if latents:
+            prove_latents(self, latents)
+            attended = {module: found for module, found in attended.items() if module not in latents}
         if self.backend.is_native and choose_packing(self.loaded.dtype) == "native":
             from quire.model.fused import fuse
 

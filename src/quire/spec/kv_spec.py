@@ -39,10 +39,16 @@ class KVGroup:
     k_head_dim: int
     v_head_dim: int
     dtype_bytes: int
+    latent: bool = False
+
+    @property
+    def stored_dims(self) -> tuple[int, ...]:
+        """As `LayerSpec.stored_dims`."""
+        return (self.k_head_dim,) if self.latent else (self.k_head_dim, self.v_head_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        return len(self.layers) * self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype_bytes
+        return len(self.layers) * self.num_kv_heads * sum(self.stored_dims) * self.dtype_bytes
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.bytes_per_token * block_size
@@ -76,7 +82,7 @@ class KVSpec:
 
         `dtype` overrides the config's own (one that names none counts as float32, as in transformers).
         raises: ConfigError naming the field; UnsupportedModelError for layers that keep something else than
-        K and V per token (latent, state); LoadError where the file cannot be read.
+        K and V, or a latent, per token (state); LoadError where the file cannot be read.
         """
         model = read_config(config)
         return cls(
@@ -100,15 +106,15 @@ class KVSpec:
         A group has as many layers as the rarest kind of layer has, so that the blocks of all groups have
         about equal bytes; where that does not divide, a kind's last group is smaller (its block is padded).
         """
-        kinds: dict[tuple[Span, int, int, int], list[int]] = {}
+        kinds: dict[tuple[Span, int, int, int, bool], list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer.shares_kv_with is None:
-                kind = (layer.span, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim)
+                kind = (layer.span, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim, layer.latent)
                 kinds.setdefault(kind, []).append(index)
         size = min(len(members) for members in kinds.values())
         full_first = sorted(kinds.items(), key=lambda item: item[0][0].kind != "full")
         groups: list[KVGroup] = []
-        for (span, num_kv_heads, k_head_dim, v_head_dim), members in full_first:
+        for (span, num_kv_heads, k_head_dim, v_head_dim, latent), members in full_first:
             for start in range(0, len(members), size):
                 groups.append(
                     KVGroup(
@@ -119,6 +125,7 @@ class KVSpec:
                         k_head_dim=k_head_dim,
                         v_head_dim=v_head_dim,
                         dtype_bytes=self.dtype_bytes,
+                        latent=latent,
                     )
                 )
         return tuple(groups)
