@@ -59,7 +59,7 @@ def install_latents(model: nn.Module, model_type: str) -> Callable[[], None]:
     """
     found = [(name, module) for name, module in model.named_modules() if is_latent(module)]
     for name, module in found:
-        expanding = module.kv_b_proj
+        expanding: Any = module.kv_b_proj
         if (
             own_class(expanding) is not nn.Linear
             or expanding._parameters.get("bias") is not None
