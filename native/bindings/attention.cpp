@@ -60,8 +60,8 @@ BoundBatch::BoundBatch(nb::handle query_start_, nb::handle context_lengths_, nb:
 void check_heads(const PagedView& view, const BoundOptions& options, Int num_q_heads, Int num_rows) {
     for (const Int width : {view.k.width, view.v.width}) {
         if (width % 8 != 0 || width < 8 || width > kMaxHeadWidth) {
-            throw std::invalid_argument("expected heads of 8 to 512 elements, in multiples of 8, got " + std::to_string(view.k.width) +
-                                        " for keys and " + std::to_string(view.v.width) + " for values");
+            throw std::invalid_argument("expected heads of 8 to " + std::to_string(kMaxHeadWidth) + " elements, in multiples of 8, got " +
+                                        std::to_string(view.k.width) + " for keys and " + std::to_string(view.v.width) + " for values");
         }
     }
     if (num_q_heads < 1 || num_q_heads % view.num_kv_heads != 0 || num_q_heads > kMost / std::max<Int>(num_rows, 1)) {
@@ -98,7 +98,7 @@ void bind_attention(nb::module_& m) {
             },
             nb::arg("k"), nb::arg("v"),
             "k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width), of float32, bfloat16 or float16; the last "
-            "dimension is dense, other strides are as they are.");
+            "dimension is dense, other strides are as they are. Where v begins where k does, values are the keys' first columns.");
 
     nb::class_<BoundBatch>(m, "AttentionBatch", "A step's rows and block tables, int32 and contiguous, which it keeps alive.")
         .def(nb::init<nb::handle, nb::handle, nb::handle, int, bool>(), nb::arg("query_start"), nb::arg("context_lengths"),

@@ -95,8 +95,8 @@ void attention_run(const PagedView& view, const TokenTensor& query, const TokenT
     const Span span(Operator::attention);
     if (view.k.width % 8 != 0 || view.v.width % 8 != 0 || view.k.width < 8 || view.v.width < 8 || view.k.width > kMaxHeadWidth ||
         view.v.width > kMaxHeadWidth) {
-        throw std::invalid_argument("expected heads of 8 to 512 elements, in multiples of 8, got " + std::to_string(view.k.width) +
-                                    " for keys and " + std::to_string(view.v.width) + " for values");
+        throw std::invalid_argument("expected heads of 8 to " + std::to_string(kMaxHeadWidth) + " elements, in multiples of 8, got " +
+                                    std::to_string(view.k.width) + " for keys and " + std::to_string(view.v.width) + " for values");
     }
     const AttentionSchedule& schedule = batch.schedules->of(view, batch, options, num_q_heads, isa);
     thread_local Workspace workspace;
@@ -157,13 +157,13 @@ void attention_write(const PagedView& view, const TokenTensor& k, const TokenTen
         }
     };
     constexpr std::int64_t kTaskBytes = 256 * 1024;
-    const std::int64_t token_bytes = view.num_kv_heads * (view.k.width + view.v.width) * bytes;
+    const std::int64_t token_bytes = view.num_kv_heads * view.token_width() * bytes;
     const std::int64_t step = std::max<std::int64_t>(1, kTaskBytes / token_bytes);
     run_on(num_threads, (num_tokens + step - 1) / step, [&](std::int64_t task) {
         for (std::int64_t t = task * step; t < std::min(num_tokens, (task + 1) * step); ++t) {
             const std::int64_t block = slots[t] / view.block_size, offset = slots[t] % view.block_size;
             copy(k, view.k, t, block, offset);
-            copy(v, view.v, t, block, offset);
+            if (!view.values_in_keys()) copy(v, view.v, t, block, offset);
         }
     });
 }

@@ -38,6 +38,11 @@ struct PagedView {
     std::int64_t num_kv_heads;
     std::int64_t block_size;
 
+    // Of a latent layer: the values are the first columns of the keys, which hold the bytes of both.
+    bool values_in_keys() const { return v.data == k.data; }
+    // Elements that a token of a head takes.
+    std::int64_t token_width() const { return k.width + (values_in_keys() ? 0 : v.width); }
+
     // The heads of a token lie together, not the tokens of a head.
     bool token_major() const { return block_size > 1 && k.head_stride < k.token_stride; }
 };
@@ -85,12 +90,13 @@ struct TokenTensor {
     std::int64_t head_stride;
 };
 
-constexpr std::int64_t kMaxHeadWidth = 512;
+constexpr std::int64_t kMaxHeadWidth = 576;  // a latent of 512 and 64 turned columns
 
 // std::invalid_argument if one of `slots` lies outside the view.
 void check_slots(const PagedView& view, const std::int64_t* slots, std::int64_t num_tokens);
 
-// k [num_tokens, num_kv_heads, k.width] and v (v.width), of the view's element, to distinct `slots`.
+// k [num_tokens, num_kv_heads, k.width] and v (v.width), of the view's element, to distinct `slots`. Where the view's values lie in its keys, v is
+// not read.
 void attention_write(const PagedView& view, const TokenTensor& k, const TokenTensor& v, const std::int64_t* slots, std::int64_t num_tokens,
                      int num_threads);
 

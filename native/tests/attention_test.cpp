@@ -213,7 +213,7 @@ Shape draw(Random& random, Element element) {
     shape.element = element;
     shape.num_kv_heads = 1 + random.below(3);
     shape.group = 1 + random.below(9);
-    shape.k_width = 8 * (1 + random.below(random.below(8) == 0 ? 64 : 9));
+    shape.k_width = 8 * (1 + random.below(random.below(8) == 0 ? 72 : 9));
     shape.v_width = random.below(2) != 0 ? shape.k_width : 8 * (1 + random.below(9));
     shape.block_size = kBlockSizes[random.below(8)];
     shape.options.scale = 1.0f / std::sqrt(static_cast<float>(shape.k_width));

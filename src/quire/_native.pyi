@@ -451,7 +451,7 @@ class PagedView:
 
     def __init__(self, k: object, v: object) -> None:
         """
-        k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width), of float32, bfloat16 or float16; the last dimension is dense, other strides are as they are.
+        k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width), of float32, bfloat16 or float16; the last dimension is dense, other strides are as they are. Where v begins where k does, values are the keys' first columns.
         """
 
 class AttentionBatch:

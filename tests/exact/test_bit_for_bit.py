@@ -40,6 +40,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"hidden_size": 120, "intermediate_size": 100, "moe_intermediate_size": 100, "num_experts": 9,
                   "num_experts_per_tok": 3, "shared_expert_intermediate_size": 52, "num_attention_heads": 5,
                   "num_key_value_heads": 5, "decoder_sparse_step": 1},
+    "deepseek_v3": {"hidden_size": 100, "intermediate_size": 140, "moe_intermediate_size": 100,
+                    "num_attention_heads": 5, "num_key_value_heads": 5, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 36,
+                    "kv_lora_rank": 40, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20},
 }  # fmt: skip
 
 

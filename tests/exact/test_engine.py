@@ -78,7 +78,9 @@ def _paged_logits(name: str, backend: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("backend", [pytest.param("python", marks=pytest.mark.ci), "native"])
 @pytest.mark.parametrize("storage", ROWS)
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(n, marks=pytest.mark.ci) for n in ("deepseek_v3", "gemma2"))]
+)
 def test_other_storages_give_the_tokens_of_generate_and_the_bits_of_paged(
     name: str, storage: str, backend: str
 ) -> None:

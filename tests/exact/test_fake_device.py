@@ -23,7 +23,7 @@ from quire.errors import ArgumentError, CapacityError
 from quire.memory.device import HostMemory
 from quire.memory.paged import PagedStorage
 
-NAMES = ["qwen3", "gemma3_text"]
+NAMES = ["qwen3", "gemma3_text", pytest.param("deepseek_v3", marks=pytest.mark.ci)]
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
 
 

@@ -16,8 +16,8 @@ from quire.memory.placement import why_not
 if (_reason := why_not()) is not None:
     pytest.skip(f"no virtual storage here: {_reason}", allow_module_level=True)
 
-# Windows, chunks, sinks, layers that share KV, keys and values of unequal width; the rest in CI.
-SOME = ("gemma2", "gemma3n_text", "gpt2", "gpt_oss", "llama4_text", "mimo_v2_flash", "qwen3")
+# Windows, chunks, sinks, layers that share KV, keys and values of unequal width, latents; the rest in CI.
+SOME = ("deepseek_v3", "gemma2", "gemma3n_text", "gpt2", "gpt_oss", "llama4_text", "mimo_v2_flash", "qwen3")
 
 
 @pytest.mark.parametrize("backend", LONG_BACKENDS)
@@ -37,7 +37,7 @@ def test_exact(name: str, backend: str) -> None:
             torch.testing.assert_close(answer.logits, want, atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "qwen3"])
 def test_the_bits_of_the_paged_storage(name: str) -> None:
     pytest.importorskip("quire._native")
     model, _, _ = expected(name)

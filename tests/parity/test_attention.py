@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ except BackendError as error:
     pytest.skip(f"the native extension is not built: {error}", allow_module_level=True)
 
 from quire import _native
+from quire.attention import native as native_module
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A variant's own process runs fewer examples: the variants share all but the arithmetic.
@@ -95,16 +97,58 @@ def test_agrees_on_long_contexts(shape: Shape, num_rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_agrees_for_every_width_of_a_head(dtype: torch.dtype) -> None:
-    for dim in range(8, 513, 8):
-        other = 520 - dim
+    for dim in range(8, 577, 8):
+        other = 584 - dim
         for widths in ({"k_dim": dim, "v_dim": dim}, {"k_dim": dim, "v_dim": other}):
             lengths = ((37, 1), (19, 5))
             assert_agrees(make_case(Shape(lengths=lengths, dtype=dtype, group=3, seed=dim, **widths)))
 
 
+# Of latents: DeepSeek's, MiniCPM3's, a small one; 16 heads and an odd number.
+LATENTS = [(576, 512, 16), (288, 256, 5), (48, 40, 3)]
+
+
+def latent_shape(widths: tuple[int, int, int], dtype: torch.dtype, **fields: Any) -> Shape:
+    k_dim, v_dim, group = widths
+    return Shape(num_kv_heads=1, group=group, k_dim=k_dim, v_dim=v_dim, dtype=dtype, latent=True, **fields)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", LATENTS)
+def test_agrees_where_values_are_the_first_columns_of_keys(
+    widths: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    case = make_case(latent_shape(widths, dtype, lengths=((130, 1), (37, 5), (600, 40))))
+    assert case.view.v.data_ptr() == case.view.k.data_ptr()
+    assert_agrees(case)
+    traffic = native_module.traffic(case.view, widths[2], case.plan, case.options)
+    assert traffic.unshared_kv_bytes % (widths[0] * case.view.k.element_size()) == 0  # of keys alone
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", LATENTS)
+def test_a_row_over_latents_has_the_same_bits_however_it_is_computed(
+    widths: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    case = make_case(latent_shape(widths, dtype, lengths=((560, 560),)))
+    want = run(case)
+    spans = [(0, 1), (1, 8), (8, 73), (73, 500), (500, 559), (559, 560)]
+    assert_same_bits(chunks(case, spans, block_size=7), want, "chunks")
+    assert_same_bits(run(repage(case, block_size=32, num_threads=2)), want, "other blocks")
+
+
+def test_writes_a_latent_row_once() -> None:
+    view = make_case(latent_shape((48, 40, 1), torch.float32, lengths=((16, 1),))).view
+    rows = torch.randn(3, 1, 48)
+    native.write(view, rows, rows[..., :40], torch.tensor([5, 17, 2]))
+    for slot, row in zip((5, 17, 2), rows, strict=True):
+        assert torch.equal(view.k[slot // 16, :, slot % 16], row)
+        assert torch.equal(view.v[slot // 16, :, slot % 16], row[:, :40])
+
+
 def test_agrees_for_many_rows_of_wide_heads() -> None:
     """A partial then is more memory than keys and values that are packed at once."""
-    for dim in (160, 256, 512):
+    for dim in (160, 256, 512, 576):
         shape = Shape(lengths=((1100, 70),), dtype=torch.bfloat16, group=2, k_dim=dim, v_dim=dim, seed=dim)
         assert_agrees(make_case(replace(shape, num_kv_heads=1)))
 

@@ -27,6 +27,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 def spec_of(shape: str, dtype: str) -> KVSpec:
     if shape == "uniform":
         return KVSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=16, dtype=dtype)
+    latent = LayerSpec(FULL, 1, 40, 32, latent=True)
+    if shape == "latent":
+        return KVSpec((latent,) * 3, dtype=dtype)
+    if shape == "latents beside others":
+        return KVSpec((latent, LayerSpec(WINDOW, 2, 16, 24), latent), dtype=dtype)
     # Groups of unequal shape and size, keys and values of unequal width, a layer that reads another's KV.
     wide, narrow = LayerSpec(WINDOW, 2, 16, 24), LayerSpec(FULL, 1, 32, 8)
     return KVSpec(
@@ -54,22 +59,23 @@ class Pool:
                     for part in self.parts(group, layer, block_id):
                         part.copy_(torch.randn(part.shape).to(part.dtype))
 
-    def parts(self, group: Any, layer: int, block_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [heads, block_size, dim] of a block in a layer."""
+    def parts(self, group: Any, layer: int, block_id: int) -> list[torch.Tensor]:
+        """K and V [heads, block_size, dim] of a block in a layer; K of a latent one."""
         if isinstance(self.storage, PagedStorage):
             view = self.storage.view(layer)
-            return view.k[block_id], view.v[block_id]
+            return [view.k[block_id], view.v[block_id]][: len(group.stored_dims)]
         heap, slot = self.storage._heap, group.layers.index(layer)
         sizes = [0] * len(heap.piece_bytes)
         found = []
-        for kind, dim in enumerate((group.k_head_dim, group.v_head_dim)):
-            sizes[2 * slot + kind] = self.block_size * group.num_kv_heads * dim * self.storage.dtype.itemsize
+        buffers = [self.storage._buffer_of[2 * slot + kind] for kind in range(len(group.stored_dims))]
+        for buffer, dim in zip(buffers, group.stored_dims, strict=True):
+            sizes[buffer] = self.block_size * group.num_kv_heads * dim * self.storage.dtype.itemsize
         mapped = heap.reserve(1, sizes)
         heap.map([(mapped, [0], [block_id])])
-        for kind, dim in enumerate((group.k_head_dim, group.v_head_dim)):
-            rows = mapped.tensor(2 * slot + kind, self.storage.dtype)
+        for buffer, dim in zip(buffers, group.stored_dims, strict=True):
+            rows = mapped.tensor(buffer, self.storage.dtype)
             found.append(rows.view(self.block_size, group.num_kv_heads, dim).transpose(0, 1))
-        return found[0], found[1]
+        return found
 
     def payload(self, block_ids: np.ndarray, num_tokens: int) -> np.ndarray:
         home = {layer: group for group in self.spec.groups for layer in group.layers}
@@ -77,10 +83,9 @@ class Pool:
         for layer in sorted(home):
             group = home[layer]
             parts = [self.parts(group, layer, int(block_id)) for block_id in block_ids[group.index]]
-            keys = torch.cat([k for k, _ in parts], 1)[:, :num_tokens]
-            values = torch.cat([v for _, v in parts], 1)[:, :num_tokens]
+            tokens = [torch.cat(part, 1)[:, :num_tokens] for part in zip(*parts, strict=True)]
             for head in range(group.num_kv_heads):
-                pieces += [keys[head].reshape(-1), values[head].reshape(-1)]
+                pieces += [part[head].reshape(-1) for part in tokens]
         return torch.cat(pieces).view(torch.uint8).numpy()
 
     def close(self) -> None:
@@ -100,7 +105,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", ["uniform", "mixed"])
+@pytest.mark.parametrize("shape", ["uniform", "mixed", "latent", "latents beside others"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_payload_is_what_torch_gathers_and_comes_back(
     kind: str, shape: str, dtype: str, backend: str
@@ -244,7 +249,9 @@ def _group_rows(spec: KVSpec, total: int, group: int, first: int, last: int) -> 
 def test_native_and_plain_copies_agree(data: st.DataObject) -> None:
     pytest.importorskip("quire._native")
     kind = data.draw(st.sampled_from(KINDS))
-    spec = spec_of(data.draw(st.sampled_from(["uniform", "mixed"])), data.draw(st.sampled_from(DTYPES)))
+    spec = spec_of(
+        data.draw(st.sampled_from(["uniform", "mixed", "latent"])), data.draw(st.sampled_from(DTYPES))
+    )
     pool = Pool(kind, spec, data.draw(st.integers(1, 9)), num_blocks=4)
     block_ids = np.array(
         [data.draw(st.lists(st.integers(-1, 3), min_size=3, max_size=3, unique=False)) for _ in spec.groups]
@@ -319,7 +326,9 @@ def test_a_payload_of_one_block_has_a_place_for_each_layer() -> None:
 def test_a_writer_of_many_payloads_writes_what_write_blocks_does(data: st.DataObject) -> None:
     """Whole payloads and parts of some, in any order, with and without holes; also of one block as it lies there."""
     kind = data.draw(st.sampled_from(KINDS))
-    spec = spec_of(data.draw(st.sampled_from(["uniform", "mixed"])), data.draw(st.sampled_from(DTYPES)))
+    spec = spec_of(
+        data.draw(st.sampled_from(["uniform", "mixed", "latent"])), data.draw(st.sampled_from(DTYPES))
+    )
     pool = Pool(kind, spec, data.draw(st.integers(1, 9)), num_blocks=20)
     size, num_groups = pool.block_size, len(spec.groups)
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))

@@ -11,8 +11,9 @@ import torch
 from support.architectures import ALL, VOCAB_SIZE, tiny
 from transformers import AutoConfig, DynamicCache
 
-from quire.errors import ConfigError, LoadError, UnsupportedModelError
-from quire.spec import KVSpec, Span
+from quire.errors import ArgumentError, ConfigError, LoadError, UnsupportedModelError
+from quire.spec import KVSpec, LayerSpec, Span
+from quire.spec.payload import PayloadLayout
 
 QWEN3_4B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16",
@@ -68,6 +69,29 @@ def test_gemma3_keeps_its_windows_only() -> None:
     assert spec.bytes_for(32768) == (5 * 32768 + 29 * 1024) * layer
     assert [group.span.kind for group in spec.groups] == ["full"] + ["window"] * 6
     assert [len(group.layers) for group in spec.groups] == [5, 5, 5, 5, 5, 5, 4]
+
+
+def test_deepseek_v3_keeps_latents_71_times_smaller_than_keys_and_values() -> None:
+    """A latent of 512 and 64 turned columns a layer, where 128 heads would have keys of 192 and values of 128."""
+    spec = _spec("deepseek_v3", dtype="bfloat16")
+    assert spec.bytes_per_token == 61 * (512 + 64) * 2
+    expanded = 61 * 128 * (192 + 128) * 2
+    assert expanded // spec.bytes_per_token == 71
+    (layer,) = set(spec.layers)
+    assert layer == LayerSpec(Span(), 1, 576, 512, latent=True)
+    assert (layer.elements_per_token, layer.stored_dims, layer.given_dims) == (576, (576,), (512, 64))
+    (group,) = spec.groups
+    assert group.bytes_per_block(16) == 16 * spec.bytes_per_token == spec.block_bytes(16)
+    layout = PayloadLayout.of(spec)
+    assert layout.bytes_per_token == spec.bytes_per_token
+    assert len(list(layout.rows(3))) == 61
+
+
+def test_values_of_a_latent_layer_lie_in_its_keys() -> None:
+    with pytest.raises(
+        ArgumentError, match="expected a latent layer's values among its keys' 8 columns, got 9"
+    ):
+        LayerSpec(Span(), 1, 8, 9, latent=True)
 
 
 def test_mistral_7b_keeps_4096_tokens() -> None:
@@ -166,7 +190,8 @@ def test_layer_types_that_lack_layers() -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("deepseek_v3", r"model type deepseek_v3: .* latent \(MLA"),
+        ("deepseek_v32", "model type deepseek_v32: .* 61 indexed_attention of 61 layers"),
+        ("kimi_linear", r"\d+ linear_attention .Kimi delta attention. of 27 layers"),
         ("mamba", "model type mamba: .* 32 linear_attention .Mamba. of 32 layers"),
         ("qwen3_next", "36 linear_attention .gated delta net. of 48 layers; .* a later version"),
         ("t5", "model type t5: expected a decoder-only model"),
@@ -208,7 +233,7 @@ def test_shapes_are_those_the_model_stores(name: str) -> None:
     with torch.inference_mode():
         model(torch.arange(2, 5)[None] % VOCAB_SIZE, past_key_values=cache, use_cache=True)
     stored = {
-        index: (layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim)
+        index: (layer.num_kv_heads, *layer.given_dims)
         for index, layer in enumerate(KVSpec.from_config(model.config).layers)
         if layer.shares_kv_with is None
     }

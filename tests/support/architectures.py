@@ -30,6 +30,13 @@ _COMMON: dict[str, Any] = {
 }
 _MHA: dict[str, Any] = {"num_key_value_heads": ...}  # a type without the field
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+# Latents of 24 and 8 turned columns, heads of 12 + 8 and 20: no two widths alike.
+_MLA = {"num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 12, "v_head_dim": 20}  # fmt: skip
+_MLA_MOE = {**_MLA, **_MOE, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+            "n_group": 1, "topk_group": 1}  # fmt: skip
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+         "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": VOCAB_SIZE,
          "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}  # fmt: skip
 _SLIDING_FULL = ["sliding_attention", "full_attention"]
@@ -39,12 +46,15 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "afmoe": ("afmoe", {**_MOE, "sliding_window": 8, "layer_types": _SLIDING_FULL, "num_dense_layers": 1}, True),
     "apertus": ("apertus", {}, True),
     "arcee": ("arcee", {}, True),
+    "axk1": ("axk1", _MLA_MOE, True),
     "bitnet": ("bitnet", {}, True),
     "bloom": ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB_SIZE, "bos_token_id": 1,
                         "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}, False),
     "cohere": ("cohere", {}, True),
     "cohere2": ("cohere2", {"sliding_window": 8, "layer_types": _SLIDING_FULL}, True),
     "cwm": ("cwm", {"sliding_window": 8, "layer_types": _SLIDING_FULL}, True),
+    "deepseek_v2": ("deepseek_v2", {**_MLA_MOE, "q_lora_rank": None}, True),
+    "deepseek_v3": ("deepseek_v3", {**_MLA_MOE, "rope_parameters": _YARN}, True),
     "dots1": ("dots1", {**_MOE, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
                         "n_group": 1, "topk_group": 1}, True),
     "ernie4_5": ("ernie4_5", {}, True),
@@ -68,6 +78,7 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "glm4": ("glm4", {}, True),
     "glm4_moe": ("glm4_moe", {**_MOE, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
                               "n_group": 1, "topk_group": 1}, True),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_MLA_MOE, "head_dim": ...}, True),
     "gpt2": ("gpt2", _GPT2, False),
     "gpt_bigcode": ("gpt_bigcode", {**_GPT2, "multi_query": True}, False),
     "gpt_neox": ("gpt_neox", {**_MHA, "rotary_pct": 0.5}, True),
@@ -84,8 +95,12 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
         "num_local_experts": 2, "num_experts_per_tok": 1, "no_rope_layers": [1, 1, 1, 0],
         "layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attn_temperature_tuning": True,
         "floor_scale": 4}, True),
+    "longcat_flash": ("longcat_flash", {
+        **_MLA, "num_hidden_layers": ..., "num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 48,
+        "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2}, True),
     "mimo_v2_flash": ("mimo_v2_flash", {**_MOE, "n_routed_experts": 4, "v_head_dim": 8, "sliding_window": 8,
                                         "layer_types": _SLIDING_FULL, "n_group": 1, "topk_group": 1}, True),
+    "minicpm3": ("minicpm3", _MLA, True),
     "ministral3": ("ministral3", {}, True),
     "mistral": ("mistral", {"sliding_window": 8}, True),
     "mixtral": ("mixtral", _MOE, True),
@@ -110,6 +125,7 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}, True),
     "stablelm": ("stablelm", {"partial_rotary_factor": 0.5}, True),
     "starcoder2": ("starcoder2", {"sliding_window": 8}, True),
+    "youtu": ("youtu", _MLA, True),
     "vaultgemma": ("vaultgemma", {"sliding_window": 8, "layer_types": _SLIDING_FULL,
                                   "query_pre_attn_scalar": 16}, True),
 }  # fmt: skip
@@ -118,9 +134,10 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool]] = {
 ALL = tuple(name for name, (model_type, _, _) in _ARCHITECTURES.items() if model_type in CONFIG_MAPPING)
 # What the default suite proves on the engine, both back ends; the rest are run by hand there, and all of them in CI.
 CORE = (
-    "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm4", "gpt2", "gpt_neox",
-    "gpt_oss", "granite", "hunyuan_v1_dense", "llama", "llama4_text", "mimo_v2_flash", "mistral", "mixtral", "olmo2",
-    "opt", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+    "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm4",
+    "gpt2", "gpt_neox", "gpt_oss", "granite", "hunyuan_v1_dense", "llama", "llama4_text", "mimo_v2_flash",
+    "mistral", "mixtral", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm",
+    "starcoder2",
 )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class Shape:
     scale: float | None = None
     num_threads: int = 1
     seed: int = 0
+    latent: bool = False  # values are the keys' first columns
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ def make_case(shape: Shape) -> Case:
         slopes=torch.linspace(0.6, -0.01, heads) if shape.slopes else None,
     )
     k = [randn(context, shape.num_kv_heads, shape.k_dim) for context, _ in shape.lengths]
-    v = [randn(context, shape.num_kv_heads, shape.v_dim) for context, _ in shape.lengths]
+    if shape.latent:
+        v = [tokens[..., : shape.v_dim] for tokens in k]
+    else:
+        v = [randn(context, shape.num_kv_heads, shape.v_dim) for context, _ in shape.lengths]
     # One scale of scores is dull: spread the queries, so that some softmaxes are sharp and some flat.
     query = randn(sum(new for _, new in shape.lengths), heads, shape.k_dim)
     query = query * (4 * torch.rand(query.shape[0], 1, 1, generator=rng)).to(shape.dtype)
@@ -85,7 +89,7 @@ def page(
     size = shape.block_size
     widths = [-(-context // size) for context, _ in shape.lengths]
     num_blocks = sum(widths) + 3
-    layer = LayerSpec(Span(), shape.num_kv_heads, shape.k_dim, shape.v_dim)
+    layer = LayerSpec(Span(), shape.num_kv_heads, shape.k_dim, shape.v_dim, latent=shape.latent)
     spec = KVSpec((layer,), dtype=str(shape.dtype).removeprefix("torch."))
     storage = PagedStorage(spec, num_blocks, size, max_blocks=num_blocks)
     storage.fill(float("nan"))

@@ -58,7 +58,7 @@ class ContiguousStorage:
             if layer.stores_kv:
                 k_elements = layer.num_kv_heads * layer.k_head_dim * num_tokens
                 self._offsets[index] = (elements, elements + k_elements)
-                elements += k_elements + layer.num_kv_heads * layer.v_head_dim * num_tokens
+                elements += k_elements + layer.num_kv_heads * layer.stored_v_dim * num_tokens
                 widest = max(widest, layer.k_head_dim, layer.v_head_dim)
         self._num_elements = elements
         self._heap = Heap((elements + row_tokens * widest) * self.dtype.itemsize)  # N1
@@ -81,15 +81,15 @@ class ContiguousStorage:
         """The keys and values of decoder layer `layer` (of the layer whose KV it shares), a row for each entry."""
         owner = self.spec.stored_in(layer)
         shape, elements = self.spec.layers[owner], self._heap.tensor(self.dtype)
-        k, v = (
+        k, *v = (
             elements.as_strided(
                 (self.num_blocks, shape.num_kv_heads, self.row_tokens, dim),
                 (dim, self.num_blocks * dim, dim, 1),
                 offset,
             )
-            for dim, offset in zip((shape.k_head_dim, shape.v_head_dim), self._offsets[owner], strict=True)
+            for dim, offset in zip(shape.stored_dims, self._offsets[owner], strict=False)
         )
-        return KVView(k, v, self.row_tokens)
+        return KVView(k, v[0] if v else k[..., : shape.v_head_dim], self.row_tokens)
 
     def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
         """The plan's own table: memory comes as it is written."""

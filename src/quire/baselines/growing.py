@@ -40,10 +40,8 @@ _SPACE = 8  # address space, in multiples of what memory can fill: room for rang
 def granule(layer: LayerSpec, itemsize: int) -> tuple[int, int]:
     """The fewest tokens that fill whole pages in each line of a layer, and the pages they take over all its lines."""
     page = mmap.PAGESIZE
-    tokens = math.lcm(
-        *(page // math.gcd(page, dim * itemsize) for dim in (layer.k_head_dim, layer.v_head_dim))
-    )
-    return tokens, layer.num_kv_heads * (layer.k_head_dim + layer.v_head_dim) * itemsize * tokens // page
+    tokens = math.lcm(*(page // math.gcd(page, dim * itemsize) for dim in layer.stored_dims))
+    return tokens, layer.num_kv_heads * sum(layer.stored_dims) * itemsize * tokens // page
 
 
 class GrowingStorage:
@@ -88,7 +86,7 @@ class GrowingStorage:
             self.buffer_tokens.append(max(buffer_tokens, tokens))
             k_elements = shape.num_kv_heads * shape.k_head_dim * self.buffer_tokens[-1]
             self._lines.append((elements, elements + k_elements))
-            elements += k_elements + shape.num_kv_heads * shape.v_head_dim * self.buffer_tokens[-1]
+            elements += k_elements + shape.num_kv_heads * shape.stored_v_dim * self.buffer_tokens[-1]
             widest = max(widest, shape.k_head_dim, shape.v_head_dim)
         self._heap = Heap((elements + row_tokens * widest) * itemsize)  # G3
 
@@ -144,32 +142,31 @@ class GrowingStorage:
         self._heap.close()
 
     def _view(self, layer: int, row_tokens: int) -> KVView:
-        k, v = self._tensors(self._table_of[self.spec.stored_in(layer)])
-        k, v = (
+        owner = self.spec.stored_in(layer)
+        k, *v = (
             lines.as_strided(
                 (lines.shape[1], lines.shape[0], row_tokens, lines.shape[2]),
                 (lines.stride(1), lines.stride(0), lines.stride(1), 1),
             )
-            for lines in (k, v)
+            for lines in self._tensors(self._table_of[owner])
         )
-        return KVView(k, v, row_tokens)
+        return KVView(k, v[0] if v else k[..., : self.spec.layers[owner].v_head_dim], row_tokens)
 
-    def _tensors(self, table: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer: [kv_head, buffer_tokens, head_dim]."""
+    def _tensors(self, table: int) -> tuple[torch.Tensor, ...]:
+        """K and V of a layer: [kv_head, buffer_tokens, head_dim]; K alone of a latent one."""
         shape, buffer_tokens = self.spec.layers[self.layers[table]], self.buffer_tokens[table]
         elements = self._heap.tensor(self.dtype)
-        k, v = (
+        return tuple(
             elements[first : first + shape.num_kv_heads * buffer_tokens * dim].view(-1, buffer_tokens, dim)
-            for first, dim in zip(self._lines[table], (shape.k_head_dim, shape.v_head_dim), strict=True)
+            for first, dim in zip(self._lines[table], shape.stored_dims, strict=False)
         )
-        return k, v
 
     def _byte_ranges(self, table: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Where tokens [start, stop) of a layer lie: a range of bytes for each line. Ends are rounded up to pages."""
         shape, buffer_tokens = self.spec.layers[self.layers[table]], self.buffer_tokens[table]
         tokens = self.granules[table][0]
         stop = -(-stop // tokens) * tokens
-        for first, dim in zip(self._lines[table], (shape.k_head_dim, shape.v_head_dim), strict=True):
+        for first, dim in zip(self._lines[table], shape.stored_dims, strict=False):
             token_bytes = dim * self.dtype.itemsize
             for head in range(shape.num_kv_heads):
                 line = first * self.dtype.itemsize + head * buffer_tokens * token_bytes

@@ -179,7 +179,14 @@ class _Accelerated:
                 elif rope.original_length(model) is not None:
                     reason = "its rotary embeddings switch with the length of the input"
                 else:
-                    prepared = PreparedModel(load((model, None)), backend=self.backend.name)
+                    loaded = load((model, None))
+                    if any(layer.latent for layer in loaded.spec.layers):
+                        reason = (
+                            f"model type {loaded.model_type}: its layers keep latents (MLA), whose two parts lie apart "
+                            "in a QuireCache; LLM runs it whole"
+                        )
+                    else:
+                        prepared = PreparedModel(loaded, backend=self.backend.name)
         except (UnsupportedModelError, ConfigError) as error:
             reason = str(error)
         except ArgumentError as error:

@@ -187,9 +187,7 @@ class QuireCache(DynamicCache):
         except QuireError:
             return {}
         return {
-            layer.index: StoredShape(
-                num_rows, (spec.num_kv_heads, spec.num_kv_heads), (spec.k_head_dim, spec.v_head_dim), dtype
-            )
+            layer.index: StoredShape(num_rows, (spec.num_kv_heads, spec.num_kv_heads), spec.given_dims, dtype)
             for layer in self.row_layers
             if (spec := layers[layer.index]).shares_kv_with is None
         }

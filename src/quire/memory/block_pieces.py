@@ -25,15 +25,15 @@ _KEPT = 64  # shapes; of a model with windows a segment has a few
 
 @dataclass(frozen=True, eq=False)
 class BlockPlaces:
-    """Where blocks of a group lie, bytes. Keys and values apart: index 0 and 1 of each.
+    """Where blocks of a group lie, bytes. Keys and values apart: index 0 and 1 of each; keys alone of latent layers.
 
-    addresses: int64 [2, layers of the group, blocks], of token 0 of head 0. head_strides, token_strides.
+    addresses: int64 [2 or 1, layers of the group, blocks], of token 0 of head 0. head_strides, token_strides.
     to_values: from where a block's keys begin to where its values do, if that is the same for all blocks.
     """
 
     addresses: np.ndarray
-    head_strides: tuple[int, int]
-    token_strides: tuple[int, int]
+    head_strides: tuple[int, ...]
+    token_strides: tuple[int, ...]
     to_values: int | None = None
 
 
@@ -102,10 +102,11 @@ class BlockPieces:
         starts: np.ndarray,
         stops: np.ndarray,
     ) -> np.ndarray:
-        """[2, layers, heads, blocks, 5], as if token 0 of each block lay at address 0; or [1, layers, 1, 1, 5]."""
+        """[kinds, layers, heads, blocks, 5], as if token 0 of each block lay at address 0; or [1, layers, 1, 1, 5]."""
         itemsize, origin = self.layout.dtype_bytes, origins[group.index]
         heads = np.arange(group.num_kv_heads)[:, None]
-        head_bytes = (group.k_head_dim + group.v_head_dim) * itemsize
+        dims = group.stored_dims
+        head_bytes = sum(dims) * itemsize
         starts_of = self.layout.layer_starts(total, origins)
         layers = np.array([starts_of[layer] for layer in group.layers])[:, None, None]
         num_held = total - origin
@@ -113,17 +114,17 @@ class BlockPieces:
             len(starts) == 1
             and starts[0] == block_starts[0] == origin
             and stops[0] - starts[0] == num_held
-            and places.token_strides == (group.k_head_dim * itemsize, group.v_head_dim * itemsize)
-            and places.head_strides == (num_held * head_bytes,) * 2
-            and places.to_values == num_held * group.k_head_dim * itemsize
+            and places.token_strides == tuple(dim * itemsize for dim in dims)
+            and places.head_strides == (num_held * head_bytes,) * len(dims)
+            and places.to_values == num_held * sum(dims[:-1]) * itemsize
         ):
             num_bytes = group.num_kv_heads * num_held * head_bytes
             table = np.empty((1, len(group.layers), 1, 1, 5), np.int64)
             table[..., 0] = layers
             table[..., 1:] = 0, 1, num_bytes, num_bytes
             return table
-        table = np.empty((2, len(group.layers), len(heads), len(starts), 5), np.int64)
-        for kind, dim in enumerate((group.k_head_dim, group.v_head_dim)):
+        table = np.empty((len(dims), len(group.layers), len(heads), len(starts), 5), np.int64)
+        for kind, dim in enumerate(dims):
             row_bytes, stride = dim * itemsize, places.token_strides[kind]
             own = group.k_head_dim * itemsize * kind  # values lie behind the keys of their head
             pieces = table[kind]

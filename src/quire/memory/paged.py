@@ -9,6 +9,8 @@ all layers of a block lie one after the other in it. Keys and values of a head a
 
     block = [kv_head, {K, V}, token, head_dim]
 
+A latent layer has K alone there.
+
 Invariants
     S1  no two blocks overlap; no block overlaps another slot.
     S2  a block never moves: addresses stay the same through `resize`.
@@ -63,8 +65,7 @@ def _block_elements(spec: KVSpec, block_size: int) -> int:
     """Elements that one block takes in a slot."""
     layers_of_slot = {group.index: group.most_layers // _num_slots(spec) for group in spec.groups}
     return block_size * max(
-        layers_of_slot[group.index] * group.num_kv_heads * (group.k_head_dim + group.v_head_dim)
-        for group in spec.groups
+        layers_of_slot[group.index] * group.num_kv_heads * sum(group.stored_dims) for group in spec.groups
     )
 
 
@@ -175,8 +176,8 @@ class PagedStorage(BlockStorage):
         The view covers `num_blocks` as of now: ask again after `resize`.
         """
         group, place = self._home[self.spec.stored_in(layer)]
-        k, v = self._tensors(group)
-        return KVView(k[place], v[place], self.block_size)
+        k, *v = (part[place] for part in self._tensors(group))
+        return KVView(k, v[0] if v else k[..., : group.v_head_dim], self.block_size)
 
     def block_places(self, group: KVGroup, block_ids: np.ndarray) -> BlockPlaces:
         """Where blocks of a group lie, for `quire.memory.block_bytes`."""
@@ -187,18 +188,17 @@ class PagedStorage(BlockStorage):
         return replace(places, addresses=places.addresses + block_strides * block_ids)
 
     def _places_of_block_0(self, group: KVGroup) -> tuple[BlockPlaces, np.ndarray]:
-        """Where they lie, and int64 [2, 1, 1], from one block to the next. Good for ever: a heap does not move."""
+        """Where they lie, and int64 [kinds, 1, 1], from one block to the next. Good for ever: a heap does not move."""
         parts = self._tensors(group)
         itemsize = self.dtype.itemsize
         layers = np.arange(len(group.layers))[:, None]
         addresses = np.stack([part.data_ptr() + layers * (part.stride(0) * itemsize) for part in parts])
         block_strides = np.array([part.stride(1) * itemsize for part in parts])[:, None, None]
-        k, v = parts
         places = BlockPlaces(
             addresses,
-            (k.stride(2) * itemsize, v.stride(2) * itemsize),
-            (k.stride(3) * itemsize, v.stride(3) * itemsize),
-            v.data_ptr() - k.data_ptr(),
+            tuple(part.stride(2) * itemsize for part in parts),
+            tuple(part.stride(3) * itemsize for part in parts),
+            parts[-1].data_ptr() - parts[0].data_ptr(),
         )
         return places, block_strides
 
@@ -322,19 +322,19 @@ class PagedStorage(BlockStorage):
         block_bytes = self._block_elements * self.dtype.itemsize
         return [(slot * self._slot_bytes, block_bytes) for slot in range(self.num_slots)]
 
-    def _tensors(self, group: KVGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all layers of a group: [num_layers, num_blocks, num_kv_heads, block_size, head_dim]."""
+    def _tensors(self, group: KVGroup) -> tuple[torch.Tensor, ...]:
+        """K and V of all layers of a group: [num_layers, num_blocks, num_kv_heads, block_size, head_dim]; K alone of
+        latent layers."""
         itemsize = self.dtype.itemsize
         elements = self._heap.tensor(self.dtype)
-        k_dim, v_dim, tokens = group.k_head_dim, group.v_head_dim, self.block_size
-        layer_elements = group.num_kv_heads * tokens * (k_dim + v_dim)
+        dims, tokens = group.stored_dims, self.block_size
+        layer_elements = group.num_kv_heads * tokens * sum(dims)
         layer_stride = self._slot_bytes // itemsize if self.num_slots > 1 else layer_elements
-        k, v = (
+        return tuple(
             elements.as_strided(
                 (len(group.layers), self.num_blocks, group.num_kv_heads, tokens, dim),
-                (layer_stride, self._block_elements, tokens * (k_dim + v_dim), dim, 1),
+                (layer_stride, self._block_elements, tokens * sum(dims), dim, 1),
                 offset,
             )
-            for dim, offset in ((k_dim, 0), (v_dim, tokens * k_dim))
+            for dim, offset in zip(dims, (0, tokens * dims[0]), strict=False)
         )
-        return k, v

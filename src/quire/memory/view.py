@@ -6,6 +6,7 @@ block `s // block_size`, and strides lead there.
 Invariants
     V1  `k` and `v` have the shape [num_blocks, num_kv_heads, block_size, head_dim]; the last dimension is dense.
     V2  they agree in all but the width of a head, in dtype too.
+    V3  of a latent layer `v` is the first columns of `k`, the same memory.
 
 Cost: none; a view copies nothing.
 """

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from quire.attention import AttentionOptions
 from quire.errors import UnsupportedModelError
+from quire.model.latent import LatentHeads, is_latent
 from quire.model.paged_cache import KVTag, tag_of
 
 __all__ = ["NAME", "attend", "register"]
@@ -93,8 +94,26 @@ def attend(
     cache.num_attended += 1
     if cache.attended is not None:
         cache.attended[module] = (tag.layer, options)
+    if cache.spec.layers[tag.layer].latent:
+        return _of_latents(tag, module, query, options), None
     out = cache.backend.run(cache.view(tag.layer), query[0].transpose(0, 1), cache.plan(tag.layer), options)
     return out.unsqueeze(0), None
+
+
+def _of_latents(
+    tag: KVTag, module: torch.nn.Module, query: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """[1, T, num_q_heads, v_head_dim] of a latent layer."""
+    cache = tag.cache
+    heads = cache.latents.get(module)
+    if heads is None:
+        if not is_latent(module):
+            raise _unsupported(
+                tag, module, "stores latents, and has no expand_kv and kv_b_proj to expand them by"
+            )
+        heads = LatentHeads(module, query, *cache.spec.layers[tag.layer].given_dims, cache.device)
+        cache.latents[module] = heads
+    return heads.attend(query, cache, tag.layer, options).unsqueeze(0)
 
 
 def _options(

@@ -78,8 +78,7 @@ class HeldWeight:
             return self.dense
         if self._kept is not None:
             return self._kept
-        assert self._unpack is not None
-        dense = self._unpack()
+        dense = self._unpacked()
         self._num_reads += 1
         if self._num_reads > _READS_BEFORE_KEPT:
             self._kept = dense
@@ -116,14 +115,14 @@ class HeldWeight:
             self.dense = None
             self._show(self.packed)
 
+    def _unpacked(self) -> torch.Tensor:
+        assert self._unpack is not None
+        with torch.inference_mode(False):  # a forward in that mode may ask; what it gets may outlive the mode
+            return self._unpack()
+
     def _thawed(self) -> torch.Tensor:
         if self.dense is None:
-            assert self._unpack is not None
-            dense = self._unpack() if self._kept is None else self._kept
-            if dense.is_inference():  # it may be wanted with gradients later
-                with torch.inference_mode(False):
-                    dense = dense.clone()
-            self.dense = dense
+            self.dense = self._unpacked() if self._kept is None else self._kept
             self._kept = None
             self._own_references = _references(self.dense)
             self._show(None)

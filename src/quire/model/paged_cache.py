@@ -22,7 +22,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan
+from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan, Backend
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.memory.state_slots import StateSlots
 from quire.memory.storage import Storage
@@ -30,9 +30,9 @@ from quire.memory.view import KVView
 from quire.model.own_cache import own_cache_class
 from quire.model.state.step import StateStep
 from quire.model.step import ForwardStep
-from quire.spec import KVSpec
+from quire.spec import KVSpec, LayerSpec
 
-__all__ = ["KVTag", "PagedCache", "paged_cache_class", "tag_of"]
+__all__ = ["KVTag", "PagedCache", "paged_cache_class", "rows_to_store", "tag_of"]
 
 _TAG = "_quire_kv"
 
@@ -50,6 +50,17 @@ def tag_of(tensor: torch.Tensor) -> KVTag | None:
     return getattr(tensor, _TAG, None)
 
 
+def rows_to_store(layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a model gives its cache, [1, heads, T, width] each, as the back ends write it: [T, heads, width].
+
+    Of a latent layer that is the latent with its turned part behind it, and the latent among it.
+    """
+    if layer.latent:
+        rows = torch.cat((k, v), dim=-1)[0].transpose(0, 1)
+        return rows, rows[..., : layer.v_head_dim]
+    return k[0].transpose(0, 1), v[0].transpose(0, 1)
+
+
 class _InPages:
     """A layer's place in transformers' list of them, an empty one: what it keeps lies in pages."""
 
@@ -63,7 +74,7 @@ class PagedCache(Cache):
     Args:
         spec: the model's KV shape.
         storage: where K and V go.
-        backend: the attention that writes and reads them.
+        backend: whose attention writes and reads them; `self.backend` may be one around it.
         model_type: for messages.
         states: where the states of state layers are, of a model that has some.
     """
@@ -72,14 +83,15 @@ class PagedCache(Cache):
         self,
         spec: KVSpec,
         storage: Storage,
-        backend: AttentionBackend,
+        backend: Backend,
         model_type: str,
         states: StateSlots | None = None,
     ) -> None:
         Cache.__init__(self, layers=[_InPages() for _ in spec.layers])  # type: ignore[list-item]
         self.spec = spec
         self.storage = storage
-        self.backend = backend
+        self.backend: AttentionBackend = backend
+        self.device = backend
         self.model_type = model_type
         self.states = states
         self.options: dict[tuple[Any, ...], AttentionOptions] = {}  # of `attention_function`
@@ -87,6 +99,7 @@ class PagedCache(Cache):
         self.attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] | None = (
             None  # where it is asked for
         )
+        self.latents: dict[torch.nn.Module, Any] = {}  # of `attention_function`: the heads of latent modules
         self._tags = [KVTag(self, layer) for layer in range(len(spec.layers))]
         self._table_of = {layer: storage.table_of(layer) for group in spec.groups for layer in group.layers}
         self.compiled: Any = None  # what `FusedDecoder` has made over the views of this
@@ -155,11 +168,13 @@ class PagedCache(Cache):
     def update(  # type: ignore[override]  # the base class also takes None
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new K `[1, Hkv, T, Dk]` and V `[1, Hkv, T, Dv]`; returns them as given, tagged."""
+        """Write the new K `[1, Hkv, T, Dk]` and V `[1, Hkv, T, Dv]`; returns them as given, tagged.
+
+        Of a latent layer: the latents `[1, 1, T, rank]` and their turned parts.
+        """
         slots = self.check_new(key_states, value_states, layer_idx, None)
-        self.backend.write(
-            self._views[layer_idx], key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), slots
-        )
+        rows = rows_to_store(self.spec.layers[layer_idx], key_states, value_states)
+        self.backend.write(self._views[layer_idx], *rows, slots)
         for tensor in (key_states, value_states):
             setattr(tensor, _TAG, self._tags[layer_idx])
         return key_states, value_states
@@ -178,12 +193,14 @@ class PagedCache(Cache):
                 f"another layer's or knows only {len(self.spec.layers)} layers"
             )
         slots, layer = self._step.slot_mappings[table], self.spec.layers[layer_idx]
-        expected_k = (1, layer.num_kv_heads, num_tokens or slots.numel(), layer.k_head_dim)
-        expected_v = (*expected_k[:3], layer.v_head_dim)
+        k_width, v_width = layer.given_dims
+        expected_k = (1, layer.num_kv_heads, num_tokens or slots.numel(), k_width)
+        expected_v = (*expected_k[:3], v_width)
         if key_states.shape != expected_k or value_states.shape != expected_v:
             raise UnsupportedModelError(
                 f"model type {self.model_type}: expected K {list(expected_k)} and V {list(expected_v)} in layer "
                 f"{layer_idx} from its config, got {list(key_states.shape)} and {list(value_states.shape)}"
+                + ("; this transformers expands latents before it stores them" if layer.latent else "")
             )
         return slots
 

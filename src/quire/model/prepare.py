@@ -43,6 +43,7 @@ from quire.model.cache_keyword import cache_keyword
 from quire.model.experts import pack_experts
 from quire.model.huge_pages import HugePageMove
 from quire.model.kept_proof import KeptProof
+from quire.model.latent import install_latents
 from quire.model.linear import choose_packing, pack_linears, weights_to_pack
 from quire.model.load import LoadedModel
 from quire.model.missing import what_is_missing, why_not_called
@@ -52,6 +53,7 @@ from quire.model.packed_check import PackedCheck
 from quire.model.packed_weights import KeptWeights
 from quire.model.paged_cache import PagedCache, paged_cache_class
 from quire.model.prove.hooks import hooks_on, may_be_replaced
+from quire.model.prove.latent import prove_latents
 from quire.model.prove.probe import Probe, rehearse
 from quire.model.prove.replaced import first_of_each, unproved
 from quire.model.prove.stamp import Stamp, facts
@@ -123,6 +125,7 @@ class PreparedModel:
         self._kept_pages: np.ndarray | None = None  # the file that packed weights are mapped from
         self.packed_check: PackedCheck | None = None
         self._undo: list[Callable[[], None]] = []
+        self._latents: dict[torch.nn.Module, Any] = {}  # of all caches; see `PagedCache.latents`
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
         self.routed: Routed | None = None
@@ -195,7 +198,9 @@ class PreparedModel:
         self.check_storage(storage)
         states = storage.states if isinstance(storage, BlockStorage) else None
         made = paged_cache_class(self.loaded.model)
-        return made(self.spec, storage, self.backend, self.loaded.model_type, states)
+        cache = made(self.spec, storage, self.backend, self.loaded.model_type, states)
+        cache.latents = self._latents
+        return cache
 
     def check_storage(self, storage: Storage) -> None:
         """*raises:* ArgumentError: it is of another spec than this model's."""
@@ -268,6 +273,12 @@ class PreparedModel:
         return output.logits[0] if keeps else output.logits[0][step.logits_rows]
 
     @contextmanager
+    def from_pages(self) -> Iterator[None]:
+        """Within it the model's modules attend to what the pages of the cache they are given hold."""
+        with torch.inference_mode(), self._switched():
+            yield
+
+    @contextmanager
     def eagerly(self) -> Iterator[None]:
         """Within it the model's forwards attend by its own eager attention; nothing is recorded for gradients."""
         with torch.inference_mode(), self._switched("eager"):
@@ -316,6 +327,7 @@ class PreparedModel:
         """Make the model what it was before. Done twice, nothing happens."""
         self._kept_pages = self.packed_check = None
         self._cache = self.decoder = None
+        self._latents.clear()
         while self._undo:
             self._undo.pop()()
         let_go(self._model, self)
@@ -343,6 +355,8 @@ class PreparedModel:
         if (routed := route(model)) is not None:
             self.routed = routed
             self._undo.append(routed.undo)
+        if any(layer.latent for layer in self.spec.layers):
+            self._undo.append(install_latents(model, self.loaded.model_type))
 
     def _prove(self, model: PreTrainedModel) -> None:
         """Prove what serves, or take what an earlier proof found; keep what this one finds."""
@@ -352,6 +366,10 @@ class PreparedModel:
             return
         attended: dict[torch.nn.Module, tuple[int, AttentionOptions]] = {}
         rehearse(self, attended)
+        latents = {module: layer for module, (layer, _) in attended.items() if self.spec.layers[layer].latent}
+        if latents:
+            prove_latents(self, latents)
+            attended = {module: found for module, found in attended.items() if module not in latents}
         if self.backend.is_native and choose_packing(self.loaded.dtype) == "native":
             from quire.model.fused import fuse
 

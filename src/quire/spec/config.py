@@ -6,8 +6,8 @@ from); the shapes from the per-layer fields. No model is built and no weights ar
 What it is not: a promise that the model runs. `quire.model.prove` proves that on the model itself, and
 `PagedCache` refuses K/V of another shape than stated here.
 
-Refused by name, since they keep something else than K and V per token: latent (MLA) layers, state layers
-(Mamba, convolution, delta-net), indexed and compressed attention.
+Refused by name, since they keep something else than K and V, or a latent (MLA), per token: state layers (Mamba,
+convolution, delta-net), indexed and compressed attention, latents with an indexer among them.
 
 Cost: O(layers), plus importing transformers on the first call.
 """
@@ -79,7 +79,8 @@ def model_type_of(config: Any) -> str:
 def layers_of(config: Any) -> tuple[LayerSpec, ...]:
     """What each decoder layer keeps.
 
-    raises: ConfigError naming the field; UnsupportedModelError for layers that do not keep K and V per token.
+    raises: ConfigError naming the field; UnsupportedModelError for layers that do not keep K and V, or a latent, per
+    token.
     """
     return _layers(_decoder_of(config.get_text_config(decoder=True)), model_type_of(config))
 
@@ -221,6 +222,11 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
             continue
         source = index if producer is None else producer
         span = _span(kinds[source], options[source].get("sliding_window"), model_type)
+        if (rank := _optional(configs[source], ("kv_lora_rank",), model_type, source)) is not None:
+            turned = getattr(configs[source], "qk_rope_head_dim", None)  # 0 where nothing turns
+            turned = _positive(turned, "qk_rope_head_dim", model_type) if turned else 0
+            layers.append(LayerSpec(span, 1, rank + turned, rank, producer, latent=True))
+            continue
         heads, k_dim, v_dim = _shape(configs[source], source, span.kind == "window", model_type)
         layers.append(LayerSpec(span, heads, k_dim, v_dim, producer))
     if not any(layer.stores_kv for layer in layers):
@@ -254,11 +260,6 @@ def _refuse_other_state(text: Any, model_type: str) -> None:
     if getattr(text, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"model type {model_type}: expected a decoder-only model, got an encoder-decoder one"
-        )
-    if "kv_lora_rank" in text.to_dict():  # also where it differs by layer
-        raise UnsupportedModelError(
-            f"model type {model_type}: its attention layers keep a latent (MLA, kv_lora_rank) in place of K and V; "
-            "latent layers come in a later version"
         )
 
 

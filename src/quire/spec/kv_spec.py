@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from quire.errors import ArgumentError
 from quire.spec.config import (
@@ -37,6 +37,10 @@ from quire.spec.layer_spec import LayerSpec, Span
 from quire.spec.state_spec import StateSpec
 
 __all__ = ["KVGroup", "KVSpec"]
+
+_Kind: TypeAlias = tuple[
+    Span, int, int, int, bool
+]  # span, KV heads, widths of K and V, whether V is a part of K
 
 MAX_PADDING = 0.05
 MAX_GROUPS = 16
@@ -58,10 +62,16 @@ class KVGroup:
     k_head_dim: int
     v_head_dim: int
     dtype_bytes: int
+    latent: bool = False
+
+    @property
+    def stored_dims(self) -> tuple[int, ...]:
+        """As `LayerSpec.stored_dims`."""
+        return (self.k_head_dim,) if self.latent else (self.k_head_dim, self.v_head_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        return len(self.layers) * self.num_kv_heads * (self.k_head_dim + self.v_head_dim) * self.dtype_bytes
+        return len(self.layers) * self.num_kv_heads * sum(self.stored_dims) * self.dtype_bytes
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.bytes_per_token * block_size
@@ -98,7 +108,7 @@ class KVSpec:
 
         `dtype` overrides the config's own (one that names none counts as float32, as in transformers).
         raises: ConfigError naming the field; UnsupportedModelError for layers that keep something else than
-        K and V per token (latent, state); LoadError where the file cannot be read.
+        K and V, or a latent, per token (state); LoadError where the file cannot be read.
         """
         model = read_config(config)
         return cls(
@@ -123,16 +133,16 @@ class KVSpec:
         As few as leave blocks of one size hardly padded (K4): a layer with a larger token shares its block with fewer
         others. Of 50 windowed layers and 10 full ones whose token takes half as much, groups of 5 and one of 10.
         """
-        kinds: dict[tuple[Span, int, int, int], list[int]] = {}
+        kinds: dict[_Kind, list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer.stores_kv:
-                kind = (layer.span, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim)
+                kind = (layer.span, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim, layer.latent)
                 kinds.setdefault(kind, []).append(index)
         sizes = self._group_sizes({kind: len(members) for kind, members in kinds.items()})
         full_first = sorted(kinds.items(), key=lambda item: item[0][0].kind != "full")
         groups: list[KVGroup] = []
         for kind, members in full_first:
-            span, num_kv_heads, k_head_dim, v_head_dim = kind
+            span, num_kv_heads, k_head_dim, v_head_dim, latent = kind
             for start in range(0, len(members), sizes[kind]):
                 groups.append(
                     KVGroup(
@@ -144,17 +154,16 @@ class KVSpec:
                         k_head_dim=k_head_dim,
                         v_head_dim=v_head_dim,
                         dtype_bytes=self.dtype_bytes,
+                        latent=latent,
                     )
                 )
         return tuple(groups)
 
-    def _group_sizes(
-        self, num_layers: dict[tuple[Span, int, int, int], int]
-    ) -> dict[tuple[Span, int, int, int], int]:
+    def _group_sizes(self, num_layers: dict[_Kind, int]) -> dict[_Kind, int]:
         """Layers of a group, for each kind of layer: of the sizes that keep K4 those with the fewest groups, else those
         with the least padding, where a group more (a table more in each step) counts as much as 1/2 % of padding."""
-        widths = {kind: kind[1] * (kind[2] + kind[3]) for kind in num_layers}
-        found: list[tuple[bool, float, int, dict[tuple[Span, int, int, int], int]]] = []
+        widths = {kind: kind[1] * (kind[2] + (0 if kind[4] else kind[3])) for kind in num_layers}
+        found: list[tuple[bool, float, int, dict[_Kind, int]]] = []
         for block_width in sorted(
             {count * widths[kind] for kind in num_layers for count in range(1, num_layers[kind] + 1)}
         ):

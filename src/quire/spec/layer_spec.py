@@ -68,6 +68,8 @@ class LayerSpec:
     """One decoder layer's KV: its span and shape (elements), or whose KV it reads instead.
 
     A layer that keeps no K and V (a state instead, `KVSpec.states`) has 0 heads.
+    latent: V is no field of its own but the first `v_head_dim` columns of K (MLA: one head, K the compressed latent and
+    the turned part of the keys behind it, V the latent).
     """
 
     span: Span
@@ -75,6 +77,31 @@ class LayerSpec:
     k_head_dim: int
     v_head_dim: int
     shares_kv_with: int | None = None
+    latent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.latent and self.v_head_dim > self.k_head_dim:
+            raise ArgumentError(
+                f"expected a latent layer's values among its keys' {self.k_head_dim} columns, got {self.v_head_dim}"
+            )
+
+    @property
+    def stored_v_dim(self) -> int:
+        """Elements of a head's V that lie beside K: none where V is a part of K."""
+        return 0 if self.latent else self.v_head_dim
+
+    @property
+    def stored_dims(self) -> tuple[int, ...]:
+        """Elements of a head's K and of its V; of K alone where V is a part of it."""
+        return (self.k_head_dim,) if self.latent else (self.k_head_dim, self.v_head_dim)
+
+    @property
+    def given_dims(self) -> tuple[int, int]:
+        """Elements of a head of what a model gives its cache as K and as V: of a latent layer the latent, and the
+        turned part behind it."""
+        if self.latent:
+            return self.v_head_dim, self.k_head_dim - self.v_head_dim
+        return self.k_head_dim, self.v_head_dim
 
     @property
     def attends(self) -> bool:
@@ -90,4 +117,4 @@ class LayerSpec:
         """Elements of K and V together that one token adds to this layer; 0 for a shared layer."""
         if self.shares_kv_with is not None:
             return 0
-        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim)
+        return self.num_kv_heads * sum(self.stored_dims)

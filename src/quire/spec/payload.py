@@ -5,7 +5,8 @@ block size or layout the tokens came from. One of T tokens holds
 
     for each layer that stores KV, in the order of layers
         for each of its KV heads
-            the keys [T, k_head_dim], then the values [T, v_head_dim], little endian
+            the keys [T, k_head_dim], then the values [T, v_head_dim], little endian; of a latent layer, whose values
+            are a part of its keys, the keys alone
 
 It may begin later in some groups (`origins`, a token for each group): layers of such a group have T less so many tokens
 in it. Not the copying: `memory.block_bytes` does that. Not what is needed to trust a payload: `tiers.segment` writes
@@ -27,13 +28,14 @@ __all__ = ["PayloadLayout", "StoredLayer"]
 
 
 class StoredLayer(NamedTuple):
-    """A layer that stores KV. number: of the model's layers. group: whose block table it has."""
+    """A layer that stores KV. number: of the model's layers. group: whose block table it has. stored_v_dim: see
+    `LayerSpec`."""
 
     number: int
     group: int
     num_kv_heads: int
     k_head_dim: int
-    v_head_dim: int
+    stored_v_dim: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class PayloadLayout:
     def of(cls, spec: KVSpec) -> PayloadLayout:
         group_of = {layer: group.index for group in spec.groups for layer in group.layers}
         layers = (
-            StoredLayer(number, group_of[number], one.num_kv_heads, one.k_head_dim, one.v_head_dim)
+            StoredLayer(number, group_of[number], one.num_kv_heads, one.k_head_dim, one.stored_v_dim)
             for number, one in enumerate(spec.layers)
             if one.stores_kv
         )
@@ -56,14 +58,14 @@ class PayloadLayout:
 
     @cached_property
     def shapes(self) -> list[list[int]]:
-        """(num_kv_heads, k_head_dim, v_head_dim) of each layer: what tells models apart."""
-        return [[one.num_kv_heads, one.k_head_dim, one.v_head_dim] for one in self.layers]
+        """(num_kv_heads, k_head_dim, stored_v_dim) of each layer: what tells models apart."""
+        return [[one.num_kv_heads, one.k_head_dim, one.stored_v_dim] for one in self.layers]
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of a token in each layer."""
         return tuple(
-            one.num_kv_heads * (one.k_head_dim + one.v_head_dim) * self.dtype_bytes for one in self.layers
+            one.num_kv_heads * (one.k_head_dim + one.stored_v_dim) * self.dtype_bytes for one in self.layers
         )
 
     @cached_property
@@ -100,7 +102,9 @@ class PayloadLayout:
         """In order: a layer's number, and where the keys, or the values, of one of its heads lie: [tokens, width]."""
         start = 0
         for one in self.layers:
-            for dim in (one.k_head_dim, one.v_head_dim) * one.num_kv_heads:
+            for dim in (one.k_head_dim, one.stored_v_dim) * one.num_kv_heads:
+                if not dim:
+                    continue
                 stop = start + num_tokens * dim * self.dtype_bytes
                 yield one.number, slice(start, stop)
                 start = stop

@@ -23,12 +23,16 @@ __all__ = ["RowPlaces", "RowShape", "placements"]
 
 
 class RowShape(NamedTuple):
-    """What the rows of all groups have alike: `num_rows` of `blocks_per_row` blocks of `block_size` tokens each."""
+    """What the rows of all groups have alike: `num_rows` of `blocks_per_row` blocks of `block_size` tokens each.
+
+    buffer_of: of keys (2 * slot) and values (2 * slot + 1) of each slot, which of the heap's layer buffers it is.
+    """
 
     num_rows: int
     blocks_per_row: int
     block_size: int
     dtype: torch.dtype
+    buffer_of: dict[int, int]
 
 
 class RowPlaces:
@@ -49,7 +53,7 @@ class RowPlaces:
         shape: RowShape,
     ) -> None:
         self.group = group
-        self.num_rows, self.blocks_per_row, self.block_size, self.dtype = shape
+        self.num_rows, self.blocks_per_row, self.block_size, self.dtype, self._buffer_of = shape
         self.row_tokens = self.blocks_per_row * self.block_size
         self._reserve(heap, piece_bytes)
 
@@ -97,11 +101,11 @@ class RowPlaces:
 
     def view(self, slot: int) -> KVView:
         """Keys and values of the group's layer in `slot`: [entries, kv_heads, row_tokens, head_dim]."""
-        k, v = (
-            self._tensor(2 * slot + kind, dim)
-            for kind, dim in enumerate((self.group.k_head_dim, self.group.v_head_dim))
+        k, *v = (
+            self._tensor(self._buffer_of[2 * slot + kind], dim)
+            for kind, dim in enumerate(self.group.stored_dims)
         )
-        return KVView(k, v, self.row_tokens)
+        return KVView(k, v[0] if v else k[..., : self.group.v_head_dim], self.row_tokens)
 
     def _tensor(self, layer_buffer: int, dim: int) -> torch.Tensor:
         heads = self.group.num_kv_heads

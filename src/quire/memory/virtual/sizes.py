@@ -54,8 +54,9 @@ def check_block_size(block_size: int, spec: KVSpec, page_bytes: int) -> None:
 
 
 def piece_bytes_of(group: KVGroup, num_slots: int, block_size: int) -> list[int]:
-    """Of keys and values of a block in each slot, 0 where the group has no layer."""
-    sizes = [block_size * size for size in _token_bytes(group)]
+    """Of keys and values of a block in each slot, 0 where the group has no layer, and for values of latent
+    layers."""
+    sizes = [block_size * size for size in (*_token_bytes(group), 0)[:2]]
     return sizes * len(group.layers) + [0, 0] * (num_slots - len(group.layers))
 
 
@@ -68,10 +69,10 @@ def run_blocks(layer_buffers: list[int]) -> int:
     return 1 << max(0, math.ceil(math.log2((2 << 20) / min(layer_buffers))))
 
 
-def _token_bytes(group: KVGroup) -> tuple[int, int]:
-    """Bytes of a token's keys and of its values in one layer."""
+def _token_bytes(group: KVGroup) -> tuple[int, ...]:
+    """Bytes of a token's keys and of its values in one layer; of latent layers of its keys alone."""
     head_bytes = group.num_kv_heads * group.dtype_bytes
-    return head_bytes * group.k_head_dim, head_bytes * group.v_head_dim
+    return tuple(head_bytes * dim for dim in group.stored_dims)
 
 
 def _least_block_size(spec: KVSpec, page_bytes: int) -> int:

@@ -109,10 +109,15 @@ class VirtualStorage(BlockStorage):
         }
         check_block_size(block_size, spec, backend.page_bytes)
 
-        # Lanes: keys and values of slot j, where the j-th layer of every group lies, as large as the largest group's.
+        # Lanes: keys and values of slot j, where the j-th layer of every group lies, as large as the largest group's;
+        # none for values where only latent layers lie there.
         num_slots = max(len(group.layers) for group in spec.groups)
         piece_bytes = [piece_bytes_of(group, num_slots, block_size) for group in spec.groups]
-        layer_buffers = [max(sizes) for sizes in zip(*piece_bytes, strict=True)]
+        largest = [max(sizes) for sizes in zip(*piece_bytes, strict=True)]
+        used = [lane for lane, size in enumerate(largest) if size]
+        self._buffer_of = {lane: index for index, lane in enumerate(used)}
+        layer_buffers = [largest[lane] for lane in used]
+        piece_bytes = [[sizes[lane] for lane in used] for sizes in piece_bytes]
         self.run_blocks = run_blocks(layer_buffers)
         self.max_blocks = max_blocks or max(num_blocks, physical_bytes() // sum(layer_buffers))
         self._heap = PlacementHeap(layer_buffers, max_blocks=self.max_blocks, backend=backend)
@@ -121,7 +126,7 @@ class VirtualStorage(BlockStorage):
             blocks_per_row >= frame
         ):  # every row begins on a huge page, as the runs of blocks do that it leads to
             blocks_per_row = -(-blocks_per_row // frame) * frame
-        shape = RowShape(max_num_seqs, blocks_per_row, block_size, self.dtype)
+        shape = RowShape(max_num_seqs, blocks_per_row, block_size, self.dtype, self._buffer_of)
         self.row_tokens = shape.blocks_per_row * block_size
         try:
             self._places = [
@@ -208,15 +213,17 @@ class VirtualStorage(BlockStorage):
     def block_places(self, group: KVGroup, block_ids: np.ndarray) -> BlockPlaces:
         """Where blocks of a group lie in the heap, for `quire.memory.block_bytes`; `run_copies` has put memory
         there."""
-        layer_buffers = range(0, 2 * len(group.layers), 2)
+        sizes = tuple(dim * self.dtype.itemsize for dim in group.stored_dims)
         addresses = np.stack(
             [
-                [self._heap.addresses(block_ids, layer_buffer + kind) for layer_buffer in layer_buffers]
-                for kind in (0, 1)
+                [
+                    self._heap.addresses(block_ids, self._buffer_of[2 * slot + kind])
+                    for slot in range(len(group.layers))
+                ]
+                for kind in range(len(sizes))
             ]
         )
-        k, v = (dim * self.dtype.itemsize for dim in (group.k_head_dim, group.v_head_dim))
-        return BlockPlaces(addresses, (k, v), (group.num_kv_heads * k, group.num_kv_heads * v))
+        return BlockPlaces(addresses, sizes, tuple(group.num_kv_heads * size for size in sizes))
 
     def forget(self, sequence_ids: Any) -> None:
         """Park the rows of sequences that have ended: still mapped, for the next ones."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from quire.attention import backend as attention_backend
 from quire.memory.paged import PagedStorage
 from quire.model.cache_keyword import CACHE_KEYWORDS
 from quire.model.own_cache import own_cache
-from quire.model.paged_cache import PagedCache
+from quire.model.paged_cache import PagedCache, rows_to_store
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.text import TEXT
 from quire.model.step import ForwardStep
@@ -52,7 +52,8 @@ class Call:
         hidden: [1, rows, width].
         keywords: the rest of it, without its cache.
         cache_keyword: what it calls the cache; None for a module that gets none.
-        past: K [1, heads, n, k_head_dim] and V of the n tokens before the first row.
+        past: K [1, heads, n, k_head_dim] and V of the n tokens before the first row; of a latent layer the latents, and
+            their turned parts.
         start: position of the first row.
         layer: number of the layer whose K and V it stores; None for none.
     """
@@ -110,23 +111,30 @@ def own(module: nn.Module, call: Call) -> torch.Tensor | None:
 
 
 class Paged:
-    """Paged memory of one layer that holds what comes before a call; NaN everywhere else."""
+    """Paged memory of one layer that holds what comes before a call; NaN everywhere else.
 
-    def __init__(self, call: Call, layer: LayerSpec, dtype: torch.dtype) -> None:
+    number: of the layer, for a module that names it to the cache. native: whether the extension writes and attends,
+    else the reference.
+    """
+
+    def __init__(
+        self, call: Call, layer: LayerSpec, dtype: torch.dtype, number: int = 0, native: bool = True
+    ) -> None:
         assert call.past is not None
-        spec = KVSpec((layer,), str(dtype).removeprefix("torch."))
+        # Those before it store nothing: they would read its own.
+        others = (replace(layer, shares_kv_with=number),) * number
+        spec = KVSpec((*others, layer), str(dtype).removeprefix("torch."))
         num_blocks = -(-(call.start + call.hidden.shape[1]) // _BLOCK_SIZE)
         self._storage = PagedStorage(spec, num_blocks, _BLOCK_SIZE, max_blocks=num_blocks)
         self._storage.fill(float("nan"))
         self._blocks = torch.arange(num_blocks - 1, -1, -1, dtype=torch.int32)  # in no order that helps
-        native = attention_backend("native")
+        backend = attention_backend("native" if native else "python")
         k, v = call.past
         if k.shape[2]:
             positions = torch.arange(call.start - k.shape[2], call.start)
             slots = self._slots(positions)
-            view = self._storage.view(0)
-            native.write(view, k[0].transpose(0, 1), v[0].transpose(0, 1), slots)
-        self.cache = PagedCache(spec, self._storage, native, "proof")
+            backend.write(self._storage.view(number), *rows_to_store(layer, k, v), slots)
+        self.cache = PagedCache(spec, self._storage, backend, "proof")
         self._call = call
 
     def __enter__(self) -> Paged:
@@ -266,9 +274,10 @@ def _stored(cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _none_of(layer: LayerSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    k_width, v_width = layer.given_dims
     return (
-        torch.empty(1, layer.num_kv_heads, 0, layer.k_head_dim, dtype=dtype),
-        torch.empty(1, layer.num_kv_heads, 0, layer.v_head_dim, dtype=dtype),
+        torch.empty(1, layer.num_kv_heads, 0, k_width, dtype=dtype),
+        torch.empty(1, layer.num_kv_heads, 0, v_width, dtype=dtype),
     )
 
 
@@ -306,8 +315,10 @@ class _Drawn(DynamicCache):
         stored = self._spec[layer]
         count = self._visible(layer)
         generator = torch.Generator().manual_seed(layer)
-        k = torch.randn(1, stored.num_kv_heads, count, stored.k_head_dim, generator=generator)
-        v = torch.randn(1, stored.num_kv_heads, count, stored.v_head_dim, generator=generator)
+        k, v = (
+            torch.randn(1, stored.num_kv_heads, count, width, generator=generator)
+            for width in stored.given_dims
+        )
         return k.to(self._dtype), v.to(self._dtype)
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,169 @@
+"""Attention of latent layers (MLA) in the latents' own space: keys and values are never expanded, neither in memory nor
+for a step.
+
+Such a module projects the hidden rows to a latent [rank] and a turned part [turned], hands both to `Cache.update`, and
+expands what it gets back (`expand_kv`) by `kv_b_proj`, head by head to keys and values. Memory holds one row a token,
+latent and turned part side by side; the values are the latent itself. So every head attends with
+
+    query    (W_K^T q, q_turned)  [rank + turned]      W_K [kept, rank] and W_V [v, rank]: the head's rows of kv_b_proj
+    scores   scale * <query, row>
+    result   W_V sum(p * latent)  [v]
+
+which is the same sum in another order. It is always computed this way, for one row or a thousand, so bits do not depend
+on how a prompt is cut. All else (projections, norms, what turns, the scale) stays the module's own forward.
+
+A module is known by its parts (`expand_kv`, a plain `kv_b_proj`); that it computes this is proved on its numbers
+(`prove.latent`). The two products of a head are packed once, when a module first attends, and again whenever the model
+is prepared again, as it is when its weights have changed.
+
+Invariants
+    L1  outside of a step on pages `expand_kv` is the module's own.
+
+Cost: of a call two products for each head, about 5 us each beside the work, and the back end's run; packed, what
+kv_b_proj takes once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quire.attention import AttentionOptions, Backend
+from quire.attention.backends import PackedWeight
+from quire.errors import UnsupportedModelError
+from quire.model.linear import NativeWeight, choose_packing
+from quire.model.overlay import below, install, own_class
+from quire.model.paged_cache import PagedCache, tag_of
+from quire.model.plain_weights import plain
+from quire.model.prove.hooks import hooks_on, hooks_on_all
+
+__all__ = ["LatentHeads", "install_latents", "is_latent"]
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Whether the module expands latents by a `kv_b_proj`."""
+    return callable(getattr(type(module), "expand_kv", None)) and isinstance(
+        module._modules.get("kv_b_proj"), nn.Module
+    )
+
+
+def install_latents(model: nn.Module, model_type: str) -> Callable[[], None]:
+    """Have the latent modules of `model` hand latents that lie in pages on to attention, unexpanded; returns what
+    undoes that.
+
+    *raises:* UnsupportedModelError: something is on a module that would then not be called (hooks, an adapter).
+    """
+    found = [(name, module) for name, module in model.named_modules() if is_latent(module)]
+    for name, module in found:
+        expanding: Any = module.kv_b_proj
+        if (
+            own_class(expanding) is not nn.Linear
+            or expanding._parameters.get("bias") is not None
+            or "forward" in expanding.__dict__
+            or "expand_kv" in module.__dict__
+            or hooks_on(expanding)
+            or hooks_on_all()
+        ):
+            raise UnsupportedModelError(
+                f"model type {model_type}: expected a plain linear layer without bias, hooks or adapters as "
+                f"{name}.kv_b_proj, which is multiplied into queries and results, got {type(expanding).__name__} with "
+                "something on it; take it off, or merge it into the weight"
+            )
+    undos = [install(module, expand_kv=_kept_in_pages(module)) for _, module in found]
+
+    def undo() -> None:
+        while undos:
+            undos.pop()()
+
+    return undo
+
+
+def _kept_in_pages(module: nn.Module) -> Callable[..., Any]:
+    own = below(module, "expand_kv")
+
+    def expand_kv(latent: torch.Tensor, turned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if tag_of(latent) is None:
+            return own(latent, turned)
+        return latent, turned
+
+    return expand_kv
+
+
+class LatentHeads:
+    """The heads of one latent module, absorbed: what its queries and its results are multiplied by.
+
+    Args:
+        module: one of those that `is_latent` knows.
+        query: [1, heads, T, kept + turned], of one of its calls: its shape and type are asked for.
+        rank, turned: widths of what it stores.
+
+    Raises:
+        UnsupportedModelError: widths that do not go together.
+    """
+
+    def __init__(
+        self, module: nn.Module, query: torch.Tensor, rank: int, turned: int, backend: Backend
+    ) -> None:
+        expanding: Any = module._modules["kv_b_proj"]
+        packed = expanding.__dict__.get("_packed")
+        weight = plain(expanding._parameters["weight"]) if packed is None else packed.unpack()
+        heads, kept = query.shape[1], query.shape[3] - turned
+        if weight.dim() != 2 or weight.shape[1] != rank or weight.shape[0] % heads or kept < 1:
+            raise UnsupportedModelError(
+                f"expected kv_b_proj of {type(module).__name__} to expand a latent of {rank} to {heads} heads, got a "
+                f"weight {tuple(weight.shape)} beside queries of {query.shape[3]}"
+            )
+        per_head = weight.detach().to(query.dtype).view(heads, -1, rank)
+        self.rank, self.kept = rank, kept
+        self.v_dim = per_head.shape[1] - kept
+        if self.v_dim < 1:
+            raise UnsupportedModelError(
+                f"expected kv_b_proj of {type(module).__name__} to give each head {kept} columns of keys and those of "
+                f"values, got {per_head.shape[1]} in all"
+            )
+        pack = _packing(backend, query.dtype)
+        self.into_latent = [pack(head[:kept].t().contiguous()) for head in per_head]
+        self.out_of_latent = [pack(head[kept:].contiguous()) for head in per_head]
+
+    def attend(
+        self, query: torch.Tensor, cache: PagedCache, layer: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        """query [1, heads, T, kept + turned] -> [T, heads, v_dim]."""
+        num_rows, rank = query.shape[2], self.rank
+        rows = query.new_empty(num_rows, query.shape[1], rank + query.shape[3] - self.kept)
+        rows[..., rank:] = query[0, :, :, self.kept :].transpose(0, 1)
+        for head, weight in enumerate(self.into_latent):
+            rows[:, head, :rank] = weight.multiply(query[0, head, :, : self.kept], None)
+        mixed = cache.backend.run(cache.view(layer), rows, cache.plan(layer), options)
+        out = query.new_empty(num_rows, query.shape[1], self.v_dim)
+        for head, weight in enumerate(self.out_of_latent):
+            out[:, head] = weight.multiply(mixed[:, head], None)
+        return out
+
+
+class _DenseWeight:
+    """A weight as torch multiplies by it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.dtype = weight, weight.dtype
+        self.num_outputs, self.num_inputs = weight.shape
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, self.weight, bias)
+
+    def unpack(self) -> torch.Tensor:
+        return self.weight
+
+    def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[ids]
+
+
+def _packing(backend: Backend, dtype: torch.dtype) -> Callable[[torch.Tensor], PackedWeight]:
+    """What packs for this back end: its own, the extension's where that computes, else nothing."""
+    if backend.pack is not None:
+        return backend.pack
+    return NativeWeight if backend.is_native and choose_packing(dtype) == "native" else _DenseWeight
