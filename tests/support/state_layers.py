@@ -32,7 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {},
     "mamba": {},
     "mamba2": {"n_groups": 2},
-    "minimax": {},
+    "minimax": {"sliding_window": None},
     "nemotron_h": {"n_groups": 2},
     "olmo_hybrid": _DELTA,
     "qwen3_5_moe_text": _DELTA,

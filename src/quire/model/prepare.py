@@ -401,7 +401,7 @@ class PreparedModel:
 
         Returns the modules whose forward was replaced.
         """
-        probe = Probe(self)
+        probe = Probe(self, needs_float64=not self.spec.states)
         if not self.backend.is_native:
             probe.require(rehearse(self))
             check_generate(self.loaded, probe)
