@@ -181,3 +181,18 @@ def test_norms_are_told_apart() -> None:
     assert kind(nn.RMSNorm(19, eps=1e-5)) == "rms"
     assert kind(Clipped()) is None
     assert norm_candidates(nn.Linear(19, 19), torch.float32) == {}
+
+
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_a_part_of_wider_rows_is_served_by_the_same_kernel(num_rows: int) -> None:
+    """One row of a part is contiguous, several are not (the latents of MLA): bits must not depend on that."""
+    norm, mlp = (tiny("qwen3").model.layers[0].get_submodule(name) for name in ("input_layernorm", "mlp"))
+    wider = torch.randn(1, num_rows, 96, generator=torch.Generator().manual_seed(2))
+    part = wider[..., :64]
+    assert part.is_contiguous() == (num_rows == 1)
+    undo = pack_linears(mlp)
+    kernels: list[Any] = [*norm_candidates(norm, torch.float32).values(), *mlp_candidates(mlp).values()]
+    for kernel in kernels:
+        assert kernel.serves(part)
+        assert torch.equal(kernel(part), kernel(part.clone().contiguous()))
+    undo()

@@ -37,6 +37,18 @@ def test_it_is_a_parameter_without_memory(parameter: Any) -> None:
     assert parameter.held.dense is None
 
 
+def test_read_in_inference_mode_it_may_be_trained_again(parameter: Any) -> None:
+    """As LongCat Flash's router does, again and again, in a forward."""
+    with torch.inference_mode():
+        for _ in range(12):
+            assert torch.equal(parameter.type(torch.float32), WEIGHT)
+        parameter.view(-1)
+    parameter.give_back()
+    assert type(parameter) is nn.Parameter
+    assert not parameter.is_inference()
+    assert parameter.requires_grad
+
+
 WRITES: dict[str, Any] = {
     "in place": lambda p: p.data.mul_(2),
     "no_grad": lambda p: torch.no_grad()(lambda: p.add_(1))(),
