@@ -216,6 +216,9 @@ class PagedCache(Cache):
         positions = self._step.position_ids
         return positions - torch.arange(positions.numel())
 
+    def __len__(self) -> int:
+        return len(self.layers)
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
 

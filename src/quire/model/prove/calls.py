@@ -28,7 +28,7 @@ from quire.attention import AttentionPlan
 from quire.attention import backend as attention_backend
 from quire.memory.paged import PagedStorage
 from quire.model.cache_keyword import CACHE_KEYWORDS
-from quire.model.own_cache import own_cache
+from quire.model.own_cache import own_cache, own_cache_class
 from quire.model.paged_cache import PagedCache, rows_to_store
 from quire.model.prove.model import ModelToProve
 from quire.model.prove.text import TEXT
@@ -171,8 +171,8 @@ def record(
     layers: of those that store K and V, whose.
     """
     wanted = list(modules)
-    if not wanted:
-        return {}, {}
+    if not wanted or own_cache_class(prepared.loaded.model) is not DynamicCache:
+        return {}, {}  # a cache of the model's own cannot be drawn: nothing is fused then
     longest, spec = prepared.loaded.max_model_len, prepared.spec.layers
     tokens = text_tokens(prepared, min(NUM_TOKENS, longest))
     before = max(0, tokens.numel() - NUM_ROWS)

@@ -1,0 +1,176 @@
+"""Models with state layers in the engine: the tokens of `model.generate`, and the same bits however a request comes.
+
+Hits end at checkpoints: the same prompt again computes its last token, a next turn its new tokens. Slots are poisoned
+with NaN before anything runs.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.state_layers import tiny_model
+from transformers import PreTrainedModel
+
+from quire import LLM, KVSpec, SamplingParams
+from quire.errors import ArgumentError
+from quire.memory.placement import why_not
+
+SOME = ("falcon_h1", "kimi_linear", "lfm2", "qwen3_next")
+MORE = (
+    "bamba", "granitemoehybrid", "jamba", "lfm2_moe", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
+    "qwen3_5_text", "recurrent_gemma", "zamba",
+)  # fmt: skip
+MAX_TOKENS = 10
+GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, logprobs=3)
+_DRAW = random.Random(3)
+_SHARED = [_DRAW.randrange(2, 60) for _ in range(19)]
+PROMPTS = [
+    [7],
+    [_DRAW.randrange(2, 60) for _ in range(5)],
+    [*_SHARED, 5, 6],
+    [*_SHARED, 9, 8, 7, 6],
+    [_DRAW.randrange(2, 60) for _ in range(41)],
+]
+
+
+@cache
+def expected(name: str) -> tuple[PreTrainedModel, list[list[int]]]:
+    if name == "kimi_linear":
+        pytest.importorskip("transformers.models.kimi_linear")
+    model = tiny_model(name)
+    answers = []
+    with torch.inference_mode():
+        for prompt in PROMPTS:
+            found = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                max_new_tokens=MAX_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            answers.append(found[0, len(prompt) :].tolist())
+    return model, answers
+
+
+def serve(model: PreTrainedModel, **options: Any) -> LLM:
+    llm = LLM(
+        (model, None),
+        **{"kv_memory": "32MiB", "block_size": 4, "max_batch_tokens": 11, "max_num_seqs": 4, **options},
+    )
+    storage: Any = llm.core.storage
+    storage.fill(float("nan"))
+    storage.states.fill(float("nan"))
+    return llm
+
+
+def answers_of(llm: LLM, prompts: list[list[int]]) -> list[Any]:
+    return [output.outputs[0] for output in llm.generate(prompts, GREEDY)]
+
+
+def _check(name: str, backend: str, storage: str) -> None:
+    model, tokens = expected(name)
+    with serve(model, backend=backend, storage=storage) as llm:
+        assert [list(one.token_ids) for one in answers_of(llm, PROMPTS)] == tokens
+        again = llm.generate(PROMPTS, GREEDY)
+        assert [list(one.outputs[0].token_ids) for one in again] == tokens
+        assert [one.num_cached_tokens for one in again] == [len(prompt) - 1 for prompt in PROMPTS]
+        turn = [*PROMPTS[4], *tokens[4], 11, 12, 13]
+        output = llm.generate([turn], GREEDY)[0]
+        # The last token of an answer is drawn and never computed.
+        assert output.num_cached_tokens == len(PROMPTS[4]) + MAX_TOKENS - 1
+        llm.core.cache.check()
+
+
+@pytest.mark.parametrize("backend", ["python", "native"])
+@pytest.mark.parametrize("name", SOME)
+def test_tokens_are_generates(name: str, backend: str) -> None:
+    if backend == "native":
+        pytest.importorskip("quire._native")
+    _check(name, backend, "paged")
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no virtual storage on this machine")
+def test_tokens_are_generates_on_virtual_storage() -> None:
+    _check("falcon_h1", "python", "virtual")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", MORE)
+def test_tokens_of_every_family(name: str) -> None:
+    _check(name, "native", "paged")
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_bits_do_not_depend_on_chunks_hits_or_company(name: str) -> None:
+    """Logprobs, of float32 logits, are compared as they are."""
+    pytest.importorskip("quire._native")
+    model, _ = expected(name)
+    prompt = PROMPTS[4]
+    with serve(model, max_batch_tokens=64, prefix_caching=False) as llm:
+        alone = answers_of(llm, [prompt])[0]
+    for options in (
+        {"max_batch_tokens": 7},
+        {"max_batch_tokens": 64, "num_threads": 1},
+        {"block_size": 16, "checkpoint_every": 8},
+    ):
+        with serve(model, **options) as llm:
+            for _ in range(2):  # cold, and from a checkpoint
+                got = answers_of(llm, PROMPTS)[4]
+                assert (got.token_ids, got.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+def test_preempted_requests_go_on_from_checkpoints() -> None:
+    model, tokens = expected("qwen3_next")
+    spec = KVSpec.from_config(model.config)
+    # Two slots of states in half of it; blocks of two prompts in the rest.
+    kv_memory = max(8 * spec.bytes_per_state, 2 * 80 * spec.bytes_per_token)
+    with serve(model, kv_memory=kv_memory, backend="python") as llm:
+        assert [list(one.token_ids) for one in answers_of(llm, PROMPTS)] == tokens
+        assert llm.stats()["num_preemptions"] > 0
+        llm.core.cache.check()
+
+
+def test_samples_of_one_prompt_fork_its_state() -> None:
+    model, tokens = expected("lfm2")
+    with serve(model, backend="python") as llm:
+        output = llm.generate(
+            [PROMPTS[2]], SamplingParams(n=3, max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
+        )[0]
+        assert [list(one.token_ids) for one in output.outputs] == [tokens[2]] * 3
+
+
+def test_states_are_counted() -> None:
+    model, _ = expected("qwen3_next")
+    spec = KVSpec.from_config(model.config)
+    num_bytes = sum(
+        tensor.numel() * 4
+        for layer in spec.states
+        for tensor in (torch.empty(field.shape, device="meta") for field in layer.fields)
+    )
+    assert spec.bytes_per_state == num_bytes > 0
+    with serve(model, backend="python") as llm:
+        llm.generate(PROMPTS, GREEDY)
+        stats = llm.stats()
+        assert stats["state_slots"] == 2 * 4 + 2
+        assert stats["checkpoints"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"storage": "contiguous"}, "storage paged or virtual for a model with state layers"),
+        ({"storage": "growing"}, "storage paged or virtual for a model with state layers"),
+        ({"preemption": "swap"}, "go on from a checkpoint"),
+        ({"host_cache": "1MiB"}, "no tiers"),
+        ({"kv_memory": 4096}, "half of it for two states"),
+    ],
+)
+def test_what_states_do_not_have_yet_is_refused(options: dict[str, Any], message: str) -> None:
+    model, _ = expected("lfm2" if "kv_memory" not in options else "qwen3_next")
+    with pytest.raises(ArgumentError, match=message):
+        serve(model, backend="python", **options)
