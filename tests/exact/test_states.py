@@ -144,6 +144,17 @@ def test_samples_of_one_prompt_fork_its_state() -> None:
         assert [list(one.token_ids) for one in output.outputs] == [tokens[2]] * 3
 
 
+def test_what_a_missing_state_costs_is_told() -> None:
+    model, _ = expected("lfm2")
+    with serve(model, backend="python") as llm:
+        llm.generate([PROMPTS[2]], GREEDY)
+        told = llm.monitor.explain([*_SHARED, 50, 51])
+        assert (told.num_hit_tokens, told.reason) == (0, "no state")
+        assert "K and V to 19, state to 0: computed from 0" in str(told)
+        llm.generate([[*_SHARED, 50, 51]], GREEDY)
+        assert llm.monitor.explain([*_SHARED, 40, 41]).num_hit_tokens == 19
+
+
 def test_states_are_counted() -> None:
     model, _ = expected("qwen3_next")
     spec = KVSpec.from_config(model.config)

@@ -91,6 +91,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "minimax": {"sliding_window": None},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 8},
     "mllama_text_model": {"cross_attention_layers": [1]},
     "qwen3_vl_moe_text": {"sliding_window": None},

@@ -81,6 +81,12 @@ class StateCache(Cache):
         found = self._deepest(prompt, self._manager.match(*prompt))
         return Match(0 if found is None else found.num_tokens)
 
+    def num_kv_tokens(
+        self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
+    ) -> int:
+        """How much of a prompt is there in K and V, whatever states were kept; at most all but its last token."""
+        return self._manager.match(*arguments.prompt(token_ids, namespace, extra_keys))
+
     def drop(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> Dropped:

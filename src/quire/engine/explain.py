@@ -20,6 +20,7 @@ import numpy as np
 
 from quire.cache.block_hash import block_hashes, namespace_digest
 from quire.cache.prefix_key import ResolvedKey
+from quire.cache.state_cache import StateCache
 from quire.engine.monitor import CacheMonitor
 from quire.observe.history import Loss
 from quire.observe.mirror import Block
@@ -34,6 +35,7 @@ __all__ = ["Explanation", "OnDisk", "Question", "Reason", "explain"]
 
 Reason = Literal[
     "complete",
+    "no state",
     "expired",
     "evicted",
     "forgotten",
@@ -70,6 +72,7 @@ class Explanation:
     lost_s_ago, idle_s: seconds since memory lost it, and from its last use till then. tier_losses: seconds since tiers
     gave it up, by tier. lost_for, by: the tenant for whose
     need, and whose namespace it is in: for the administrator. is_log_full: older losses are not remembered.
+    num_kv_tokens: of a model with state layers, how far K and V go where no state was kept of the last of them.
     """
 
     num_tokens: int
@@ -90,6 +93,7 @@ class Explanation:
     differs_on_disk: bool = False
     is_end: bool = False
     silent_tiers: tuple[str, ...] = ()
+    num_kv_tokens: int | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.num_hit_tokens} of {self.num_tokens} tokens are in memory"]
@@ -102,6 +106,8 @@ class Explanation:
     def _why(self) -> str:
         if self.stop is None:
             return "nothing is missing: the last token is always computed"
+        if self.reason == "no state":
+            return f"K and V to {self.num_kv_tokens}, state to {self.stop}: computed from {self.stop}"
         where = f"token {self.stop} is the first one missing"
         ago = "" if self.lost_s_ago is None else f"{self.lost_s_ago:.1f} s ago"
         if self.reason in ("evicted", "forgotten", "expired"):
@@ -220,6 +226,10 @@ def _in_memory(
     if reached >= len(tokens) - 1:
         return Explanation(**common, stop=None, reason="complete")
     common["stop"] = reached
+    if isinstance(cache, StateCache):
+        stored = cache.num_kv_tokens(tokens, namespace=key.namespace, extra_keys=key.extra_keys)
+        if stored > reached:
+            return Explanation(**common, reason="no state", num_kv_tokens=stored)
     if loads is not None and search is not None:
         common["tier_losses"] = loads.losses(search, reached)
     if loss is None and common.get("tier_losses"):  # of an earlier process, or forgotten in memory long ago
