@@ -19,10 +19,10 @@ from quire import LLM, KVSpec, SamplingParams
 from quire.errors import ArgumentError
 from quire.memory.placement import why_not
 
-SOME = ("falcon_h1", "kimi_linear", "lfm2", "qwen3_next")
+SOME = ("falcon_h1", "kimi_linear", "lfm2", "mamba2", "qwen3_next")
 MORE = (
-    "bamba", "granitemoehybrid", "jamba", "lfm2_moe", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
-    "qwen3_5_text", "recurrent_gemma", "zamba",
+    "bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2_moe", "mamba", "minimax", "nemotron_h", "olmo_hybrid",
+    "qwen3_5_moe_text", "qwen3_5_text", "recurrent_gemma", "zamba",
 )  # fmt: skip
 MAX_TOKENS = 10
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, logprobs=3)
@@ -153,6 +153,14 @@ def test_what_a_missing_state_costs_is_told() -> None:
         assert "K and V to 19, state to 0: computed from 0" in str(told)
         llm.generate([[*_SHARED, 50, 51]], GREEDY)
         assert llm.monitor.explain([*_SHARED, 40, 41]).num_hit_tokens == 19
+
+
+def test_a_model_of_states_alone_has_nothing_to_map() -> None:
+    model, _ = expected("mamba2")
+    with pytest.raises(ArgumentError, match="storage paged for a model of states alone"):
+        serve(model, backend="python", storage="virtual")
+    with serve(model, backend="python", storage="auto") as llm:
+        assert llm.storage == "paged"
 
 
 def test_states_are_counted() -> None:

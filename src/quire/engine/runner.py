@@ -46,7 +46,8 @@ class Runner:
         self._profile = profile or NoProfile()
         self.prepare_seconds = 0.0  # spent in having the storage prepared so far
         # What an entry of each table stands for: constant, as a view's shape but for the number of its blocks.
-        self._table_tokens = [0] * storage.num_tables
+        # Where no layer attends, the one table leads nowhere, and blocks are the cache's.
+        self._table_tokens = [getattr(storage, "block_size", 1)] * storage.num_tables
         for group in storage.spec.groups:
             for layer in group.layers:
                 self._table_tokens[storage.table_of(layer)] = storage.view(layer).block_size

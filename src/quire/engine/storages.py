@@ -60,7 +60,7 @@ def open_storage(config: EngineConfig, spec: KVSpec, max_model_len: int) -> Open
             )
         name = "paged"
     elif name == "auto":
-        name = _chosen()
+        name = _chosen() if any(layer.stores_kv for layer in spec.layers) else "paged"
     return OpenStorage(name, *_MAKERS[name](config, spec, max_model_len))
 
 
@@ -78,7 +78,7 @@ def num_blocks_within(
     already, as good as free."""
     num_blocks = num_blocks_for(spec, max_model_len, block_size)
     least = num_blocks_for(spec, 1, block_size)  # one token: one block in every group
-    return _num_blocks(
+    found = _num_blocks(
         config,
         config.max_num_seqs * num_blocks * block_bytes,
         block_bytes,
@@ -87,6 +87,10 @@ def num_blocks_within(
         own_bytes,
         state_bytes,
     )
+    if any(layer.stores_kv for layer in spec.layers):
+        return found
+    # Blocks of a model of states alone stand for tokens and hold nothing: not as many as their bytes allow.
+    return min(found, max(1 << 16, min(1 << 20, 2 * num_blocks)))
 
 
 def num_state_slots(config: EngineConfig, spec: KVSpec, most_kv_bytes: int) -> int:
@@ -142,6 +146,11 @@ def _states(
 def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
     from quire.memory.virtual.storage import VirtualStorage, virtual_block_size
 
+    if not any(layer.stores_kv for layer in spec.layers):
+        raise ArgumentError(
+            f"expected storage paged for a model of states alone ({spec.name}), which has no keys and values to map, "
+            "got 'virtual' - in `storage`"
+        )
     block_size = virtual_block_size(spec, parse_size(config.piece_size, where="piece_size"))
     storage = VirtualStorage(
         spec,

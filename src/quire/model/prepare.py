@@ -129,7 +129,10 @@ class PreparedModel:
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
         self.routed: Routed | None = None
-        needs = self.needs - {"position_ids"} if has_biases(loaded.model) else self.needs
+        # States know their place in a text: no layer without attention asks for a position.
+        self._attends = any(layer.attends for layer in loaded.spec.layers)
+        no_positions = not self._attends or has_biases(loaded.model)
+        needs = self.needs - {"position_ids"} if no_positions else self.needs
         self._parameters, self._cache_keyword = _forward_parameters(loaded, needs)
         self._configs = _attention_configs(loaded.model)
         self._switched_from: list[Any] | None = None  # the configs' own attention, while it is another one
@@ -141,7 +144,7 @@ class PreparedModel:
                 self._give_back_training = _eval(loaded.model)
                 self._undo.append(self._give_back_training)
                 self._change(loaded.model, packed_weights)
-                if self.routed is None or not self.routed.no_positions:
+                if self._attends and (self.routed is None or not self.routed.no_positions):
                     _forward_parameters(loaded, self.needs)
                 before = facts(loaded.model)
                 self._prove(loaded.model)

@@ -212,7 +212,8 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
             f"model type {model_type}: expected full, sliding or chunked attention in every layer, got {listed} "
             f"of {num_layers} layers; state, indexed and compressed layers come in a later version"
         )
-    _refuse_without_heads(text, model_type)
+    if not with_state:
+        _refuse_without_heads(text, model_type)
     producers = _producers(text, kinds, num_layers, model_type)
     layers: list[LayerSpec] = []
     for index in range(num_layers):
@@ -229,11 +230,6 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
             continue
         heads, k_dim, v_dim = _shape(configs[source], source, span.kind == "window", model_type)
         layers.append(LayerSpec(span, heads, k_dim, v_dim, producer))
-    if not any(layer.stores_kv for layer in layers):
-        raise UnsupportedModelError(
-            f"model type {model_type}: expected at least one layer with attention, got {num_layers} that keep a state "
-            "alone; such models come in a later version"
-        )
     return tuple(layers)
 
 

@@ -38,9 +38,8 @@ from quire.spec.state_spec import StateSpec
 
 __all__ = ["KVGroup", "KVSpec"]
 
-_Kind: TypeAlias = tuple[
-    Span, int, int, int, bool
-]  # span, KV heads, widths of K and V, whether V is a part of K
+# Span, KV heads, widths of K and V, whether V is a part of K.
+_Kind: TypeAlias = tuple[Span, int, int, int, bool]
 
 MAX_PADDING = 0.05
 MAX_GROUPS = 16
@@ -71,7 +70,7 @@ class KVGroup:
 
     @property
     def bytes_per_token(self) -> int:
-        return len(self.layers) * self.num_kv_heads * sum(self.stored_dims) * self.dtype_bytes
+        return max(1, len(self.layers)) * self.num_kv_heads * sum(self.stored_dims) * self.dtype_bytes
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.bytes_per_token * block_size
@@ -79,6 +78,21 @@ class KVGroup:
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes this group has to keep for one sequence of `num_tokens` (a window keeps its window)."""
         return self.bytes_per_token * self.span.num_kept(num_tokens)
+
+
+def _tokens_alone(dtype_bytes: int) -> KVGroup:
+    """Of a model of states alone: its blocks stand for tokens, which the prefix tree finds states by, and hold nothing.
+    A token is counted as one element, so that blocks have a size."""
+    return KVGroup(
+        index=0,
+        layers=(),
+        most_layers=1,
+        span=Span(),
+        num_kv_heads=1,
+        k_head_dim=1,
+        v_head_dim=0,
+        dtype_bytes=dtype_bytes,
+    )
 
 
 @dataclass(frozen=True)
@@ -99,8 +113,8 @@ class KVSpec:
 
     def __post_init__(self) -> None:
         format_of(self.dtype)
-        if not any(layer.stores_kv for layer in self.layers):
-            raise ArgumentError("expected at least one layer that stores KV, got none")
+        if not any(layer.stores_kv for layer in self.layers) and not self.states:
+            raise ArgumentError("expected at least one layer that stores KV or a state, got none")
 
     @classmethod
     def from_config(cls, config: Any | str | Path | dict[str, Any], *, dtype: str | None = None) -> KVSpec:
@@ -138,6 +152,8 @@ class KVSpec:
             if layer.stores_kv:
                 kind = (layer.span, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim, layer.latent)
                 kinds.setdefault(kind, []).append(index)
+        if not kinds:
+            return (_tokens_alone(self.dtype_bytes),)
         sizes = self._group_sizes({kind: len(members) for kind, members in kinds.items()})
         full_first = sorted(kinds.items(), key=lambda item: item[0][0].kind != "full")
         groups: list[KVGroup] = []
