@@ -31,9 +31,9 @@ class Starts:
         module = sys.modules["quire.model.prepare"]
         probe = module.Probe
 
-        def count(prepared: PreparedModel) -> Any:
+        def count(prepared: PreparedModel, **options: Any) -> Any:
             self.num_probes += 1
-            return probe(prepared)
+            return probe(prepared, **options)
 
         monkeypatch.setattr(module, "Probe", count)
 

@@ -44,8 +44,7 @@ def _model(model_type: str, **fields: Any) -> PreTrainedModel:
          "K and V are altered"),
         ("deepseek_v32", {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 97,
                           "num_attention_heads": 4, "first_k_dense_replace": 1}, "1 indexed_attention of 1 layers"),
-        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97},
-         r"2 linear_attention \(Mamba\) of 2 layers"),
+        ("rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "a state of their own"),
     ],
 )  # fmt: skip
 def test_refused_with_type_and_reason(model_type: str, fields: dict[str, Any], reason: str) -> None:

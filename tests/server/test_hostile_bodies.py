@@ -336,7 +336,7 @@ def test_what_no_place_is_left_for_is_refused_before_its_body_is_read(serve, mon
     with serve(ServerSettings()) as (url, app):
         there = app.state.service
         monkeypatch.setattr(bodies, "parsed", lambda *_: pytest.fail("the body was read"))
-        there._admission.admit(Tenant("default"), there._admission._most)
+        there._admission.admit(Tenant("somebody"), there._admission._most)
         for size in (1, 3_000_000):  # one that is still being sent hears of it too
             answer = httpx.post(f"{url}/v1/completions", json={**SHORT, "user": "x" * size})
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")

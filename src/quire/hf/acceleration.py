@@ -185,6 +185,11 @@ class _Accelerated:
                             f"model type {loaded.model_type}: its layers keep latents (MLA), whose two parts lie apart "
                             "in a QuireCache; LLM runs it whole"
                         )
+                    elif loaded.spec.states:
+                        reason = (
+                            f"model type {loaded.model_type}: its layers keep states, which in a QuireCache are "
+                            "transformers' own; LLM runs it whole"
+                        )
                     else:
                         prepared = PreparedModel(loaded, backend=self.backend.name)
         except (UnsupportedModelError, ConfigError) as error:

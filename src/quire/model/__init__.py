@@ -10,7 +10,7 @@ Others may use the names below, and
     missing                      why a model cannot be run, and how it attends
     model_lock, overlay          one holder of a model, and forwards laid over its own
     rope                         rotary embeddings
-    state                        mixers of state layers: adapters, their proof and installation
+    state, state.step            mixers of state layers: adapters, their proof and installation
     prove.hooks, prove.stamp     whether a model is still what was proved
 """
 

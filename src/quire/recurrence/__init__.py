@@ -3,7 +3,7 @@
 `backend()` is the way in; `reference` is the definition in torch, token by token in float32, `native` the kernels.
 
 Others may use the names below, and
-    backends   the back ends by name; home of the names below
+    backends, step   the back ends by name, and a step's rows; homes of the names below
     native     the kernels
 """
 

@@ -17,12 +17,16 @@ __all__ = ["added_tokens", "in_grammar", "shown_token_ids", "special_token_ids"]
 
 def added_tokens(tokenizer: Any) -> Mapping[str, int]:
     """The tokens that were added to the vocabulary, by their text; {} without a tokenizer."""
-    return {} if tokenizer is None else _added(tokenizer, len(tokenizer))[0]
+    return {} if tokenizer is None else _added(tokenizer, _size(tokenizer))[0]
 
 
 def special_token_ids(tokenizer: Any) -> frozenset[int]:
     """The tokens that decoding leaves out; none without a tokenizer."""
-    return frozenset() if tokenizer is None else _added(tokenizer, len(tokenizer))[1]
+    return frozenset() if tokenizer is None else _added(tokenizer, _size(tokenizer))[1]
+
+
+def _size(tokenizer: Any) -> int:
+    return len(tokenizer) if hasattr(tokenizer, "__len__") else -1
 
 
 @functools.lru_cache(maxsize=16)
@@ -32,7 +36,9 @@ def _added(tokenizer: Any, size: int) -> tuple[dict[str, int], frozenset[int]]:
         special = [token for token, one in tokenizer.added_tokens_decoder.items() if one.special]
         return dict(tokenizer.get_added_vocab()), frozenset(special)
     except (AttributeError, NotImplementedError):  # not every tokenizer tells more than its special tokens
-        names = list(tokenizer.all_special_tokens)
+        names = list(getattr(tokenizer, "all_special_tokens", ()))
+        if not names:
+            return {}, frozenset()
         special = tokenizer.convert_tokens_to_ids(names)
         return dict(zip(names, special, strict=True)), frozenset(special)
 
