@@ -22,7 +22,7 @@ from quire.memory.placement import why_not
 SOME = ("falcon_h1", "kimi_linear", "lfm2", "mamba2", "qwen3_next")
 MORE = (
     "bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2_moe", "mamba", "minimax", "nemotron_h", "olmo_hybrid",
-    "qwen3_5_moe_text", "qwen3_5_text", "recurrent_gemma", "zamba",
+    "qwen3_5_moe_text", "qwen3_5_text", "recurrent_gemma", "zamba", "zamba2",
 )  # fmt: skip
 MAX_TOKENS = 10
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, logprobs=3)

@@ -89,6 +89,11 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 3,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "kimi_linear": {
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "minimax": {"sliding_window": None},
@@ -104,7 +109,12 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "num_hashes": 1,
     },
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
-    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
+    "zamba2": {
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "hybrid"],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
