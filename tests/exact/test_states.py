@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from quire import LLM, KVSpec, SamplingParams
 from quire.errors import ArgumentError
 from quire.memory.placement import why_not
+from quire.model.cache_keyword import cache_keyword
 
 SOME = ("falcon_h1", "kimi_linear", "lfm2", "mamba2", "qwen3_next")
 MORE = (
@@ -42,6 +43,8 @@ def expected(name: str) -> tuple[PreTrainedModel, list[list[int]]]:
     if name == "kimi_linear":
         pytest.importorskip("transformers.models.kimi_linear")
     model = tiny_model(name)
+    if cache_keyword(model.forward) is None:
+        pytest.skip("in this transformers its forward takes a cache by a name that Quire does not know")
     answers = []
     with torch.inference_mode():
         for prompt in PROMPTS:

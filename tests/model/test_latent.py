@@ -178,6 +178,7 @@ def test_a_copy_of_a_prepared_model_is_the_models_own() -> None:
 
 
 def test_accelerate_leaves_latent_attention_to_the_model() -> None:
+    pytest.importorskip("quire._native")
     model = tiny("deepseek_v3")
     done = accelerate(model)
     assert done.level == "linears"

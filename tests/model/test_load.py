@@ -203,8 +203,8 @@ def test_a_loaded_model_elsewhere_or_of_another_dtype_is_refused() -> None:
 
 
 def test_a_model_that_keeps_other_state_is_refused() -> None:
-    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=97)
-    with pytest.raises(UnsupportedModelError, match="model type mamba"):
+    config = AutoConfig.for_model("rwkv", hidden_size=32, num_hidden_layers=2, vocab_size=97)
+    with pytest.raises(UnsupportedModelError, match="model type rwkv"):
         load((AutoModelForCausalLM.from_config(config), None))
 
 

@@ -128,7 +128,6 @@ def test_a_model_whose_generate_prepares_other_positions_is_refused() -> None:
         ("xlnet", {}, "keeps its past as mems"),
         ("reformer", {}, "keeps its past as past_buckets_states"),
         ("openai-gpt", {}, "takes no cache: it computes all tokens in every step"),
-        ("lara_mini", {}, "'linear_attention', which keeps a state that quire does not know"),
         ("bart", {}, "takes no position_ids: it counts positions itself"),
         ("bert", {"is_decoder": False}, r"\(is_causal=False\)"),
     ],

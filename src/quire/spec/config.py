@@ -204,7 +204,10 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
     missing = num_layers - len(kinds)  # transformers before 5.23 leaves out layers that store nothing
     kinds, options = [*kinds, *["dummy"] * missing], [*options, *[{}] * missing]
     with_state = {state.layer for state in state_specs(text)}
-    kinds = [_of_attention(kind, index in with_state) for index, kind in enumerate(kinds)]
+    kinds = [
+        _NO_KV if kind in _NO_MEMORY else _of_attention(kind, index in with_state)
+        for index, kind in enumerate(kinds)
+    ]
     later = Counter(k for k in kinds if k not in (*_ATTENDING, _NO_KV, "dummy"))
     if later:
         listed = ", ".join(f"{count} {_described(kind, text)}" for kind, count in sorted(later.items()))

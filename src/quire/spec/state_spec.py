@@ -56,7 +56,7 @@ def state_specs(config: Any) -> tuple[StateSpec, ...]:
         UnsupportedModelError: layers with states of a model type that is not known here, or sizes that are missing.
     """
     text = config.get_text_config(decoder=True)
-    kinds = list(getattr(text, "layer_types", None) or ())
+    kinds = _kinds(text)
     num_layers = getattr(text, "num_hidden_layers", len(kinds))
     found = ((layer, state_fields(config, layer)) for layer in range(min(len(kinds), num_layers)))
     return tuple(StateSpec(layer, fields) for layer, fields in found if fields)
@@ -68,7 +68,7 @@ def state_fields(config: Any, layer_index: int) -> tuple[StateField, ...]:
     *raises:* as `state_specs`.
     """
     text = config.get_text_config(decoder=True)
-    kinds = list(getattr(text, "layer_types", None) or ())
+    kinds = _kinds(text)
     kind = kinds[layer_index] if 0 <= layer_index < len(kinds) else None
     if kind not in _STATE_LAYERS:
         return ()
@@ -86,6 +86,11 @@ def state_fields(config: Any, layer_index: int) -> tuple[StateField, ...]:
             f"model type {model_type}: expected the sizes of layer {layer_index}'s state in the config, got {error}"
         ) from None
     return tuple(StateField(name, shape) for name, shape in shapes.items())
+
+
+def _kinds(text: Any) -> list[str]:
+    """Of each layer; RecurrentGemma says it in a field of its own before transformers 5.24."""
+    return list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 
 _Shapes = dict[str, tuple[int, ...]]
