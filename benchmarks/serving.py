@@ -180,8 +180,18 @@ class Server:
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
+    def _page(self, path: str, times: int = 3) -> str:
+        """A full server closes a connection that waits; it is asked again then."""
+        try:
+            return urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}").read().decode()
+        except ConnectionError:
+            if times == 1:
+                raise
+            time.sleep(0.2)
+            return self._page(path, times - 1)
+
     def metric(self, name: str) -> float:
-        page = urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics").read().decode()
+        page = self._page("/metrics")
         found = re.search(rf"^{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
         assert found, name
         return float(found[1])
