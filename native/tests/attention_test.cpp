@@ -239,7 +239,7 @@ int main() {
         const bool emulated = isa_name(isa).starts_with("emulated");
         Random random(7);
         std::int64_t num_shared_runs = 0;
-        for (int i = 0; i < (emulated ? 30 : 300); ++i) {
+        for (int i = 0; i < (emulated ? 60 : 300); ++i) {
             Case test(draw(random, static_cast<Element>(i % 3)), random);
             const Buffer batch = test.run(isa, 0, test.num_sequences(), 2);
             test.expect_right(batch);
