@@ -63,7 +63,14 @@ def expected(name: str) -> tuple[PreTrainedModel, list[list[int]]]:
 def serve(model: PreTrainedModel, **options: Any) -> LLM:
     llm = LLM(
         (model, None),
-        **{"kv_memory": "32MiB", "block_size": 4, "max_batch_tokens": 11, "max_num_seqs": 4, **options},
+        **{
+            "kv_memory": "8MiB",
+            "block_size": 4,
+            "max_batch_tokens": 11,
+            "max_num_seqs": 4,
+            "max_model_len": 128,
+            **options,
+        },
     )
     storage: Any = llm.core.storage
     storage.fill(float("nan"))

@@ -129,7 +129,7 @@ def test_a_checkpoint_goes_on_as_the_sequence_it_was_taken_of(model: Any) -> Non
 
 
 class Given:
-    """A `StateCache`, and nothing else of a cache."""
+    """A `StateSource`, and nothing else of a cache."""
 
     def __init__(self, adapter: StateAdapter, step: StateStep | None) -> None:
         self.states, self.state_step = fresh_states(adapter, 1, [0]), step

@@ -106,7 +106,7 @@ def fresh_states(adapter: Any, num_slots: int, used: list[int]) -> dict[str, tor
 
 
 class StatesBesideKeys(MiniMaxCache):
-    """A cache of transformers for the attention of one sequence, and a `StateCache` for the other layers.
+    """A cache of transformers for the attention of one sequence, and a `StateSource` for the other layers.
 
     MiniMax takes no cache but its own, so it is one.
     """

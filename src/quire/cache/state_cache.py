@@ -36,7 +36,7 @@ from quire.cache.checkpoints import Checkpoint, Checkpoints
 from quire.cache.manager.content import ExtraKeys, encode
 from quire.cache.open_sequence import Sequence
 from quire.cache.protocol import CacheSequence, StepPlan
-from quire.cache.state_plan import ZERO, StateStep, StepPlanWithStates
+from quire.cache.state_plan import ZERO, StatePlan, StepPlanWithStates
 from quire.cache.types import NORMAL, Int32Array
 from quire.errors import ArgumentError, InvariantError
 
@@ -246,7 +246,7 @@ class StateCache(Cache):
                         checkpoints.append((row + position - 1 - start, slot))
         operations, self._operations = tuple(self._operations), []
         slots = np.array([one.slot for one in held], np.int64)
-        return StepPlanWithStates(plan, StateStep(slots, operations, tuple(checkpoints)))
+        return StepPlanWithStates(plan, StatePlan(slots, operations, tuple(checkpoints)))
 
     def restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> StepPlan | None:
         raise ArgumentError(

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from quire.cache.protocol import GroupPlan, StepPlan, in_words_of
 from quire.cache.types import Int32Array, Int64Array
 
-__all__ = ["ZERO", "StateStep", "StepPlanWithStates"]
+__all__ = ["ZERO", "StatePlan", "StepPlanWithStates"]
 
 ZERO = -1
 
 
 @dataclass(frozen=True, eq=False)
-class StateStep:
+class StatePlan:
     """slots: int64 [n], distinct. operations: (source slot, target slot), `ZERO` as source for the state before any
     token. checkpoints: (row of the step, slot)."""
 
@@ -31,7 +31,7 @@ class StateStep:
 class StepPlanWithStates:
     """A back end's plan, and what the step does with states."""
 
-    def __init__(self, plan: StepPlan, states: StateStep) -> None:
+    def __init__(self, plan: StepPlan, states: StatePlan) -> None:
         self._plan = plan
         self.states = states
 

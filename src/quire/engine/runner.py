@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quire.attention import AttentionPlan
-from quire.cache.state_plan import StateStep as StateStepPlan
+from quire.cache.state_plan import StatePlan
 from quire.engine.profile import NoProfile, Profile
 from quire.errors import CapacityError
 from quire.memory.storage import Storage
@@ -63,7 +63,7 @@ class Runner:
         plans: list[AttentionPlan] = []
         slot_mappings: list[torch.Tensor] = []
         began = time.perf_counter()
-        states: StateStepPlan | None = getattr(step.plan, "states", None)
+        states: StatePlan | None = getattr(step.plan, "states", None)
         if states is not None:
             self._states.apply(states.operations)  # whatever becomes of the step
         self._storage.forget(step.closed_ids)
@@ -95,6 +95,6 @@ class Runner:
         return self._prepared.forward(forward_step)
 
 
-def _state_step(step: ScheduledStep, states: StateStepPlan) -> StateStep:
+def _state_step(step: ScheduledStep, states: StatePlan) -> StateStep:
     recurrence = RecurrenceStep(step.plan.query_start.tolist(), states.slots.tolist(), states.checkpoints)
     return StateStep(recurrence, torch.from_numpy(step.positions))

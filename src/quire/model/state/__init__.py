@@ -1,19 +1,19 @@
 """State layers of transformers models, run on `quire.recurrence` over flattened rows: one adapter a mixer.
 
 `state_adapters` finds the mixers of a model, `prove_states` asks each whether it is what it looks like, and
-`install_states` has them serve the engine's calls. The engine's cache is a `StateCache`: it says the step (`StateStep`)
-and the states of a layer. `quire.spec.state_spec` tells the same fields from a config alone.
+`install_states` has them serve the engine's calls. The engine's cache is a `StateSource`: it says the step
+(`StateStep`) and the states of a layer. `quire.spec.state_spec` tells the same fields from a config alone.
 """
 
 from quire.model.state.adapter import StateAdapter
 from quire.model.state.install import install_states
 from quire.model.state.proof import prove_states
 from quire.model.state.registry import adapter_of, state_adapters
-from quire.model.state.step import StateCache, StateStep
+from quire.model.state.step import StateSource, StateStep
 
 __all__ = [
     "StateAdapter",
-    "StateCache",
+    "StateSource",
     "StateStep",
     "adapter_of",
     "install_states",

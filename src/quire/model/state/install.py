@@ -14,13 +14,13 @@ from quire.errors import ArgumentError
 from quire.model.cache_keyword import cache_keyword, given_cache
 from quire.model.overlay import below, install
 from quire.model.state.adapter import StateAdapter
-from quire.model.state.step import state_cache
+from quire.model.state.step import state_source
 
 __all__ = ["install_states"]
 
 
 def install_states(adapters: Mapping[int, StateAdapter]) -> Callable[[], None]:
-    """Have each adapter serve for its module where the module is called with a `StateCache`; returns the undoing.
+    """Have each adapter serve for its module where the module is called with a `StateSource`; returns the undoing.
 
     adapters: by layer, of `state_adapters`. The undoing may be called twice.
     """
@@ -38,9 +38,9 @@ def _install(adapter: StateAdapter, layer: int) -> Callable[[], None]:
     keyword = cache_keyword(original) or "cache"  # a block that takes any keyword is given it by that name
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        cache = state_cache(given_cache(keyword, kwargs) or kwargs.get("cache_params"))
+        cache = state_source(given_cache(keyword, kwargs) or kwargs.get("cache_params"))
         if cache is None and len(args) > 1:
-            cache = state_cache(args[1])
+            cache = state_source(args[1])
         if cache is None:
             return original(*args, **kwargs)
         step = cache.state_step

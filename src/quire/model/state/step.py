@@ -1,6 +1,6 @@
 """What a state layer needs beside its rows: the step's sequences and slots, the rows' positions, and its states.
 
-The engine's cache object is a `StateCache`: the forward that `install` puts over a mixer finds both there. Any other
+The engine's cache object is a `StateSource`: the forward that `install` puts over a mixer finds both there. Any other
 cache leaves the mixer its own forward.
 
 Cost: none; it only holds what others made.
@@ -17,7 +17,7 @@ import torch
 from quire.errors import ArgumentError
 from quire.recurrence import RecurrenceStep
 
-__all__ = ["StateCache", "StateStep", "state_cache"]
+__all__ = ["StateSource", "StateStep", "state_source"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class StateStep:
             )
 
 
-class StateCache(Protocol):
+class StateSource(Protocol):
     """What the cache of the engine's forward answers to the mixers of state layers."""
 
     @property
@@ -58,6 +58,6 @@ class StateCache(Protocol):
         ...
 
 
-def state_cache(cache: Any) -> StateCache | None:
+def state_source(cache: Any) -> StateSource | None:
     """`cache` if it has states for the engine's mixers; None for a cache of transformers, and for none."""
     return cache if callable(getattr(cache, "state_of", None)) and hasattr(cache, "state_step") else None
