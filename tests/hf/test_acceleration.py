@@ -61,8 +61,10 @@ def test_every_mode(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "name", [name for name in CORE if name != "gemma3n_text"]
-)  # its tokens turn on rounding
+    # Tokens of gemma3n_text turn on rounding; of latents the linear layers alone are packed.
+    "name",
+    [name for name in CORE if name not in ("gemma3n_text", "deepseek_v3")],
+)
 def test_every_architecture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _check(name, list(STORAGES), monkeypatch)
 
