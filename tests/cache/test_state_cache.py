@@ -14,9 +14,9 @@ from support.cache_case import BACKENDS
 
 from quire.cache.protocol import CacheSequence
 from quire.cache.state_cache import StateCache
-from quire.cache.state_plan import ZERO
 from quire.errors import ArgumentError
 from quire.spec import KVSpec, LayerSpec, Span
+from quire.spec.state_spec import ZERO_STATE
 
 FULL = KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=8)
 WINDOWED = KVSpec((LayerSpec(Span(), 1, 8, 8), LayerSpec(Span("window", 5), 1, 8, 8)))
@@ -34,7 +34,7 @@ class Machine:
     def run(self, plan: Any, sequences: list[CacheSequence], *, until: int | None = None) -> None:
         """Operations and rows of a plan; of those `until` alone where it fails then."""
         for source, target in plan.states.operations:
-            self.slots[target] = () if source == ZERO else self.slots[source]
+            self.slots[target] = () if source == ZERO_STATE else self.slots[source]
         if until == -1:
             return  # refused before any row
         kept = dict(plan.states.checkpoints)

@@ -173,6 +173,16 @@ def test_a_model_of_states_alone_has_nothing_to_map() -> None:
         assert llm.storage == "paged"
 
 
+def test_slots_are_given_back_with_the_engine() -> None:
+    model, _ = expected("lfm2")
+    with serve(model, backend="python") as llm:
+        storage: Any = llm.core.storage
+        layer = storage.spec.states[0].layer
+        assert storage.states.of(layer)
+    with pytest.raises(ArgumentError, match="a layer that keeps a state"):
+        storage.states.of(layer)
+
+
 def test_states_are_counted() -> None:
     model, _ = expected("qwen3_next")
     spec = KVSpec.from_config(model.config)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -36,11 +36,20 @@ from quire.cache.checkpoints import Checkpoint, Checkpoints
 from quire.cache.manager.content import ExtraKeys, encode
 from quire.cache.open_sequence import Sequence
 from quire.cache.protocol import CacheSequence, StepPlan
-from quire.cache.state_plan import ZERO, StatePlan, StepPlanWithStates
-from quire.cache.types import NORMAL, Int32Array
+from quire.cache.state_plan import StatePlan, StepPlanWithStates
+from quire.cache.types import NORMAL, Int32Array, Int64Array
 from quire.errors import ArgumentError, InvariantError
+from quire.spec.state_spec import ZERO_STATE
 
 __all__ = ["StateCache"]
+
+
+# Tokens, namespace, positions of extra keys, the keys: what `arguments.prompt` makes.
+_Prompt: TypeAlias = tuple[Int32Array, bytes, Int64Array, list[bytes]]
+
+
+def _extra_keys(prompt: _Prompt) -> ExtraKeys:
+    return ExtraKeys(prompt[2].tolist(), list(prompt[3]))
 
 
 @dataclass(eq=False)
@@ -91,17 +100,15 @@ class StateCache(Cache):
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> Dropped:
         dropped = super().drop(token_ids, namespace=namespace, extra_keys=extra_keys)
-        tokens, name, positions, keys = arguments.prompt(token_ids, namespace, extra_keys)
-        content = encode(tokens, ExtraKeys(positions.tolist(), list(keys)), 0, len(tokens))
-        for checkpoint in self.checkpoints.beginning_with(name, content):
+        prompt = arguments.prompt(token_ids, namespace, extra_keys)
+        content = encode(prompt[0], _extra_keys(prompt), 0, len(prompt[0]))
+        for checkpoint in self.checkpoints.beginning_with(prompt[1], content):
             self._forget(checkpoint)
         return dropped
 
-    def _deepest(self, prompt: tuple[Int32Array, bytes, Any, list[bytes]], most: int) -> Checkpoint | None:
+    def _deepest(self, prompt: _Prompt, most: int) -> Checkpoint | None:
         """The checkpoint of most tokens that the prompt begins with, of at most so many."""
-        tokens, namespace, positions, keys = prompt
-        content = encode(tokens, ExtraKeys(positions.tolist(), list(keys)), 0, most)
-        return self.checkpoints.find(namespace, content)
+        return self.checkpoints.find(prompt[1], encode(prompt[0], _extra_keys(prompt), 0, most))
 
     # Sequences
 
@@ -138,10 +145,8 @@ class StateCache(Cache):
         if source is not None:
             source.num_pins += 1
             self.checkpoints.use(source)
-        tokens, name, positions, keys = prompt
-        self._held[sequence_id] = _Held(
-            name, ExtraKeys(positions.tolist(), list(keys)), self._wanted(len(tokens), hit, stored), source
-        )
+        wanted = self._wanted(len(prompt[0]), hit, stored)
+        self._held[sequence_id] = _Held(prompt[1], _extra_keys(prompt), wanted, source)
         return self._opened(sequence_id)
 
     def _wanted(self, num_tokens: int, num_hit: int, num_stored: int) -> list[int]:
@@ -348,7 +353,7 @@ class StateCache(Cache):
         slot = self._slot_or_none()
         if source is None:
             assert slot is not None
-            self._operations.append((ZERO, slot))
+            self._operations.append((ZERO_STATE, slot))
         elif slot is not None:
             self._operations.append((source.slot, slot))
             self._unpin(held)

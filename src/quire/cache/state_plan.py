@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from quire.cache.protocol import GroupPlan, StepPlan, in_words_of
 from quire.cache.types import Int32Array, Int64Array
 
-__all__ = ["ZERO", "StatePlan", "StepPlanWithStates"]
-
-ZERO = -1
+__all__ = ["StatePlan", "StepPlanWithStates"]
 
 
 @dataclass(frozen=True, eq=False)
 class StatePlan:
-    """slots: int64 [n], distinct. operations: (source slot, target slot), `ZERO` as source for the state before any
+    """slots: int64 [n], distinct. operations: (source slot, target slot); `ZERO_STATE` as source is the state before any
     token. checkpoints: (row of the step, slot)."""
 
     slots: Int64Array

@@ -60,7 +60,7 @@ def open_storage(config: EngineConfig, spec: KVSpec, max_model_len: int) -> Open
             )
         name = "paged"
     elif name == "auto":
-        name = _chosen() if any(layer.stores_kv for layer in spec.layers) else "paged"
+        name = _chosen() if spec.stores_kv else "paged"
     return OpenStorage(name, *_MAKERS[name](config, spec, max_model_len))
 
 
@@ -87,7 +87,7 @@ def num_blocks_within(
         own_bytes,
         state_bytes,
     )
-    if any(layer.stores_kv for layer in spec.layers):
+    if spec.stores_kv:
         return found
     # Blocks of a model of states alone stand for tokens and hold nothing: not as many as their bytes allow.
     return min(found, max(1 << 16, min(1 << 20, 2 * num_blocks)))
@@ -146,7 +146,7 @@ def _states(
 def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
     from quire.memory.virtual.storage import VirtualStorage, virtual_block_size
 
-    if not any(layer.stores_kv for layer in spec.layers):
+    if not spec.stores_kv:
         raise ArgumentError(
             f"expected storage paged for a model of states alone ({spec.name}), which has no keys and values to map, "
             "got 'virtual' - in `storage`"

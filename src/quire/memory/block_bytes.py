@@ -48,6 +48,11 @@ class BlockStorage:
         """Of int64 [blocks], all of them used by a plan that was prepared, or whose copies were run."""
         raise NotImplementedError
 
+    def close_states(self) -> None:
+        """Give back the memory of state slots, where there are some. Twice is harmless."""
+        if self.states is not None:
+            self.states.close()
+
     def run_copies(self, plan: Any) -> None:
         """Have memory behind the blocks of a plan, and its copies done, for somebody who writes their bytes himself.
 

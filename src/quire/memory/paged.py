@@ -295,6 +295,7 @@ class PagedStorage(BlockStorage):
     def close(self) -> None:
         """Give all memory back."""
         self._first_places.clear()
+        self.close_states()
         with self._giving_back():
             self._heap.close()
 

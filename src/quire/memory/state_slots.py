@@ -13,10 +13,9 @@ import torch
 
 from quire.errors import ArgumentError, CapacityError
 from quire.spec import KVSpec
+from quire.spec.state_spec import ZERO_STATE
 
 __all__ = ["StateSlots"]
-
-_ZERO = -1  # as `quire.cache.state_plan.ZERO`
 
 
 class StateSlots:
@@ -61,11 +60,11 @@ class StateSlots:
         return fields
 
     def apply(self, operations: Iterable[tuple[int, int]]) -> None:
-        """Copies from slot to slot, in order; -1 as source clears the target."""
+        """Copies from slot to slot, in order; `ZERO_STATE` as source clears the target."""
         for source, target in operations:
             for fields in self._fields.values():
                 for field in fields.values():
-                    if source == _ZERO:
+                    if source == ZERO_STATE:
                         field[target].zero_()
                     else:
                         field[target].copy_(field[source])

@@ -24,7 +24,7 @@ from typing import Any
 from quire.errors import ConfigError, LoadError, UnsupportedModelError
 from quire.spec.formats import FORMATS
 from quire.spec.layer_spec import LayerSpec, Span
-from quire.spec.state_spec import StateSpec, state_specs
+from quire.spec.state_spec import state_specs
 
 __all__ = [
     "dtype_of",
@@ -32,7 +32,6 @@ __all__ = [
     "max_length_of",
     "model_type_of",
     "read_config",
-    "states_of",
     "vocab_size_of",
 ]
 
@@ -126,11 +125,6 @@ def max_length_of(config: Any) -> int | None:
     if any(getattr(text, name, None) == -1 for name in _LENGTH):  # XLNet's way to say so
         return None
     return _optional(text, _LENGTH, model_type_of(config))
-
-
-def states_of(config: Any) -> tuple[StateSpec, ...]:
-    """What its state layers keep for each sequence. *raises:* UnsupportedModelError: states of an unknown kind."""
-    return state_specs(config)
 
 
 def read_config(config: Any | str | Path | Mapping[str, Any]) -> Any:

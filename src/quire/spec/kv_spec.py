@@ -29,12 +29,11 @@ from quire.spec.config import (
     max_length_of,
     model_type_of,
     read_config,
-    states_of,
     vocab_size_of,
 )
 from quire.spec.formats import format_of
 from quire.spec.layer_spec import LayerSpec, Span
-from quire.spec.state_spec import StateSpec
+from quire.spec.state_spec import StateSpec, state_specs
 
 __all__ = ["KVGroup", "KVSpec"]
 
@@ -113,7 +112,7 @@ class KVSpec:
 
     def __post_init__(self) -> None:
         format_of(self.dtype)
-        if not any(layer.stores_kv for layer in self.layers) and not self.states:
+        if not self.stores_kv and not self.states:
             raise ArgumentError("expected at least one layer that stores KV or a state, got none")
 
     @classmethod
@@ -131,7 +130,7 @@ class KVSpec:
             max_model_len=max_length_of(model),
             vocab_size=vocab_size_of(model),
             name=model_type_of(model),
-            states=states_of(model),
+            states=state_specs(model),
         )
 
     @classmethod
@@ -209,6 +208,11 @@ class KVSpec:
             raise ArgumentError(f"expected a layer of 0 to {len(self.layers) - 1}, got {layer}")
         owner = self.layers[layer].shares_kv_with
         return layer if owner is None else owner
+
+    @property
+    def stores_kv(self) -> bool:
+        """Whether any layer keeps keys and values; not in a model of states alone."""
+        return any(layer.stores_kv for layer in self.layers)
 
     @property
     def bytes_per_state(self) -> int:

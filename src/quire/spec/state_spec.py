@@ -15,7 +15,9 @@ from typing import Any
 
 from quire.errors import UnsupportedModelError
 
-__all__ = ["StateField", "StateSpec", "state_fields", "state_specs"]
+__all__ = ["ZERO_STATE", "StateField", "StateSpec", "state_fields", "state_specs"]
+
+ZERO_STATE = -1  # in place of a slot that is copied: the state before any token
 
 _BYTES = {"float32": 4}
 _STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent")
@@ -76,8 +78,7 @@ def state_fields(config: Any, layer_index: int) -> tuple[StateField, ...]:
     read = _READERS.get(model_type)
     if read is None:
         raise UnsupportedModelError(
-            f"model type {model_type}: layer {layer_index} is {kind!r}, which keeps a state that quire does not know; "
-            f"known are those of {', '.join(sorted(_READERS))}"
+            f"model type {model_type}: layer {layer_index} is {kind!r}, which keeps a state that quire does not know"
         )
     try:
         shapes = read(text)

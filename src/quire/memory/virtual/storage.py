@@ -291,6 +291,7 @@ class VirtualStorage(BlockStorage):
     def close(self) -> None:
         """Give all memory back; views must not be touched any more. Twice is harmless."""
         self._heap.close()
+        self.close_states()
         self._last = None
         self._rows.of.clear()
         self._map.is_held[:] = False

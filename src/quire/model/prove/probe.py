@@ -20,7 +20,6 @@ from contextlib import contextmanager
 import torch
 
 from quire.attention import AttentionOptions, AttentionPlan
-from quire.cache.state_plan import ZERO
 from quire.errors import UnsupportedModelError
 from quire.memory.paged import PagedStorage
 from quire.memory.state_slots import StateSlots
@@ -31,6 +30,7 @@ from quire.model.prove.yardstick import rows_agree
 from quire.model.state.step import StateStep
 from quire.model.step import ForwardStep
 from quire.recurrence import RecurrenceStep
+from quire.spec.state_spec import ZERO_STATE
 
 __all__ = ["Probe", "rehearse"]
 
@@ -121,7 +121,7 @@ def rehearse(
     if prepared.spec.states:
         storage.states = StateSlots(prepared.spec, _NUM_STATE_SLOTS)
         storage.states.fill(float("nan"))
-        storage.states.apply((ZERO, slot) for slot in _STATE_SLOTS)
+        storage.states.apply((ZERO_STATE, slot) for slot in _STATE_SLOTS)
     prepared.attach(storage, attended)
     try:
         with _forwards_of(prepared):
