@@ -17,8 +17,8 @@ __all__ = ["StatePlan", "StepPlanWithStates"]
 
 @dataclass(frozen=True, eq=False)
 class StatePlan:
-    """slots: int64 [n], distinct. operations: (source slot, target slot); `ZERO_STATE` as source is the state before any
-    token. checkpoints: (row of the step, slot)."""
+    """slots: int64 [n], distinct. operations: (source slot, target slot), where `ZERO_STATE` as source is the state
+    before any token. checkpoints: (row of the step, slot)."""
 
     slots: Int64Array
     operations: tuple[tuple[int, int], ...]
