@@ -12,6 +12,7 @@ import gc
 import random
 import sys
 import threading
+import time
 from typing import Any
 
 import httpx
@@ -65,7 +66,7 @@ def test_nothing_stays_of_what_was_answered_or_refused() -> None:
     ):
 
         def fewest_objects(num_bursts: int) -> int:
-            """After any of so many bursts: connections that are still being closed are no growth."""
+            """After any of so many bursts."""
             return min(objects_after_a_burst() for _ in range(num_bursts))
 
         def objects_after_a_burst() -> int:
@@ -76,13 +77,14 @@ def test_nothing_stays_of_what_was_answered_or_refused() -> None:
             assert counts["held"] == counts["in_flight"] == 0
             engine = app.state.service.engine
             engine.submit_between_steps(llm.cache.reset).result()  # what is cached is no growth
+            time.sleep(0.2)  # connections that are still being closed are thousands of objects
             gc.collect()
             return sys.getallocatedblocks()
 
         fewest_objects(12)
         before, lost_before = fewest_objects(8), llm.engine.monitor.history.losses.num_added
-        fewest_objects(16)
+        fewest_objects(24)
         lost = llm.engine.monitor.history.losses.num_added - lost_before
-        assert lost > 600, "too little is lost for this to say anything"
+        assert lost > 1000, "too little is lost for this to say anything"
         assert fewest_objects(8) - before < lost / 2
         assert httpx.get(f"{url}/health").status_code == 200
