@@ -17,7 +17,8 @@ from support.conversations_case import GREEDY, START, TURNS, Answer, alone, answ
 
 from quire import LLM, AsyncEngine
 from quire.errors import ArgumentError, LoadError
-from quire.sessions.snapshots import Snapshot
+from quire.sessions.snapshot_files import SnapshotFiles, SnapshotsFullError
+from quire.sessions.snapshots import Snapshot, SnapshotLimits
 from quire.tiers.tier import TierError
 
 SIZE = {"disk_cache_size": "64MiB"}
@@ -426,3 +427,68 @@ def test_an_async_engine_keeps_and_resumes_them_while_it_serves(tmp_path: Path) 
             asyncio.run(asyncio.wait_for(main(engine), 60))
         finally:
             engine.close()
+
+
+def test_an_owner_has_so_many_and_so_much_of_them_whatever_others_have(tmp_path: Path) -> None:
+    with opened(tmp_path) as llm:
+        for name in ("one", "two"):
+            llm.tenants.add(name)
+
+        def save(name: str, limits: SnapshotLimits, *, overwrite: bool = False, **key: Any) -> Snapshot:
+            conversation = llm.conversation(START, **key)
+            save_it, transcript = llm.core.save_snapshot, conversation._transcript
+            return save_it(name, transcript, lambda function: function(), overwrite=overwrite, limits=limits)
+
+        two = SnapshotLimits(2)
+        save("a", two, tenant="one")
+        save("b", two, tenant="one", cache_salt="s")  # another namespace of the same tenant
+        with pytest.raises(SnapshotsFullError, match=r"at most 2 snapshots of one owner, got 3 with 'c'"):
+            save("c", two, tenant="one")
+        save("a", two, tenant="one", overwrite=True)
+        for key in ({"tenant": "two"}, {}):
+            save("c", two, **key)
+        assert [one.name for one in llm.snapshots(tenant="one")] == ["a"]
+        assert llm.tiers is not None
+        tokens, layout = llm.tiers.segment_tokens, llm.tiers.stack.layout
+        num_bytes = len(llm.conversation(START).token_ids) * (4 + layout.num_bytes(tokens) / tokens)
+        llm.remove_snapshot("a", tenant="one")
+        with pytest.raises(SnapshotsFullError, match=r"tokens in snapshots of one owner, got 106 with 'd'"):
+            save("d", SnapshotLimits(9, int(1.9 * num_bytes)), tenant="one")
+        save("d", SnapshotLimits(9, int(2.1 * num_bytes)), tenant="one")
+
+
+def test_snapshots_count_in_the_disk_caches_cap_and_take_half_of_it(tmp_path: Path) -> None:
+    with opened(tmp_path, disk_cache_size="16MiB") as llm:
+        assert llm.tiers is not None
+        disk = llm.tiers.disk
+        assert disk is not None
+        conversation = llm.conversation(START)
+        conversation.generate(GREEDY)
+        conversation.snapshot("a")
+        size = SnapshotFiles(tmp_path).num_bytes()
+        assert disk.use().beside == size > 4 * len(conversation.token_ids)
+        (tmp_path / "quire-cache.snapshot-0123456789abcdef-large").write_bytes(bytes(8 << 20))
+        with pytest.raises(TierError, match="half of the disk cache"):
+            conversation.snapshot("b")
+        assert [one.name for one in llm.snapshots()] == ["a"]
+        assert disk.use().beside == size + (8 << 20)
+    with opened(tmp_path, disk_cache_size="16MiB") as llm:
+        assert llm.tiers is not None
+        assert llm.tiers.disk is not None
+        assert llm.tiers.disk.use().beside == size + (8 << 20)
+
+
+def test_nothing_is_kept_of_what_is_not_known_to_be_right(tmp_path: Path) -> None:
+    with opened(tmp_path) as llm:
+        assert llm.tiers is not None
+        trusted = False
+        llm.tiers.stores.is_trusted = lambda timeout_s: trusted
+        conversation = llm.conversation(START)
+        conversation.generate(GREEDY)
+        assert conversation.snapshot("a").num_stored_tokens == 0
+        llm.flush()
+        assert spans(llm) == []
+        trusted = True
+        llm.flush()
+        assert len(spans(llm)) > 0
+        assert conversation.snapshot("b").num_stored_tokens > 0

@@ -15,7 +15,7 @@ import xxhash
 from quire.errors import LoadError
 from quire.sessions.snapshot_files import SnapshotFiles, SnapshotRecord
 
-GOOD = SnapshotRecord("talk", "tiny", b"f" * 32, np.arange(20, dtype=np.int32), {3: b"image"}, 1.0)
+GOOD = SnapshotRecord("talk", "tiny", b"f" * 32, np.arange(20, dtype=np.int32), {3: b"image"}, 1.0, b"whose")
 ODD: tuple[Any, ...] = (
     None, True, -1, 19, 1 << 70, 10**4000, 1.5, math.inf, math.nan, "", "zz", "../x", [], {}, [[]], [[3, 7]],
     [[3, "zz"]], [["3", "00"]], [[-1, "00"]], [[20, "00"]], [[3.0, "00"]], [[[], "00"]], [3],

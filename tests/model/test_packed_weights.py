@@ -246,10 +246,11 @@ def test_other_bytes_among_the_weights_are_found_behind_the_start_and_end_the_se
     content = bytearray((kept / name).read_bytes())
     content[5000 if where == "weights" else -1] ^= 64
     (kept / name).write_bytes(content)
-    with LLM(model, kv_memory="1MiB", packed_weights=kept) as llm:
+    with LLM(model, kv_memory="1MiB", packed_weights=kept, disk_cache=tmp_path / "disk") as llm:
         check = llm.core.prepared.packed_check
         assert check is not None
-        assert check.wait(60)
+        assert llm.tiers is not None
+        assert not llm.tiers.stores.is_trusted(60)
         for _ in range(2):
             with pytest.raises(LoadError, match=r"packed weights that were written .* open it again"):
                 llm.generate([[1, 2, 3]])

@@ -286,7 +286,7 @@ def test_many_turns_at_once(client: Client, url: str, llm: LLM) -> None:
 def test_snapshots_outlive_the_server_and_are_their_tenants(tmp_path: Path) -> None:
     a, b = Tenant("a"), Tenant("b")
     keys = KeyRing([(digest_of_key(f"key-{tenant.name}"), tenant) for tenant in (a, b)])
-    settings = ServerSettings(keys=keys, tenants=(ANYBODY, a, b))
+    settings = ServerSettings(keys=keys, tenants=(ANYBODY, a, b), limits=Limits(max_snapshots=1))
     options = {"kv_memory": "16MiB", "disk_cache": tmp_path, "tenant_secret": b"of the test, for good"}
     with LLM(**options) as llm, running(llm, settings) as (url, _):
         one = Client(url, "a")
@@ -297,6 +297,11 @@ def test_snapshots_outlive_the_server_and_are_their_tenants(tmp_path: Path) -> N
         assert (kept["num_tokens"], kept["num_stored_tokens"], kept["is_usable"]) == (72, 64, True)
         one("POST", f"conversations/{name}/snapshot", {"name": "mine"}, 409)
         one("POST", f"conversations/{name}/snapshot", {"name": "../x"}, 400)
+        error = one("POST", f"conversations/{name}/snapshot", {"name": "second"}, 429)["error"]
+        assert (error["code"], error["message"][:34]) == (
+            "snapshots_full",
+            "expected at most 1 snapshots of on",
+        )
     with LLM(**options) as llm, running(llm, settings) as (url, _):
         one, two = Client(url, "a"), Client(url, "b")
         assert [card["name"] for card in one("GET", "snapshots?cache_salt=s")["data"]] == ["mine"]

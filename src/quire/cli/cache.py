@@ -34,13 +34,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.
 @cache.command("ls")
 def list_folder(folder: Folder, as_json: AsJson = False) -> None:
     """Lists what is stored, by model and namespace."""
-    from quire.sessions.snapshot_files import count_snapshots
+    from quire.sessions.snapshot_files import SnapshotFiles, count_snapshots
     from quire.tiers.disk import DiskTier
 
     tier = DiskTier(folder, None)
     try:
         roots, use, cap = tier.roots(), tier.use(), tier.max_bytes()
-        num_snapshots = count_snapshots(tier.path)
+        num_snapshots, snapshot_bytes = count_snapshots(tier.path), SnapshotFiles(tier.path).num_bytes()
     finally:
         tier.close()
     if as_json:
@@ -49,12 +49,13 @@ def list_folder(folder: Folder, as_json: AsJson = False) -> None:
                 {
                     "path": str(tier.path),
                     "max_bytes": cap,
-                    "bytes_on_disk": use.total,
+                    "bytes_on_disk": use.total + snapshot_bytes,
                     "bytes": {
                         "slabs": use.slabs,
                         "values": use.values,
                         "index": use.index,
                         "set_aside": use.set_aside,
+                        "snapshots": snapshot_bytes,
                     },
                     "snapshots": num_snapshots,
                     "roots": [
@@ -78,7 +79,7 @@ def list_folder(folder: Folder, as_json: AsJson = False) -> None:
         _print_roots(roots)
     print(
         f"{sum(root.num_values for root in roots)} segments of {len(roots)} models and namespaces, "
-        f"{num_snapshots} snapshots, {format_size(use.total)} on disk of {format_size(cap)}"
+        f"{num_snapshots} snapshots, {format_size(use.total + snapshot_bytes)} on disk of {format_size(cap)}"
     )
 
 
@@ -225,12 +226,17 @@ def prune(
     folder: Folder,
     to: Annotated[str, typer.Option("--to", metavar="SIZE", help='What it may take: "2GiB".')],
 ) -> None:
-    """Removes what was used longest ago until the folder takes at most SIZE, 4 MiB of it for the index's log."""
+    """Removes what was used longest ago until the folder takes at most SIZE, 4 MiB of it for the index's log.
+
+    Snapshots count in SIZE, and stay.
+    """
+    from quire.sessions.snapshot_files import SnapshotFiles
     from quire.tiers.disk import DiskTier
 
     to_bytes = parse_size(to, where="--to")
     tier = DiskTier(folder, None)
     try:
+        tier.count_beside(SnapshotFiles(tier.path).num_bytes())
         before = tier.use().total
         removed = tier.prune(to_bytes)
         after, left = tier.use().total, tier.stats().num_values

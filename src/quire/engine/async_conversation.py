@@ -18,7 +18,7 @@ from quire.sessions.transcript import Transcript
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
-    from quire.sessions.snapshots import Snapshot
+    from quire.sessions.snapshots import Snapshot, SnapshotLimits
 
 __all__ = ["AsyncConversation", "Outputs"]
 
@@ -128,8 +128,13 @@ class AsyncConversation(ConversationCore):
         self._transcript = transcript
         return found
 
-    async def snapshot(self, name: str, *, overwrite: bool = False) -> Snapshot:
-        """See `Conversation.snapshot`; steps go on meanwhile."""
+    async def snapshot(
+        self, name: str, *, overwrite: bool = False, limits: SnapshotLimits | None = None
+    ) -> Snapshot:
+        """See `Conversation.snapshot`; steps go on meanwhile. limits: of all snapshots of its tenant.
+
+        *raises:* SnapshotsFullError: beyond them.
+        """
         self._require_rest()
         save, engine = self._engine.core.save_snapshot, self._engine
         return await asyncio.to_thread(
@@ -138,6 +143,7 @@ class AsyncConversation(ConversationCore):
             self._transcript,
             lambda function: engine.submit_between_steps(function).result(),
             overwrite=overwrite,
+            limits=limits,
         )
 
     def close(self) -> None:

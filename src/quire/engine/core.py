@@ -35,7 +35,7 @@ from quire.errors import ArgumentError, UnsupportedModelError
 from quire.offload.speeds import Speeds
 from quire.offload.tiering import OpenTiers, open_tiers, swap_of
 from quire.offload.waiting import InEngine
-from quire.sessions.snapshots import Snapshot, Snapshots
+from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
 from quire.sessions.transcript import Reader, Transcript
 
 if TYPE_CHECKING:
@@ -167,8 +167,12 @@ class EngineCore:
             )
             if self.tiers is not None:
                 self.tiers.stores.owner_of = self.engine.tenants.owner_of
+                if (check := self.prepared.packed_check) is not None:
+                    self.tiers.stores.is_trusted = check.is_right
                 if self.tiers.disk is not None:
-                    self.tiers.describe_roots(loaded.name, self.snapshots().settle)
+                    snapshots = self.snapshots()
+                    snapshots.count_files()
+                    self.tiers.describe_roots(loaded.name, snapshots.settle)
             self.budget = KVBudget(opened, self.engine, config, max_model_len=self.max_model_len)
             self.changes = ModelChanges(self.prepared, self.engine, opened, self.tiers, config.backend)
             self.engine.on_work = self.changes.follow
@@ -200,11 +204,25 @@ class EngineCore:
         return self.snapshots().resume(name, namespace, empty, recompute=recompute)
 
     def save_snapshot(
-        self, name: str, transcript: Transcript, in_engine: InEngine, *, overwrite: bool
+        self,
+        name: str,
+        transcript: Transcript,
+        in_engine: InEngine,
+        *,
+        overwrite: bool,
+        limits: SnapshotLimits | None = None,
     ) -> Snapshot:
-        """See `Conversation.snapshot`. For any thread."""
-        namespace = self.engine.tenants.namespace_of(transcript.key)
-        return self.snapshots().save(name, transcript, namespace, overwrite=overwrite, in_engine=in_engine)
+        """See `Conversation.snapshot`. limits: of all snapshots of its tenant. For any thread."""
+        tenants, key = self.engine.tenants, transcript.key
+        return self.snapshots().save(
+            name,
+            transcript,
+            tenants.namespace_of(key),
+            overwrite=overwrite,
+            in_engine=in_engine,
+            owner=tenants.owner_tag(key.tenant),
+            limits=limits,
+        )
 
     def prefault(self) -> bool:
         """See `LLM.prefault`. *raises:* ArgumentError: another storage than "paged"."""

@@ -2,7 +2,7 @@
 
 To read all of a file before a start would cost what keeping it saves. So the model starts at once, and its weights are
 read through behind it; where they are not those that were written, no step is computed any more. What was computed
-until then was computed with them.
+until then was computed with them, so no tier is given it before the check has ended (`is_right`).
 
 Invariants
     P1  once `damage` is set it stays; the file is removed by then, as far as the folder allows.
@@ -58,6 +58,10 @@ class PackedCheck:
         """Whether all has been read."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def is_right(self, timeout_s: float) -> bool:
+        """Whether all has been read, within that time, and is what was written."""
+        return self.wait(timeout_s) and self.damage is None
 
     def _run(
         self, path: Path, header: bytes, pages: np.ndarray, sizes: dict[int, int], digest: bytes

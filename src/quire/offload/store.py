@@ -15,6 +15,9 @@ What ends within a segment is stored block by block, each a value of its own: on
 all that is not stored yet. With sliding windows in the model policy is always "through": what lies behind a window is
 soon gone from memory, and a segment is of use only with the bytes of every group.
 
+Nothing is stored while it is not known that what is computed here is right (`is_trusted`): it can be stored later, as
+long as memory has it.
+
 Cost: about 10 us for each block that comes or goes; the bytes of what is stored are copied by the engine's thread, the
 rest is done by the stack's.
 """
@@ -89,6 +92,8 @@ class TierStores:
         self.owner_of = owner_of
         self.on_root: Callable[[bytes], None] = lambda _: None
         """Called with each namespace before anything of it is stored."""
+        self.is_trusted: Callable[[float], bool] = lambda timeout_s: True
+        """Whether K and V computed here are known to be right; waits for so long to know."""
         self.on_name: OnName | None = None
         """Called with each segment before it is handed to the stack, where anybody wants to know."""
         self.feed = feed or EventFeed(cache)
@@ -146,7 +151,10 @@ class TierStores:
     # -- what is asked for -------------------------------------------------------------------------------
 
     def hand_over(self) -> tuple[int, bool]:
-        """Hands what is not stored yet to the tiers, as far as their queues take it: how many segments, whether all."""
+        """Hands what is not stored yet to the tiers, as far as their queues take it: how many segments, whether all.
+
+        Nothing, which is all, where what is here is not trusted.
+        """
         self.collect()
         self._note_uses()
         blocks = self.mirror.by_id.values()
@@ -238,7 +246,7 @@ class TierStores:
         must: what finds every queue full is not given up; False then.
         """
         own = self._kept[block.node_id]
-        if own.cache_priority == DISCARD or own.stored_as >= own.cache_priority:
+        if own.cache_priority == DISCARD or own.stored_as >= own.cache_priority or not self.is_trusted(0.0):
             return True
         path = self._path(block)
         if any(min(one.block_ids) < 0 for one in path):

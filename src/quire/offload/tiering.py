@@ -36,6 +36,7 @@ __all__ = ["OpenTiers", "fingerprint_tag", "open_tiers", "swap_of"]
 
 _MAX_BYTES_IN_FLIGHT = 256 << 20  # waiting to be stored, for each tier
 _DISK_BYTES = 8 << 30  # where no disk_cache_size is given
+_TRUST_S = 60.0
 _GREETING_S = 1.5  # a server's time-out and a little, however long its name takes to be resolved
 _SWAP_SHARE = 4  # of the KV memory, one part in so many, where swap_memory is "auto"
 
@@ -99,8 +100,10 @@ class OpenTiers:
     def flush(self, in_engine: InEngine, timeout: float | None = None) -> None:
         """Has the tiers hold all that memory does, for good; or as much as they took within `timeout` seconds.
 
-        in_engine: calls what touches the engine; the tiers are waited for in the caller's thread.
+        in_engine: calls what touches the engine; the tiers are waited for in the caller's thread, and so is whether
+        what memory holds can be trusted.
         """
+        self.stores.is_trusted(_TRUST_S if timeout is None else timeout)
         while True:
             num_segments, is_all = in_engine(self.stores.hand_over)
             in_time = self.stack.flush(timeout)

@@ -181,6 +181,10 @@ class Tenants:
             self._max_owners = max(_MAX_OWNERS, 2 * len(self._owners))
         self._owners[namespace] = name
 
+    def owner_tag(self, name: str | None) -> bytes:
+        """What stands for a tenant outside of this process, where its name is not to be read; b"" for none."""
+        return b"" if name is None else self._derived(b"tag", name.encode())[:16]
+
     def owner_of(self, namespace: bytes) -> str:
         """Whose a namespace is; "" if nobody's."""
         return self._owners.get(namespace, "")

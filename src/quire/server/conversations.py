@@ -38,7 +38,8 @@ from quire.server.schemas.conversations import (
     Turn,
 )
 from quire.server.service import Service
-from quire.sessions.snapshot_files import NoSnapshotError, SnapshotExistsError
+from quire.sessions.snapshot_files import NoSnapshotError, SnapshotExistsError, SnapshotsFullError
+from quire.sessions.snapshots import SnapshotLimits
 
 __all__ = ["router"]
 
@@ -251,7 +252,11 @@ async def snapshot(
     talk = service.conversations.get(tenant, conversation_id)
     talk.require_rest()
     try:
-        return SnapshotCard.of(await talk.state.fork().snapshot(body.name, overwrite=body.overwrite))
+        limits = SnapshotLimits(
+            service.settings.limits.max_snapshots, service.settings.limits.max_snapshot_bytes
+        )
+        kept = await talk.state.fork().snapshot(body.name, overwrite=body.overwrite, limits=limits)
+        return SnapshotCard.of(kept)
     except SnapshotExistsError as error:
         raise ApiError(
             409,
@@ -259,6 +264,8 @@ async def snapshot(
             param="name",
             code="snapshot_exists",
         ) from error
+    except SnapshotsFullError as error:
+        raise ApiError(429, str(error), param="name", code="snapshots_full", retry_after_s=1) from error
 
 
 @router.get("/v1/snapshots")

@@ -61,6 +61,8 @@ class Limits:
     times where several are asked for. max_template_seconds: what the model's chat template may take. max_schema_depth:
     of nested objects and arrays of a JSON schema. max_kept: prompts of one tenant that `keep_for` keeps at once;
     max_conversations, max_conversation_bytes: that one tenant may have, and the memory of all of them.
+    max_snapshots, max_snapshot_bytes: that one tenant may keep, and the disk that all of them may take, keys and values
+    included; None for half of the disk cache.
     """
 
     max_waiting: int = 512
@@ -90,6 +92,8 @@ class Limits:
     max_kept: int = 256
     max_conversations: int = 256
     max_conversation_bytes: int = 64 << 20
+    max_snapshots: int = 256
+    max_snapshot_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ so that a name means nothing, and shows nothing, to whoever has another namespac
     4 bytes   version, little endian
     4 bytes   length of the header
     16 bytes  XXH3-128 of version, length and all that follows
-    header    JSON: name, model's name, fingerprint, number of tokens, extra keys, when it was made
+    header    JSON: name, model's name, fingerprint, number of tokens, extra keys, when it was made, whose it is
     tokens    int32, little endian
 
 Invariants
@@ -16,8 +16,11 @@ Invariants
         process killed meanwhile leaves what was there before.
     N2  `remove` frees the name at once; what was under it is set aside whole, unless the system refuses even a rename.
     N3  `read` returns what was written, or raises: LoadError for a damaged file or one of another version.
+    N4  where each `write` of an owner's brings the same allowance, the owner's snapshots stay within it, whichever
+        processes write them. Damaged ones, and those that are set aside, are nobody's.
 
-Cost: 4 bytes a token and some 300, beside the disk cache's cap; a write is two syncs.
+Cost: 4 bytes a token and some 300; a write is two syncs, and reads the headers of all snapshots where it brings an
+allowance.
 """
 
 from __future__ import annotations
@@ -43,9 +46,11 @@ from quire.tiers.tier import TierError
 
 __all__ = [
     "NoSnapshotError",
+    "SnapshotAllowance",
     "SnapshotExistsError",
     "SnapshotFiles",
     "SnapshotRecord",
+    "SnapshotsFullError",
     "check_name",
     "count_snapshots",
 ]
@@ -68,10 +73,22 @@ class SnapshotExistsError(ArgumentError):
     """There is one of this name already."""
 
 
+class SnapshotsFullError(ArgumentError):
+    """Its owner has as many as are allowed, or they have as many tokens."""
+
+
+@dataclass(frozen=True)
+class SnapshotAllowance:
+    """Of one owner's snapshots; None: no limit. max_tokens: of all together, shared beginnings counted again."""
+
+    max_count: int | None = None
+    max_tokens: int | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class SnapshotRecord:
     """model: its name, for lists. fingerprint: `quire.model.fingerprint.engine_fingerprint`. token_ids: int32.
-    made_at: s, Unix."""
+    made_at: s, Unix. owner: what stands for whose it is, b"" for nobody in particular."""
 
     name: str
     model: str
@@ -79,6 +96,7 @@ class SnapshotRecord:
     token_ids: np.ndarray
     extra_keys: Mapping[int, bytes]
     made_at: float
+    owner: bytes = b""
 
 
 def check_name(name: object) -> str:
@@ -107,8 +125,18 @@ class SnapshotFiles:
         self._files = files or Files()
         self._timeout_s = timeout_s
 
-    def write(self, record: SnapshotRecord, namespace: bytes, *, overwrite: bool) -> None:
-        """For good on return. *raises:* ArgumentError: the name is taken; TierError: the folder cannot be written."""
+    def write(
+        self,
+        record: SnapshotRecord,
+        namespace: bytes,
+        *,
+        overwrite: bool,
+        allowance: SnapshotAllowance | None = None,
+    ) -> None:
+        """For good on return. allowance: of the record's owner; what is overwritten does not count.
+
+        *raises:* ArgumentError: the name is taken; SnapshotsFullError; TierError: the folder cannot be written.
+        """
         path = self._path(record.name, namespace)
         with self._errors("written", record.name), self._alone():
             if not overwrite and self._files.size(path):
@@ -116,6 +144,8 @@ class SnapshotFiles:
                     f"expected a new name for a snapshot, got {record.name!r}, which is taken - in {self.folder}; "
                     "overwrite it, or remove it first"
                 )
+            if allowance is not None:
+                self._check_room(record, path, allowance)
             self._put(record, path)
 
     def read(self, name: str, namespace: bytes) -> SnapshotRecord:
@@ -181,6 +211,35 @@ class SnapshotFiles:
         with self._errors("forgotten", path.name):
             self._files.remove(path)
 
+    def num_bytes(self) -> int:
+        """Of all files here, set aside ones too. *raises:* TierError."""
+        with self._errors("measured"):
+            return sum(
+                self._files.size(self.folder / name)
+                for name in self._files.names(self.folder)
+                if name.startswith((_PREFIX, _REMOVED))
+            )
+
+    def _check_room(self, record: SnapshotRecord, path: Path, allowance: SnapshotAllowance) -> None:
+        """Under the lock. *raises:* SnapshotsFullError."""
+        count, num_tokens = 1, len(record.token_ids)
+        for name in self._files.names(self.folder):
+            if name.startswith(_PREFIX) and name != path.name:
+                try:
+                    other = _decoded(self._content(self.folder / name), self.folder / name)
+                except LoadError:
+                    continue
+                if other.owner == record.owner:
+                    count, num_tokens = count + 1, num_tokens + len(other.token_ids)
+        for got, most, what in (
+            (count, allowance.max_count, "snapshots"),
+            (num_tokens, allowance.max_tokens, "tokens in snapshots"),
+        ):
+            if most is not None and got > most:
+                raise SnapshotsFullError(
+                    f"expected at most {most} {what} of one owner, got {got} with {record.name!r}; remove some"
+                )
+
     def _path(self, name: str, namespace: bytes) -> Path:
         return self.folder / f"{_PREFIX}{_tag(namespace)}-{name}"
 
@@ -224,17 +283,17 @@ def _tag(namespace: bytes) -> str:
 
 
 def _encoded(record: SnapshotRecord) -> bytes:
-    header = json.dumps(
-        {
-            "name": record.name,
-            "model": record.model,
-            "fingerprint": record.fingerprint.hex(),
-            "num_tokens": len(record.token_ids),
-            "extra_keys": [[position, key.hex()] for position, key in sorted(record.extra_keys.items())],
-            "made_at": record.made_at,
-        },
-        sort_keys=True,
-    ).encode()
+    fields: dict[str, Any] = {
+        "name": record.name,
+        "model": record.model,
+        "fingerprint": record.fingerprint.hex(),
+        "num_tokens": len(record.token_ids),
+        "extra_keys": [[position, key.hex()] for position, key in sorted(record.extra_keys.items())],
+        "made_at": record.made_at,
+    }
+    if record.owner:
+        fields["owner"] = record.owner.hex()
+    header = json.dumps(fields, sort_keys=True).encode()
     body = header + np.ascontiguousarray(record.token_ids, "<i4").tobytes()
     numbers = VERSION.to_bytes(4, "little") + len(header).to_bytes(4, "little")
     return _MAGIC + numbers + xxhash.xxh3_128_digest(numbers + body) + body
@@ -277,6 +336,7 @@ def _decoded(content: bytes, path: Path) -> SnapshotRecord:
             _extra_key(entry, num_tokens, path) for entry in _field(header, "extra_keys", list, path)
         ),
         made_at=float(made_at),
+        owner=_from_hex(_field(header, "owner", str, path), path) if "owner" in header else b"",
     )
 
 

@@ -12,6 +12,8 @@ Invariants
     O2  segments are kept while some snapshot of their namespace needs them. Where the disk refuses to let them go, what
         was set aside stays until it does (`settle`): tried by every call here, and once by an engine that starts.
 
+    O3  the files count in the disk cache's cap (`DiskTier.count_beside`), and take at most half of it.
+
 Cost of `save`: two syncs, and for each segment the disk lacks a copy of its bytes in the engine's thread (0.5 to 2 MiB)
 and a store in the caller's; O(blocks known to memory) once.
 """
@@ -30,19 +32,33 @@ from quire.cache.block_hash import root_key
 from quire.errors import ArgumentError, LoadError
 from quire.offload.tiering import OpenTiers
 from quire.offload.waiting import InEngine
-from quire.sessions.snapshot_files import SnapshotFiles, SnapshotRecord, check_name
+from quire.sessions.snapshot_files import (
+    SnapshotAllowance,
+    SnapshotFiles,
+    SnapshotRecord,
+    check_name,
+)
 from quire.sessions.transcript import Transcript
 from quire.tiers.names import SegmentName, chain_names
 from quire.tiers.segment import Segment, encode
 from quire.tiers.tier import TierError
 
-__all__ = ["Snapshot", "Snapshots"]
+__all__ = ["Snapshot", "SnapshotLimits", "Snapshots"]
 
 _KEEP, _NORMAL = 2, 1
 _FLUSH_S = 10.0
 
 T = TypeVar("T")
 _log = logging.getLogger("quire")
+
+
+@dataclass(frozen=True)
+class SnapshotLimits:
+    """Of one owner. max_bytes: of files, keys and values, each snapshot as if it shared none; None: half of the
+    disk cache's cap."""
+
+    max_count: int
+    max_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,12 +103,22 @@ class Snapshots:
         self._files = files or SnapshotFiles(self._disk.path)
 
     def save(
-        self, name: str, transcript: Transcript, namespace: bytes, *, overwrite: bool, in_engine: InEngine
+        self,
+        name: str,
+        transcript: Transcript,
+        namespace: bytes,
+        *,
+        overwrite: bool,
+        in_engine: InEngine,
+        owner: bytes = b"",
+        limits: SnapshotLimits | None = None,
     ) -> Snapshot:
         """Keeps the transcript, whose content lives in the namespace, under the name, for good on return.
 
-        *raises:* ArgumentError: the name cannot be, or is taken. TierError: the folder cannot be written. Nothing was
-        changed then.
+        owner: stands for whose it is; limits: of all of the owner's.
+
+        *raises:* ArgumentError: the name cannot be, or is taken. SnapshotsFullError: beyond the limits. TierError: the
+        folder cannot be written, or snapshots take half of the disk cache. Nothing was changed then.
         """
         if not len(transcript.token_ids):
             raise ArgumentError("expected a conversation with some tokens to snapshot, got an empty one")
@@ -103,9 +129,17 @@ class Snapshots:
             transcript.token_ids,
             transcript.extra_keys,
             self._clock(),
+            owner,
         )
+        num_bytes, cap = self._files.num_bytes() + 4 * len(record.token_ids), self._disk.max_bytes()
+        if num_bytes > cap // 2:  # O3
+            raise TierError(
+                f"expected snapshots of at most {cap // 2} bytes, half of the disk cache, got {num_bytes} with "
+                f"{name!r} - in {self._disk.path}; remove some"
+            )
         before = self._record(name, namespace) if overwrite else None
-        self._files.write(record, namespace, overwrite=overwrite)
+        self._files.write(record, namespace, overwrite=overwrite, allowance=self._allowance(limits, cap))
+        self.count_files()
         try:
             self._keep(record, namespace, in_engine)
         except TierError as error:  # service goes on: it is slower to resume, no more
@@ -163,6 +197,22 @@ class Snapshots:
                 self._files.forget(path)
         except TierError as error:
             _log.warning("what removed snapshots have kept goes last still: %s", error)
+        self.count_files()
+
+    def count_files(self) -> None:
+        """O3. What fails is said in the log."""
+        try:
+            self._disk.count_beside(self._files.num_bytes())
+        except TierError as error:
+            _log.warning("the disk cache may take more than its cap, by its snapshots: %s", error)
+
+    def _allowance(self, limits: SnapshotLimits | None, cap: int) -> SnapshotAllowance | None:
+        if limits is None:
+            return None
+        num_tokens = self._tiers.segment_tokens
+        each = 4 + self._tiers.stack.layout.num_bytes(num_tokens) / num_tokens
+        max_bytes = cap // 2 if limits.max_bytes is None else limits.max_bytes
+        return SnapshotAllowance(limits.max_count, int(max_bytes / each))
 
     # -- segments --------------------------------------------------------------------------------------
 
@@ -179,6 +229,8 @@ class Snapshots:
     def _keep(self, record: SnapshotRecord, namespace: bytes, in_engine: InEngine) -> None:
         """Stores what the disk lacks, up to the first segment that is nowhere or finds no room."""
         stores, size = self._tiers.stores, self._tiers.block_size
+        if not stores.is_trusted(_FLUSH_S):
+            raise TierError("the model's kept weights are not verified yet")
         self._tiers.stack.flush(_FLUSH_S)  # what memory has just given up may be on its way
         names = self._chain(record, namespace)
         blocks = in_engine(

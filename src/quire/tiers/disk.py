@@ -66,10 +66,11 @@ class DiskUse:
     slabs: int
     index: int
     set_aside: int
+    beside: int  # see `DiskTier.count_beside`
 
     @property
     def total(self) -> int:
-        return self.slabs + self.index + self.set_aside
+        return self.slabs + self.index + self.set_aside + self.beside
 
 
 class DiskTier:
@@ -292,7 +293,13 @@ class DiskTier:
     def use(self) -> DiskUse:
         with self._clear_errors("measure the folder"):
             _, values, slabs = self._index.sizes()
-            return DiskUse(values, slabs, self._index.file_bytes(), self._set_aside_bytes)
+            index_bytes = self._index.file_bytes()
+            return DiskUse(values, slabs, index_bytes, self._set_aside_bytes, self._writer.beside_bytes)
+
+    def count_beside(self, num_bytes: int) -> None:
+        """Files of others in the folder take so many bytes of its cap, in this process's count; values go for them."""
+        with self._turn, self._clear_errors("make room for files beside it"):
+            self._writer.count_beside(num_bytes)
 
     def max_bytes(self) -> int:
         """The folder's cap."""

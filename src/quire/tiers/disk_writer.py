@@ -46,7 +46,8 @@ class _LostSlabError(Exception):
 
 
 class DiskWriter:
-    """set_aside_bytes: of a damaged index that was kept, which count against the cap.
+    """set_aside_bytes: of a damaged index that was kept, which count against the cap. beside_bytes, which do too: see
+    `count_beside`.
 
     spare_bytes: what the file system could give away and still have left what it is to have; negative: too little.
     """
@@ -63,6 +64,7 @@ class DiskWriter:
         self._index = index
         self._slabs = slabs
         self._set_aside_bytes = set_aside_bytes
+        self.beside_bytes = 0
         self._spare_bytes = spare_bytes
         self.num_stored = self.num_evicted = 0
         self.on_removed: Callable[[Sequence[bytes], Reason], None] = lambda keys, reason: None
@@ -82,6 +84,12 @@ class DiskWriter:
         if too_much:
             self.shrink(self._cap)
         self._leave_spare()
+
+    def count_beside(self, num_bytes: int) -> None:
+        """Files of others in the folder take so many bytes of the cap from now on; removes what has to go for it."""
+        self.beside_bytes = num_bytes
+        if self._total() > self._cap:
+            self.shrink(self._cap)
 
     # Storing
 
@@ -359,4 +367,5 @@ class DiskWriter:
     def _total(self) -> int:
         """Bytes that count against the cap."""
         index = self._index.page_counts()[0] * PAGE_SIZE
-        return self._index.extents.total_bytes() + index + LOG_SHARE + self._set_aside_bytes
+        kept = self._set_aside_bytes + self.beside_bytes
+        return self._index.extents.total_bytes() + index + LOG_SHARE + kept
