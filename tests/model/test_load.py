@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from support import architectures
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from quire import LLM, SamplingParams
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.model import load
 
@@ -218,3 +222,25 @@ def test_the_embedded_model() -> None:
     loaded = load()
     assert (loaded.name, loaded.model_type) == ("embedded", "qwen3")
     assert loaded.tokenizer is not None
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("timm") is not None, reason="timm is here: the whole model is built"
+)
+def test_text_needs_no_library_for_images(tmp_path: Path) -> None:
+    model = architectures.tiny("gemma3n_text")
+    text = {name.replace("model.", "model.language_model.", 1): t for name, t in model.state_dict().items()}
+    save_file(
+        {**text, "model.vision_tower.x": torch.zeros(3)}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    fields = {"text_config": model.config.to_dict(), "architectures": ["Gemma3nForConditionalGeneration"]}
+    config = AutoConfig.for_model("gemma3n", **fields, dtype="float32")
+    config.tie_word_embeddings = model.config.tie_word_embeddings
+    config.save_pretrained(tmp_path)
+    prompt = list(range(5, 60))
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)[0, 55:].tolist()
+    with LLM(tmp_path, kv_memory="4MiB", max_model_len=128) as llm:
+        assert llm.generate([prompt], SamplingParams(temperature=0, max_tokens=9))[0].outputs[0].token_ids == expected
+    save_file({name: t for name, t in text.items() if "layers.5" not in name}, tmp_path / "model.safetensors")
+    with pytest.raises(LoadError, match=r"lack \d+ tensors"):
+        load(tmp_path)

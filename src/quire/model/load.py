@@ -127,13 +127,13 @@ def load(
         options["revision"] = revision
     try:
         config = AutoConfig.from_pretrained(where, **options)
-        loaded: Any = _auto_class(config).from_pretrained(
-            where,
-            dtype=wanted.torch_dtype if wanted else "auto",
-            output_loading_info=True,
-            **options,
-            **_attention(config),
-        )
+        loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
+        loading |= {**options, **_attention(config)}
+        loaded: Any
+        try:
+            loaded = _auto_class(config).from_pretrained(where, **loading)
+        except ImportError as error:  # a library for images or sound, which text needs nothing of
+            loaded = _text_part(where, config, loading, error)
         model, report = loaded
     except UnsupportedModelError:
         raise
@@ -148,6 +148,24 @@ def load(
     loaded_model = _describe(model, tokenizer, name, wanted)
     stored = SafetensorsSource.of_checkpoint(where, None if local else revision)
     return replace(loaded_model, source=stored or loaded_model.source, mapped=MappedWeights())
+
+
+def _text_part(where: str, config: Any, loading: dict[str, Any], error: ImportError) -> Any:
+    """(model, report) of the language model within a checkpoint whose other parts want a library that is not here.
+
+    *raises:* the error, where transformers has no model of this text alone.
+    """
+    text = config.get_text_config(decoder=True)
+    if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise error
+    if getattr(config, "tie_word_embeddings", None) is not None:
+        text.tie_word_embeddings = config.tie_word_embeddings
+    text.dtype = text.dtype or config.dtype
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    names = {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}
+    loaded = kind.from_pretrained(where, config=text, key_mapping=names, **loading)
+    _log.warning("%s: its language model alone is loaded: %s", where, _one_line(error))
+    return loaded
 
 
 def _load_gguf(path: Path, wanted: KVFormat | None) -> LoadedModel:
