@@ -18,7 +18,10 @@ from transformers import PreTrainedModel
 from quire import LLM, KVSpec, SamplingParams
 from quire.errors import ArgumentError
 from quire.memory.placement import why_not
+from quire.memory.state_slots import StateSlots
 from quire.model.cache_keyword import cache_keyword
+from quire.server.metrics import Metrics
+from quire.sizes import format_size
 
 SOME = ("falcon_h1", "kimi_linear", "lfm2", "mamba2", "qwen3_next")
 MORE = (
@@ -197,6 +200,40 @@ def test_states_are_counted() -> None:
         stats = llm.stats()
         assert stats["state_slots"] == 2 * 4 + 2
         assert stats["checkpoints"] > 0
+        assert stats["kv_memory_bytes"] == llm.core.budget.num_blocks * llm.cache.block_bytes + 10 * num_bytes
+        assert f"10 states of {format_size(num_bytes)}" in str(llm.core.budget)
+        page = Metrics("m").render(stats).decode()
+        assert 'quire:state_slots{model_name="m"} 10.0' in page
+        assert f'quire:checkpoints{{model_name="m"}} {stats["checkpoints"]}.0' in page
+
+
+def test_memory_of_states_goes_back_to_the_system() -> None:
+    model, answers = expected("qwen3_next")
+    with serve(model, backend="python") as llm:
+        states: Any = llm.core.storage.states  # type: ignore[union-attr]
+        states.give_back(range(states.num_slots))  # those that were poisoned
+        before = states.bytes_committed
+        llm.generate(PROMPTS, GREEDY)
+        used, whole = states.bytes_committed, llm.kv_committed_bytes
+        assert before < used <= whole
+        llm.trim()
+        assert states.bytes_committed == before
+        assert llm.kv_committed_bytes <= whole - used + before
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == answers
+
+
+def test_slots_that_are_needed_keep_their_bytes() -> None:
+    spec = KVSpec.from_config(expected("qwen3_next")[0].config)
+    slots = StateSlots(spec, 40)
+    slots.fill(1.0)
+    slots.give_back([3, 0, 1, 39, 12])
+    for layer in spec.states:
+        for field in slots.of(layer.layer).values():
+            kept = [slot for slot in range(40) if slot not in (0, 1, 3, 12, 39)]
+            assert bool((field[kept] == 1.0).all())
+    slots.close()
+    slots.close()
+    assert slots.bytes_committed == 0
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,10 @@ def test_text_needs_no_library_for_images(tmp_path: Path) -> None:
     prompt = list(range(5, 60))
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)[0, 55:].tolist()
     with LLM(tmp_path, kv_memory="4MiB", max_model_len=128) as llm:
-        assert llm.generate([prompt], SamplingParams(temperature=0, max_tokens=9))[0].outputs[0].token_ids == expected
+        assert (
+            llm.generate([prompt], SamplingParams(temperature=0, max_tokens=9))[0].outputs[0].token_ids
+            == expected
+        )
     save_file({name: t for name, t in text.items() if "layers.5" not in name}, tmp_path / "model.safetensors")
     with pytest.raises(LoadError, match=r"lack \d+ tensors"):
         load(tmp_path)

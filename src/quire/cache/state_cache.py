@@ -302,6 +302,11 @@ class StateCache(Cache):
 
     # Looking on
 
+    def free_state_slots(self) -> list[int]:
+        """Those whose bytes nobody needs any more, ascending."""
+        still_read = {source for source, _ in self._operations}
+        return sorted(slot for slot in self._free if slot not in still_read)
+
     def stats(self) -> dict[str, int]:
         return {
             **super().stats(),

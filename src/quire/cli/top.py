@@ -98,6 +98,8 @@ def frame(state: dict[str, Any], width: int, height: int) -> RenderableType:
         _states(counts, state["block"]),
         _map(state["map"], width, map_lines),
     ]
+    if "state_slots" in counts:
+        parts.insert(3, Text(_recurrent_states(counts)))
     parts.append(_memory(memory))
     if "sequences" in state:
         parts.append(_sequences(state, max(1, height - map_lines - 2)))
@@ -127,6 +129,15 @@ def _states(counts: dict[str, int], block_name: str) -> RenderableType:
         line.append(f"{name} {counts[name]:,}  ")
     line.append("(small letters: less than half in use)", "dim")
     return line
+
+
+def _recurrent_states(counts: dict[str, int]) -> str:
+    """Of a model with state layers."""
+    checkpoints, free = counts["checkpoints"], counts["free_state_slots"]
+    return (
+        f"{counts['state_slots']:,} states: {counts['state_slots'] - checkpoints - free:,} of sequences, "
+        f"{checkpoints:,} checkpoints, {free:,} free; {counts['evicted_checkpoints']:,} checkpoints evicted"
+    )
 
 
 def _map(cells: dict[str, Any], width: int, lines: int) -> RenderableType:

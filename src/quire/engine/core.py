@@ -186,7 +186,10 @@ class EngineCore:
     @property
     def bytes_committed(self) -> int:
         """Memory that the cache has taken from the system; 0 once closed."""
-        return 0 if self.storage is None else self.storage.bytes_committed
+        if self.storage is None:
+            return 0
+        states = getattr(self.storage, "states", None)
+        return self.storage.bytes_committed + (0 if states is None else states.bytes_committed)
 
     @property
     def reader(self) -> Reader:

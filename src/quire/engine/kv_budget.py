@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
 from quire.engine.storages import OpenStorage, num_blocks_within
 from quire.errors import ArgumentError
@@ -18,6 +19,7 @@ from quire.sizes import format_size, parse_share
 
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
+    from quire.memory.state_slots import StateSlots
 
 __all__ = ["KVBudget"]
 
@@ -36,6 +38,7 @@ class KVBudget:
         self._name = opened.name
         self._storage = opened.storage
         self._cache = opened.cache
+        self._states: StateSlots | None = getattr(opened.storage, "states", None)
         self._engine = engine
         # "virtual" has blocks of its pieces.
         self.block_size = opened.cache.block_size if opened.name == "virtual" else config.block_size
@@ -46,12 +49,14 @@ class KVBudget:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self._cache.block_bytes
+        """Of keys and values, and of states."""
+        return self.num_blocks * self._cache.block_bytes + self._state_bytes
 
     @property
     def max_num_full_sequences(self) -> int:
         """Sequences of `max_model_len` tokens that the cache holds at once."""
-        return self.num_blocks // self._cache.blocks_alone(self._max_model_len)
+        found = self.num_blocks // self._cache.blocks_alone(self._max_model_len)
+        return found if self._states is None else min(found, self._states.num_slots)
 
     @property
     def max_num_tokens(self) -> int:
@@ -66,6 +71,8 @@ class KVBudget:
         blocks = f"{self.num_blocks} {self._cache.block_name}s"
         if self._name in ("paged", "virtual"):
             blocks += f" of {self.block_size} tokens"
+        if self._states is not None:
+            blocks += f", {self._states.num_slots} states of {format_size(self._states.bytes_per_slot)}"
         return (
             f"KV cache of {format_size(self.num_bytes)}, {self._name}, {blocks}; "
             f"holds {self.max_num_tokens} tokens, {self.max_num_full_sequences} sequences of the maximum of "
@@ -82,8 +89,8 @@ class KVBudget:
             self._max_model_len,
             block_size=self.block_size,
             block_bytes=storage.block_bytes,
-            own_bytes=storage.bytes_committed,
-            state_bytes=0 if (states := getattr(storage, "states", None)) is None else states.num_bytes,
+            own_bytes=storage.bytes_committed + (0 if self._states is None else self._states.bytes_committed),
+            state_bytes=self._state_bytes,
         )
         self._engine.tenants.check_resize(num_blocks)
         if num_blocks > storage.num_blocks:
@@ -96,6 +103,8 @@ class KVBudget:
         """See `LLM.trim`. *raises:* ArgumentError, CapacityError: the system refuses; the budget stays."""
         self._require_elastic()
         self._storage.give_back(self._engine.trim())
+        if self._states is not None and isinstance(self._cache, StateCache):
+            self._states.give_back(self._cache.free_state_slots())
 
     @property
     def idle_trim_s(self) -> float:
@@ -110,6 +119,10 @@ class KVBudget:
                 f'expected storage="paged" to prefault, got {self._name}, which takes memory as sequences need it'
             )
         return self._storage.commit_ahead(0, self.num_blocks)
+
+    @property
+    def _state_bytes(self) -> int:
+        return 0 if self._states is None else self._states.num_bytes
 
     def _limit_pins(self) -> None:
         block_bytes = self._cache.block_bytes

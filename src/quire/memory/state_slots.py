@@ -1,21 +1,26 @@
 """Where states of recurrent layers live: slots, each with one state of every state layer. Bytes, not whose they are.
 
-A layer's field is one float32 tensor [num_slots, *shape]. Memory is taken from the system as slots are written.
+A layer's field is one float32 tensor [num_slots, *shape], all of them in one allocation. Memory is taken from the
+system as slots are written, and goes back by `give_back`, whole pages within a field.
 
-Cost: an operation copies or clears `bytes_per_slot`.
+Cost: an operation copies or clears `bytes_per_slot`; `give_back` a system call for each field and run of slots.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from quire.errors import ArgumentError, CapacityError
+from quire.memory.device import HOST, DeviceMemory
 from quire.spec import KVSpec
 from quire.spec.state_spec import ZERO_STATE
 
 __all__ = ["StateSlots"]
+
+_ALIGNMENT = 64  # bytes, of a field
 
 
 class StateSlots:
@@ -24,7 +29,7 @@ class StateSlots:
     *raises:* ArgumentError: no state layers, or no slot. CapacityError: the system reserves no such memory.
     """
 
-    def __init__(self, spec: KVSpec, num_slots: int) -> None:
+    def __init__(self, spec: KVSpec, num_slots: int, device: DeviceMemory = HOST) -> None:
         if not spec.states or num_slots < 1:
             raise ArgumentError(
                 f"expected a model with state layers and at least 1 slot, got {len(spec.states)} layers and {num_slots}"
@@ -32,23 +37,47 @@ class StateSlots:
         self.spec = spec
         self.num_slots = num_slots
         self.bytes_per_slot = spec.bytes_per_state
+        sizes = [
+            (state.layer, field, num_slots * math.prod(field.shape) * getattr(torch, field.dtype).itemsize)
+            for state in spec.states
+            for field in state.fields
+        ]
+        total = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for _, _, size in sizes)
         try:
-            self._fields = {
-                state.layer: {
-                    field.name: torch.empty((num_slots, *field.shape), dtype=getattr(torch, field.dtype))
-                    for field in state.fields
-                }
-                for state in spec.states
-            }
-        except (RuntimeError, MemoryError) as error:
+            self._memory = device.reserve(total)
+        except CapacityError as error:
             raise CapacityError(
-                f"the system gives no {num_slots * self.bytes_per_slot} bytes for {num_slots} state slots: "
-                f"{str(error).splitlines()[0]}; lower max_num_seqs or kv_memory"
+                f"the system gives no {total} bytes for {num_slots} state slots: {error}; lower max_num_seqs"
             ) from error
+        self._fields: dict[int, dict[str, torch.Tensor]] = {}
+        self._places: list[tuple[int, int]] = []  # of each field: first byte, bytes of a slot
+        whole, start = self._memory.tensor(torch.uint8), 0
+        for layer, field, size in sizes:
+            tensor = whole[start : start + size].view(getattr(torch, field.dtype))
+            self._fields.setdefault(layer, {})[field.name] = tensor.view(num_slots, *field.shape)
+            self._places.append((start, size // num_slots))
+            start += -(-size // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def num_bytes(self) -> int:
         return self.num_slots * self.bytes_per_slot
+
+    @property
+    def bytes_committed(self) -> int:
+        """Bytes of memory that the slots really take now, as the operating system tells it; 0 once closed."""
+        return self._memory.committed_bytes() if self._fields else 0
+
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Give the memory of these slots back to the system. What they held is lost; they may be used again."""
+        runs: list[list[int]] = []  # first slot, and the one behind the last
+        for slot in sorted(slots):
+            if runs and runs[-1][1] == slot:
+                runs[-1][1] = slot + 1
+            else:
+                runs.append([slot, slot + 1])
+        for start, each in self._places:
+            for first, stop in runs:
+                self._memory.release(start + first * each, start + stop * each)
 
     def of(self, layer: int) -> Mapping[str, torch.Tensor]:
         """The fields of a state layer by name, each [num_slots, *shape]. *raises:* ArgumentError: it keeps none."""
@@ -77,4 +106,6 @@ class StateSlots:
 
     def close(self) -> None:
         """Give the memory back; nothing may be asked for afterwards."""
-        self._fields = {}
+        if self._fields:
+            self._fields = {}
+            self._memory.close()

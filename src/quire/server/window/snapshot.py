@@ -49,6 +49,12 @@ _COUNTS = (
     "num_blocks", "free", "cached", "held", "in_flight", "pinned", "num_running", "num_waiting",
     "num_finished_requests", "num_preemptions", "evicted_blocks", "copied_blocks", "deduplicated_blocks", "num_steps",
 )  # fmt: skip
+_STATE_COUNTS = (
+    "state_slots",
+    "free_state_slots",
+    "checkpoints",
+    "evicted_checkpoints",
+)  # where there are states
 
 
 @dataclass(frozen=True)
@@ -202,7 +208,7 @@ class Painter:
             "at": round(at, 3),
             "block": snapshot.block_name,
             "block_size": snapshot.block_size,
-            "counts": {name: stats[name] for name in _COUNTS},
+            "counts": {name: stats[name] for name in (*_COUNTS, *_STATE_COUNTS) if name in stats},
             "rates": self._rates(snapshot, first_tokens),
             "memory": {
                 "total": stats["num_blocks"] * snapshot.block_bytes,

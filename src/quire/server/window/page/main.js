@@ -32,15 +32,24 @@ const FIGURES = [
   ["Preempted", (s) => [number(s.counts.num_preemptions), "times"]],
   ["Evicted", (s) => [number(s.counts.evicted_blocks), `${s.block}s`]],
 ];
+const STATE_FIGURES = [
+  ["States of sequences", (s) => [number(s.counts.state_slots - s.counts.checkpoints - s.counts.free_state_slots),
+    `of ${number(s.counts.state_slots)}`]],
+  ["Checkpoints of states", (s) => [number(s.counts.checkpoints), `${number(s.counts.evicted_checkpoints)} evicted`]],
+];
+
+const figuresOf = (s) => (s?.counts?.state_slots === undefined ? FIGURES : [...FIGURES, ...STATE_FIGURES]);
 
 function makeFigures() {
-  $("figures").replaceChildren(...FIGURES.map(([name, , column]) => make("dl", { className: "figure" },
+  $("figures").replaceChildren(...figuresOf(state).map(([name, , column]) => make("dl", { className: "figure" },
     make("dt", {}, name), make("dd", {}, "–"),
     column ? make("dd", {}, make("canvas", { "aria-hidden": "true" })) : null)));
 }
 
 function drawFigures() {
-  FIGURES.forEach(([, read, column, ink, top], i) => {
+  const figures = figuresOf(state);
+  if ($("figures").children.length !== figures.length) makeFigures();
+  figures.forEach(([, read, column, ink, top], i) => {
     const figure = $("figures").children[i];
     const [value, block] = read(state);
     figure.querySelector("dd").replaceChildren(value, " ", make("small", {}, block));
