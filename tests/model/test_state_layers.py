@@ -21,7 +21,7 @@ from torch import nn
 
 from quire.errors import ArgumentError, UnsupportedModelError
 from quire.model.cache_keyword import cache_keyword
-from quire.model.state import StateAdapter, StateStep, adapter_of, install_states, state_adapters
+from quire.model.state import StateAdapter, StateStep, adapter_of, install_states, proof, state_adapters
 from quire.model.state.proof import TOLERANCE, distance, prove_states
 from quire.recurrence import RecurrenceStep, backend
 from quire.spec.state_spec import state_specs
@@ -245,6 +245,20 @@ def test_a_mixer_with_another_arithmetic_is_refused_by_its_layer() -> None:
     adapters[2].module.__class__ = Halved
     with pytest.raises(UnsupportedModelError, match=r"layer 2's Halved.*mamba1"):
         prove_states(adapters)
+
+
+def test_one_mixer_of_those_that_are_alike_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = state_adapters(tiny_model("jamba"), REFERENCE)
+    layers = sorted(adapters)
+    assert len(layers) > 1
+    asked: list[Any] = []
+    monkeypatch.setattr(proof, "distance", lambda adapter, num_rows: asked.append(adapter) or 0.0)
+    prove_states(adapters)
+    assert set(asked) == {adapters[layers[0]]}
+    adapters[layers[-1]].module.some_constant = 2.0  # another kind
+    asked.clear()
+    prove_states(adapters)
+    assert set(asked) == {adapters[layers[0]], adapters[layers[-1]]}
 
 
 def test_two_mixers_in_one_layer_are_refused() -> None:

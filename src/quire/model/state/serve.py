@@ -1,6 +1,6 @@
 """The state layers of a loaded model made to serve an engine: found, held against the config, proved, installed.
 
-Cost: `prove_states`, a copy of each mixer in float32 and a few forwards of it.
+Cost: `prove_states`, of each kind of mixer a copy in float32 and a few forwards of it.
 """
 
 from __future__ import annotations
