@@ -136,6 +136,32 @@ def test_a_step_has_so_many_rows_of_one_client_where_there_is_another(
     engine.check_empty()
 
 
+def test_so_many_tokens_are_drawn_by_those_of_one_client_that_join_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clients, "MAX_JOINS", 3)
+    engine = FakeEngine(num_blocks=400, max_num_seqs=20)
+    submit(engine, "few", 40)
+    submit(engine, "many", 40, 7)
+    joined = []
+    for _ in range(3):
+        engine.step()
+        joined.append(running(engine)["many"])
+    assert joined == [3, 6, 7]
+    engine.submit([1, 2], SamplingParams(max_tokens=40, n=3), client="many")
+    engine.submit([1, 4], SamplingParams(max_tokens=40), client="many")
+    engine.step()
+    assert running(engine)["many"] == 10, "the three answers of one request, and no other"
+    engine.step()
+    assert running(engine)["many"] == 11
+    while engine.engine.has_work:
+        engine.step()
+    engine = FakeEngine(num_blocks=400, max_num_seqs=20)
+    submit(engine, "many", 40, 7)
+    engine.step()
+    assert running(engine)["many"] == 7, "alone it has all of the step"
+
+
 def test_requests_of_one_client_stop_none_of_their_own() -> None:
     for client in (None, "one"):
         engine = FakeEngine(num_blocks=400, max_num_seqs=2)

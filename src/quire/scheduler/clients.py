@@ -10,7 +10,8 @@ first that came is the first to join. Between clients of the same priority
     out of memory  of the least urgent sequences, the last of the client that has the most
 
     in a step      while there are several, at most `MAX_ROWS` sequences of one client decode: of more by turns, its
-                   first in every one. A step of hundreds of them would be long for all
+                   first in every one. And one client's requests join until they draw `MAX_JOINS` tokens, one request
+                   at least. A step of hundreds of them would be long for all
 
 So no client keeps another from running, whatever it sends and however long its answers are; alone, it has all there is.
 Twice as many, so that nobody is stopped for an even share.
@@ -27,11 +28,12 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from quire.scheduler.request import Request, RequestSequence
+from quire.scheduler.request import Request, RequestSequence, SequenceState
 
 __all__ = ["Clients"]
 
 MAX_ROWS = 64
+MAX_JOINS = 16
 _MAX_REMEMBERED = 1024
 
 
@@ -68,7 +70,8 @@ class Clients:
     def in_order(
         self, waiting: Sequence[RequestSequence], live: Iterable[RequestSequence]
     ) -> Iterator[RequestSequence]:
-        """Waiting sequences, sorted by key, in the order in which they are to join."""
+        """Waiting sequences, sorted by key, in the order in which they are to join; who has joined by the time that the
+        next one is asked for is RUNNING."""
         if not self.are_several:
             yield from waiting
             return
@@ -83,11 +86,15 @@ class Clients:
 
         heap = [entry(client) for client in queues]
         heapq.heapify(heap)
+        joined: Counter[str | None] = Counter()  # tokens that they draw
         while heap:
             client = heap[0][-1]
-            yield queues[client].pop()
+            sequence = queues[client].pop()
+            yield sequence
             counts[client] += 1
-            if queues[client]:
+            if sequence.state is SequenceState.RUNNING:
+                joined[client] += 1 + len(sequence.unborn_siblings())
+            if queues[client] and joined[client] < MAX_JOINS:
                 heapq.heapreplace(heap, entry(client))
             else:
                 heapq.heappop(heap)
