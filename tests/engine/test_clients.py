@@ -131,6 +131,15 @@ def test_a_step_has_so_many_rows_of_one_client_where_there_is_another(
         assert (sum(grown[:8]), grown[8:]) == (3, [1, 1])
     others = lengths()[1:8]
     assert max(others) - min(others) <= 1, "by turns"
+    monkeypatch.setattr(clients, "STEPS_BEHIND", 4)
+    for sequence in engine.scheduler.running[8:]:
+        engine.engine.abort(sequence.request.request_id)
+    rows = []
+    for _ in range(6):
+        before = sum(lengths())
+        engine.step()
+        rows.append(sum(lengths()) - before)
+    assert rows == [3, 3, 3, 8, 8, 8], "for whoever asks for little again and again"
     while engine.engine.has_work:
         engine.step()
     engine.check_empty()
