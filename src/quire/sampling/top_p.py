@@ -51,8 +51,10 @@ def keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
         to_sort.append(rows[~is_sure & ~is_all[:, 0]])
         rows = rows[is_all[:, 0]]
         part = scores[rows]
-    kept = scores.masked_fill(scores < least, -torch.inf)
     others = torch.cat([*to_sort, rows])
+    if len(others) == num_rows:
+        return _sorted(scores, top_p)
+    kept = scores.masked_fill(scores < least, -torch.inf)
     if len(others):
         kept[others] = _sorted(scores[others], top_p)
     return kept
