@@ -7,8 +7,8 @@ all that is new for it.
     driver.call(lambda: driver.expect(engine.submit(prompt, params), mailbox.put))
     mailbox.take()          # sleeps until something has come
 
-Steps are computed while somebody waits for a request (`expect`, `want`). Otherwise the thread sleeps. Nothing is computed
-for a request of which enough outputs wait unread (`Unread`), until its reader has taken half of them; others go on.
+Steps are computed while somebody waits for a request (`expect`, `want`). Otherwise the thread sleeps. Nothing is
+computed for a request of which enough outputs wait unread (`Unread`), until its reader has taken half; others go on.
 
 Invariants
     D1  only the driver's thread touches the engine, from the driver's start to its end.

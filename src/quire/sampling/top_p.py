@@ -19,7 +19,7 @@ __all__ = ["keep_top_p"]
 _SIZES = (64, 512)  # likeliest tokens that are looked at, one after the other
 _LEAST_VOCABULARY = 8  # times so many: in less a sort is as good
 # Sums that differ by less from the limit are not told apart, as there they are divided by a sum in float32. Relative to
-# the limit, for each token of the vocabulary: what eight lanes may round at the most. And relative to 1: of exponentials.
+# the limit, for each token of the vocabulary: what eight lanes may round at most. And relative to 1: of exponentials.
 _DOUBT = 2.0**-24 / 8
 _LEAST_DOUBT = 1e-6
 
@@ -39,7 +39,9 @@ def keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
         limit = (1.0 - top_p) * total[rows]
         of_best = (best - best[:, :1]).exp_().double()
         behind = total[rows] - of_best.cumsum(dim=-1)  # what all have that are less likely than this one
-        is_far = (behind - limit).abs() > _DOUBT * vocab * limit + _LEAST_DOUBT * total[rows]  # never of a NaN
+        is_far = (behind - limit).abs() > _DOUBT * vocab * limit + _LEAST_DOUBT * total[
+            rows
+        ]  # never of a NaN
         num_kept = 1 + (behind[:, :-1] > limit).sum(dim=-1, keepdim=True)
         is_all = num_kept == size
         # Of the sums, the one that keeps the last and the one that removes the next; behind the likeliest nobody asks.

@@ -19,8 +19,8 @@ whatever is not.
 
 Invariants
     R1  a sequence has an open sequence exactly while it is RUNNING or LOADING.
-    R2  `running`, `loading`, `waiting` and `held` are sorted by `RequestSequence.key`; nobody is in two of them. Who waits
-        is in `held` exactly while its request is paused.
+    R2  `running`, `loading`, `waiting` and `held` are sorted by `RequestSequence.key`; nobody is in two of them.
+        Who waits is in `held` exactly while its request is paused.
     R3  progress: the first of those that run or load and are not paused is never preempted, and alone it always fits
         (`check_fits`); a load ends by itself.
 

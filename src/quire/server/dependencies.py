@@ -1,7 +1,7 @@
 """What endpoints are given: the service, and who asks.
 
-All of it is `async`, though nothing is waited for: FastAPI calls plain functions in threads, each request would wait for
-some of them, and a flood of one client's for all of them.
+All of it is `async`, though nothing is waited for: FastAPI calls plain functions in threads. Each request would wait
+for one, and a flood of one client's would take all that there are.
 """
 
 from __future__ import annotations
