@@ -25,7 +25,7 @@ __all__ = ["Acceptor"]
 
 _log = logging.getLogger("quire.server")
 
-_BEGINS = 16  # that one turn begins: some milliseconds
+_BEGINS = 8  # that one turn begins: some milliseconds
 _ACCEPTS = 1024  # that one turn accepts: some 10 ms
 _REST_S = 1.0  # behind a turn in which the system had no room for one more
 
