@@ -131,9 +131,44 @@ def test_a_step_has_so_many_rows_of_one_client_where_there_is_another(
         assert (sum(grown[:8]), grown[8:]) == (3, [1, 1])
     others = lengths()[1:8]
     assert max(others) - min(others) <= 1, "by turns"
+    monkeypatch.setattr(clients, "STEPS_BEHIND", 4)
+    for sequence in engine.scheduler.running[8:]:
+        engine.engine.abort(sequence.request.request_id)
+    rows = []
+    for _ in range(6):
+        before = sum(lengths())
+        engine.step()
+        rows.append(sum(lengths()) - before)
+    assert rows == [3, 3, 3, 8, 8, 8], "for whoever asks for little again and again"
     while engine.engine.has_work:
         engine.step()
     engine.check_empty()
+
+
+def test_so_many_tokens_are_drawn_by_those_of_one_client_that_join_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clients, "MAX_JOINS", 3)
+    engine = FakeEngine(num_blocks=400, max_num_seqs=20)
+    submit(engine, "few", 40)
+    submit(engine, "many", 40, 7)
+    joined = []
+    for _ in range(3):
+        engine.step()
+        joined.append(running(engine)["many"])
+    assert joined == [3, 6, 7]
+    engine.submit([1, 2], SamplingParams(max_tokens=40, n=3), client="many")
+    engine.submit([1, 4], SamplingParams(max_tokens=40), client="many")
+    engine.step()
+    assert running(engine)["many"] == 10, "the three answers of one request, and no other"
+    engine.step()
+    assert running(engine)["many"] == 11
+    while engine.engine.has_work:
+        engine.step()
+    engine = FakeEngine(num_blocks=400, max_num_seqs=20)
+    submit(engine, "many", 40, 7)
+    engine.step()
+    assert running(engine)["many"] == 7, "alone it has all of the step"
 
 
 def test_requests_of_one_client_stop_none_of_their_own() -> None:

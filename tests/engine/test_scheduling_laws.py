@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -58,7 +59,9 @@ def run(
     tier_bytes: int | None = None,
     policy: Policy = "eviction",
     faults: int = 0,
+    pauses: Sequence[tuple[int, int]] = (),
 ) -> tuple[FakeEngine, dict[int, list[list[int]]], list[tuple[int, ...]]]:
+    """pauses: (step, index) of requests that nobody reads until all others have ended, the last one first then."""
     spec = window_spec(window) if window else full_spec()
     longest = max(len(r.prompt) + r.max_tokens - 1 for r in requests)
     least = num_blocks_for(spec, longest, block_size)
@@ -89,7 +92,14 @@ def run(
         for when, request_id in to_abort:
             if when == step and (output := engine.engine.abort(request_id)) is not None:
                 engine.outputs[request_id] = output
+        for when, index in pauses:
+            if when == step:
+                for request_id in [one for one, number in ids.items() if number == index]:
+                    engine.engine.pause(request_id)
         engine.step()
+        under_way = engine.scheduler.requests.values()
+        if step > 12 and under_way and all(request.is_paused for request in under_way):
+            engine.engine.resume(list(engine.scheduler.requests)[-1])
         history.append(tuple(sequence.key[1] for sequence in engine.scheduler.running))
         if step > 12 and not engine.engine.has_work:
             break
@@ -111,6 +121,7 @@ CASES = {
     "tier_bytes": st.sampled_from([None, None, 2000, 1 << 20]),
     "policy": st.sampled_from(POLICIES),
     "faults": st.sampled_from([0, 0, 2, 3, 7]),
+    "pauses": st.lists(st.tuples(st.integers(0, 16), st.integers(0, 6)), max_size=5),
 }
 
 
@@ -126,9 +137,11 @@ def check_case(
     tier_bytes: int | None,
     policy: Policy,
     faults: int,
+    pauses: Sequence[tuple[int, int]] = (),
 ) -> None:
     case = (
-        requests, num_blocks, block_size, window, budget, max_seqs, caching, preemption, tier_bytes, policy, faults
+        requests, num_blocks, block_size, window, budget, max_seqs, caching, preemption, tier_bytes, policy, faults,
+        pauses
     )  # fmt: skip
     engine, tokens, history = run(*case)
     for index, request in enumerate(requests):

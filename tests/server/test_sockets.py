@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
+from quire.server import completions, service
 
 STREAM = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True, "temperature": 0, "stream": True}
 
@@ -140,3 +144,45 @@ def test_slow_readers_keep_nobody_waiting(small_server) -> None:
         assert time.monotonic() < end
         time.sleep(0.01)
     assert serves(url)
+
+
+@pytest.mark.parametrize("prompts", [["def f("], ["def f(", "class A"]])
+def test_what_is_not_read_is_not_computed(small_server, small_llm, monkeypatch, prompts: list[str]) -> None:
+    """The application waits in its first `send`: each request pauses, others do not, and nothing is lost."""
+    url, app = small_server
+    monkeypatch.setattr(service, "_MAX_UNREAD", 6)
+    monkeypatch.setattr(completions, "_MOST_QUEUED", 4)
+    scheduler = small_llm.engine.scheduler
+    head, _, body = request({**STREAM, "prompt": prompts}).partition(b"\r\n\r\n")
+    headers = [tuple(line.lower().split(b": ")) for line in head.split(b"\r\n")[1:]]
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http",
+    }  # fmt: skip
+
+    async def main() -> bytes:
+        received, is_read, sent = asyncio.Queue[dict[str, object]](), asyncio.Event(), b""
+        received.put_nowait({"type": "http.request", "body": body, "more_body": False})
+
+        async def send(message: dict) -> None:
+            nonlocal sent
+            if message["type"] == "http.response.body":
+                await is_read.wait()
+                sent += message["body"]
+
+        answering = asyncio.create_task(app(scope, received.get, send))
+        while len(scheduler.requests) < len(prompts) or not all(
+            one.is_paused for one in list(scheduler.requests.values())
+        ):
+            await asyncio.sleep(0.005)
+        lengths = [len(one.sequences[0].output_ids) for one in scheduler.requests.values()]
+        assert max(lengths) < 20
+        assert await asyncio.to_thread(serves, url)
+        assert lengths == [len(one.sequences[0].output_ids) for one in scheduler.requests.values()]
+        is_read.set()
+        await answering
+        return sent
+
+    answer = asyncio.run(asyncio.wait_for(main(), 30))
+    assert answer.count(b"data: ") == 40 * len(prompts) + 1
+    assert answer.endswith(b"data: [DONE]\n\n")

@@ -101,15 +101,18 @@ class FakeEngine:
     def check(self) -> None:
         """R1 and R2 of the scheduler."""
         scheduler = self.scheduler
-        for queue in (scheduler.running, scheduler.loading, scheduler.waiting):
+        for queue in (scheduler.running, scheduler.loading, scheduler.waiting, scheduler.held):
             assert [s.key for s in queue] == sorted(s.key for s in queue)
         assert all(s.cache_sequence is not None and s.state.value == "running" for s in scheduler.running)
-        assert all(s.cache_sequence is None and s.state.value == "waiting" for s in scheduler.waiting)
+        queued = scheduler.waiting + scheduler.held
+        assert all(s.cache_sequence is None and s.state.value == "waiting" for s in queued)
+        assert not any(s.request.is_paused for s in scheduler.waiting)
+        assert all(s.request.is_paused for s in scheduler.held)
         assert len(scheduler.running) <= scheduler.max_num_seqs
         assert all(s.cache_sequence is not None and s.state.value == "loading" for s in scheduler.loading)
         assert all(s.swapped is None for s in scheduler.running + scheduler.loading)
         assert self.cache.stats()["num_sequences"] == len(scheduler.running) + len(scheduler.loading)
-        swapped = [s.swapped.payload.nbytes for s in scheduler.waiting if s.swapped is not None]
+        swapped = [s.swapped.payload.nbytes for s in queued if s.swapped is not None]
         assert self.engine.swap.num_bytes == sum(swapped)
         assert sum(swapped) <= self.engine.swap.max_bytes
 
@@ -154,6 +157,8 @@ class FakeEngine:
         assert not self.scheduler.requests
         assert not self.scheduler.running
         assert not self.scheduler.waiting
+        assert not self.scheduler.held
+        assert not self.scheduler._paused
         assert not self.scheduler.loading
         assert self.engine.swap.num_bytes == 0
         self.cache.check()

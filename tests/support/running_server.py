@@ -7,9 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import uvicorn
-
 from quire import LLM, AsyncEngine
+from quire.server import run
 from quire.server.app import make_app
 from quire.server.run import bind, url_of, uvicorn_config
 from quire.server.settings import ServerSettings
@@ -21,7 +20,7 @@ def running(llm: LLM, settings: ServerSettings) -> Iterator[tuple[str, object]]:
     listener = bind(settings.host, 0)
     engine = AsyncEngine(llm)
     app = make_app(engine, settings)
-    server = uvicorn.Server(uvicorn_config(app, settings.limits))
+    server = run._Server(uvicorn_config(app, settings.limits), settings.limits)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     try:

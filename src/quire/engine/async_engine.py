@@ -6,6 +6,8 @@ back through `call_soon_threadsafe`, one call a step for each loop.
 Invariants
     A1  nothing here touches the engine but in the driver's thread.
     A2  whoever waits gets an output, the error of its request, or the error that stopped the engine.
+    A3  at most `max_unread` outputs of a request wait for its reader. Then it pauses and holds nobody up: it keeps
+        its place and memory only while nobody else wants them, so requests may be read in any order.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from quire.cache.pins import Pin
 from quire.cache.prefix_key import NamespaceKeywords, PrefixKey, PrefixKeywords
 from quire.config import EngineConfig, shows_options, takes_options
 from quire.engine.async_conversation import AsyncConversation
-from quire.engine.driver import Answer
+from quire.engine.driver import Answer, Unread
 from quire.engine.llm import LLM
 from quire.engine.llm_pins import COMPUTE_PROMPT
 from quire.errors import ArgumentError, CancelledError
@@ -41,6 +43,7 @@ __all__ = ["AsyncEngine", "RequestStream"]
 
 Result = TypeVar("Result")
 _ids = itertools.count()
+_MAX_UNREAD = 1024
 
 
 class Queue(asyncio.Queue[Answer]):
@@ -72,14 +75,20 @@ def _put_all(pairs: list[tuple[Queue, Answer]]) -> None:
 class RequestStream(AsyncIterator[RequestOutput]):
     """The outputs of a request that has begun, the last one `finished`. Closed before that, the request is aborted.
 
+    max_unread: outputs that wait to be read, at which the engine pauses the request until half of them have been.
     *raises* in the iteration: the error of the request, or the one that stopped the engine.
     """
 
     def __init__(
-        self, engine: AsyncEngine, request_id: str, when_ended: Callable[[], None] | None = None
+        self,
+        engine: AsyncEngine,
+        request_id: str,
+        when_ended: Callable[[], None] | None = None,
+        max_unread: int = _MAX_UNREAD,
     ) -> None:
         self.request_id = request_id
         self.queue = Queue(when_ended)
+        self.unread = Unread(max_unread)
         self._engine = engine
         self._ended = False
 
@@ -88,6 +97,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
             raise StopAsyncIteration
         output = await self.queue.get()
         if isinstance(output, RequestOutput) and not output.finished:
+            if self.unread.count_taken():
+                self._engine._go_on(self)
             return output
         self._ended = True
         self._engine._requests.pop(self.queue, None)
@@ -106,6 +117,10 @@ class RequestStream(AsyncIterator[RequestOutput]):
     async def aclose(self) -> None:
         """As `close`, for `contextlib.aclosing`."""
         self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_ended"):
+            self.close()  # nobody can read it any more: it would pause for ever
 
 
 class AsyncEngine:
@@ -162,7 +177,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The request's outputs as it grows, the last one `finished`; deltas: each with what is new only.
 
-        options: see `LLM.generate`. Leaving the iteration early (break, cancellation) aborts the request.
+        options: see `LLM.generate`. Leaving the iteration early (break, cancellation) aborts the request. With 1024
+        outputs unread it pauses until half of them have been read; others go on meanwhile.
         *raises:* what `LLM.generate` raises for this request; CancelledError once the engine is closed.
         """
         asked = RequestOptions.of(params, stream=True, deltas=deltas, request_id=request_id, **options)
@@ -176,11 +192,13 @@ class AsyncEngine:
         self,
         requests: Sequence[tuple[Prompt, RequestOptions]],
         when_ended: Sequence[Callable[[], None] | None] | None = None,
+        *,
+        max_unread: int = _MAX_UNREAD,
     ) -> list[RequestStream]:
         """Queues all of the requests or none; the outputs of each, to be read to the end or closed.
 
         when_ended: of each request; called in the event loop when the engine has finished with it, though its outputs
-        are not read yet, and not where this raises.
+        are not read yet, and not where this raises. max_unread: see `RequestStream`.
         *raises:* what `generate` raises, here and not with the first output.
         """
         named = [
@@ -188,7 +206,7 @@ class AsyncEngine:
             for prompt, asked in requests
         ]
         streams = [
-            RequestStream(self, asked.request_id or "", ended)
+            RequestStream(self, asked.request_id or "", ended, max_unread)
             for (_, asked), ended in zip(named, when_ended or [None] * len(named), strict=True)
         ]
         return await self._begin(
@@ -253,7 +271,7 @@ class AsyncEngine:
                     )
             submit()
             for stream in streams:
-                driver.expect(stream.request_id, sink, ticket=stream.queue)
+                driver.expect(stream.request_id, sink, ticket=stream.queue, unread=stream.unread)
 
         self._requests |= {stream.queue: (stream.request_id, sink) for stream in streams}
         try:
@@ -263,6 +281,11 @@ class AsyncEngine:
                 stream.close()
             raise
         return streams
+
+    def _go_on(self, stream: RequestStream) -> None:
+        """With a request that has paused: enough of it has been read."""
+        if self._driver.process.is_here:
+            self._driver.resume(stream.request_id, stream.queue)
 
     def _drop(self, stream: RequestStream) -> None:
         """Ends the request of that stream, if it has not ended."""

@@ -7,7 +7,8 @@ all that is new for it.
     driver.call(lambda: driver.expect(engine.submit(prompt, params), mailbox.put))
     mailbox.take()          # sleeps until something has come
 
-Steps are computed while somebody waits for a request (`expect`, `want`). Otherwise the thread sleeps.
+Steps are computed while somebody waits for a request (`expect`, `want`). Otherwise the thread sleeps. Nothing is
+computed for a request of which enough outputs wait unread (`Unread`), until its reader has taken half; others go on.
 
 Invariants
     D1  only the driver's thread touches the engine, from the driver's start to its end.
@@ -36,7 +37,7 @@ from quire.scheduler.request import RequestOutput
 if TYPE_CHECKING:
     from quire.engine.engine import Engine
 
-__all__ = ["Answer", "Driver", "Mailbox", "Sink", "in_driver"]
+__all__ = ["Answer", "Driver", "Mailbox", "Sink", "Unread", "in_driver"]
 
 _log = logging.getLogger("quire")
 
@@ -87,6 +88,36 @@ class Mailbox:
             return answers
 
 
+class Unread:
+    """How many outputs of a request its reader has not taken: at `most` it pauses, at half of that it goes on.
+
+    `count_sent` is the driver's thread's, before the output is on its way; `count_taken` the reader's, behind it. So
+    whoever has paused a request has an output coming to the reader, who sees that it is full.
+    """
+
+    __slots__ = ("_is_full", "_most", "_num_sent", "_num_taken")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num_sent = self._num_taken = 0
+        self._is_full = False
+
+    def count_sent(self) -> bool:
+        """Whether the request is to pause."""
+        self._num_sent += 1
+        if self._num_sent - self._num_taken >= self._most:
+            self._is_full = True
+        return self._is_full
+
+    def count_taken(self) -> bool:
+        """Whether the request is to go on."""
+        self._num_taken += 1
+        if not self._is_full or self._num_sent - self._num_taken > self._most // 2:
+            return False
+        self._is_full = False
+        return True
+
+
 class Driver:
     """See the module's text. on_close: called in the thread at its end. num_threads: of torch, in this thread alone.
 
@@ -121,6 +152,7 @@ class Driver:
         self._sinks: dict[str, tuple[Sink, Any]] = {}  # and the ticket
         self._wanted: set[str] = set()  # requests that steps are computed for
         self._pulled: set[str] = set()  # those wanted for one output at a time
+        self._unread: dict[str, Unread] = {}  # of those that pause where nobody reads
         self._thread = threading.Thread(target=self._main, name="quire-engine", daemon=True)
         self._thread.start()
 
@@ -186,6 +218,16 @@ class Driver:
         """Has steps computed until the request, one that is pulled, has a new output."""
         self.post(lambda: self._wanted.add(request_id) if request_id in self._sinks else None)
 
+    def resume(self, request_id: str, ticket: object) -> None:
+        """Goes on with a request that has paused, once `Unread.count_taken` says so."""
+
+        def resume() -> None:
+            if self.ticket(request_id) is ticket:  # and not a later one of the same name
+                self._engine.resume(request_id)
+                self._wanted.add(request_id)
+
+        self.post(resume)
+
     def refuse_to_wait_here(self) -> None:
         """*raises:* ArgumentError in the driver's thread, which would wait for itself."""
         if self.is_here:
@@ -213,15 +255,26 @@ class Driver:
 
     # -- in the driver's thread ------------------------------------------------------------------------
 
-    def expect(self, request_id: str, sink: Sink, *, ticket: object = None, pulled: bool = False) -> None:
+    def expect(
+        self,
+        request_id: str,
+        sink: Sink,
+        *,
+        ticket: object = None,
+        pulled: bool = False,
+        unread: Unread | None = None,
+    ) -> None:
         """From now on the sink gets the request's outputs, each with the ticket, which is the id if not given.
 
-        pulled: steps are computed for it only after `want`. *raises:* ArgumentError: the driver has ended.
+        pulled: steps are computed for it only after `want`. unread: has it pause where its reader does not keep up.
+        *raises:* ArgumentError: the driver has ended.
         """
         if self._has_ended:
             raise _closed()
         self._sinks[request_id] = sink, request_id if ticket is None else ticket
         (self._pulled if pulled else self._wanted).add(request_id)
+        if unread is not None:
+            self._unread[request_id] = unread
 
     def ticket(self, request_id: str) -> object:
         """Of the request of that name that somebody waits for; None where nobody does."""
@@ -232,6 +285,7 @@ class Driver:
         self._sinks.pop(request_id, None)
         self._wanted.discard(request_id)
         self._pulled.discard(request_id)
+        self._unread.pop(request_id, None)
 
     def drop(self, request_id: str) -> RequestOutput | None:
         """Ends a request of which nobody is to hear; its last output, None if it had ended."""
@@ -255,6 +309,9 @@ class Driver:
                     self.forget(request_id)
                 elif request_id in self._pulled:
                     self._wanted.discard(request_id)
+                elif request_id in self._unread and self._unread[request_id].count_sent():
+                    self._engine.pause(request_id)
+                    self._wanted.discard(request_id)
         for sink, pairs in by_sink.items():
             sink(pairs)
 
@@ -262,6 +319,7 @@ class Driver:
         sinks, self._sinks = self._sinks, {}
         self._wanted.clear()
         self._pulled.clear()
+        self._unread.clear()
         for sink, ticket in sinks.values():
             sink([(ticket, answer)])
 

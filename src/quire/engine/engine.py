@@ -257,6 +257,14 @@ class Engine:
         request = self.scheduler.abort(request_id)
         return None if request is None else self._finished(request)
 
+    def pause(self, request_id: str) -> None:
+        """Computes nothing for it until `resume`; what it holds goes to whoever needs it. Unknown ids are ignored."""
+        self.scheduler.pause(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """Undoes `pause`. Unknown ids are ignored."""
+        self.scheduler.resume(request_id)
+
     def abort_all(self) -> None:
         for request_id in list(self.scheduler.requests):
             self.abort(request_id)
@@ -435,7 +443,7 @@ class Engine:
             "query_tokens": num_query,
             "hit_tokens": num_hit,
             "num_running": len(scheduler.running),
-            "num_waiting": len(scheduler.waiting),
+            "num_waiting": len(scheduler.waiting) + len(scheduler.held),
             "num_unfinished_requests": len(scheduler.requests),
             "num_finished_requests": self._outputs.num_finished,
             "num_prompt_tokens": num_prompt,

@@ -23,6 +23,7 @@ from quire.sampling.grammar import Matcher
 from quire.sampling.greedy import most_likely
 from quire.sampling.params import SamplingParams
 from quire.sampling.token_mask import TokenMask
+from quire.sampling.top_p import keep_top_p
 from quire.torch_threads import one_torch_thread
 
 __all__ = ["new_generator", "sample_tokens"]
@@ -187,12 +188,12 @@ def _warp(scores: torch.Tensor, temperature: float, top_k: int, top_p: float, mi
         warpers.append(hf.TemperatureLogitsWarper(temperature))
     if top_k:
         warpers.append(hf.TopKLogitsWarper(top_k))
-    if top_p < 1.0:
-        warpers.append(hf.TopPLogitsWarper(top_p))
-    if min_p > 0.0:
-        warpers.append(hf.MinPLogitsWarper(min_p))
     for warper in warpers:
         scores = warper(nothing, scores)  # type: ignore[arg-type]
+    if top_p < 1.0:
+        scores = keep_top_p(scores, top_p)
+    if min_p > 0.0:
+        scores = hf.MinPLogitsWarper(min_p)(nothing, scores)  # type: ignore[arg-type]
     return scores
 
 

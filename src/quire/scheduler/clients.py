@@ -9,8 +9,10 @@ first that came is the first to join. Between clients of the same priority
                    at least, as the one that waits would have then. Never the first of all
     out of memory  of the least urgent sequences, the last of the client that has the most
 
-    in a step      while there are several, at most `MAX_ROWS` sequences of one client decode: of more by turns, its
-                   first in every one. A step of hundreds of them would be long for all
+    in a step      at most `MAX_ROWS` sequences of one client decode: of more by turns, its first in every one. And one
+                   client's requests join until they draw `MAX_JOINS` tokens, one request at least. A step of hundreds
+                   of them would be long for all. So it is while there are several clients, and for `STEPS_BEHIND`
+                   steps behind that: whoever asks for little again and again is not there when a step begins
 
 So no client keeps another from running, whatever it sends and however long its answers are; alone, it has all there is.
 Twice as many, so that nobody is stopped for an even share.
@@ -27,11 +29,13 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from quire.scheduler.request import Request, RequestSequence
+from quire.scheduler.request import Request, RequestSequence, SequenceState
 
 __all__ = ["Clients"]
 
 MAX_ROWS = 64
+MAX_JOINS = 16
+STEPS_BEHIND = 64
 _MAX_REMEMBERED = 1024
 
 
@@ -44,15 +48,24 @@ class Clients:
             str | None, int
         ] = {}  # a number that grows, the smallest first; also of some that left
         self._num_joined = 0
+        self._step = 0  # the number of the last one
+        self._shared_until = 0  # a step's number
 
     @property
     def are_several(self) -> bool:
         return len(self._num_requests) > 1
 
+    @property
+    def _share_steps(self) -> bool:
+        """Whether there are several, or were a few steps ago."""
+        return self.are_several or self._step < self._shared_until
+
     def add(self, request: Request) -> None:
         self._num_requests[request.client] += 1
 
     def remove(self, request: Request) -> None:
+        if self.are_several:
+            self._shared_until = self._step + STEPS_BEHIND
         self._num_requests[request.client] -= 1
         if not self._num_requests[request.client]:
             del self._num_requests[request.client]
@@ -68,8 +81,9 @@ class Clients:
     def in_order(
         self, waiting: Sequence[RequestSequence], live: Iterable[RequestSequence]
     ) -> Iterator[RequestSequence]:
-        """Waiting sequences, sorted by key, in the order in which they are to join."""
-        if not self.are_several:
+        """Waiting sequences, sorted by key, in the order in which they are to join; who has joined by the time that the
+        next one is asked for is RUNNING."""
+        if not self._share_steps:
             yield from waiting
             return
         counts = _counts(live)
@@ -83,18 +97,23 @@ class Clients:
 
         heap = [entry(client) for client in queues]
         heapq.heapify(heap)
+        joined: Counter[str | None] = Counter()  # tokens that they draw
         while heap:
             client = heap[0][-1]
-            yield queues[client].pop()
+            sequence = queues[client].pop()
+            yield sequence
             counts[client] += 1
-            if queues[client]:
+            if sequence.state is SequenceState.RUNNING:
+                joined[client] += 1 + len(sequence.unborn_siblings())
+            if queues[client] and joined[client] < MAX_JOINS:
                 heapq.heapreplace(heap, entry(client))
             else:
                 heapq.heappop(heap)
 
     def of_step(self, decoding: list[RequestSequence], number: int) -> list[RequestSequence]:
         """Of the sequences that decode, sorted by key, those that step `number` takes."""
-        if not self.are_several or len(decoding) <= MAX_ROWS:
+        self._step = number
+        if not self._share_steps or len(decoding) <= MAX_ROWS:
             return decoding
         by_client: dict[str | None, list[RequestSequence]] = {}
         for sequence in decoding:

@@ -188,6 +188,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_tier_tokens: dict[str, int] = {}  # of the cached ones, those that a tier gave
         self.num_preemptions = 0
+        self.is_paused = False  # no step takes it: `Scheduler.pause`
         self.arrival_s = arrival_s
         self.started_s: float | None = None
         self.first_token_s: float | None = None

@@ -13,11 +13,16 @@ has more than its share.
 A waiting sequence whose next tokens are being computed by a running one waits for that one's commit. One whose prefix
 lies in a tier is LOADING meanwhile (`tier_loads`): its blocks are reserved, others overtake it.
 
+A paused request (`pause`) takes no part in a step until `resume`: its reader has not taken what there is. Its sequences
+keep their blocks and places while nobody else wants any, and are the first to be preempted. So whoever is read goes on,
+whatever is not.
+
 Invariants
     R1  a sequence has an open sequence exactly while it is RUNNING or LOADING.
-    R2  `running`, `loading` and `waiting` are sorted by `RequestSequence.key`; nobody is in two of them.
-    R3  progress: the first of those that run or load is never preempted, and alone it always fits (`check_fits`);
-        a load ends by itself.
+    R2  `running`, `loading`, `waiting` and `held` are sorted by `RequestSequence.key`; nobody is in two of them.
+        Who waits is in `held` exactly while its request is paused.
+    R3  progress: the first of those that run or load and are not paused is never preempted, and alone it always fits
+        (`check_fits`); a load ends by itself.
 
 Not here: the clock is an argument, chance has no place. Not thread-safe: one owner.
 Cost: `schedule` O(running + sequences looked at + new tokens), `update` O(scheduled).
@@ -84,7 +89,9 @@ class Scheduler:
         self.clock = clock
         self.requests: dict[str, Request] = {}
         self.waiting: list[RequestSequence] = []
+        self.held: list[RequestSequence] = []  # those that wait, of requests that are paused
         self.running: list[RequestSequence] = []
+        self._paused: set[str] = set()
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_computed_tokens = 0
@@ -145,6 +152,28 @@ class Scheduler:
                 self.finish(sequence, "abort")
         return request
 
+    def pause(self, request_id: str) -> None:
+        """Has a request take no part in steps until `resume`. Unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None and not request.is_paused:
+            self._paused.add(request_id)
+            self._set_paused(request, True)
+
+    def resume(self, request_id: str) -> None:
+        """Undoes `pause`: a request that has lost its place meanwhile waits for one. Unknown ids are ignored."""
+        request = self.requests.get(request_id)
+        if request is not None and request.is_paused:
+            self._paused.discard(request_id)
+            self._set_paused(request, False)
+
+    def _set_paused(self, request: Request, is_paused: bool) -> None:
+        waiting = [sequence for sequence in request.sequences if sequence.state is SequenceState.WAITING]
+        for sequence in waiting:
+            self._line(sequence).remove(sequence)
+        request.is_paused = is_paused
+        for sequence in waiting:
+            self._wait(sequence)
+
     def finish(self, sequence: RequestSequence, reason: str, error: BaseException | None = None) -> None:
         """Ends one sequence and returns its blocks. Nothing happens if it has ended already."""
         state = sequence.state
@@ -154,7 +183,7 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.error = error or sequence.error
         if state is SequenceState.WAITING:
-            self.waiting.remove(sequence)
+            self._line(sequence).remove(sequence)
         elif state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self._close(sequence)
@@ -166,6 +195,7 @@ class Scheduler:
         request = sequence.request
         if request.finished:
             request.finished_s = self.clock()
+            self._paused.discard(request.request_id)
             if self.requests.pop(request.request_id, None) is not None:
                 self._clients.remove(request)
 
@@ -176,7 +206,7 @@ class Scheduler:
         *raises:* ArgumentError: some of it is pinned; nothing has changed.
         """
         dropped = self._cache.drop(tokens, **key.content)
-        for sequence in self.waiting:
+        for sequence in (*self.waiting, *self.held):
             request = sequence.request
             if request.started_s is None or request.key.namespace != key.namespace:
                 continue
@@ -230,6 +260,11 @@ class Scheduler:
         while self.running or self.waiting:
             chosen, budget = self._continue_running()
             admitted = self._admit(chosen, budget) if may_admit else []
+            if may_admit and (paused := self._in_the_way(chosen, admitted)):
+                self._start([sequence for sequence, _ in admitted])
+                for sequence in paused:
+                    self._preempt(sequence)
+                continue
             if may_admit and (last := self._beyond_share(admitted)) is not None:
                 self._start([sequence for sequence, _ in admitted])
                 self._preempt(last)
@@ -330,6 +365,8 @@ class Scheduler:
         prefills: list[RequestSequence] = []
         decodes: list[RequestSequence] = []
         for sequence in self.running:
+            if sequence.request.is_paused:
+                continue
             (prefills if sequence.num_tokens - sequence.num_computed > 1 else decodes).append(sequence)
         for sequence in self._clients.of_step(decodes, self.num_steps)[:budget]:
             chosen.append((sequence, 1))
@@ -362,6 +399,22 @@ class Scheduler:
             chunk_limit=self._chunk_limit,
         )
 
+    def _in_the_way(
+        self, chosen: list[tuple[RequestSequence, int]], admitted: list[tuple[RequestSequence, int]]
+    ) -> list[RequestSequence]:
+        """The paused ones that run, where somebody still waits whom they may keep from a place, a load or memory."""
+        if not self._paused or not (self.waiting or self.loading):
+            return []
+        if sum(n for _, n in chosen + admitted) >= self.max_batch_tokens:
+            return []  # there is no room in this step whatever they hold
+        return self._paused_running()
+
+    def _paused_running(self) -> list[RequestSequence]:
+        """Those with blocks and a place whose requests are paused."""
+        if not self._paused:
+            return []
+        return [sequence for sequence in self.running if sequence.request.is_paused]
+
     def _beyond_share(self, admitted: list[tuple[RequestSequence, int]]) -> RequestSequence | None:
         """Who gives way to the first that waits for room now, if its client has a claim to some, and enough would come
         of it."""
@@ -385,8 +438,11 @@ class Scheduler:
 
     def _make_room(self, chosen: list[tuple[RequestSequence, int]]) -> bool:
         """The running sequences do not fit: preempts one of them, or lets the only one ask for less."""
-        if not self.running:
+        if not chosen:  # nobody runs but who is paused
             return False
+        if paused := self._paused_running():
+            self._preempt(paused[-1])
+            return True
         live = self._live()
         candidates = self._clients.may_give_way(self._share.may_give_way(live, chosen), live)
         if len(candidates) > 1:
@@ -457,9 +513,15 @@ class Scheduler:
         sequence.state = SequenceState.WAITING
         sequence.num_computed = 0
         sequence.waits_for = None
-        insort(self.waiting, sequence, key=_key)
+        insort(self._line(sequence), sequence, key=_key)
+        if sequence.request.is_paused:
+            return  # what the tiers have is asked once it is to go on
         if self._loading is not None and search and sequence.swapped is None and sequence.search is None:
             self._loading.search(sequence)
+
+    def _line(self, sequence: RequestSequence) -> list[RequestSequence]:
+        """Where it waits, if it does."""
+        return self.held if sequence.request.is_paused else self.waiting
 
     def _open(self, sequence: RequestSequence, tokens: np.ndarray) -> CacheSequence:
         request = sequence.request

@@ -25,6 +25,8 @@ from quire.server.service import Answer, Begun, Service, id_of_answer
 
 __all__ = ["router"]
 
+_MOST_QUEUED = 64  # outputs of several requests together; what is beyond waits in the engine
+
 router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
@@ -227,16 +229,16 @@ def _outputs(begun: Begun) -> AsyncGenerator[RequestOutput | tuple[int, RequestO
 
 
 async def _outputs_of_several(begun: Begun) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue(_MOST_QUEUED)
 
     async def feed(place: int) -> None:
         try:
             async with aclosing(begun.outputs(place)) as outputs:
                 async for output in outputs:
-                    queue.put_nowait((place, output))
-            queue.put_nowait((place, None))
+                    await queue.put((place, output))
+            await queue.put((place, None))
         except Exception as error:
-            queue.put_nowait((place, error))
+            await queue.put((place, error))
 
     tasks = [asyncio.create_task(feed(place)) for place in range(len(begun))]
     try:

@@ -1,4 +1,8 @@
-"""What endpoints are given: the service, and who asks."""
+"""What endpoints are given: the service, and who asks.
+
+All of it is `async`, though nothing is waited for: FastAPI calls plain functions in threads. Each request would wait
+for one, and a flood of one client's would take all that there are.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,14 @@ from quire.server.tenants import ADMIN, ANYBODY, Tenant
 __all__ = ["TheService", "TheTenant", "administrator", "service_of", "tenant_of", "unless_gone"]
 
 
-def service_of(request: Request) -> Service:
+async def service_of(request: Request) -> Service:
     return request.app.state.service
 
 
 TheService = Annotated[Service, Depends(service_of)]
 
 
-def tenant_of(request: Request, service: TheService) -> Tenant:
+async def tenant_of(request: Request, service: TheService) -> Tenant:
     """Whose key the request brings; anybody where the server has no keys."""
     keys = service.settings.keys
     key = _key(request)
@@ -43,7 +47,7 @@ def tenant_of(request: Request, service: TheService) -> Tenant:
 TheTenant = Annotated[Tenant, Depends(tenant_of)]
 
 
-def administrator(request: Request, service: TheService) -> Tenant:
+async def administrator(request: Request, service: TheService) -> Tenant:
     """The administrator: by the admin key or, where there is no key at all and `trust_loopback` holds, from this
     machine, through no proxy, under a name of this machine and from no other site's page: another site's name may point
     here, and its page may post here. `allowed_origins` are for the API: their pages are no administrator without the

@@ -21,6 +21,7 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.llm import LLM
 from quire.errors import ArgumentError
 from quire.server.app import make_app
+from quire.server.http.acceptor import Acceptor
 from quire.server.http.client_address import TrustedProxies
 from quire.server.http.connections import Connections, raise_file_limit
 from quire.server.http.requests import LOGGER
@@ -31,7 +32,6 @@ __all__ = ["bind", "serve", "url_of", "uvicorn_config"]
 _log = logging.getLogger("quire.server")
 
 _BACKLOG = 2048  # connections that the system keeps until they are accepted
-_ACCEPTS = 64  # of them that one turn of the event loop accepts: some 5 ms
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -53,14 +53,30 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Draining is ours: uvicorn would end the loop's own signals differently."""
+    """Draining is ours: uvicorn would end the loop's own signals differently. So is accepting: see `acceptor`.
+
+    limits: as of the configuration.
+    """
+
+    def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
+        super().__init__(config)
+        self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in (
-            sockets or ()
-        ):  # asyncio has one number for what it accepts in a turn and for the backlog
+        await super().startup([])  # it would have asyncio accept
+        config, state, loop = self.config, self.server_state, asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            kind: Any = config.http_protocol_class
+            return kind(config=config, server_state=state, app_state=self.lifespan.state, _loop=loop)
+
+        for listener in sockets or ():
             listener.listen(_BACKLOG)
+            most = self._limits.max_connections
+            acceptor: Any = Acceptor(
+                loop, listener, protocol, most=most, num_open=lambda: len(state.connections)
+            )
+            self.servers.append(acceptor)
 
     def install_signal_handlers(self) -> None:
         pass
@@ -88,7 +104,7 @@ def uvicorn_config(app: Any, limits: Limits, proxies: TrustedProxies | None = No
         lifespan="off",
         proxy_headers=False,
         timeout_keep_alive=75,
-        backlog=_ACCEPTS,
+        backlog=_BACKLOG,
     )
 
 
@@ -143,7 +159,8 @@ async def _serve(
     _collect_requests_only()
     when_ready()
     service = app.state.service
-    server = _Server(uvicorn_config(app, raise_file_limit(settings.limits), settings.proxies))
+    limits = raise_file_limit(settings.limits)
+    server = _Server(uvicorn_config(app, limits, settings.proxies), limits)
     loop = asyncio.get_running_loop()
     num_signals = 0
     told = asyncio.Event()

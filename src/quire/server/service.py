@@ -41,6 +41,7 @@ __all__ = ["Answer", "Begun", "Service", "id_of_answer"]
 
 _LONG_TEXT = 20_000  # characters: about 5 ms of a tokenizer
 _MOST_TOKENIZED_BYTES = 256 << 10
+_MAX_UNREAD = 64  # outputs of a request, beside what the connection takes, before the engine pauses it
 
 
 def id_of_answer(kind: str) -> str:
@@ -178,7 +179,7 @@ class Service:
             if body.keep_for is not None:
                 await self._check_kept(tenant, body, [prompt.token_ids for prompt, _ in requests])
             leaves = [admitted.of_one_prompt() for _ in requests]
-            streams = await self.engine.begin(requests, leaves)
+            streams = await self.engine.begin(requests, leaves, max_unread=_MAX_UNREAD)
         except BaseException:
             admitted.withdraw()
             raise

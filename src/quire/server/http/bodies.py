@@ -52,9 +52,9 @@ class BodyRoute(APIRoute):
         checks = list(_who_may_ask(self.dependant))
 
         async def read_and_handle(request: Request) -> Response:
-            service = service_of(request)
+            service = await service_of(request)
             for check in checks:
-                tenant = check(request, service)
+                tenant = await check(request, service)
                 if generates:
                     service.require_place(tenant)
             request = _ReadRequest(request.scope, request.receive)

@@ -69,9 +69,9 @@ def _file(name: str) -> Response:
     return Response(data, media_type=media_type, headers=_HEADERS)
 
 
-def _is_administrator(request: Request, service: Service) -> bool:
+async def _is_administrator(request: Request, service: Service) -> bool:
     try:
-        administrator(request, service)
+        await administrator(request, service)
     except ApiError:
         return False
     return True
@@ -102,9 +102,9 @@ async def icon() -> Response:
 @router.get("/window/events", include_in_schema=False)  # it has no end
 async def events(request: Request, service: TheService) -> Response:
     """What the page draws, as it changes."""
-    is_admin = _is_administrator(request, service)
+    is_admin = await _is_administrator(request, service)
     if not is_admin:
-        tenant_of(request, service)
+        await tenant_of(request, service)
     watching = _feed(request, service).monitor(is_admin)
     first = await anext(watching)  # its errors become a status
     return EventStream(first, watching, {"X-Quire-Admin": "1" if is_admin else "0"})
