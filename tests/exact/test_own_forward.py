@@ -28,8 +28,8 @@ from quire.model import load
 from quire.model.own_forward import OwnForwardModel, prepare
 from quire.model.sequence_cache import SequenceCache
 
-# xglm's own code cannot compute in float64.
-SOME = ("bart", "gpt_neo")
+# xglm's own code cannot compute in float64. doge masks a window, of 8 tokens.
+SOME = ("bart", "doge", "gpt_neo")
 MORE = ("diffllama", "falcon", "jetmoe", "roformer", "whisper", "xglm")
 GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
 
@@ -74,7 +74,7 @@ def test_paged(name: str) -> None:
             stats = run.llm.stats()
         assert [answer.token_ids for answer in answers] == tokens
         if room == 1.0:
-            assert stats["num_preemptions"] > 0
+            assert (stats["num_preemptions"] > 0) is (name != "doge")  # a window needs few blocks
         else:
             assert sum(answer.num_cached_tokens for answer in answers) > 0
 
@@ -271,9 +271,11 @@ def test_layers_that_store_nothing_are_found(monkeypatch: pytest.MonkeyPatch) ->
         prepare(load((_made("gpt_neo"), None)), backend="python")
 
 
-def test_windows_of_the_config_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="K and V of all tokens"):
-        prepare(load((build(AutoModelForCausalLM, "doge"), None)), backend="python")
+def test_layers_that_see_chunks_are_refused() -> None:
+    """Llama 4's, made not to run otherwise."""
+    model = build(AutoModelForCausalLM, "llama4_text")
+    with pytest.raises(UnsupportedModelError, match="its config has layers that see chunks"):
+        OwnForwardModel(load((model, None)), backend="python")
 
 
 @pytest.mark.parametrize("model_type", ["openai-gpt", "xlnet"])

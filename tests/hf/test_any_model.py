@@ -149,6 +149,17 @@ def test_attention_to_later_tokens_stays_the_models_own_under_accelerate(model_t
     restore(model)
 
 
+def test_layers_for_an_image_stay_the_models_own_under_accelerate() -> None:
+    model: Any = build(AutoModelForImageTextToText, "mllama")
+    want = _generate(model)
+    done = accelerate(model)
+    assert done.level == "linears"
+    pytest.importorskip("quire._native")
+    assert "layers that attend to an image alone" in (done.reason or "")
+    assert _generate(model, QuireCache(model.config.get_text_config(), max_length=64)) == want
+    restore(model)
+
+
 def _indexed() -> Any:
     return tiny_config("deepseek_v32", num_key_value_heads=4)
 

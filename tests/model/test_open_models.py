@@ -59,6 +59,17 @@ def test_a_folder_that_takes_more_than_text_opens_for_text(
     assert load((model, None)).not_taken == not_taken
 
 
+def test_a_layer_that_attends_to_an_image_alone_keeps_nothing() -> None:
+    model = build(AutoModelForCausalLM, "mllama")
+    prompts = [PROMPTS[1], PROMPTS[3]]
+    want = [generate(model, prompt, GREEDY.max_tokens or 0)[0] for prompt in prompts]
+    with LLM((model, None), block_size=8, max_batch_tokens=24, kv_memory="4MiB", max_model_len=128) as llm:
+        assert [layer.stores_kv for layer in llm.core.spec.layers] == [True, False]
+        for _ in range(2):  # cold, and from the cache
+            got = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+            assert got == want
+
+
 def test_a_folder_without_a_model_of_language_says_so_in_a_line(tmp_path: Path) -> None:
     build(AutoModelForCausalLM, "llama").save_pretrained(tmp_path)
     config = (tmp_path / "config.json").read_text().replace('"llama"', '"vit"')
@@ -119,12 +130,7 @@ def test_a_model_whose_generate_prepares_other_positions_is_refused() -> None:
     [
         ("gpt_neo", {}, "GPTNeoSelfAttention computes attention itself"),
         ("falcon", {"alibi": True}, r"biases on attention's scores \(ALiBi\)"),
-        (
-            "mllama",
-            {},
-            r"MllamaCrossAttentionDecoderLayer attends to what an encoder gives \(cross-attention\)",
-        ),
-        ("rwkv", {}, "no attention heads, they keep a state of their own"),
+        ("rwkv", {}, "keeps its past as state"),
         ("xlnet", {}, "keeps its past as mems"),
         ("reformer", {}, "keeps its past as past_buckets_states"),
         ("openai-gpt", {}, "takes no cache: it computes all tokens in every step"),

@@ -43,8 +43,9 @@ def _model(model_type: str, **fields: Any) -> PreTrainedModel:
         ("jetmoe", {**_TINY, "kv_channels": 8, "num_experts_per_tok": 2, "num_local_experts": 4},
          "K and V are altered"),
         ("deepseek_v32", {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 97,
-                          "num_attention_heads": 4, "first_k_dense_replace": 1}, "1 indexed_attention of 1 layers"),
-        ("rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "a state of their own"),
+                          "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+         "1, layer 0 first, that choose them by an indexer"),
+        ("rwkv", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}, "keeps its past as state"),
     ],
 )  # fmt: skip
 def test_refused_with_type_and_reason(model_type: str, fields: dict[str, Any], reason: str) -> None:

@@ -87,6 +87,22 @@ def test_deepseek_v3_keeps_latents_71_times_smaller_than_keys_and_values() -> No
     assert len(list(layout.rows(3))) == 61
 
 
+def test_keys_of_an_indexer_are_layers_behind_the_decoders() -> None:
+    spec = _spec("deepseek_v32", dtype="bfloat16")
+    assert set(spec.layers[:61]) == {LayerSpec(Span(), 1, 576, 512, latent=True)}
+    assert spec.layers[61:] == tuple(
+        LayerSpec(Span(), 1, 128, 128, latent=True, index_of=layer) for layer in range(61)
+    )
+    assert spec.has_indexer
+    assert spec.bytes_per_token == 61 * (576 + 128) * 2
+    assert sum(spec.block_bytes(16) for _ in spec.groups) <= 1.05 * 16 * spec.bytes_per_token
+
+
+def test_a_layer_that_shares_anothers_choice_keeps_no_keys_of_an_indexer() -> None:
+    spec = _spec("glm_moe_dsa", num_hidden_layers=3, indexer_types=["full", "shared", "full"])
+    assert [layer.index_of for layer in spec.layers] == [None, None, None, 0, 2]
+
+
 def test_values_of_a_latent_layer_lie_in_its_keys() -> None:
     with pytest.raises(
         ArgumentError, match="expected a latent layer's values among its keys' 8 columns, got 9"
@@ -190,9 +206,9 @@ def test_layer_types_that_lack_layers() -> None:
 @pytest.mark.parametrize(
     ("model_type", "message"),
     [
-        ("deepseek_v32", "model type deepseek_v32: .* 61 indexed_attention of 61 layers"),
+        ("deepseek_v4", r"model type deepseek_v4: .* \d+ compressed_sparse_attention"),
         ("qwen4_exp_text", "layer 0 is 'linear_attention', which keeps a state that quire does not know"),
-        ("rwkv", "no attention heads, they keep a state of their own"),
+        ("fnet", "no attention heads: they keep no K and V"),
         ("t5", "model type t5: expected a decoder-only model"),
     ],
 )

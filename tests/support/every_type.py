@@ -42,7 +42,8 @@ _SMALL: dict[str, Any] = {
     "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "sliding_window": 8,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "index_n_heads": 4, "index_head_dim": 16, "index_topk": 16, "hidden_size_per_layer_input": 8,
+    # With four heads many an indexer's score is exactly zero: ties, of which torch chooses otherwise in a longer row.
+    "index_n_heads": 16, "index_head_dim": 16, "index_topk": 16, "hidden_size_per_layer_input": 8,
     "global_head_dim": 32, "attention_chunk_size": 8, "query_pre_attn_scalar": 16,
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8, "mamba_num_heads": 8,
     "mamba_head_dim": 16, "ssm_state_size": 16, "chunk_size": 8, "state_size": 16, "time_step_rank": 8,
@@ -72,7 +73,16 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": {
+        "num_key_value_heads": 4,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 24,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 8,
+    },
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_n_groups": 1},
     "gemma3n_text": {
         "num_hidden_layers": 6,
@@ -108,6 +118,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "feed_forward_size": 96,
         "num_hashes": 1,
     },
+    # transformers rounds the width of q and k up to 64 in the cache, and not in the layer.
+    "xlstm": {"qk_dim_factor": 1.0, "autocast_kernel_dtype": "float32"},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
     "zamba2": {
         "attention_hidden_size": 128,

@@ -18,6 +18,7 @@ __all__ = ["FAMILIES", "StatesBesideKeys", "decode_by_tokens", "fresh_states", "
 
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "bamba": {"mamba_n_groups": 2},
     "falcon_h1": {"mamba_n_groups": 2, "mamba_rms_norm": True, "ssm_in_multiplier": 0.7},
     "falcon_mamba": {},
@@ -28,8 +29,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "lara_mini": _DELTA,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {},
+    "lfm3": {},
     "mamba": {},
     "mamba2": {"n_groups": 2},
     "minimax": {"sliding_window": None},
@@ -41,9 +44,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {},
     "zamba": {},
     "zamba2": {"mamba_ngroups": 2, "layers_block_type": ["linear_attention", "hybrid"]},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "attention_bias": True, "sliding_window": 8},
 }
 
-# kimi_linear is younger than the oldest transformers that Quire runs on.
+# Some are younger than the oldest transformers that Quire runs on.
 FAMILIES = {name: fields for name, fields in FAMILIES.items() if name in CONFIG_MAPPING}
 
 
@@ -91,6 +95,8 @@ def decode_by_tokens(
                 answer = module(rows, position_ids=position_ids, attention_mask=None, use_cache=True)
             elif model.config.model_type == "minimax":
                 answer = module(rows, None, None, **{keyword_of(module): cache})
+            elif hasattr(module, "conv_qk_grouped"):  # q, k and v
+                answer = torch.cat([part.flatten(2) for part in module(rows, cache)], dim=-1)
             else:
                 answer = module(rows, **{keyword_of(module): cache})
             found.append((answer[0] if isinstance(answer, tuple) else answer)[0])

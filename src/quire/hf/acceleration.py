@@ -190,6 +190,11 @@ class _Accelerated:
                             f"model type {loaded.model_type}: its layers keep states, which in a QuireCache are "
                             "transformers' own; LLM runs it whole"
                         )
+                    elif not all(layer.attends for layer in loaded.spec.layers):
+                        reason = (
+                            f"model type {loaded.model_type}: it has layers that attend to an image alone; LLM runs it "
+                            "whole, for text"
+                        )
                     else:
                         prepared = PreparedModel(loaded, backend=self.backend.name)
         except (UnsupportedModelError, ConfigError) as error:

@@ -189,7 +189,7 @@ class QuireCache(DynamicCache):
         return {
             layer.index: StoredShape(num_rows, (spec.num_kv_heads, spec.num_kv_heads), spec.given_dims, dtype)
             for layer in self.row_layers
-            if (spec := layers[layer.index]).shares_kv_with is None
+            if (spec := layers[layer.index]).stores_kv
         }
 
     def store(

@@ -24,10 +24,6 @@ def what_is_missing(model: torch.nn.Module) -> str | None:
     if _has_alibi(model):
         return "its positions are biases on attention's scores (ALiBi), of a kind that Quire's attention does not add"
     for module in model.modules():
-        name = type(module).__name__
-        if "CrossAttention" in name and "forward" in vars(type(module)):
-            return f"its {name} attends to what an encoder gives (cross-attention), which Quire does not keep"
-    for module in model.modules():
         if attends_itself(type(module)):
             return (
                 f"its {type(module).__name__} computes attention itself: its layers do not call transformers' "

@@ -133,7 +133,7 @@ class PreparedModel:
         self._attends = any(layer.attends for layer in loaded.spec.layers)
         no_positions = not self._attends or has_biases(loaded.model)
         needs = self.needs - {"position_ids"} if no_positions else self.needs
-        self._parameters, self._cache_keyword = _forward_parameters(loaded, needs)
+        self._parameters, self._cache_keyword = self._read_forward(loaded, needs)
         self._configs = _attention_configs(loaded.model)
         self._switched_from: list[Any] | None = None  # the configs' own attention, while it is another one
         _prepared.add(self)
@@ -164,6 +164,18 @@ class PreparedModel:
         except BaseException:
             self.restore()
             raise
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a forward has one token, of a prompt too (`own_forward`, `own_state`)."""
+        return False
+
+    def _read_forward(self, loaded: LoadedModel, needs: frozenset[str]) -> tuple[frozenset[str], str]:
+        """What the model's forward takes, and what it calls the cache.
+
+        *raises:* UnsupportedModelError: it does not take `needs` and a cache.
+        """
+        return _forward_parameters(loaded, needs)
 
     def prepare_again(self, loaded: LoadedModel, storage: Storage) -> None:
         """Follow what has been changed about the model: undo everything, prepare and prove it as it is now, and run on
@@ -336,6 +348,12 @@ class PreparedModel:
         let_go(self._model, self)
 
     def _change(self, model: PreTrainedModel, packed_weights: Path | None) -> None:
+        if self.spec.has_indexer:
+            layers = [layer.index_of for layer in self.spec.layers if layer.index_of is not None]
+            raise UnsupportedModelError(
+                f"model type {self.loaded.model_type}: expected layers that attend to all tokens or to a window, got "
+                f"{len(layers)}, layer {layers[0]} first, that choose them by an indexer (DSA)"
+            )
         if self.spec.states:
             self._undo.append(serve_states(self.loaded, self.spec, self.backend))
         self._undo.append(rope.freeze(model, self.max_model_len))

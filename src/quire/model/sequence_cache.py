@@ -3,12 +3,14 @@
 It is over the same storage as `PagedCache`: new rows go to the step's slots, so prefix hits, copy-on-write, swap and
 tiers are those of every model. What is read back is [1, heads, tokens, head_dim], as transformers' own caches give it:
 a view of the storage where one entry of the table reaches the whole sequence (virtual, contiguous, growing, a sequence
-of one block), a gathered copy where it does not (paged).
-Not for several sequences in one forward: `turn_to` says whose the next forward is.
+of one block), a gathered copy where it does not (paged). Of a layer with a window those are the tokens of the window
+alone, and `get_mask_sizes` says where they begin. The two parts of a latent come back apart. An indexer's keys (DSA)
+are rows of a layer of their own, `update_indexer`.
+Not for several sequences in one forward: `turns` says whose the next forward is.
 
 Invariants
-    S1  in a forward every layer that stores K and V does so once.
-    S2  positions count from the tokens that the sequence has before the step; its new ones are behind those.
+    S1  in a forward every layer that stores K and V, and every indexer, does so once.
+    S2  positions count from the tokens that the sequence has before the forward; its new ones are behind those.
 
 Cost: one back end write a layer; beyond it nothing where a view is given, else a copy of the sequence's K and V of the
 layer.
@@ -16,12 +18,13 @@ layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from quire.errors import ArgumentError, UnsupportedModelError
-from quire.model.paged_cache import PagedCache
+from quire.model.paged_cache import PagedCache, rows_to_store
 
 __all__ = ["SequenceCache"]
 
@@ -31,57 +34,94 @@ class SequenceCache(PagedCache):
 
     _sequence = _num_past = _first_row = _num_rows = 0
 
-    def turn_to(self, sequence: int) -> tuple[int, int, int]:
-        """The next forward is of the step's `sequence`.
+    def turns(self, *, by_token: bool) -> Iterator[tuple[int, int, int]]:
+        """Each forward of the step: one a sequence, or one a row with `by_token`. Until the next this is its cache.
 
-        Returns: its first row in the step, the row behind its last one, and its tokens before this step.
+        Yields: its first row in the step, the row behind its last one, and the sequence's tokens before that row.
         """
         if self._step is None:
-            raise ArgumentError("expected a step before SequenceCache.turn_to; begin one")
+            raise ArgumentError("expected a step before SequenceCache.turns; begin one")
         plan = self._step.plans[0]
-        first, stop = plan.query_start[sequence : sequence + 2].tolist()
-        self._sequence, self._first_row, self._num_rows = sequence, first, stop - first
-        self._num_past = int(plan.context_lengths[sequence]) - self._num_rows
-        self._stored: set[int] = set()
-        self.num_attended = 0
-        return first, stop, self._num_past
+        starts = plan.query_start.tolist()
+        for sequence, length in enumerate(plan.context_lengths.tolist()):
+            first, stop = starts[sequence : sequence + 2]
+            for row in range(first, stop) if by_token else (first,):
+                self._sequence, self._first_row = sequence, row
+                self._num_rows = 1 if by_token else stop - row
+                self._num_past = length - (stop - row)
+                self._stored: set[int] = set()
+                self.num_attended = 0
+                yield row, row + self._num_rows, self._num_past
 
     def update(  # type: ignore[override]  # the base class also takes None
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new K `[1, Hkv, T, Dk]` and V `[1, Hkv, T, Dv]`; returns those of all tokens of the sequence."""
+        """Write the new K `[1, Hkv, T, Dk]` and V `[1, Hkv, T, Dv]`; returns those of all tokens that the layer sees.
+
+        Of a latent layer: the latents `[1, 1, T, rank]` and their turned parts.
+        """
         slots = self.check_new(key_states, value_states, layer_idx, self._num_rows)
-        if layer_idx in self._stored:  # S1
+        layer = self.spec.layers[layer_idx]
+        self._store(layer_idx, *rows_to_store(layer, key_states, value_states), slots)
+        k, v = (self._tokens(pool, layer_idx) for pool in (self.view(layer_idx).k, self.view(layer_idx).v))
+        if layer.latent:
+            k, v = k[..., : layer.v_head_dim], k[..., layer.v_head_dim :]
+        return k.to(key_states.dtype), v.to(value_states.dtype)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Write the new keys `[1, T, D]` of a layer's indexer; returns those of all tokens."""
+        keys = next(
+            (index for index, layer in enumerate(self.spec.layers) if layer.index_of == layer_idx), None
+        )
+        dim = None if keys is None else self.spec.layers[keys].k_head_dim
+        if keys is None or indexer_key_states.shape != (1, self._num_rows, dim):
+            expected = "none" if keys is None else [1, self._num_rows, dim]
             raise UnsupportedModelError(
-                f"model type {self.model_type}: layer {layer_idx} stores K and V twice in a forward, where one of each "
+                f"model type {self.model_type}: expected keys {expected} of layer {layer_idx}'s indexer from its "
+                f"config, got {list(indexer_key_states.shape)}"
+            )
+        rows = indexer_key_states[0][:, None]
+        self._store(keys, rows, rows, self.slots(keys))
+        return self._tokens(self.view(keys).k, keys)[:, 0].to(indexer_key_states.dtype)
+
+    def _store(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write rows [T, heads, width] of the current forward."""
+        if layer in self._stored:  # S1
+            raise UnsupportedModelError(
+                f"model type {self.model_type}: layer {layer} stores K and V twice in a forward, where one of each "
                 "a token is kept"
             )
-        self._stored.add(layer_idx)
+        self._stored.add(layer)
         self.num_attended += 1
-        view = self.view(layer_idx)
-        k, v = (states[0].transpose(0, 1).to(view.dtype) for states in (key_states, value_states))
-        self.backend.write(view, k, v, slots[self._first_row : self._first_row + self._num_rows])
-        plan = self.plan(layer_idx)
-        num_tokens = self._num_past + self._num_rows
-        entries = plan.block_tables[self._sequence, : -(-num_tokens // plan.block_size)].long()
-        return (
-            _tokens(view.k, entries, num_tokens).to(key_states.dtype),
-            _tokens(view.v, entries, num_tokens).to(value_states.dtype),
-        )
+        view = self.view(layer)
+        mine = slots[self._first_row : self._first_row + self._num_rows]
+        self.backend.write(view, k.to(view.dtype), v.to(view.dtype), mine)
+
+    def _tokens(self, pool: torch.Tensor, layer: int) -> torch.Tensor:
+        """[1, heads, tokens, width] of pool [blocks, heads, block_size, width]: what the layer sees of the sequence,
+        this forward's tokens with it; a view if one entry has all."""
+        plan = self.plan(layer)
+        first, stop = self._first_seen(layer, self._num_past), self._num_past + self._num_rows
+        skipped = first // plan.block_size
+        entries = plan.block_tables[self._sequence, skipped : -(-stop // plan.block_size)].long()
+        first, stop = first - skipped * plan.block_size, stop - skipped * plan.block_size
+        if entries.numel() == 1:
+            return pool[int(entries)][:, first:stop].unsqueeze(0)
+        return pool.transpose(0, 1)[:, entries].flatten(1, 2)[:, first:stop].unsqueeze(0)
+
+    def _first_seen(self, layer: int, num_past: int) -> int:
+        """The first token that a window still has once the sequence has `num_past`; 0 where there is none."""
+        window = self.spec.layers[layer].span.window
+        return max(0, num_past - window + 1) if window else 0
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Tokens of the sequence before this step; with this step's, once the layer (the first one) has stored them."""
         return self._num_past + (self._num_rows if (layer_idx or 0) in self._stored else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.get_seq_length(layer_idx) + query_length, 0
+        num_past = self.get_seq_length(layer_idx)
+        first = self._first_seen(layer_idx, num_past) if layer_idx < len(self.spec.layers) else 0
+        return num_past - first + query_length, first
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length(layer_idx)
-
-
-def _tokens(pool: torch.Tensor, entries: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """[1, heads, num_tokens, head_dim] of pool [blocks, heads, block_size, head_dim]; a view if one entry has all."""
-    if entries.numel() == 1:
-        return pool[int(entries)][:, :num_tokens].unsqueeze(0)
-    return pool.transpose(0, 1)[:, entries].flatten(1, 2)[:, :num_tokens].unsqueeze(0)

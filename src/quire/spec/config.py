@@ -6,8 +6,10 @@ from); the shapes from the per-layer fields. No model is built and no weights ar
 What it is not: a promise that the model runs. `quire.model.prove` proves that on the model itself, and
 `PagedCache` refuses K/V of another shape than stated here.
 
-Refused by name, since they keep something else than K and V, or a latent (MLA), per token: state layers (Mamba,
-convolution, delta-net), indexed and compressed attention, latents with an indexer among them.
+An indexer's keys (DSA) are layers of their own, behind the decoder's (`index_of`).
+
+Refused by name, since they keep something else than K and V, a latent (MLA) or an indexer's key per token: compressed
+attention, indexers that are not beside a latent, and states that `state_spec` does not know.
 
 Cost: O(layers), plus importing transformers on the first call.
 """
@@ -48,8 +50,14 @@ _HEAD_DIM = ("head_dim", "kv_channels", "d_kv", "dim_head")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
 # What layers with a state keep, by how one of their config's fields begins: transformers calls them all the same.
 _ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
+_INDEXED = "indexed_attention"  # with an indexer that chooses the tokens (DSA)
 _NO_KV = "state"  # of a layer that keeps a state alone
 _NO_MEMORY = ("mlp", "moe")  # layers that keep nothing
+_KEEPING = {
+    _INDEXED: "an indexer's keys beside K and V that are no latent",
+    "compressed_sparse_attention": "a row for several tokens, and an indexer's keys",
+    "heavily_compressed_attention": "a row for many tokens",
+}
 _STATES = (
     (("kda_", "linear_head_dim"), "Kimi delta attention"),
     (("linear_key_head_dim",), "gated delta net"),
@@ -202,20 +210,26 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
         _NO_KV if kind in _NO_MEMORY else _of_attention(kind, index in with_state)
         for index, kind in enumerate(kinds)
     ]
+    indexed = [index for index, kind in enumerate(kinds) if kind == _INDEXED and _has_latent(configs[index])]
+    for index in indexed:
+        kinds[index] = "full_attention"
     later = Counter(k for k in kinds if k not in (*_ATTENDING, _NO_KV, "dummy"))
     if later:
         listed = ", ".join(f"{count} {_described(kind, text)}" for kind, count in sorted(later.items()))
         raise UnsupportedModelError(
             f"model type {model_type}: expected full, sliding or chunked attention in every layer, got {listed} "
-            f"of {num_layers} layers; state, indexed and compressed layers come in a later version"
+            f"of {num_layers} layers, which Quire does not keep"
         )
     if not with_state:
-        _refuse_without_heads(text, model_type)
+        _refuse_without_heads(text, configs[0], model_type)
     producers = _producers(text, kinds, num_layers, model_type)
+    beside_text = frozenset(
+        getattr(text, "cross_attention_layers", None) or ()
+    )  # they are passed by without an image
     layers: list[LayerSpec] = []
     for index in range(num_layers):
         producer = producers[index]
-        if kinds[index] == _NO_KV or (producer is None and kinds[index] == "dummy"):
+        if kinds[index] == _NO_KV or index in beside_text or (producer is None and kinds[index] == "dummy"):
             layers.append(LayerSpec(Span(), 0, 0, 0))
             continue
         source = index if producer is None else producer
@@ -227,7 +241,22 @@ def _layers(text: Any, model_type: str) -> tuple[LayerSpec, ...]:
             continue
         heads, k_dim, v_dim = _shape(configs[source], source, span.kind == "window", model_type)
         layers.append(LayerSpec(span, heads, k_dim, v_dim, producer))
-    return tuple(layers)
+    return (*layers, *_index_keys(text, configs, indexed, model_type))
+
+
+def _has_latent(layer: Any) -> bool:
+    return getattr(layer, "kv_lora_rank", None) is not None
+
+
+def _index_keys(text: Any, configs: list[Any], indexed: list[int], model_type: str) -> list[LayerSpec]:
+    """The keys of each layer's indexer; a layer that is "shared" takes the choice of the one before it and has none."""
+    modes = getattr(text, "indexer_types", None) or ["full"] * len(configs)
+    found: list[LayerSpec] = []
+    for index in indexed:
+        if modes[index] != "shared":
+            size = _required(configs[index], ("index_head_dim",), model_type, index)
+            found.append(LayerSpec(Span(), 1, size, size, latent=True, index_of=index))
+    return found
 
 
 def _of_attention(kind: str, has_state: bool) -> str:
@@ -238,7 +267,9 @@ def _of_attention(kind: str, has_state: bool) -> str:
 
 
 def _described(kind: str, text: Any) -> str:
-    """A kind of layer, and where several models mean different things by it, what this one means."""
+    """A kind of layer, with what it keeps, or where several models mean different things by it, what this one means."""
+    if kind in _KEEPING:
+        return f"{kind} ({_KEEPING[kind]})"
     if kind not in ("linear_attention", "hybrid", "hybrid_sliding"):
         return kind
     fields = text.to_dict()
@@ -256,15 +287,15 @@ def _refuse_other_state(text: Any, model_type: str) -> None:
         )
 
 
-def _refuse_without_heads(text: Any, model_type: str) -> None:
+def _refuse_without_heads(text: Any, layer: Any, model_type: str) -> None:
     """Of a type that transformers knows, whose configs have no attention heads: nothing was forgotten."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     known = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] is type(text)
-    if known and not any(hasattr(text, name) for name in _HEADS):
+    if known and not any(hasattr(layer, name) for name in _HEADS):
         raise UnsupportedModelError(
-            f"model type {model_type}: its layers have no attention heads, they keep a state of their own in place of "
-            "K and V; such layers come in a later version"
+            f"model type {model_type}: its layers have no attention heads: they keep no K and V, and no state that "
+            "quire knows"
         )
 
 

@@ -215,6 +215,11 @@ class KVSpec:
         return any(layer.stores_kv for layer in self.layers)
 
     @property
+    def has_indexer(self) -> bool:
+        """Whether layers choose the tokens they attend to, by keys that are kept beside K and V (DSA)."""
+        return any(layer.index_of is not None for layer in self.layers)
+
+    @property
     def bytes_per_state(self) -> int:
         """Bytes of the states of one sequence, and of one checkpoint, in all layers together; however long it is."""
         return sum(state.bytes_per_sequence for state in self.states)

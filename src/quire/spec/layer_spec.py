@@ -70,6 +70,8 @@ class LayerSpec:
     A layer that keeps no K and V (a state instead, `KVSpec.states`) has 0 heads.
     latent: V is no field of its own but the first `v_head_dim` columns of K (MLA: one head, K the compressed latent and
     the turned part of the keys behind it, V the latent).
+    index_of: this is no decoder layer, but the keys by which the indexer of that one chooses tokens (DSA): one head, K
+    alone. Such layers stand behind the decoder's.
     """
 
     span: Span
@@ -78,6 +80,7 @@ class LayerSpec:
     v_head_dim: int
     shares_kv_with: int | None = None
     latent: bool = False
+    index_of: int | None = None
 
     def __post_init__(self) -> None:
         if self.latent and self.v_head_dim > self.k_head_dim:

@@ -20,6 +20,7 @@ __all__ = ["ZERO_STATE", "StateField", "StateSpec", "state_fields", "state_specs
 ZERO_STATE = -1  # in place of a slot that is copied: the state before any token
 
 _BYTES = {"float32": 4}
+_STATES_ALONE = ("rwkv", "xlstm")
 _STATE_LAYERS = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent")
 
 
@@ -90,7 +91,9 @@ def state_fields(config: Any, layer_index: int) -> tuple[StateField, ...]:
 
 
 def _kinds(text: Any) -> list[str]:
-    """Of each layer; RecurrentGemma says it in a field of its own before transformers 5.24."""
+    """Of each layer; RecurrentGemma says it in a field of its own before transformers 5.24, RWKV and xLSTM nowhere."""
+    if getattr(text, "model_type", None) in _STATES_ALONE:
+        return ["recurrent"] * text.num_hidden_layers
     return list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 
@@ -163,16 +166,40 @@ def _rg_lru(text: Any) -> _Shapes:
     return _of(text.conv1d_width, text.lru_width, text.lru_width)
 
 
+def _rwkv(text: Any) -> _Shapes:
+    names = ("feed_forward", "attention", "numerator", "denominator", "maximum")
+    return dict.fromkeys(names, (text.hidden_size,))
+
+
+def _xlstm(text: Any) -> _Shapes:
+    heads, size = text.num_heads, text.qk_head_dim
+    return {"cell": (heads, size, text.v_head_dim), "normalizer": (heads, size), "maximum": (heads, 1)}
+
+
+def _zaya(text: Any) -> _Shapes:
+    channels = (text.num_attention_heads + text.num_key_value_heads) * text.head_dim
+    return {
+        "convolution": (text.cca_time0 - 1, channels),
+        "mixed": (text.cca_time1 - 1, channels),
+        "delayed": (1, text.num_key_value_heads * text.head_dim // 2),
+    }
+
+
 _READERS: dict[str, Callable[[Any], _Shapes]] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _gated_delta),
-    "kimi_linear": _kimi,
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini"), _gated_delta
+    ),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), _kimi),
     **dict.fromkeys(("mamba", "falcon_mamba"), _mamba1),
     **dict.fromkeys(("jamba", "zamba"), _jamba),
     "mamba2": _mamba2,
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), _bamba),
     "nemotron_h": _nemotron,
     "zamba2": _zamba2,
-    **dict.fromkeys(("lfm2", "lfm2_moe"), _short_convolution),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _short_convolution),
     "minimax": _lightning,
     "recurrent_gemma": _rg_lru,
+    "rwkv": _rwkv,
+    "xlstm": _xlstm,
+    "zaya": _zaya,
 }

@@ -1,6 +1,7 @@
 """Gated delta net: Qwen 3 Next, Qwen 3.5 and OLMo Hybrid, which differ in how their projections are cut.
 
-Also Kimi's delta attention (KDA), which has a decay for each key channel, from a submodule of its own.
+Also Kimi's delta attention (KDA), which has a decay for each key channel, from a submodule of its own; Bailing's hybrid
+makes its gate by one projection, not by two.
 
 Cost: beside the submodules, one convolution and one recurrence.
 """
@@ -40,6 +41,9 @@ _SEPARATE = frozenset({
 _KIMI = frozenset({
     "conv1d", "q_proj", "k_proj", "v_proj", "forget_gate", "b_proj", "g_a_proj", "g_b_proj", "o_norm", "o_proj"
 })  # fmt: skip
+
+
+_BAILING = _KIMI - {"g_a_proj", "g_b_proj"} | {"g_proj"}
 
 
 class _Projected(NamedTuple):
@@ -146,7 +150,7 @@ class KimiDeltaAttention(StateAdapter):
 
     @classmethod
     def match(cls, module: nn.Module) -> bool:
-        if not has_parts(module, _KIMI):
+        if not (has_parts(module, _KIMI) or has_parts(module, _BAILING)):
             return False
         before, own = convolution_field(module.conv1d), module
         heads, size = getattr(own, "num_heads", 0), getattr(own, "head_dim", 0)
@@ -179,8 +183,8 @@ class KimiDeltaAttention(StateAdapter):
             scale=own.head_dim**-0.5,
             normalize=True,
         )
-        gate = own.g_b_proj(own.g_a_proj(hidden)).view(per_head)
-        return own.o_proj(own.o_norm(y, gate).reshape(num_rows, -1))
+        gate = own.g_proj(hidden) if hasattr(own, "g_proj") else own.g_b_proj(own.g_a_proj(hidden))
+        return own.o_proj(own.o_norm(y, gate.view(per_head)).reshape(num_rows, -1))
 
 
 def _token_by_token(module: Any, hidden: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from quire.errors import UnsupportedModelError
 from quire.model.state.adapter import StateAdapter
+from quire.model.state.convolved_attention import ConvolvedAttention
 from quire.model.state.gated_delta import GatedDeltaNet, KimiDeltaAttention
 from quire.model.state.lightning import LightningAttention
 from quire.model.state.mamba1 import Mamba1, ZambaHeads
@@ -22,7 +23,8 @@ from quire.recurrence import RecurrenceBackend, backend
 __all__ = ["KINDS", "adapter_of", "state_adapters"]
 
 KINDS: tuple[type[StateAdapter], ...] = (
-    GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba1, Mamba2, RecurrentBlock, ShortConvolution, ZambaHeads,
+    ConvolvedAttention, GatedDeltaNet, KimiDeltaAttention, LightningAttention, Mamba1, Mamba2, RecurrentBlock,
+    ShortConvolution, ZambaHeads,
 )  # fmt: skip
 
 
