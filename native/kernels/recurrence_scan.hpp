@@ -10,15 +10,16 @@ namespace {
 // What is fetched into the first cache beside each line of a state that is passed over once, in order.
 constexpr Int kLinesAhead = 64;
 
-// A row of the state, decayed and with `added` times b in it; its sums with c. rates: of kPerChannel, by which `decays` are
-// multiplied to be the logarithms. kOnce: the row is whole vectors in memory, and those behind it are passed over next.
+// A row of the state, decayed and with `added` times b in it; its sums with c. rates: of kPerChannel, which times `decays` are the
+// logarithms to base 2 (an exponential of each element takes longer there than all else). kOnce: the row lies in memory, of whole
+// vectors, and those behind it are passed over next.
 template <bool kPerChannel, bool kOnce>
 [[gnu::always_inline]] inline Vec advance_row(float* values, Int size, Int padded, const float* b, const float* c, const float* rates, Vec decays, Vec added) {
     Vec sum = S::zero();
     for (Int j = 0; j < padded; j += kWidth) {
         if (kOnce && j % kLine == 0) S::prefetch(values + j + kLinesAhead * kLine);
         Vec decay = decays;
-        if constexpr (kPerChannel) decay = decay_of(S::mul(decays, kOnce ? S::load(rates + j) : load_up_to(rates + j, size - j)));
+        if constexpr (kPerChannel) decay = exp2_nonpositive<S>(S::mul(decays, kOnce ? S::load(rates + j) : load_up_to(rates + j, size - j)));
         const Vec value = S::fma(added, S::load(b + j), S::mul(decay, S::load(values + j)));
         S::store(values + j, value);
         sum = S::fma(value, S::load(c + j), sum);
@@ -52,7 +53,10 @@ void scan_block(const ScanJob& job, Int sequence, Int head, Int first, Int count
         float decay = 0.0f;
         if constexpr (kPerChannel) {
             widen(row_of<float>(job.dt, row) + first, count, dt);
-            for (Int i = 0; i < count; i += kWidth) S::store(factor + i, S::mul(S::load(dt + i), S::load(x + i)));
+            for (Int i = 0; i < count; i += kWidth) {
+                S::store(factor + i, S::mul(S::load(dt + i), S::load(x + i)));
+                S::store(dt + i, S::mul(S::load(dt + i), S::broadcast(1.442695041f)));
+            }
         } else {
             const float step_size = row_of<float>(job.dt, row)[head];
             decay = decay_of(step_size * job.a[head]);
