@@ -24,6 +24,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ MEASURED_LENGTH = 2048  # of the sequence whose bytes are told
 
 _DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-# name: (model type, fields, what is other in --quick). Sizes of the quick models are those of toys, their kinds the same.
+# name: (model type, fields, what is other in --quick, where the kinds are the same and the sizes those of toys).
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense": (
         "qwen3",
@@ -149,13 +150,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="toys, one round, for CI")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--repetitions", type=int, default=None)
-    parser.add_argument("--prefill", type=int, default=None, help="tokens of the prompt whose prefill is timed")
-    parser.add_argument("--baseline-tokens", type=int, default=16, help="new tokens of transformers' decode runs")
+    parser.add_argument(
+        "--prefill", type=int, default=None, help="tokens of the prompt whose prefill is timed"
+    )
+    parser.add_argument(
+        "--baseline-tokens", type=int, default=16, help="new tokens of transformers' decode runs"
+    )
     arguments = parser.parse_args()
     repetitions = arguments.repetitions or (1 if arguments.quick else 3)
     length = arguments.prefill or (64 if arguments.quick else 1024)
     prompt, new = (16, 4) if arguments.quick else (128, 32)
-    cases = {"decode, batch 1": (1, prompt, new), "decode, batch 8": (8, prompt, new), "prefill": (1, length, 1)}
+    cases = {
+        "decode, batch 1": (1, prompt, new),
+        "decode, batch 8": (8, prompt, new),
+        "prefill": (1, length, 1),
+    }
     emit_machine()
     speeds, turns = [], []
     for kind in arguments.kinds:
@@ -165,16 +174,16 @@ def main() -> None:
         spec = KVSpec.from_config(model.config, dtype="bfloat16")
         with LLM((model, None), kv_memory="256MiB" if arguments.quick else "2GiB", max_num_seqs=16) as llm:
             run_case(llm, 1, prompt, 2, seed=10**6)
+            run_generate(baseline, 1, prompt, 2, seed=10**6)
             about = {"kind": kind, "type": model.config.model_type}
             about["million_parameters"] = round(baseline.num_parameters() / 1e6)
-            tokens = min(arguments.baseline_tokens, new)
-            speeds.append(measure_speed(about, llm, baseline, cases, tokens, repetitions))
+            speeds.append(measure_speed(about, llm, baseline, cases, arguments.baseline_tokens, repetitions))
             turns.append(measure_turns(about, llm, spec, 128 if arguments.quick else 2000, repetitions))
         del llm, baseline, model  # before the next kind's weights come
         gc.collect()
     print_table(
         "Tokens/s, Quire and transformers, and the median of their ratios "
-        f"(asked: {GOAL:g}, and never below 1), {repetitions} rounds",
+        f"(asked: {GOAL:g}, and never below 1); rounds: {repetitions}",
         ["kind", "type", "million parameters", *cases],
         speeds,
     )
@@ -201,15 +210,8 @@ def measure_speed(
     """Emits each case, and answers the kind's row of the table."""
     row = [str(value) for value in about.values()]
     for index, (name, (batch, length, new)) in enumerate(cases.items()):
-
-        def ours(seed: int) -> float:
-            return run_case(llm, batch, length, new, seed)
-
-        def theirs(seed: int) -> float:
-            if new == 1:
-                return baseline_prefill(baseline, length, seed)
-            return run_baseline(baseline, batch, length, baseline_tokens, seed)
-
+        ours = partial(run_case, llm, batch, length, new)
+        theirs = partial(run_generate, baseline, batch, length, min(new, baseline_tokens))
         rates = in_turn({"ours": ours, "theirs": theirs}, 100 * index, repetitions)
         ratios = [a / b for a, b in zip(rates["ours"], rates["theirs"], strict=True)]
         own, other = (statistics.median(rates[who]) for who in ("ours", "theirs"))
@@ -230,9 +232,7 @@ def measure_speed(
     return row
 
 
-def in_turn(
-    cases: dict[str, Callable[[int], float]], seed: int, repetitions: int
-) -> dict[str, list[float]]:
+def in_turn(cases: dict[str, Callable[[int], float]], seed: int, repetitions: int) -> dict[str, list[float]]:
     """What each case returns in each round; who is first alternates. A seed is a prompt that nobody has seen."""
     found: dict[str, list[float]] = {name: [] for name in cases}
     for repetition in range(repetitions):
@@ -242,14 +242,16 @@ def in_turn(
     return found
 
 
-def baseline_prefill(model: Any, length: int, seed: int) -> float:
-    """Tokens of a prompt a second of `model.generate`, until its first token."""
-    ids = torch.tensor(prompts_of(1, length, seed))
+def run_generate(model: Any, batch: int, length: int, new: int, seed: int) -> float:
+    """Tokens a second of `model.generate`: of the prompt where one token is asked for, else of the decode steps."""
+    if new > 1:
+        return run_baseline(model, batch, length, new, seed)
+    ids = torch.tensor(prompts_of(batch, length, seed))
     start = time.perf_counter()
     model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, pad_token_id=0
     )
-    return length / (time.perf_counter() - start)
+    return batch * length / (time.perf_counter() - start)
 
 
 def measure_turns(about: dict[str, Any], llm: LLM, spec: KVSpec, length: int, repetitions: int) -> list[str]:
