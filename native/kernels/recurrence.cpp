@@ -36,6 +36,11 @@ Int part_of(Int size, Int block, Int others) {
 // Sequences that a cut may count on to be equal pieces: one where some have many rows, which are cut as if they were alone.
 Int equal_sequences(const RecurrenceStep& step) { return step.num_rows() == step.num_sequences() ? step.num_sequences() : 1; }
 
+// Heads of a task: in a decode step some that follow each other in memory, as many as leave enough tasks.
+Int heads_of_task(const RecurrenceStep& step, Int num_heads) {
+    return step.num_rows() == step.num_sequences() ? part_of(num_heads, 1, step.num_sequences()) : 1;
+}
+
 // Columns of a state that a thread keeps a copy of: some 4 MiB, and one block at least.
 Int most_columns(Int k_dim) { return std::clamp((Int{1} << 20) / k_dim / kDeltaColumns, Int{1}, Int{128}) * kDeltaColumns; }
 
@@ -43,22 +48,20 @@ Int most_columns(Int k_dim) { return std::clamp((Int{1} << 20) / k_dim / kDeltaC
 
 void run_scan(const ScanJob& job) {
     const RecurrenceKernels& kernels = kernels_of(job.step->isa, job.element);
-    const Int pieces = job.step->num_sequences() * job.num_heads, part = part_of(job.head_dim, kScanRows, equal_sequences(*job.step) * job.num_heads);
-    const Int parts = divide_up(job.head_dim, part);
-    ThreadPool::instance().run(pieces * parts, [&](Int index) {
-        const Int piece = index / parts, first = index % parts * part;
-        kernels.scan(job, piece / job.num_heads, piece % job.num_heads, first, std::min(first + part, job.head_dim));
+    const Int part = part_of(job.head_dim, kScanRows, equal_sequences(*job.step) * job.num_heads), parts = divide_up(job.head_dim, part);
+    const Int heads = heads_of_task(*job.step, job.num_heads), head_parts = divide_up(job.num_heads, heads);
+    ThreadPool::instance().run(job.step->num_sequences() * head_parts * parts, [&](Int index) {
+        const Int first = index % parts * part, piece = index / parts, head = piece % head_parts * heads;
+        kernels.scan(job, piece / head_parts, head, std::min(head + heads, job.num_heads), first, std::min(first + part, job.head_dim));
     });
 }
 
 void run_delta(const DeltaJob& job) {
     const RecurrenceKernels& kernels = kernels_of(job.step->isa, job.element);
-    // A task of a decode step takes heads that follow each other in memory, as many as leave enough tasks.
-    const Int sequences = job.step->num_sequences();
     const Int part = std::min(part_of(job.v_dim, kDeltaColumns, equal_sequences(*job.step) * job.num_heads), most_columns(job.k_dim));
-    const Int heads = equal_sequences(*job.step) == sequences ? part_of(job.num_heads, 1, sequences) : 1;
-    const Int parts = divide_up(job.v_dim, part), head_parts = divide_up(job.num_heads, heads);
-    ThreadPool::instance().run(sequences * head_parts * parts, [&](Int index) {
+    const Int heads = heads_of_task(*job.step, job.num_heads), head_parts = divide_up(job.num_heads, heads);
+    const Int parts = divide_up(job.v_dim, part);
+    ThreadPool::instance().run(job.step->num_sequences() * head_parts * parts, [&](Int index) {
         const Int first = index % parts * part, piece = index / parts, head = piece % head_parts * heads;
         kernels.delta(job, piece / head_parts, head, std::min(head + heads, job.num_heads), first, std::min(first + part, job.v_dim));
     });

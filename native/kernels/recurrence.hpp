@@ -104,9 +104,9 @@ void run_delta(const DeltaJob& job);
 void run_lru(const LruJob& job);
 void run_convolution(const ConvolutionJob& job);
 
-// What a variant gives: rows [first, last) of a head's state (scan), columns of it (delta), channels (the others).
+// What a variant gives: rows [first, last) of each head's state (scan), columns of it (delta), channels (the others).
 struct RecurrenceKernels {
-    void (*scan)(const ScanJob& job, std::int64_t sequence, std::int64_t head, std::int64_t first, std::int64_t last);
+    void (*scan)(const ScanJob& job, std::int64_t sequence, std::int64_t first_head, std::int64_t last_head, std::int64_t first, std::int64_t last);
     void (*delta)(const DeltaJob& job, std::int64_t sequence, std::int64_t first_head, std::int64_t last_head, std::int64_t first, std::int64_t last);
     void (*lru)(const LruJob& job, std::int64_t sequence, std::int64_t first, std::int64_t last);
     void (*convolve)(const ConvolutionJob& job, std::int64_t first_sequence, std::int64_t last_sequence, std::int64_t first, std::int64_t last);

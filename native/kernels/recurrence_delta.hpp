@@ -75,35 +75,35 @@ Token token_at(float* memory, Int k_dim, Int index) {
     return {at, at + padded, at + 2 * padded, at + 3 * padded};
 }
 
-// What is fetched beside each row of a state that lies in memory: the row that comes kRows later, into the first cache, and of
-// every second one (of the even, or of the odd) that of the head behind, into the second. Two lines a row; evenly, because more at
-// once than the processor waits for would keep it from computing.
+// What is fetched beside each row of a state that lies in memory: the row that comes kRows later, into the first cache, and of the
+// head behind into the second: of every row, or of every second one where two passes share them. Two lines a row; evenly, because
+// more at once than the processor waits for would keep it from computing.
 constexpr Int kRows = 16;
+enum class Fetch { nothing, even, odd, every };
 
 struct Ahead {
     Int stride = 0;
     Int head = 0;  // elements to the head behind; 0: none
 };
 
-template <int kParity>
+template <Fetch kFetch>
 [[gnu::always_inline]] inline void fetch(const float* values, Int row, const Ahead& ahead) {
-    constexpr Int kLine = 16;
     S::prefetch(values + kRows * ahead.stride);
     S::prefetch(values + kRows * ahead.stride + kLine);
-    if (row % 2 == kParity) {
+    if (kFetch == Fetch::every || row % 2 == (kFetch == Fetch::odd)) {
         S::prefetch_l2(values + ahead.head);
         S::prefetch_l2(values + ahead.head + kLine);
     }
 }
 
-// Adds k times the decayed rows [first, last); with kCopies the rows are copied to `own` meanwhile, with kFetches others fetched.
-template <bool kCopies, bool kFetches = false>
+// Adds k times the decayed rows [first, last); with kCopies the rows are copied to `own` meanwhile, with kFetch others fetched.
+template <bool kCopies, Fetch kFetch = Fetch::nothing>
 [[gnu::always_inline]] inline void add_known(Chains& sums, const float* from, Int stride, Int first, Int last, const Token& token, float* own,
                                              const Ahead& ahead = {}) {
     Chains chains = sums;
     each_row(first, last, [&](int chain, Int row) __attribute__((always_inline)) {
         const Vec k = S::broadcast(token.decayed_k[row]);
-        if constexpr (kFetches) fetch<0>(from + row * stride, row, ahead);
+        if constexpr (kFetch != Fetch::nothing) fetch<kFetch>(from + row * stride, row, ahead);
 #pragma GCC unroll 8
         for (int i = 0; i < kVecs; ++i) {
             const Vec value = S::load(from + row * stride + i * kWidth);
@@ -115,13 +115,13 @@ template <bool kCopies, bool kFetches = false>
 }
 
 // Rows [first, last), decayed and with k times `change` added, to `to`; adds q times them.
-template <bool kFetches = false>
+template <Fetch kFetch = Fetch::nothing>
 [[gnu::always_inline]] inline void update(Chains& sums, const float* from, Int from_stride, float* to, Int to_stride, Int first, Int last,
                                           const Token& token, const Columns& change, const Ahead& ahead = {}) {
     Chains chains = sums;
     each_row(first, last, [&](int chain, Int row) __attribute__((always_inline)) {
         const Vec decay = S::broadcast(token.decay[row]), k = S::broadcast(token.k[row]), q = S::broadcast(token.q[row]);
-        if constexpr (kFetches) fetch<1>(from + row * from_stride, row, ahead);
+        if constexpr (kFetch != Fetch::nothing) fetch<kFetch>(from + row * from_stride, row, ahead);
 #pragma GCC unroll 8
         for (int i = 0; i < kVecs; ++i) {
             const Vec value = S::fma(k, change.v[i], S::mul(decay, S::load(from + row * from_stride + i * kWidth)));
@@ -225,7 +225,7 @@ void delta_one(const DeltaJob& job, Int sequence, Int head, Int first, Int last,
     for (Int b = 0; b < num_blocks; ++b) sums[b].clear();
     for (Int group = 0; job.corrects && group < k_dim; group += kRows) {
         for (Int b = 0; b < num_blocks; ++b) {
-            add_known<false, true>(sums[b], state + b * kDeltaColumns, job.v_dim, group, std::min(group + kRows, k_dim), token, nullptr, ahead);
+            add_known<false, Fetch::even>(sums[b], state + b * kDeltaColumns, job.v_dim, group, std::min(group + kRows, k_dim), token, nullptr, ahead);
         }
     }
     for (Int b = 0; b < num_blocks; ++b) {
@@ -235,7 +235,12 @@ void delta_one(const DeltaJob& job, Int sequence, Int head, Int first, Int last,
     for (Int group = 0; group < k_dim; group += kRows) {
         for (Int b = 0; b < num_blocks; ++b) {
             float* const at = state + b * kDeltaColumns;
-            update<true>(sums[b], at, job.v_dim, at, job.v_dim, group, std::min(group + kRows, k_dim), token, changes[b], ahead);
+            const Int end = std::min(group + kRows, k_dim);
+            if (job.corrects) {
+                update<Fetch::odd>(sums[b], at, job.v_dim, at, job.v_dim, group, end, token, changes[b], ahead);
+            } else {
+                update<Fetch::every>(sums[b], at, job.v_dim, at, job.v_dim, group, end, token, changes[b], ahead);
+            }
         }
     }
     T* const out = static_cast<T*>(job.out) + (row * job.num_heads + head) * job.v_dim + first;

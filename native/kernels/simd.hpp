@@ -16,7 +16,7 @@
 //   reduce_add        the same tree on one vector; reduce_max
 //   within            lanes [start, stop) of a vector, -inf elsewhere
 //   split(x, rest)    the whole number next to x <= 0, and what is left of x, in [-0.5, 0.5]; -inf, or a number of -127 or less,
-//                     and anything for x below -126.5
+//                     and anything for x below -126.5; NaN where x is
 //   scale_by_exp2     a 2^whole, of a number from split: at most a subnormal number where that is -127 or less
 //   keep_from         b where a >= c, else 0
 //   any_from          whether a >= b in any lane

@@ -64,7 +64,7 @@ struct Avx2 {
     static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
     static Vec split(Vec x, Vec& rest) {
-        const Vec clamped = _mm256_max_ps(x, _mm256_set1_ps(-127.0f));
+        const Vec clamped = _mm256_max_ps(_mm256_set1_ps(-127.0f), x);  // the second where one is NaN
         const Vec whole = _mm256_round_ps(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         rest = _mm256_sub_ps(clamped, whole);
         return whole;

@@ -63,7 +63,7 @@ struct Portable {
 #endif
     }
     static Vec split(Vec x, Vec& rest) {
-        const Vec clamped = max(x, broadcast(-127.0f)), shift = broadcast(12582912.0f);  // 1.5 * 2^23
+        const Vec clamped = max(broadcast(-127.0f), x), shift = broadcast(12582912.0f);  // 1.5 * 2^23
         const Vec whole = (clamped + shift) - shift;
         rest = clamped - whole;
         return whole;

@@ -104,6 +104,61 @@ def test_sizes_of_real_layers() -> None:
     ]
     assert error_of(*results) < 1e-5
     assert error_of(*states) < 1e-5
+    x, dt, a = torch.randn(rows, 48), torch.rand(rows, 48) * 0.1, -torch.arange(1.0, 17.0).expand(48, 16)
+    step = RecurrenceStep([0, 1, 40], [1, 0])
+    states = [torch.randn(2, 48, 16, generator=torch.Generator().manual_seed(2)) for _ in compute]
+    results = [
+        one.mamba1(state, x, dt, a, b[:, 0, :16], c[:, 0, :16], torch.ones(48), step)
+        for one, state in zip(compute, states, strict=True)
+    ]
+    assert error_of(*results) < 1e-5
+    assert error_of(*states) < 1e-5
+
+
+@each_isa
+def test_a_row_alone_where_a_state_of_whole_vectors_lies_gives_the_same_bits(isa: str) -> None:
+    torch.manual_seed(1)
+    rows, heads, compute = 5, 3, backend("native")
+    together, alone = step_for(isa, [rows], [1]), step_for(isa, [1], [1])
+    x, b, c = torch.randn(rows, heads, 40), torch.randn(rows, 1, 32), torch.randn(rows, 1, 32)
+    dt, a, d = torch.rand(rows, heads), -torch.rand(heads) * 4, torch.ones(heads)
+    dt1, a1, d1 = torch.rand(rows, 40) * 0.1, -torch.rand(40, 32) * 16, torch.ones(40)
+    q, k, v = (torch.randn(rows, heads, 64) for _ in range(3))
+    calls = {
+        "mamba1": ((40, 32), lambda state, at, step: compute.mamba1(
+            state, x[at, 0], dt1[at], a1, b[at, 0], c[at, 0], d1, step)),
+        "mamba2": ((heads, 40, 32), lambda state, at, step: compute.mamba2(
+            state, x[at], dt[at], a, b[at], c[at], d, step)),
+        "linear attention": ((heads, 64, 64), lambda state, at, step: compute.linear_attention(
+            state, q[at], k[at], v[at], a, step)),
+    }  # fmt: skip
+    for name, (shape, call) in calls.items():
+        states = torch.randn(1, *shape).expand(2, *shape).clone(), torch.zeros(2, *shape)
+        states[1].copy_(states[0])
+        want = call(states[0], slice(0, rows), together)
+        got = torch.cat([call(states[1], slice(row, row + 1), alone) for row in range(rows)])
+        assert torch.equal(got, want), name
+        assert torch.equal(*states), name
+
+
+@each_isa
+def test_a_rate_that_is_no_number_is_not_hidden(isa: str) -> None:
+    a = torch.full((2, 16), -1.0)
+    a[1, 3] = torch.nan
+    ones = torch.ones(1, 16)
+    for rows in (1, 2):
+        y = backend("native").mamba1(
+            torch.ones(1, 2, 16),
+            torch.ones(rows, 2),
+            torch.full((rows, 2), 0.1),
+            a,
+            ones.expand(rows, 16),
+            ones.expand(rows, 16),
+            None,
+            step_for(isa, [rows], [0]),
+        )
+        assert y[:, 0].isfinite().all()
+        assert y[:, 1].isnan().all()
 
 
 @each_isa
