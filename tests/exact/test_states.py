@@ -210,6 +210,7 @@ def test_states_are_counted() -> None:
     ],
 )
 def test_what_states_do_not_have_yet_is_refused(options: dict[str, Any], message: str) -> None:
-    model, _ = expected("lfm2" if "kv_memory" not in options else "qwen3_next")
+    name = "qwen3_next" if "kv_memory" in options else "mamba2" if "host_cache" in options else "lfm2"
+    model, _ = expected(name)
     with pytest.raises(ArgumentError, match=message):
         serve(model, backend="python", **options)

@@ -26,7 +26,8 @@ __all__ = ["Checkpoint", "Checkpoints"]
 
 @dataclass(eq=False)
 class Checkpoint:
-    """content: of its tokens, as `manager.content.encode` writes them."""
+    """content: of its tokens, as `manager.content.encode` writes them. cache_priority: the highest of those who have
+    left it. stored_as: that with which it is stored in the tiers; -1 for not yet."""
 
     namespace: bytes
     content: bytes
@@ -35,6 +36,8 @@ class Checkpoint:
     num_saved: int  # tokens beyond the next shorter one, when it was made
     score: float = 0.0
     num_pins: int = 0
+    cache_priority: int = 1
+    stored_as: int = -1
     is_found: bool = True  # not once it was removed; whoever has pinned it copies it still
 
 

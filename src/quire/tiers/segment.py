@@ -22,7 +22,7 @@ import hashlib
 import json
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -30,13 +30,37 @@ import xxhash
 from quire.errors import QuireError
 from quire.spec.payload import PayloadLayout
 
-__all__ = ["Segment", "SegmentError", "check_parts", "decode", "encode", "read_header", "segment_tokens"]
+__all__ = [
+    "Layout",
+    "Segment",
+    "SegmentError",
+    "check_parts",
+    "decode",
+    "encode",
+    "read_header",
+    "segment_tokens",
+]
 
 _MAGIC = b"QUIRESEG"
 _FRONT = len(_MAGIC) + 4 + 8
 _MAX_HEADER = 1 << 20
 VERSION = 1
 MAX_BYTES = 2 << 20  # of a segment of several blocks
+
+
+class Layout(Protocol):
+    """What payloads of one kind have in common: `PayloadLayout` of keys and values, `StatePayloadLayout` of states."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shapes(self) -> list[Any]:
+        """What tells models apart; of JSON's types."""
+        ...
+
+    def num_bytes(self, num_tokens: int, /) -> int:
+        """Of the payload of so many tokens."""
+        ...
 
 
 class SegmentError(QuireError):
@@ -65,7 +89,7 @@ class Segment:
     payload: np.ndarray
 
 
-def encode(segment: Segment, layout: PayloadLayout, *, made_at: float) -> list[memoryview]:
+def encode(segment: Segment, layout: Layout, *, made_at: float) -> list[memoryview]:
     """The value of a segment: its front and its payload, to be written one after the other. made_at: seconds, Unix."""
     payload = np.ascontiguousarray(segment.payload).view(np.uint8).reshape(-1).data
     expected = layout.num_bytes(len(segment.tokens))
@@ -91,7 +115,7 @@ def encode(segment: Segment, layout: PayloadLayout, *, made_at: float) -> list[m
     return [memoryview(front), payload]
 
 
-def decode(value: Any, *, key: bytes, tokens: np.ndarray, start: int, layout: PayloadLayout) -> np.ndarray:
+def decode(value: Any, *, key: bytes, tokens: np.ndarray, start: int, layout: Layout) -> np.ndarray:
     """The payload of a value, uint8, not copied: that of these tokens at this position, of this layout.
 
     *raises:* SegmentError: it is not, or was damaged; nothing of it may be used then.
@@ -110,7 +134,7 @@ def check_parts(
     key: bytes,
     tokens: np.ndarray,
     start: int,
-    layout: PayloadLayout,
+    layout: Layout,
 ) -> None:
     """As `decode`, of a value whose payload lies elsewhere: so many bytes with this XXH3-64. *raises:* SegmentError."""
     header, rest = _parts(front)
@@ -147,7 +171,7 @@ def _parts(value: Any) -> tuple[dict[str, Any], memoryview]:
 
 
 def _check_header(
-    header: dict[str, Any], *, key: bytes, tokens: np.ndarray, start: int, layout: PayloadLayout
+    header: dict[str, Any], *, key: bytes, tokens: np.ndarray, start: int, layout: Layout
 ) -> None:
     expected = {
         "key": key.hex(),
