@@ -134,14 +134,36 @@ def test_bits_do_not_depend_on_chunks_hits_or_company(name: str) -> None:
                 assert (got.token_ids, got.logprobs) == (alone.token_ids, alone.logprobs)
 
 
-def test_preempted_requests_go_on_from_checkpoints() -> None:
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preempted_requests_go_on_from_checkpoints_or_their_own_state(preemption: str) -> None:
     model, tokens = expected("qwen3_next")
     spec = KVSpec.from_config(model.config)
     # Two slots of states in half of it; blocks of two prompts in the rest.
     kv_memory = max(8 * spec.bytes_per_state, 2 * 80 * spec.bytes_per_token)
-    with serve(model, kv_memory=kv_memory, backend="python") as llm:
-        assert [list(one.token_ids) for one in answers_of(llm, PROMPTS)] == tokens
-        assert llm.stats()["num_preemptions"] > 0
+    options: dict[str, Any] = {"preemption": preemption}
+    if preemption == "swap":
+        options["swap_memory"] = "8MiB"
+    with serve(model, kv_memory=kv_memory, backend="python", **options) as llm:
+        for _ in range(2):
+            assert [list(one.token_ids) for one in answers_of(llm, PROMPTS)] == tokens
+            llm.core.cache.check()
+        stats = llm.stats()
+        assert stats["num_preemptions"] > 0
+        assert (stats["num_restored_tokens"] > 0) == (preemption == "swap")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_states"), [("falcon_h1", 8), pytest.param("recurrent_gemma", 14, marks=pytest.mark.ci)]
+)
+def test_bits_do_not_depend_on_being_swapped_out(name: str, num_states: int) -> None:
+    pytest.importorskip("quire._native")
+    model, _ = expected(name)
+    with serve(model, prefix_caching=False) as llm:
+        wanted = [(one.token_ids, one.logprobs) for one in answers_of(llm, PROMPTS)]
+        kv_memory = num_states * llm.spec.bytes_per_state
+    with serve(model, kv_memory=kv_memory, preemption="swap", swap_memory="8MiB") as llm:
+        assert [(one.token_ids, one.logprobs) for one in answers_of(llm, PROMPTS)] == wanted
+        assert llm.stats()["num_restored_tokens"] > 0
         llm.core.cache.check()
 
 
@@ -204,7 +226,6 @@ def test_states_are_counted() -> None:
     [
         ({"storage": "contiguous"}, "storage paged or virtual for a model with state layers"),
         ({"storage": "growing"}, "storage paged or virtual for a model with state layers"),
-        ({"preemption": "swap"}, "go on from a checkpoint"),
         ({"host_cache": "1MiB"}, "no tiers"),
         ({"kv_memory": 4096}, "half of it for two states"),
     ],

@@ -279,8 +279,8 @@ class StateCache(Cache):
         """What was reserved for the sequence is not computed: its state comes from elsewhere, and goes to these slots.
 
         The sequence's own, and that of a checkpoint of all reserved tokens, where there is room for one. The
-        operations of the reservation's plan are done first, then the bytes are written, then it is committed. Where they do
-        not come, nothing is: the sequence is as it was.
+        operations of the reservation's plan are done first, then the bytes are written, then it is committed. Where
+        they do not come, nothing is: the sequence is as it was.
         """
         held, sequence_id = self._state_of(sequence), self._id(sequence)
         if held.slot is None or held.under_way is None:

@@ -81,7 +81,7 @@ class Search:
         return run
 
     def num_tokens(self, found: int) -> int:
-        """Tokens that there would be then: the last one known is always computed, and states end a hit where they do."""
+        """Tokens that there would be then: the last one known is always computed, and a hit ends where a state does."""
         run = self.beyond(found)
         reach = max(found, min(run[-1][0].end, len(self.tokens) - 1)) if run else found
         if self.states is None:

@@ -1,11 +1,11 @@
 """States on their way between their slots and the tiers: what a checkpoint is there, and when it is stored.
 
-In the tiers a state is a value beside the segments of keys and values, under a root of its own (`state_root`): its key is
-that of the blocks of all tokens it is of, so it depends on model, namespace, tokens and extra keys as theirs does; its
-payload is the state's bytes (`quire.spec.state_payload`). Its name ends where the state does.
+In the tiers a state is a value beside the segments of keys and values, under a root of its own (`state_root`): its key
+is that of the blocks of all tokens it is of, so it depends on model, namespace, tokens and extra keys as theirs does;
+its payload is the state's bytes (`quire.spec.state_payload`). Its name ends where the state does.
 
-Only states at a block's end are stored: tiers have no K and V of a partial block, and a hit ends where there are both. So
-a cache with tiers leaves a checkpoint at a prompt's last block boundary as well (`StateCache.keeps_boundaries`).
+Only states at a block's end are stored: tiers have no K and V of a partial block, and a hit ends where there are both.
+So a cache with tiers leaves a checkpoint at a prompt's last block boundary as well (`StateCache.keeps_boundaries`).
 
 A state is stored when its checkpoint goes for want of room, with the K and V before it, which memory alone may have; by
 `hand_over`; and with policy "through" once it is there.
@@ -98,7 +98,7 @@ class StateStores:
             stores.save_path(checkpoint.namespace, tokens, keys)
 
     def _save(self, stores: TierStores, one: Checkpoint, *, must: bool = False) -> tuple[int, bool]:
-        """Stores it, unless that was done: how many tiers' queues took it (0 or 1), and whether nothing is left to do."""
+        """Stores it, unless that was done: 1 where some tier has queued it now, and whether nothing is left to do."""
         if (
             one.num_tokens % self._cache.block_size
             or one.cache_priority == DISCARD

@@ -124,12 +124,7 @@ class OpenTiers:
 
 def swap_of(config: EngineConfig, cache: KVCache, storage: Any, speeds: Speeds) -> Swap:
     """Of an engine over this cache and storage; one that swaps out nothing where the storage cannot."""
-    if cache.spec.states and config.preemption == "swap":
-        raise ArgumentError(
-            f'expected preemption "auto" or "recompute" for a model with state layers ({cache.spec.name}), whose '
-            'preempted requests go on from a checkpoint, got "swap" - in `preemption`'
-        )
-    if not storage.capabilities.shares_prefix or cache.spec.states:
+    if not storage.capabilities.shares_prefix:
         return Swap(cache, None, mode="recompute")
     if config.swap_memory == "auto":
         max_bytes = cache.num_blocks * cache.block_bytes // _SWAP_SHARE

@@ -4,8 +4,8 @@
         for each of its fields, in the spec's order
             the field, float32, little endian
 
-A payload is of one size, however many tokens the state is of. It stands beside `payload.PayloadLayout`, which is that of
-keys and values, and goes the same ways: swapped out sequences, tiers, snapshots' segments.
+A payload is of one size, however many tokens the state is of. It stands beside `payload.PayloadLayout`, which is that
+of keys and values, and goes the same ways: swapped out sequences, tiers, snapshots' segments.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     8 bytes   XXH3-64 of the header
     header    JSON: version, key, parent, start, num_tokens, SHA-256 of the token ids, dtype, layers' shapes, payload's
               length and XXH3-64, when it was made
-    payload   see `quire.spec.payload`
+    payload   see `quire.spec.payload`; of a state, `quire.spec.state_payload`
 
 XXH3 finds damage, not forgery: who can write into a tier is trusted, but for what `signed` signs; and a key tells
 nothing about content.
@@ -22,13 +22,14 @@ import hashlib
 import json
 import warnings
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
 
 from quire.errors import QuireError
 from quire.spec.payload import PayloadLayout
+from quire.spec.state_payload import StatePayloadLayout
 
 __all__ = [
     "Layout",
@@ -45,22 +46,9 @@ _MAGIC = b"QUIRESEG"
 _FRONT = len(_MAGIC) + 4 + 8
 _MAX_HEADER = 1 << 20
 VERSION = 1
+Layout: TypeAlias = PayloadLayout | StatePayloadLayout
+"""What payloads of one kind have in common: of keys and values, or of states."""
 MAX_BYTES = 2 << 20  # of a segment of several blocks
-
-
-class Layout(Protocol):
-    """What payloads of one kind have in common: `PayloadLayout` of keys and values, `StatePayloadLayout` of states."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shapes(self) -> list[Any]:
-        """What tells models apart; of JSON's types."""
-        ...
-
-    def num_bytes(self, num_tokens: int, /) -> int:
-        """Of the payload of so many tokens."""
-        ...
 
 
 class SegmentError(QuireError):
