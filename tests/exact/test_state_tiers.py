@@ -96,3 +96,33 @@ def test_a_state_that_is_gone_or_damaged_costs_time_alone(tmp_path: Path) -> Non
         with serve(model, **options) as llm:
             check(llm, LONG, 0, wanted)
             check(llm, LONG, len(LONG) - 1, wanted)
+
+
+def test_a_snapshot_keeps_its_state(tmp_path: Path) -> None:
+    """With priority "keep", and no longer than the snapshot is there."""
+    pytest.importorskip("quire._native")
+    model, _ = expected("falcon_h1")
+    options: dict[str, Any] = {"disk_cache": str(tmp_path), "max_batch_tokens": 64}
+
+    def priorities(llm: LLM) -> set[int]:
+        assert llm.tiers is not None
+        assert llm.tiers.disk is not None
+        return {entry.info.cache_priority for entry in llm.tiers.disk.entries()}
+
+    with serve(model, **options) as llm:
+        talk = llm.conversation(LONG)
+        talk.generate(GREEDY)
+        made = talk.snapshot("talk")
+        assert (made.num_tokens, made.num_stored_tokens) == (len(LONG) + GREEDY.max_tokens, BOUNDARY)
+        assert priorities(llm) == {2}
+        turn = [*talk.token_ids, 11, 12, 13]
+    wanted = alone(model, turn)
+    with serve(model, **options) as llm:
+        talk = llm.resume("talk")
+        talk.append([11, 12, 13])
+        output = talk.generate(GREEDY)
+        [one] = output.outputs
+        assert output.num_cached_tokens == BOUNDARY
+        assert (one.token_ids, one.logprobs) == wanted
+        llm.remove_snapshot("talk")
+        assert priorities(llm) == {1}

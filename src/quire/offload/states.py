@@ -22,7 +22,7 @@ import numpy as np
 
 from quire.cache.block_hash import root_key
 from quire.cache.checkpoints import Checkpoint
-from quire.cache.manager.content import decode
+from quire.cache.manager.content import ExtraKeys, decode, encode
 from quire.cache.protocol import DISCARD
 from quire.cache.state_cache import StateCache
 from quire.memory.state_slots import StateSlots
@@ -79,12 +79,17 @@ class StateStores:
         root = root_key(self._fingerprint, namespace)
         return state_names(root, tokens, self._cache.block_size, extra_keys)
 
-    def payload(self, namespace: bytes, content: bytes) -> np.ndarray | None:
-        """The state of the checkpoint of this content; None where there is none, or its slot has it not yet."""
-        found = self._cache.checkpoints.get(namespace, content)
-        if found is None or not self._cache.has_state_of(found):
-            return None
-        return self.slots.read(found.slot)
+    def deepest(
+        self, namespace: bytes, tokens: np.ndarray, extra_keys: _Keys, most: int
+    ) -> tuple[int, np.ndarray] | None:
+        """Of how many of these tokens, at most `most`, memory has a state that tiers can keep; and the state."""
+        keys = ExtraKeys([at for at, _ in extra_keys], [key for _, key in extra_keys])
+        content = encode(tokens, keys, 0, most)
+        while (found := self._cache.checkpoints.find(namespace, content)) is not None:
+            if not found.num_tokens % self._cache.block_size and self._cache.has_state_of(found):
+                return found.num_tokens, self.slots.read(found.slot)
+            content = encode(tokens, keys, 0, found.num_tokens - 1)
+        return None
 
     def hand_over(self, stores: TierStores) -> tuple[int, bool]:
         """Hands what is not stored yet to the tiers: how many states, and whether all; see `TierStores.hand_over`."""
