@@ -21,6 +21,11 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
+from quire.cache.manager.content import decode
+from quire.cache.types import Int32Array
+
 __all__ = ["Checkpoint", "Checkpoints"]
 
 
@@ -39,6 +44,11 @@ class Checkpoint:
     cache_priority: int = 1
     stored_as: int = -1
     is_found: bool = True  # not once it was removed; whoever has pinned it copies it still
+
+    def decoded(self) -> tuple[Int32Array, tuple[tuple[int, bytes], ...]]:
+        """Its tokens, and (position, key) of those with an extra key."""
+        tokens, keys = decode(self.content)
+        return np.array(tokens, np.int32), tuple(keys)
 
 
 class Checkpoints:

@@ -299,6 +299,17 @@ class StateCache(Cache):
         """Whether its slot has its state now: not before the operation that copies it there. Between two steps."""
         return checkpoint.is_found and self._is_written(checkpoint.slot)
 
+    def deepest_boundary(
+        self, namespace: bytes, tokens: Int32Array, extra_keys: tuple[tuple[int, bytes], ...], most: int
+    ) -> Checkpoint | None:
+        """The checkpoint of most of these tokens, at most `most`, that ends with a block and has its state now."""
+        keys = ExtraKeys([at for at, _ in extra_keys], [key for _, key in extra_keys])
+        while (found := self.checkpoints.find(namespace, encode(tokens, keys, 0, most))) is not None:
+            if not found.num_tokens % self.block_size and self.has_state_of(found):
+                return found
+            most = found.num_tokens - 1
+        return None
+
     def _is_written(self, slot: int | None) -> bool:
         return slot is not None and all(slot != target for _, target in self._operations)
 

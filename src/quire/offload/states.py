@@ -22,7 +22,6 @@ import numpy as np
 
 from quire.cache.block_hash import root_key
 from quire.cache.checkpoints import Checkpoint
-from quire.cache.manager.content import ExtraKeys, decode, encode
 from quire.cache.protocol import DISCARD
 from quire.cache.state_cache import StateCache
 from quire.memory.state_slots import StateSlots
@@ -83,13 +82,8 @@ class StateStores:
         self, namespace: bytes, tokens: np.ndarray, extra_keys: _Keys, most: int
     ) -> tuple[int, np.ndarray] | None:
         """Of how many of these tokens, at most `most`, memory has a state that tiers can keep; and the state."""
-        keys = ExtraKeys([at for at, _ in extra_keys], [key for _, key in extra_keys])
-        content = encode(tokens, keys, 0, most)
-        while (found := self._cache.checkpoints.find(namespace, content)) is not None:
-            if not found.num_tokens % self._cache.block_size and self._cache.has_state_of(found):
-                return found.num_tokens, self.slots.read(found.slot)
-            content = encode(tokens, keys, 0, found.num_tokens - 1)
-        return None
+        found = self._cache.deepest_boundary(namespace, tokens, extra_keys, most)
+        return None if found is None else (found.num_tokens, self.slots.read(found.slot))
 
     def hand_over(self, stores: TierStores) -> tuple[int, bool]:
         """Hands what is not stored yet to the tiers: how many states, and whether all; see `TierStores.hand_over`."""
@@ -99,8 +93,7 @@ class StateStores:
     def _going(self, stores: TierStores, checkpoint: Checkpoint) -> None:
         num, _ = self._save(stores, checkpoint)
         if num:
-            tokens, keys = _decoded(checkpoint)
-            stores.save_path(checkpoint.namespace, tokens, keys)
+            stores.save_path(checkpoint.namespace, *checkpoint.decoded())
 
     def _save(self, stores: TierStores, one: Checkpoint, *, must: bool = False) -> tuple[int, bool]:
         """Stores it, unless that was done: 1 where some tier has queued it now, and whether nothing is left to do."""
@@ -112,7 +105,7 @@ class StateStores:
             or not self._cache.has_state_of(one)
         ):
             return 0, True
-        name = self.names(one.namespace, *_decoded(one))[-1]
+        name = self.names(one.namespace, *one.decoded())[-1]
         num = self._stack.store(
             [(name, self.slots.read(one.slot))],
             cache_priority=one.cache_priority,
@@ -123,8 +116,3 @@ class StateStores:
             return 0, False
         one.stored_as = one.cache_priority
         return num, True
-
-
-def _decoded(checkpoint: Checkpoint) -> tuple[np.ndarray, _Keys]:
-    tokens, keys = decode(checkpoint.content)
-    return np.array(tokens, np.int32), tuple(keys)
