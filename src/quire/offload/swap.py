@@ -93,11 +93,10 @@ class Swap:
             return False
         origins = self._origins(sequence.num_computed)
         num_bytes = self._layout.num_bytes(sequence.num_computed, origins)
-        states, slot = self._storage.states, None
-        if states is not None:
-            assert isinstance(self._cache, StateCache)
-            slot = self._cache.readable_slot(sequence.cache_sequence)
-            if slot is None:
+        states, slot = None, None
+        if isinstance(self._cache, StateCache):
+            states, slot = self._storage.states, self._cache.readable_slot(sequence.cache_sequence)
+            if states is None or slot is None:
                 return False
             num_bytes += states.bytes_per_slot
         if self.num_bytes + num_bytes > self.max_bytes:
