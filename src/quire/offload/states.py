@@ -16,7 +16,8 @@ Cost: a state's bytes are copied by the engine's thread, and its tokens are hash
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -28,9 +29,6 @@ from quire.memory.state_slots import StateSlots
 from quire.spec.state_payload import StatePayloadLayout
 from quire.tiers.names import SegmentName, segment_names
 from quire.tiers.stack import TierStack
-
-if TYPE_CHECKING:
-    from quire.offload.store import TierStores
 
 __all__ = ["StateStores", "state_names", "state_root"]
 
@@ -46,6 +44,15 @@ def state_names(root: bytes, tokens: np.ndarray, block_size: int, extra_keys: _K
     """Of the state at the end of each full block of `tokens`, in order. root: of the keys and values."""
     full = tokens[: len(tokens) // block_size * block_size]
     return segment_names(state_root(root), full, block_size, extra_keys=extra_keys)
+
+
+class _Stores(Protocol):
+    """What is needed of `TierStores`, which has the states stored."""
+
+    is_trusted: Callable[[float], bool]
+    owner_of: Callable[[bytes], str]
+
+    def save_path(self, namespace: bytes, tokens: np.ndarray, extra_keys: _Keys) -> None: ...
 
 
 class StateStores:
@@ -68,7 +75,7 @@ class StateStores:
         """Name what is stored from now on by another model. Memory holds nothing then."""
         self._fingerprint = fingerprint
 
-    def follow(self, stores: TierStores) -> None:
+    def follow(self, stores: _Stores) -> None:
         """Has what goes stored as these stores say."""
         self._cache.keeps_boundaries = True
         self._cache.on_going = lambda checkpoint: self._going(stores, checkpoint)
@@ -85,17 +92,17 @@ class StateStores:
         found = self._cache.deepest_boundary(namespace, tokens, extra_keys, most)
         return None if found is None else (found.num_tokens, self.slots.read(found.slot))
 
-    def hand_over(self, stores: TierStores) -> tuple[int, bool]:
+    def hand_over(self, stores: _Stores) -> tuple[int, bool]:
         """Hands what is not stored yet to the tiers: how many states, and whether all; see `TierStores.hand_over`."""
         results = [self._save(stores, one, must=True) for one in list(self._cache.checkpoints)]
         return sum(num for num, _ in results), all(is_done for _, is_done in results)
 
-    def _going(self, stores: TierStores, checkpoint: Checkpoint) -> None:
+    def _going(self, stores: _Stores, checkpoint: Checkpoint) -> None:
         num, _ = self._save(stores, checkpoint)
         if num:
             stores.save_path(checkpoint.namespace, *checkpoint.decoded())
 
-    def _save(self, stores: TierStores, one: Checkpoint, *, must: bool = False) -> tuple[int, bool]:
+    def _save(self, stores: _Stores, one: Checkpoint, *, must: bool = False) -> tuple[int, bool]:
         """Stores it, unless that was done: 1 where some tier has queued it now, and whether nothing is left to do."""
         if (
             one.num_tokens % self._cache.block_size
