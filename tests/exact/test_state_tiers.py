@@ -42,10 +42,15 @@ def test_after_a_restart_the_same_prompt_goes_on_from_its_state(name: str, tmp_p
     pytest.importorskip("quire._native")
     model = tiny_model(name)
     wanted = alone(model, LONG)
-    options: dict[str, Any] = {"disk_cache": str(tmp_path), "max_batch_tokens": 64}
+    options: dict[str, Any] = {"disk_cache": str(tmp_path), "max_batch_tokens": 64, "cache_write": "through"}
     with serve(model, **options) as llm:
         check(llm, LONG, 0, wanted)
         check(llm, LONG, len(LONG) - 1, wanted)
+        assert llm.tiers is not None
+        assert llm.tiers.disk is not None
+        llm.tiers.stack.flush(10)
+        # Of a whole segment, which would follow with its last block, this has a part alone.
+        assert [entry.info.start + BLOCK for entry in llm.tiers.disk.entries()] == [BOUNDARY]
     with serve(model, **options) as llm:
         check(llm, LONG, BOUNDARY, wanted)
         # What was loaded is a checkpoint of memory's now.

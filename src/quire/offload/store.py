@@ -109,6 +109,8 @@ class TierStores:
         self.states = states
         if states is not None:
             states.follow(self)
+            if self.policy == "through":
+                self.feed.listen(lambda events, keep_forgotten: states.hand_over(self))
 
     def renew(self, fingerprint: bytes) -> None:
         """Name what is stored from now on by another model. Memory holds nothing then."""
@@ -124,8 +126,6 @@ class TierStores:
         stored like evicted ones.
         """
         self.feed.collect(keep_forgotten=keep_forgotten)
-        if self.states is not None and self.policy == "through":
-            self.states.hand_over(self)
 
     # -- what the mirror tells (`BlockWatcher`) ---------------------------------------------------------
 
