@@ -110,7 +110,7 @@ class TierStores:
         if states is not None:
             states.follow(self)
             if self.policy == "through":
-                self.feed.listen(lambda events, keep_forgotten: states.hand_over(self))
+                self.feed.listen(self._states_through)
 
     def renew(self, fingerprint: bytes) -> None:
         """Name what is stored from now on by another model. Memory holds nothing then."""
@@ -126,6 +126,10 @@ class TierStores:
         stored like evicted ones.
         """
         self.feed.collect(keep_forgotten=keep_forgotten)
+
+    def _states_through(self, events: list[CacheEvent], keep_forgotten: bool) -> None:
+        assert self.states is not None
+        self.states.hand_over(self)
 
     # -- what the mirror tells (`BlockWatcher`) ---------------------------------------------------------
 
