@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+<<<<<<< HEAD
 from support.state_layers import FAMILIES, tiny_model
+=======
+from support.preempted import generate_preempted
+from support.state_layers import tiny_model
+>>>>>>> statetiers
 from transformers import PreTrainedModel
 
 from quire import LLM, KVSpec, SamplingParams
@@ -137,14 +142,36 @@ def test_bits_do_not_depend_on_chunks_hits_or_company(name: str) -> None:
                 assert (got.token_ids, got.logprobs) == (alone.token_ids, alone.logprobs)
 
 
-def test_preempted_requests_go_on_from_checkpoints() -> None:
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preempted_requests_go_on_from_checkpoints_or_their_own_state(preemption: str) -> None:
     model, tokens = expected("qwen3_next")
     spec = KVSpec.from_config(model.config)
     # Two slots of states in half of it; blocks of two prompts in the rest.
     kv_memory = max(8 * spec.bytes_per_state, 2 * 80 * spec.bytes_per_token)
-    with serve(model, kv_memory=kv_memory, backend="python") as llm:
-        assert [list(one.token_ids) for one in answers_of(llm, PROMPTS)] == tokens
-        assert llm.stats()["num_preemptions"] > 0
+    options: dict[str, Any] = {"preemption": preemption}
+    if preemption == "swap":
+        options["swap_memory"] = "8MiB"
+    with serve(model, kv_memory=kv_memory, backend="python", **options) as llm:
+        for _ in range(2):
+            assert [list(one.token_ids) for one in answers_of(llm, PROMPTS)] == tokens
+            llm.core.cache.check()
+        stats = llm.stats()
+        assert stats["num_preemptions"] > 0
+        assert (stats["num_restored_tokens"] > 0) == (preemption == "swap")
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon_h1", "mamba2", pytest.param("recurrent_gemma", marks=pytest.mark.ci)]
+)
+def test_bits_do_not_depend_on_being_swapped_out(name: str) -> None:
+    pytest.importorskip("quire._native")
+    model, _ = expected(name)
+    with serve(model, prefix_caching=False) as llm:
+        wanted = [(one.token_ids, one.logprobs) for one in answers_of(llm, PROMPTS)]
+    with serve(model, preemption="swap", swap_memory="8MiB") as llm:
+        got = [output.outputs[0] for output in generate_preempted(llm, PROMPTS, GREEDY)]
+        assert [(one.token_ids, one.logprobs) for one in got] == wanted
+        assert llm.stats()["num_restored_tokens"] > 0
         llm.core.cache.check()
 
 
@@ -241,12 +268,12 @@ def test_slots_that_are_needed_keep_their_bytes() -> None:
     [
         ({"storage": "contiguous"}, "storage paged or virtual for a model with state layers"),
         ({"storage": "growing"}, "storage paged or virtual for a model with state layers"),
-        ({"preemption": "swap"}, "go on from a checkpoint"),
         ({"host_cache": "1MiB"}, "no tiers"),
         ({"kv_memory": 4096}, "half of it for two states"),
     ],
 )
 def test_what_states_do_not_have_yet_is_refused(options: dict[str, Any], message: str) -> None:
-    model, _ = expected("lfm2" if "kv_memory" not in options else "qwen3_next")
+    name = "qwen3_next" if "kv_memory" in options else "mamba2" if "host_cache" in options else "lfm2"
+    model, _ = expected(name)
     with pytest.raises(ArgumentError, match=message):
         serve(model, backend="python", **options)

@@ -18,7 +18,9 @@ def generate_preempted(llm: LLM, prompts: list[list[int]], params: SamplingParam
     num_prefills = -(-sum(len(prompt) for prompt in prompts) // engine.scheduler.max_batch_tokens)
     while engine.has_work:
         if num_steps == num_prefills + _DECODES_BEFORE:
-            llm.resize(int(llm.stats()["kv_reserved_bytes"] * _SHARE_LEFT))
+            states = getattr(llm.core.storage, "states", None)
+            num_state_bytes = 0 if states is None else states.num_bytes
+            llm.resize(int(llm.stats()["kv_reserved_bytes"] * _SHARE_LEFT) + num_state_bytes)
         for output in engine.step():
             found[output.request_id] = output
         num_steps += 1

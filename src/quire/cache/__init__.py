@@ -4,7 +4,7 @@ Others may use
     cache          `Cache`: the facade, with either block manager behind it
     protocol       what a scheduler may call: `KVCache`, `CacheSequence`, `StepPlan`
     prefix_key     whose content a prefix is
-    state_cache, state_plan   states of recurrent layers beside the blocks, and what a step does with them
+    state_cache, checkpoints, state_plan   states of recurrent layers beside the blocks, and what a step does with them
     pins           what must stay, and of what priority
     answers, arguments, block_counts, block_hash, known_tokens   what implementations of the protocol share
     block_map, memory_use, report, tree_view                     what can be seen of a cache

@@ -21,12 +21,18 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
+from quire.cache.manager.content import decode
+from quire.cache.types import Int32Array
+
 __all__ = ["Checkpoint", "Checkpoints"]
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """content: of its tokens, as `manager.content.encode` writes them."""
+    """content: of its tokens, as `manager.content.encode` writes them. cache_priority: the highest of those who have
+    left it. stored_as: that with which it is stored in the tiers; -1 for not yet."""
 
     namespace: bytes
     content: bytes
@@ -35,7 +41,14 @@ class Checkpoint:
     num_saved: int  # tokens beyond the next shorter one, when it was made
     score: float = 0.0
     num_pins: int = 0
+    cache_priority: int = 1
+    stored_as: int = -1
     is_found: bool = True  # not once it was removed; whoever has pinned it copies it still
+
+    def decoded(self) -> tuple[Int32Array, tuple[tuple[int, bytes], ...]]:
+        """Its tokens, and (position, key) of those with an extra key."""
+        tokens, keys = decode(self.content)
+        return np.array(tokens, np.int32), tuple(keys)
 
 
 class Checkpoints:

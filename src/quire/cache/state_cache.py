@@ -22,7 +22,7 @@ Cost: as `Cache`, and O(prompt) more for `open`, O(tokens) for each checkpoint, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -59,6 +59,7 @@ class _Held:
     namespace: bytes
     keys: ExtraKeys
     wanted: list[int]  # positions of which it shall leave a checkpoint, ascending
+    cache_priority: int = NORMAL
     source: Checkpoint | None = None  # pinned: what its state begins with; None: with nothing
     slot: int | None = None  # since it has reserved, or was forked
     under_way: int | None = None  # tokens that are computed once the step reserved for it is committed
@@ -77,6 +78,10 @@ class StateCache(Cache):
         self.checkpoint_every = arguments.count(checkpoint_every, "checkpoint_every", 0)
         self.checkpoints = Checkpoints()
         self.num_evicted_checkpoints = 0
+        self.keeps_boundaries = False
+        """Whether a prompt leaves a checkpoint at its last block boundary too, beyond which tiers have no K and V."""
+        self.on_going: Callable[[Checkpoint], None] = lambda checkpoint: None
+        """Called with each checkpoint that goes for want of room, its state there still."""
         self._free = list(range(self.num_state_slots - 1, -1, -1))
         self._held: dict[int, _Held] = {}
         self._operations: list[tuple[int, int]] = []  # to be done before the next step
@@ -145,14 +150,17 @@ class StateCache(Cache):
         if source is not None:
             source.num_pins += 1
             self.checkpoints.use(source)
+            source.cache_priority = max(source.cache_priority, cache_priority)
         wanted = self._wanted(len(prompt[0]), hit, stored)
-        self._held[sequence_id] = _Held(prompt[1], _extra_keys(prompt), wanted, source)
+        self._held[sequence_id] = _Held(prompt[1], _extra_keys(prompt), wanted, cache_priority, source)
         return self._opened(sequence_id)
 
     def _wanted(self, num_tokens: int, num_hit: int, num_stored: int) -> list[int]:
         if not self.prefix_caching:
             return []
         wanted = {num_tokens - 1, num_stored}
+        if self.keeps_boundaries:
+            wanted.add((num_tokens - 1) // self.block_size * self.block_size)
         if self.checkpoint_every:
             wanted.update(range(self.checkpoint_every, num_tokens, self.checkpoint_every))
         return sorted(position for position in wanted if num_hit < position < num_tokens)
@@ -168,7 +176,7 @@ class StateCache(Cache):
                 f"expected a free state slot for a fork, got none of {self.num_state_slots}; close a sequence"
             )
         child = super().fork(sequence)
-        held = _Held(parent.namespace, parent.keys, list(parent.wanted), parent.source)
+        held = _Held(parent.namespace, parent.keys, list(parent.wanted), parent.cache_priority, parent.source)
         if parent.slot is not None:
             held.slot = self._take_slot()
             self._operations.append((parent.slot, held.slot))
@@ -239,8 +247,7 @@ class StateCache(Cache):
         for sequence_id, one, stop, row, after in zip(
             ids.tolist(), held, stops, rows, rows[1:], strict=False
         ):
-            self._free += [slot for _, slot in one.made]  # of a step that was refused
-            one.made = []
+            self._give_up_made(one)
             one.under_way = stop
             start = stop - (after - row)
             for position in [position for position in one.wanted if position <= stop]:
@@ -254,10 +261,62 @@ class StateCache(Cache):
         return StepPlanWithStates(plan, StatePlan(slots, operations, tuple(checkpoints)))
 
     def restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> StepPlan | None:
-        raise ArgumentError(
-            "expected a sequence without states to restore, got one of a model with state layers; what was preempted "
-            "is found by its checkpoint"
-        )
+        """As `Cache.restore`: the plan's operations first, then the state goes to its slot, then `commit`."""
+        held = self._state_of(sequence)
+        if not self._slots_suffice([held]):
+            return None
+        plan = super().restore(sequence, num_computed_tokens)
+        if plan is None:
+            return None
+        if held.slot is None:
+            self._begin(held)
+        self._give_up_made(held)
+        held.under_way = int(num_computed_tokens)
+        operations, self._operations = tuple(self._operations), []
+        return StepPlanWithStates(plan, StatePlan(np.array([held.slot], np.int64), operations, ()))
+
+    def slots_to_load(self, sequence: CacheSequence | int) -> tuple[int, ...]:
+        """What was reserved for the sequence is not computed: its state comes from elsewhere, and goes to these slots.
+
+        The sequence's own, and that of a checkpoint of all reserved tokens, where there is room for one. The
+        operations of the reservation's plan are done first, then the bytes are written, then it is committed. Where
+        they do not come, nothing is: the sequence is as it was.
+        """
+        held, sequence_id = self._state_of(sequence), self._id(sequence)
+        if held.slot is None or held.under_way is None:
+            raise ArgumentError(f"expected a sequence with a reservation, got sequence {sequence_id} without")
+        self._give_up_made(held)
+        if self.prefix_caching and (slot := self._slot_or_none()) is not None:
+            held.made = [(held.under_way, slot)]
+        return (held.slot, *(slot for _, slot in held.made))
+
+    def readable_slot(self, sequence: CacheSequence | int) -> int | None:
+        """Where the state of the sequence's computed tokens lies; None where no slot has it yet. Between two steps."""
+        held = self._state_of(sequence)
+        return held.slot if held.under_way is None and self._is_written(held.slot) else None
+
+    def has_state_of(self, checkpoint: Checkpoint) -> bool:
+        """Whether its slot has its state now: not before the operation that copies it there. Between two steps."""
+        return checkpoint.is_found and self._is_written(checkpoint.slot)
+
+    def deepest_boundary(
+        self, namespace: bytes, tokens: Int32Array, extra_keys: tuple[tuple[int, bytes], ...], most: int
+    ) -> Checkpoint | None:
+        """The checkpoint of most of these tokens, at most `most`, that ends with a block and has its state now."""
+        keys = ExtraKeys([at for at, _ in extra_keys], [key for _, key in extra_keys])
+        while (found := self.checkpoints.find(namespace, encode(tokens, keys, 0, most))) is not None:
+            if not found.num_tokens % self.block_size and self.has_state_of(found):
+                return found
+            most = found.num_tokens - 1
+        return None
+
+    def _is_written(self, slot: int | None) -> bool:
+        return slot is not None and all(slot != target for _, target in self._operations)
+
+    def _give_up_made(self, held: _Held) -> None:
+        """The checkpoints of a step that was refused."""
+        self._free += [slot for _, slot in held.made]
+        held.made = []
 
     def commit(self, sequence: CacheSequence | int, num_computed_tokens: int) -> None:
         super().commit(sequence, num_computed_tokens)
@@ -297,6 +356,7 @@ class StateCache(Cache):
     def trim(self) -> Int32Array:
         for checkpoint in list(self.checkpoints):
             if not checkpoint.num_pins:
+                self.on_going(checkpoint)
                 self._forget(checkpoint)
         return super().trim()
 
@@ -391,6 +451,7 @@ class StateCache(Cache):
         victim = self.checkpoints.victim()
         if victim is None:
             return None
+        self.on_going(victim)
         self.checkpoints.evict(victim)
         self.num_evicted_checkpoints += 1
         return victim.slot
@@ -400,24 +461,28 @@ class StateCache(Cache):
         found = self.checkpoints.get(held.namespace, content)
         if found is not None:
             self.checkpoints.use(found)
+            found.cache_priority = max(found.cache_priority, held.cache_priority)
         return found is None
 
     def _keep(self, sequence_id: int, held: _Held, num_tokens: int, slot: int) -> None:
         """A slot that holds the state of the sequence's first tokens becomes a checkpoint, or is free."""
         content = encode(self._manager.tokens(sequence_id), held.keys, 0, num_tokens)
-        if num_tokens and self.checkpoints.get(held.namespace, content) is None:
-            self.checkpoints.add(held.namespace, content, num_tokens, slot)
-        else:
-            self._free.append(slot)
+        found = self.checkpoints.get(held.namespace, content)
+        if found is None and num_tokens:
+            added = self.checkpoints.add(held.namespace, content, num_tokens, slot)
+            added.cache_priority = held.cache_priority
+            return
+        self._free.append(slot)
+        if found is not None:
+            found.cache_priority = max(found.cache_priority, held.cache_priority)
 
     def _let_go(self, held: _Held) -> None:
         """Of its slots and its source."""
         if held.slot is not None:
             self._free.append(held.slot)
-        self._free += [slot for _, slot in held.made]
+        self._give_up_made(held)
         self._unpin(held)
         held.slot = held.under_way = None
-        held.made = []
 
     def _forget(self, checkpoint: Checkpoint) -> None:
         """Nobody finds it any more; who has found it may copy it still."""

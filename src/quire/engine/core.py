@@ -123,10 +123,10 @@ class EngineCore:
         self.monitor: CacheMonitor | None = None
         self._move: HugePageMove | None = None
         try:
-            if loaded.spec.states and config.has_tiers:
+            if not loaded.spec.stores_kv and config.has_tiers:
                 raise ArgumentError(
-                    "expected no tiers (host, disk, remote) for a model with state layers "
-                    f"({loaded.model_type}), whose states they do not keep yet, got some; leave them out"
+                    "expected no tiers (host, disk, remote) for a model of states alone "
+                    f"({loaded.model_type}), which has no keys and values that they keep, got some; leave them out"
                 )
             self.max_model_len: int = config.max_model_len or self.prepared.max_model_len
             opened = open_storage(config, loaded.spec, self.max_model_len)

@@ -275,8 +275,9 @@ def _beyond_memory(found: _Unknown, there: OnDisk) -> Explanation:
 def _in_tiers(search: Search, found: int) -> dict[str, int]:
     """Tokens beyond `found` that could be loaded, by tier."""
     by_tier: dict[str, int] = {}
+    last = search.num_tokens(found) if search.done else found
     for name, tier in search.beyond(found) if search.done else []:
-        stop = min(name.end, len(search.tokens) - 1)
+        stop = min(name.end, last)
         if stop > found:
             by_tier[tier] = by_tier.get(tier, 0) + stop - found
             found = stop

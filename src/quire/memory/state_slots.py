@@ -3,7 +3,11 @@
 A layer's field is one float32 tensor [num_slots, *shape], all of them in one allocation. Memory is taken from the
 system as slots are written, and goes back by `give_back`, whole pages within a field.
 
+<<<<<<< HEAD
 Cost: an operation copies or clears `bytes_per_slot`; `give_back` a system call for each field and run of slots.
+=======
+Cost: an operation copies or clears `bytes_per_slot`; `read` and `write` copy them.
+>>>>>>> statetiers
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch
 
 from quire.errors import ArgumentError, CapacityError
@@ -97,6 +102,25 @@ class StateSlots:
                         field[target].zero_()
                     else:
                         field[target].copy_(field[source])
+
+    def read(self, slot: int) -> np.ndarray:
+        """A copy of the slot's state, uint8 [bytes_per_slot], see `quire.spec.state_payload`."""
+        return np.concatenate([one.numpy().reshape(-1).view(np.uint8) for one in self._of_slot(slot)])
+
+    def write(self, slot: int, payload: np.ndarray) -> None:
+        """The state that `read` gave. *raises:* ArgumentError: another number of bytes; nothing was written."""
+        if payload.nbytes != self.bytes_per_slot:
+            raise ArgumentError(
+                f"expected the {self.bytes_per_slot} bytes of a state of {self.spec.name}, got {payload.nbytes}"
+            )
+        start = 0
+        for field in self._of_slot(slot):
+            stop = start + 4 * field.numel()
+            field.numpy().reshape(-1).view(np.uint8)[:] = payload[start:stop]
+            start = stop
+
+    def _of_slot(self, slot: int) -> list[torch.Tensor]:
+        return [field[slot] for fields in self._fields.values() for field in fields.values()]
 
     def fill(self, value: float) -> None:
         """Set every element. For tests that poison what was not written."""

@@ -12,7 +12,8 @@ has need not be in a tier: with policy "eviction" the tail of a prefix is stored
 Invariants
     U1  only the blocks of the loading sequence are written, only beyond what it found in memory, and never after
         `finish` has returned.
-    U2  tokens are committed only up to the first segment that did not arrive.
+    U2  tokens are committed only up to the first segment that did not arrive; of a model with state layers all of them,
+        with the state at their end, or none.
 
 Cost: a chain's hashes (about 1 us for each block) when a sequence begins to wait; a load costs the engine's thread one
 reservation and one commit.
@@ -30,8 +31,11 @@ import numpy as np
 
 from quire.cache.block_hash import block_hashes, root_hash, root_key
 from quire.cache.protocol import CacheSequence, PrefixKVCache, StepPlan
+from quire.cache.state_cache import StateCache
+from quire.cache.state_plan import StatePlan
 from quire.memory.block_bytes import BlockStorage
 from quire.offload.speeds import Speeds
+from quire.offload.states import StateStores, state_names
 from quire.offload.store import OnName
 from quire.offload.waiting import OffloadedSequence
 from quire.tiers.names import SegmentName, segment_names
@@ -45,7 +49,8 @@ __all__ = ["Search", "TierLoad", "TierLoads"]
 class Search:
     """How far a sequence's tokens are in the tiers; `done` once that is known.
 
-    lookups: those made for it.
+    lookups: those made for it. states: of a model with state layers, the states that are there, each ending where its
+    name does, with its tier; None for another model.
     """
 
     tokens: np.ndarray
@@ -56,6 +61,7 @@ class Search:
     )  # with the tier of each, in order, with holes
     ended: threading.Event = field(default_factory=threading.Event)
     lookups: list[Lookup] = field(default_factory=list)
+    states: list[tuple[SegmentName, str]] | None = None
 
     @property
     def done(self) -> bool:
@@ -75,23 +81,31 @@ class Search:
         return run
 
     def num_tokens(self, found: int) -> int:
-        """Tokens that there would be then: the last one known is always computed."""
+        """Tokens that there would be then: the last one known is always computed, and a hit ends where a state does."""
         run = self.beyond(found)
-        return max(found, min(run[-1][0].end, len(self.tokens) - 1)) if run else found
+        reach = max(found, min(run[-1][0].end, len(self.tokens) - 1)) if run else found
+        if self.states is None:
+            return reach
+        return max((name.end for name, _ in self.states if found < name.end <= reach), default=found)
 
 
 @dataclass(eq=False)
 class TierLoad:
-    """A load under way into the blocks of an open sequence. found: tokens that were in memory when it began."""
+    """A load under way into the blocks of an open sequence. found: tokens that were in memory when it began.
+
+    state: of a model with state layers, the load of its state, which goes to `slots` once all is there.
+    """
 
     load: Load
     chain: list[SegmentName]
     found: int
     num_tokens: int
+    state: Load | None = None
+    slots: tuple[int, ...] = ()
 
     @property
     def done(self) -> bool:
-        return self.load.done.is_set()
+        return self.load.done.is_set() and (self.state is None or self.state.done.is_set())
 
 
 class TierLoads:
@@ -105,8 +119,10 @@ class TierLoads:
         fingerprint: bytes,
         segment_tokens: int,
         speeds: Speeds,
+        states: StateStores | None = None,
     ) -> None:
         self._cache = cache
+        self._states = states
         self._storage = storage
         self._stack = stack
         self._fingerprint = fingerprint
@@ -133,6 +149,7 @@ class TierLoads:
         search = Search(
             tokens, tuple(sorted((extra_keys or {}).items())), root_key(self._fingerprint, namespace)
         )
+        search.states = None if self._states is None else []
         whole = len(tokens) // self._segment_tokens * self._segment_tokens
         names = segment_names(search.root, tokens[:whole], self._segment_tokens, extra_keys=search.extra_keys)
         in_memory = self._cache.match(tokens, namespace=namespace, extra_keys=extra_keys).num_tokens
@@ -187,6 +204,28 @@ class TierLoads:
     def _asked_tails(self, search: Search, names: list[SegmentName], found: tuple[str | None, ...]) -> None:
         search.stored += [(name, tier) for name, tier in zip(names, found, strict=True) if tier is not None]
         search.stored.sort(key=lambda one: one[0].start)
+        self._ask_states(search)
+
+    def _ask_states(self, search: Search) -> None:
+        """Which states there are of what is stored."""
+        if search.states is None or not search.stored:
+            self._end(search)
+            return
+        size = self._block_size
+        ends = {end for name, _ in search.stored for end in range(name.start + size, name.end + 1, size)}
+        stop = min(max(ends), len(search.tokens) - 1)
+        names = [
+            name
+            for name in state_names(search.root, search.tokens[:stop], size, search.extra_keys)
+            if name.end in ends
+        ]
+        self._ask(search, names, lambda where: self._asked_states(search, names, where))
+
+    def _asked_states(self, search: Search, names: list[SegmentName], found: tuple[str | None, ...]) -> None:
+        search.states = [(name, tier) for name, tier in zip(names, found, strict=True) if tier is not None]
+        self._end(search)
+
+    def _end(self, search: Search) -> None:
         search.ended.set()
         self.changed.set()
 
@@ -220,7 +259,11 @@ class TierLoads:
         num_bytes: Counter[str] = Counter()
         per_token = self._cache.spec.bytes_per_token
         for name, tier in search.beyond(found):
-            num_bytes[tier] += per_token * len(name.tokens)
+            if name.start < stop:
+                num_bytes[tier] += per_token * len(name.tokens)
+        for name, tier in search.states or ():
+            if name.end == stop and self._states is not None:
+                num_bytes[tier] += self._states.layout.bytes_per_state
         load_s = sum(self._stack.estimate_seconds(count, tier) for tier, count in num_bytes.items())
         return stop if load_s <= self._speeds.compute_s(stop - found) else found
 
@@ -229,10 +272,13 @@ class TierLoads:
     ) -> None:
         """Starts to load up to `num_tokens` into the sequence, for which the plan has reserved them."""
         found = cache_sequence.num_computed_tokens
+        states: StatePlan | None = getattr(plan, "states", None)
+        if states is not None and self._states is not None:
+            self._states.slots.apply(states.operations)
         self._storage.run_copies(plan)
         search = sequence.search
         assert search is not None
-        chain = [name for name, _ in search.beyond(found)]
+        chain = [name for name, _ in search.beyond(found) if name.start < num_tokens]
         if self.on_name is not None:
             self._tell_names(self.on_name, chain, sequence.request.key.namespace, search)
         tables = np.stack([cache_sequence.block_table(group) for group in range(self._cache.num_groups)])
@@ -259,6 +305,14 @@ class TierLoads:
             cache_priority=sequence.request.cache_priority,
         )
         sequence.load = TierLoad(load, chain, found, num_tokens)
+        if isinstance(self._cache, StateCache) and self._states is not None:
+            sequence.load.slots = self._cache.slots_to_load(cache_sequence)
+            sequence.load.state = self._stack.load(
+                [name for name, _ in search.states or () if name.end == num_tokens],
+                on_done=lambda _: self.changed.set(),
+                cache_priority=sequence.request.cache_priority,
+                layout=self._states.layout,
+            )
 
     def _tell_names(self, tell: OnName, chain: list[SegmentName], namespace: bytes, search: Search) -> None:
         if not chain:
@@ -279,8 +333,20 @@ class TierLoads:
             stop = min(name.end, under_way.num_tokens)
             by_tier[tier] += stop - arrived
             arrived = stop
+        if under_way.state is not None and not self._take_state(under_way, under_way.state, arrived):
+            arrived = under_way.found
+            by_tier.clear()
         if arrived > under_way.found:
             self._cache.commit(sequence.cache_sequence, arrived)
             self.loaded_tokens.update(by_tier)
         sequence.num_computed = arrived
         return dict(by_tier)
+
+    def _take_state(self, under_way: TierLoad, state: Load, arrived: int) -> bool:
+        """Whether the state is there and all that it stands behind; its slots have it then."""
+        state.cancel()
+        if self._states is None or arrived < under_way.num_tokens or not state.payloads:
+            return False
+        for slot in under_way.slots:
+            self._states.slots.write(slot, state.payloads[0])
+        return True

@@ -36,6 +36,7 @@ from quire.cache.feed import EventFeed
 from quire.cache.protocol import DISCARD, PrefixKVCache
 from quire.memory.block_bytes import BlockStorage
 from quire.observe.mirror import Block, TreeMirror
+from quire.offload.states import StateStores
 from quire.tiers.names import SegmentName, segment_names
 from quire.tiers.stack import TierStack
 
@@ -64,7 +65,10 @@ class _Kept:
 
 
 class TierStores:
-    """See the module's text. segment_tokens: a multiple of the block size. owner_of: a namespace's, for lists."""
+    """See the module's text. segment_tokens: a multiple of the block size. owner_of: a namespace's, for lists.
+
+    states: of a model with state layers.
+    """
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class TierStores:
         policy: Policy = "eviction",
         feed: EventFeed | None = None,
         owner_of: Callable[[bytes], str] = lambda _: "",
+        states: StateStores | None = None,
     ) -> None:
         self._cache = cache
         self._storage = storage
@@ -101,11 +106,18 @@ class TierStores:
         """For who else looks at the tree: the only listener of the feed that keeps it."""
         self.mirror.watchers.append(self)
         self.feed.listen(self.mirror.apply)
+        self.states = states
+        if states is not None:
+            states.follow(self)
+            if self.policy == "through":
+                self.feed.listen(self._states_through)
 
     def renew(self, fingerprint: bytes) -> None:
         """Name what is stored from now on by another model. Memory holds nothing then."""
         self._fingerprint = fingerprint
         self._roots.clear()
+        if self.states is not None:
+            self.states.renew(fingerprint)
 
     def collect(self, *, keep_forgotten: bool = False) -> None:
         """Takes what has happened since the last call, and copies out what is to be stored.
@@ -114,6 +126,10 @@ class TierStores:
         stored like evicted ones.
         """
         self.feed.collect(keep_forgotten=keep_forgotten)
+
+    def _states_through(self, events: list[CacheEvent], keep_forgotten: bool) -> None:
+        assert self.states is not None
+        self.states.hand_over(self)
 
     # -- what the mirror tells (`BlockWatcher`) ---------------------------------------------------------
 
@@ -164,7 +180,19 @@ class TierStores:
         is_all = all(
             self._save(block, must=True) for block in [*sorted(whole, key=lambda block: block.depth), *ends]
         )
+        if self.states is not None:
+            num, is_all_states = self.states.hand_over(self)
+            self._num_handed_over += num
+            is_all = is_all and is_all_states
         return self._num_handed_over - num_before, is_all
+
+    def save_path(
+        self, namespace: bytes, tokens: np.ndarray, extra_keys: tuple[tuple[int, bytes], ...] = ()
+    ) -> None:
+        """Stores what memory has of the beginning of `tokens`, as far as that is not done; queues may be full."""
+        path = self.mirror.path(block_hashes(namespace, tokens, dict(extra_keys), self._cache.block_size))
+        for block in [one for one in path if one.depth % self._segment_blocks == 0] + path[-1:]:
+            self._save(block)
 
     def _note_uses(self) -> None:
         """Retentions as they are in the tree now: a use that follows the store makes no event."""

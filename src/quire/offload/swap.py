@@ -7,7 +7,8 @@ Recomputed: prompt and output are one prompt, of which the tree may still know a
 
 Of a sequence whose windows have given blocks up only what is left is swapped out, and only that comes back
 (`Cache.restore`): what lies behind its windows is not found of it. What finds the memory for swapped out sequences
-taken is computed again.
+taken is computed again. Of a model with state layers the sequence's state goes and comes with its K and V; one whose
+state no slot has yet is computed again.
 
 Invariants
     K1  swapped out bytes never exceed `max_bytes`; a sequence that runs or has ended has none.
@@ -26,6 +27,8 @@ from typing import Literal
 import numpy as np
 
 from quire.cache.protocol import CacheSequence, KVCache
+from quire.cache.state_cache import StateCache
+from quire.cache.state_plan import StatePlan
 from quire.errors import CapacityError
 from quire.memory.block_bytes import BlockStorage
 from quire.offload.speeds import Speeds
@@ -40,11 +43,19 @@ MODES = ("auto", "swap", "recompute")
 
 @dataclass(frozen=True, eq=False)
 class Swapped:
-    """The payload of a sequence's first `num_tokens` tokens: in each group from its origin on, which is what it had."""
+    """The payload of a sequence's first `num_tokens` tokens: in each group from its origin on, which is what it had.
+
+    state: of a model with state layers, the state behind them, see `quire.spec.state_payload`.
+    """
 
     num_tokens: int
     origins: tuple[int, ...]
     payload: np.ndarray
+    state: np.ndarray | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.payload.nbytes + (0 if self.state is None else self.state.nbytes)
 
 
 class Swap:
@@ -82,6 +93,12 @@ class Swap:
             return False
         origins = self._origins(sequence.num_computed)
         num_bytes = self._layout.num_bytes(sequence.num_computed, origins)
+        states, slot = None, None
+        if isinstance(self._cache, StateCache):
+            states, slot = self._storage.states, self._cache.readable_slot(sequence.cache_sequence)
+            if states is None or slot is None:
+                return False
+            num_bytes += states.bytes_per_slot
         if self.num_bytes + num_bytes > self.max_bytes:
             return False
         if self._mode == "auto":
@@ -90,9 +107,13 @@ class Swap:
                 return False
         block_ids = self._block_ids(sequence.cache_sequence)
         began = self._clock()
-        payload = self._storage.read_blocks(block_ids, sequence.num_computed, origins=origins)
+        if self._cache.spec.stores_kv:
+            payload = self._storage.read_blocks(block_ids, sequence.num_computed, origins=origins)
+        else:
+            payload = np.empty(0, np.uint8)
+        state = None if states is None or slot is None else states.read(slot)
         self._speeds.copied(num_bytes, self._clock() - began)
-        sequence.swapped = Swapped(sequence.num_computed, origins, payload)
+        sequence.swapped = Swapped(sequence.num_computed, origins, payload, state)
         self.num_bytes += num_bytes
         self.num_swapped += 1
         return True
@@ -124,17 +145,24 @@ class Swap:
             return found
         self.on_reserved()
         began = self._clock()
+        states: StatePlan | None = getattr(plan, "states", None)
+        if states is not None and self._storage.states is not None:
+            self._storage.states.apply(states.operations)
         try:
             self._storage.run_copies(plan)
         except CapacityError:  # K2
             return None
         # Blocks before an origin, of a hit that others hold too, are not written.
         block_ids, origins = self._block_ids(cache_sequence), swapped.origins
-        self._storage.write_blocks(
-            block_ids, swapped.payload, swapped.num_tokens, first=found, origins=origins
-        )
+        if self._cache.spec.stores_kv:
+            self._storage.write_blocks(
+                block_ids, swapped.payload, swapped.num_tokens, first=found, origins=origins
+            )
+        if states is not None and self._storage.states is not None:
+            self._storage.states.write(int(states.slots[0]), swapped.state)
         num_restored = swapped.num_tokens - found
         num_bytes = self._layout.num_bytes(swapped.num_tokens, [max(found, origin) for origin in origins])
+        num_bytes += 0 if swapped.state is None else swapped.state.nbytes
         self._speeds.copied(num_bytes, self._clock() - began)
         self._cache.commit(cache_sequence, swapped.num_tokens)
         self.num_restored_tokens += num_restored
@@ -143,7 +171,7 @@ class Swap:
     def drop(self, sequence: OffloadedSequence) -> None:
         """Gives the sequence's swapped out bytes up."""
         if sequence.swapped is not None:
-            self.num_bytes -= sequence.swapped.payload.nbytes
+            self.num_bytes -= sequence.swapped.num_bytes
             sequence.swapped = None
 
     def _origins(self, num_tokens: int) -> tuple[int, ...]:

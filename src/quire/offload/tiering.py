@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.block_hash import root_key
 from quire.cache.protocol import KVCache, PrefixKVCache
+from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig, secret_bytes
 from quire.errors import ArgumentError
 from quire.offload.load import TierLoads
 from quire.offload.memory_ahead import MAX_BYTES, MemoryAhead
 from quire.offload.speeds import Speeds
+from quire.offload.states import StateStores, state_root
 from quire.offload.store import TierStores
 from quire.offload.swap import Swap
 from quire.offload.tier_events import TierEvents
@@ -93,6 +95,9 @@ class OpenTiers:
         def describe(namespace: bytes) -> None:
             root = root_key(self.fingerprint, namespace)
             self.stack.queue(disk.name, "name a root", lambda: disk.describe(root, text))
+            if self.stores.states is not None:
+                states = state_root(root)
+                self.stack.queue(disk.name, "name a root", lambda: disk.describe(states, f"{text} states"))
             self.stack.queue(disk.name, "let go of removed snapshots", lambda: settle(namespace))
 
         self.stores.on_root = describe
@@ -119,12 +124,7 @@ class OpenTiers:
 
 def swap_of(config: EngineConfig, cache: KVCache, storage: Any, speeds: Speeds) -> Swap:
     """Of an engine over this cache and storage; one that swaps out nothing where the storage cannot."""
-    if cache.spec.states and config.preemption == "swap":
-        raise ArgumentError(
-            f'expected preemption "auto" or "recompute" for a model with state layers ({cache.spec.name}), whose '
-            'preempted requests go on from a checkpoint, got "swap" - in `preemption`'
-        )
-    if not storage.capabilities.shares_prefix or cache.spec.states:
+    if not storage.capabilities.shares_prefix:
         return Swap(cache, None, mode="recompute")
     if config.swap_memory == "auto":
         max_bytes = cache.num_blocks * cache.block_bytes // _SWAP_SHARE
@@ -156,6 +156,7 @@ def open_tiers(
     stack = TierStack(tiers, layout, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT, check_finite=("remote",))
     _greet(tiers, stack)
     shared = (cache, storage, stack, fingerprint, num_tokens)
+    states = StateStores(cache, storage.states, stack, fingerprint) if isinstance(cache, StateCache) else None
     _log.info(
         "tiers %s: segments of %d tokens, %s each",
         ", ".join(stack.tier_names),
@@ -164,8 +165,8 @@ def open_tiers(
     )
     return OpenTiers(
         stack,
-        TierLoads(*shared, speeds),
-        TierStores(*shared, policy=config.cache_write, feed=feed),
+        TierLoads(*shared, speeds, states),
+        TierStores(*shared, policy=config.cache_write, feed=feed, states=states),
         MemoryAhead(storage, cache.block_bytes, _bytes_there(stack)),
         disk=next((tier for tier in tiers if isinstance(tier, DiskTier)), None),
         fingerprint=fingerprint,

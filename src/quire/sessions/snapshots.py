@@ -4,6 +4,7 @@ A snapshot is its file (`snapshot_files`); the segments of its tokens are stored
 "keep", so that they go last. They are a help, not a part: what the disk has lost, or had no room for, is computed
 again by the first turn after `resume`, bit for bit. What cannot be kept: the last, partial block; blocks that neither
 memory nor the disk has any more; of a model with sliding windows what lies behind them in the last, unfinished segment.
+Of a model with state layers the deepest state at a block's end is kept beside them; the first turn goes on from there.
 
 Invariants
     O1  the file is written before segments are kept for it, and set aside before they are let go: a process killed
@@ -40,7 +41,7 @@ from quire.sessions.snapshot_files import (
 )
 from quire.sessions.transcript import Transcript
 from quire.tiers.names import SegmentName, chain_names
-from quire.tiers.segment import Segment, encode
+from quire.tiers.segment import Layout, Segment, encode
 from quire.tiers.tier import TierError
 
 __all__ = ["Snapshot", "SnapshotLimits", "Snapshots"]
@@ -239,9 +240,11 @@ class Snapshots:
         notices = self._tiers.stack.notices  # of what goes past the stack
         seen = notices.mark()
         there = self._disk.contains([name.key for name in names])
+        reach = 0
         for name, is_there in zip(names, there, strict=True):
             if is_there:
                 notices.held(self._disk.name, name, seen)
+                reach = name.end
                 continue
             own = blocks[name.start // size : name.end // size]
             payload = None
@@ -251,11 +254,44 @@ class Snapshots:
             if payload is None or not self._store(name, payload):
                 break
             notices.held(self._disk.name, name, seen)
-        self._disk.set_cache_priority([name.key for name in names], _KEEP)
+            reach = name.end
+        kept = [*names, *self._keep_state(record, namespace, reach, in_engine)]
+        self._disk.set_cache_priority([name.key for name in kept], _KEEP)
 
-    def _store(self, name: SegmentName, payload: np.ndarray) -> bool:
+    def _keep_state(
+        self, record: SnapshotRecord, namespace: bytes, reach: int, in_engine: InEngine
+    ) -> list[SegmentName]:
+        """The state that the first turn will go on from, stored if the disk lacks it; none of a model without."""
+        states, names = self._tiers.stores.states, self._states(record, namespace, reach)
+        if states is None or not names:
+            return []
+        on_disk = self._deepest_on_disk(names)
+        keys = tuple(sorted(record.extra_keys.items()))
+        found = in_engine(lambda: states.deepest(namespace, record.token_ids, keys, names[-1].end))
+        if found is not None and (on_disk is None or found[0] > on_disk.end):
+            name = next(name for name in names if name.end == found[0])
+            if self._store(name, found[1], states.layout):
+                return [name]
+        return [] if on_disk is None else [on_disk]
+
+    def _states(
+        self, record: SnapshotRecord, namespace: bytes, reach: int | None = None
+    ) -> list[SegmentName]:
+        """Of the states that a first turn could go on from, with K and V to `reach` (None: to the end)."""
+        states = self._tiers.stores.states
+        if states is None:
+            return []
+        most = len(record.token_ids) if reach is None else min(reach, len(record.token_ids))
+        keys = tuple(sorted(record.extra_keys.items()))
+        return states.names(namespace, record.token_ids[:most], keys)
+
+    def _deepest_on_disk(self, names: list[SegmentName]) -> SegmentName | None:
+        there = self._disk.contains([name.key for name in names])
+        return next((name for name, is_there in zip(names[::-1], there[::-1], strict=True) if is_there), None)
+
+    def _store(self, name: SegmentName, payload: np.ndarray, layout: Layout | None = None) -> bool:
         segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
-        value = encode(segment, self._tiers.stack.layout, made_at=self._clock())
+        value = encode(segment, layout or self._tiers.stack.layout, made_at=self._clock())
         return self._disk.store(name.key, value, name.info(cache_priority=_KEEP))
 
     def _let_go_or_remember(self, record: SnapshotRecord, namespace: bytes) -> None:
@@ -276,11 +312,11 @@ class Snapshots:
         """O2: what no other snapshot needs is evicted like everything else from now on."""
         if record.fingerprint != self._tiers.fingerprint:
             return
-        keys = {name.key for name in self._chain(record, namespace)}
+        keys = {name.key for name in self._chain(record, namespace) + self._states(record, namespace)}
         for name in self._files.names(namespace):
             other = self._record(name, namespace)
             if other is not None and other.fingerprint == self._tiers.fingerprint:
-                keys -= {name.key for name in self._chain(other, namespace)}
+                keys -= {name.key for name in self._chain(other, namespace) + self._states(other, namespace)}
         self._disk.set_cache_priority(list(keys), _NORMAL)
 
     def _record(self, name: str, namespace: bytes) -> SnapshotRecord | None:
@@ -299,6 +335,9 @@ class Snapshots:
                 if not is_there:
                     break
                 num_stored = name.end
+            if self._tiers.stores.states is not None:
+                state = self._deepest_on_disk(self._states(record, namespace, num_stored))
+                num_stored = 0 if state is None else state.end
         return Snapshot(
             record.name, len(record.token_ids), num_stored, record.model, is_usable, record.made_at
         )

@@ -3,7 +3,7 @@
 Others may use the names below, and
     config      what a model's config says
     formats     the formats of keys and values
-    payload     where the bytes of tokens lie when they leave the pool
+    payload, state_payload   where the bytes of tokens, and of a state, lie when they leave the pool
     state_spec  what state layers keep for each sequence
 """
 

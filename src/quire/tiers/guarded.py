@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from quire.spec.payload import PayloadLayout
 from quire.tiers.finite import is_finite
 from quire.tiers.names import SegmentName
 from quire.tiers.notices import Notices
 from quire.tiers.outgoing import Outgoing
-from quire.tiers.segment import SegmentError, check_parts, decode
+from quire.tiers.segment import Layout, SegmentError, check_parts, decode
 from quire.tiers.speed import Speed
 from quire.tiers.tier import (
     DamagedError,
@@ -143,7 +142,7 @@ class GuardedTier:
             raise ValueError(f"expected an answer for each of {len(keys)} keys, got {len(found)}")
         return found
 
-    def fetch(self, name: SegmentName, layout: PayloadLayout) -> Fetched | None:
+    def fetch(self, name: SegmentName, layout: Layout) -> Fetched | None:
         """A segment, verified; None: a miss."""
         seen = self._notices.mark()
         with self._lock:
@@ -167,7 +166,7 @@ class GuardedTier:
             return None
         return self._checked(name, value, layout, seen)
 
-    def fetch_some(self, names: Sequence[SegmentName], layout: PayloadLayout) -> list[Fetched]:
+    def fetch_some(self, names: Sequence[SegmentName], layout: Layout) -> list[Fetched]:
         """`fetch` of the leading ones, of as many as the tier gives at once; none: the first is a miss."""
         with self._lock:
             is_waiting = any(name.key in self._waiting for name in names)
@@ -192,7 +191,7 @@ class GuardedTier:
     def fetch_in_place(
         self,
         names: Sequence[SegmentName],
-        layout: PayloadLayout,
+        layout: Layout,
         writing: AbstractContextManager[bool],
         place: Callable[[int], Sequence[Any] | None],
     ) -> int:
@@ -215,7 +214,7 @@ class GuardedTier:
             self.report_failure("load", error)
             return 0
         self.count("hits", count)
-        self.count("loaded_bytes", layout.bytes_per_token * sum(len(name.tokens) for name in names[:count]))
+        self.count("loaded_bytes", sum(layout.num_bytes(len(name.tokens)) for name in names[:count]))
         for name in names[:count]:
             self._notices.held(self.name, name, seen)
         return count
@@ -225,7 +224,7 @@ class GuardedTier:
         names: Sequence[SegmentName],
         located: Sequence[Any],
         place: Callable[[int], Sequence[Any] | None],
-        layout: PayloadLayout,
+        layout: Layout,
     ) -> int:
         """How many of the leading segments were at hand, are where they are wanted, and are whole."""
         assert isinstance(self.tier, LoadsInPlace)
@@ -249,7 +248,7 @@ class GuardedTier:
                 return count  # `fetch` sees it too, counts it and has it removed
         return len(read)
 
-    def _checked(self, name: SegmentName, value: Any, layout: PayloadLayout, seen: int) -> Fetched | None:
+    def _checked(self, name: SegmentName, value: Any, layout: Layout, seen: int) -> Fetched | None:
         """What a tier gave, if it is the segment (L2)."""
         payload = self._payload(name, value, layout, seen)
         if payload is None:
@@ -261,7 +260,7 @@ class GuardedTier:
         view = memoryview(value).cast("B").toreadonly()
         return Fetched(payload, view.nbytes, partial(list, [view]))
 
-    def _payload(self, name: SegmentName, value: Any, layout: PayloadLayout, seen: int) -> np.ndarray | None:
+    def _payload(self, name: SegmentName, value: Any, layout: Layout, seen: int) -> np.ndarray | None:
         """What is in a value, verified; None: it was damaged, which is counted, and is removed."""
         try:
             view = memoryview(value).cast("B").toreadonly()
@@ -281,7 +280,7 @@ class GuardedTier:
         """Values that failed their check so far."""
         return self._counts["damaged"]
 
-    def remove_if_damaged(self, name: SegmentName, layout: PayloadLayout) -> None:
+    def remove_if_damaged(self, name: SegmentName, layout: Layout) -> None:
         """Looks at a value that nobody waits for; what fails its check is counted and removed."""
         seen = self._notices.mark()
         value = self._guard("load", lambda: self.tier.load(name.key))

@@ -5,7 +5,7 @@
     8 bytes   XXH3-64 of the header
     header    JSON: version, key, parent, start, num_tokens, SHA-256 of the token ids, dtype, layers' shapes, payload's
               length and XXH3-64, when it was made
-    payload   see `quire.spec.payload`
+    payload   see `quire.spec.payload`; of a state, `quire.spec.state_payload`
 
 XXH3 finds damage, not forgery: who can write into a tier is trusted, but for what `signed` signs; and a key tells
 nothing about content.
@@ -22,20 +22,32 @@ import hashlib
 import json
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
 
 from quire.errors import QuireError
 from quire.spec.payload import PayloadLayout
+from quire.spec.state_payload import StatePayloadLayout
 
-__all__ = ["Segment", "SegmentError", "check_parts", "decode", "encode", "read_header", "segment_tokens"]
+__all__ = [
+    "Layout",
+    "Segment",
+    "SegmentError",
+    "check_parts",
+    "decode",
+    "encode",
+    "read_header",
+    "segment_tokens",
+]
 
 _MAGIC = b"QUIRESEG"
 _FRONT = len(_MAGIC) + 4 + 8
 _MAX_HEADER = 1 << 20
 VERSION = 1
+Layout: TypeAlias = PayloadLayout | StatePayloadLayout
+"""What payloads of one kind have in common: of keys and values, or of states."""
 MAX_BYTES = 2 << 20  # of a segment of several blocks
 
 
@@ -65,7 +77,7 @@ class Segment:
     payload: np.ndarray
 
 
-def encode(segment: Segment, layout: PayloadLayout, *, made_at: float) -> list[memoryview]:
+def encode(segment: Segment, layout: Layout, *, made_at: float) -> list[memoryview]:
     """The value of a segment: its front and its payload, to be written one after the other. made_at: seconds, Unix."""
     payload = np.ascontiguousarray(segment.payload).view(np.uint8).reshape(-1).data
     expected = layout.num_bytes(len(segment.tokens))
@@ -91,7 +103,7 @@ def encode(segment: Segment, layout: PayloadLayout, *, made_at: float) -> list[m
     return [memoryview(front), payload]
 
 
-def decode(value: Any, *, key: bytes, tokens: np.ndarray, start: int, layout: PayloadLayout) -> np.ndarray:
+def decode(value: Any, *, key: bytes, tokens: np.ndarray, start: int, layout: Layout) -> np.ndarray:
     """The payload of a value, uint8, not copied: that of these tokens at this position, of this layout.
 
     *raises:* SegmentError: it is not, or was damaged; nothing of it may be used then.
@@ -110,7 +122,7 @@ def check_parts(
     key: bytes,
     tokens: np.ndarray,
     start: int,
-    layout: PayloadLayout,
+    layout: Layout,
 ) -> None:
     """As `decode`, of a value whose payload lies elsewhere: so many bytes with this XXH3-64. *raises:* SegmentError."""
     header, rest = _parts(front)
@@ -147,7 +159,7 @@ def _parts(value: Any) -> tuple[dict[str, Any], memoryview]:
 
 
 def _check_header(
-    header: dict[str, Any], *, key: bytes, tokens: np.ndarray, start: int, layout: PayloadLayout
+    header: dict[str, Any], *, key: bytes, tokens: np.ndarray, start: int, layout: Layout
 ) -> None:
     expected = {
         "key": key.hex(),

@@ -45,7 +45,7 @@ from quire.tiers.guarded import Fetched, GuardedTier, TierCounts
 from quire.tiers.names import SegmentName
 from quire.tiers.notices import Notices
 from quire.tiers.outgoing import Outgoing
-from quire.tiers.segment import Segment, encode
+from quire.tiers.segment import Layout, Segment, encode
 from quire.tiers.tier import LoadsMany, Reason, SegmentInfo, Tier
 from quire.tiers.transfer import Load, Lookup
 from quire.tiers.workers import Workers
@@ -130,12 +130,17 @@ class TierStack:
         self._num_cancelled = 0
 
     def store(
-        self, segments: Sequence[tuple[SegmentName, np.ndarray]], *, cache_priority: int = 1, owner: str = ""
+        self,
+        segments: Sequence[tuple[SegmentName, np.ndarray]],
+        *,
+        cache_priority: int = 1,
+        owner: str = "",
+        layout: Layout | None = None,
     ) -> int:
         """Queues segments and their payloads (uint8, `segment` module) for every tier; how many some tier has queued.
 
         The payloads belong to the stack from now on: nobody writes to them again. Returns at once; what is queued
-        can be looked up and loaded from now on.
+        can be looked up and loaded from now on. layout: of the payloads, where they are no keys and values.
         """
         num_queued = 0
         for name, payload in segments:
@@ -143,7 +148,7 @@ class TierStack:
                 name,
                 name.info(cache_priority=cache_priority, owner=owner),
                 payload,
-                partial(self._encode, name, payload),
+                partial(self._encode, name, payload, layout or self.layout),
             )
             queued = [tier.store(outgoing) for tier in self._tiers]
             num_queued += any(queued)
@@ -179,6 +184,7 @@ class TierStack:
         on_done: Callable[[Load], None] | None = None,
         cache_priority: int = 1,
         owner: str = "",
+        layout: Layout | None = None,
     ) -> Load:
         """Loads a chain, a few segments at a time, until one is in no tier.
 
@@ -190,10 +196,10 @@ class TierStack:
         tier that can (`LoadsInPlace`) reads to there what it has at hand, and `into` is not called for it; of a
         segment that did not arrive they may hold anything. X2 holds for them as for `into`.
 
-        cache_priority, owner: of what is promoted; with cache priority 0 (discard) nothing is. Loads under way
-        take turns, see the module's text.
+        cache_priority, owner: of what is promoted; with cache priority 0 (discard) nothing is. layout: of the
+        payloads, where they are no keys and values. Loads under way take turns, see the module's text.
         """
-        load = Load(chain, self.layout.bytes_per_token, into, places, self._ended, on_done)
+        load = Load(chain, layout or self.layout, into, places, self._ended, on_done)
         with self._lock:
             self._num_loads += 1
             self._running.add(load)
@@ -286,9 +292,9 @@ class TierStack:
         in_time, _ = self._readers.close(left())
         return all([in_time, *[tier.close(left()) for tier in self._tiers]])
 
-    def _encode(self, name: SegmentName, payload: np.ndarray) -> list[memoryview]:
+    def _encode(self, name: SegmentName, payload: np.ndarray, layout: Layout) -> list[memoryview]:
         segment = Segment(name.key, name.parent, name.start, name.tokens, payload)
-        return encode(segment, self.layout, made_at=self._wall_clock())
+        return encode(segment, layout, made_at=self._wall_clock())
 
     def _try(self, handle: Load | Lookup, job: Callable[[], None]) -> None:
         """Whatever happens, nobody waits for ever."""
@@ -344,7 +350,7 @@ class TierStack:
                 above = self._tiers[:depth] if self._promote and cache_priority else []
                 if not above and (count := self._fetch_in_place(load, indices, tier)):
                     break
-                count = len(found := tier.fetch_some(self._some(names), self.layout))
+                count = len(found := tier.fetch_some(self._some(names, load.layout), load.layout))
                 if found:
                     break
                 if load.outcome is not None:
@@ -352,11 +358,11 @@ class TierStack:
             else:
                 load._stop_at(indices.start, "missing")
                 if self._num_damaged() != num_damaged:
-                    self._look_through(load.chain[indices.start + 1 :])
+                    self._look_through(load.chain[indices.start + 1 :], load.layout)
                 return False
             if not self._hand_over(load, indices, found, tier.name):
                 return False
-            num_bytes = self.layout.bytes_per_token * sum(len(name.tokens) for name in names[:count])
+            num_bytes = sum(load.layout.num_bytes(len(name.tokens)) for name in names[:count])
             num_bytes -= sum(one.payload.nbytes for one in found if one.was_queued)
             if num_bytes:  # others of the load have shared the time
                 tier.loaded(num_bytes, (self._clock() - started) / self._num_batches(load))
@@ -371,19 +377,17 @@ class TierStack:
     def _num_damaged(self) -> int:
         return sum(tier.num_damaged for tier in self._tiers)
 
-    def _look_through(self, names: Sequence[SegmentName]) -> None:
+    def _look_through(self, names: Sequence[SegmentName], layout: Layout) -> None:
         """Behind a damaged value: the others that nobody asks for now go if they are damaged too, and are stored anew
         with what is computed in their place. Else each start would find one of them."""
         for tier in self._tiers:
             for name in names:
-                self._readers.submit(partial(tier.remove_if_damaged, name, self.layout))
+                self._readers.submit(partial(tier.remove_if_damaged, name, layout))
 
-    def _some(self, names: Sequence[SegmentName]) -> Sequence[SegmentName]:
+    def _some(self, names: Sequence[SegmentName], layout: Layout) -> Sequence[SegmentName]:
         """The leading ones, of `_COPIED_BYTES` together or one alone."""
-        num_tokens = accumulate(len(name.tokens) for name in names)
-        return names[
-            : max(1, sum(self.layout.bytes_per_token * count <= _COPIED_BYTES for count in num_tokens))
-        ]
+        num_bytes = accumulate(layout.num_bytes(len(name.tokens)) for name in names)
+        return names[: max(1, sum(count <= _COPIED_BYTES for count in num_bytes))]
 
     def _fetch_in_place(self, load: Load, indices: range, tier: GuardedTier) -> int:
         """How many leading segments a tier has read to where they are wanted, and the load has them."""
@@ -391,9 +395,9 @@ class TierStack:
             return 0
         names = load.chain[indices.start : indices.stop]
         writing = load._writing_from(indices.start)
-        count = tier.fetch_in_place(names, self.layout, writing, lambda at: load._place(indices[at]))
+        count = tier.fetch_in_place(names, load.layout, writing, lambda at: load._place(indices[at]))
         for index in indices[:count]:
-            load._arrive(index, self.layout.bytes_per_token * len(load.chain[index].tokens), tier.name)
+            load._arrive(index, load.layout.num_bytes(len(load.chain[index].tokens)), tier.name)
         return count
 
     def _hand_over(self, load: Load, indices: range, found: list[Fetched], tier: str) -> bool:

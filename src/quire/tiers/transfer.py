@@ -21,6 +21,7 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 
 from quire.tiers.names import SegmentName
+from quire.tiers.segment import Layout
 
 __all__ = ["Load", "Lookup", "Outcome"]
 
@@ -99,7 +100,7 @@ class Load(_Handle["Load"]):
     def __init__(
         self,
         chain: Sequence[SegmentName],
-        bytes_per_token: int,
+        layout: Layout,
         into: Callable[[int, np.ndarray], None] | None,
         places: Callable[[int], Sequence[Any] | None] | None,
         on_end: Callable[[Load], None],
@@ -107,8 +108,8 @@ class Load(_Handle["Load"]):
     ) -> None:
         super().__init__(on_end, on_done)
         self.chain = tuple(chain)
-        self._bytes_per_token = bytes_per_token
-        self.bytes_total = bytes_per_token * sum(len(name.tokens) for name in self.chain)
+        self.layout = layout
+        self.bytes_total = sum(layout.num_bytes(len(name.tokens)) for name in self.chain)
         self.bytes_done = 0
         self.tiers: list[str] = []
         self.payloads: list[np.ndarray] = []
@@ -158,7 +159,7 @@ class Load(_Handle["Load"]):
             share = first + (self._stop - first) // (2 * num_batches)
             num_bytes = 0
             while self._next < self._stop:
-                num_bytes += self._bytes_per_token * len(self.chain[self._next].tokens)
+                num_bytes += self.layout.num_bytes(len(self.chain[self._next].tokens))
                 if self._next > first and num_bytes > (max_bytes if self._next < share else max_bytes // 8):
                     break
                 self._next += 1
