@@ -12,12 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-<<<<<<< HEAD
-from support.state_layers import FAMILIES, tiny_model
-=======
 from support.preempted import generate_preempted
-from support.state_layers import tiny_model
->>>>>>> statetiers
+from support.state_layers import FAMILIES, tiny_model
 from transformers import PreTrainedModel
 
 from quire import LLM, KVSpec, SamplingParams

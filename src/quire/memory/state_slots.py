@@ -3,11 +3,8 @@
 A layer's field is one float32 tensor [num_slots, *shape], all of them in one allocation. Memory is taken from the
 system as slots are written, and goes back by `give_back`, whole pages within a field.
 
-<<<<<<< HEAD
-Cost: an operation copies or clears `bytes_per_slot`; `give_back` a system call for each field and run of slots.
-=======
-Cost: an operation copies or clears `bytes_per_slot`; `read` and `write` copy them.
->>>>>>> statetiers
+Cost: an operation copies or clears `bytes_per_slot`; `read` and `write` copy them; `give_back` a system call for each
+field and run of slots.
 """
 
 from __future__ import annotations
