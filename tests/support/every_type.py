@@ -13,7 +13,7 @@ import torch
 from support.architectures import randomize
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-__all__ = ["VOCAB_SIZE", "build", "tiny_config"]
+__all__ = ["VOCAB_SIZE", "build", "build_text_part", "tiny_config"]
 
 VOCAB_SIZE = 131
 
@@ -138,7 +138,19 @@ def tiny_config(model_type: str, **fields: Any) -> PreTrainedConfig:
 
 def build(auto_class: Any, model_type: str, **fields: Any) -> PreTrainedModel:
     """The model that `auto_class` maps the type to, random from a fixed seed."""
-    config = tiny_config(model_type, **fields)
+    return _built(auto_class, tiny_config(model_type, **fields))
+
+
+def build_text_part(auto_class: Any, model_type: str) -> PreTrainedModel:
+    """The language model within it alone. *raises:* ValueError: it is nothing else."""
+    config = tiny_config(model_type)
+    text = config.get_text_config(decoder=True)
+    if text is config:
+        raise ValueError(f"expected a type with a config of its text, got {model_type}")
+    return _built(auto_class, text)
+
+
+def _built(auto_class: Any, config: Any) -> PreTrainedModel:
     # transformers 5.20 would choose sdpa for models that cap attention's scores, and it drops the cap.
     options = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
     torch.manual_seed(7)
