@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import state_layers
 from support.hf_case import model_of, quire_cache
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -174,3 +175,44 @@ def test_a_crop_of_states_that_recorded_nothing_changes_no_layer() -> None:
         cache.crop(-2)
     assert rows
     assert all(layer.get_seq_length() == 9 for layer in rows)
+
+
+@pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
+def test_a_crop_of_recurrent_states_is_refused_and_changes_no_layer(name: str) -> None:
+    model = model_of(name)
+    cache = quire_cache(model)
+    cache.activate_past_recording()
+    with pytest.raises(ArgumentError, match="a filled cache"):
+        cache.crop(-1)
+    with torch.no_grad():
+        model(torch.randint(3, 120, (1, 9)), past_key_values=cache, use_cache=True)
+    states = [
+        state.clone()
+        for layer in cache.layers
+        if hasattr(layer, "recurrent_states")
+        for state in (*layer.conv_states.values(), *layer.recurrent_states.values())
+    ]
+    with pytest.raises(ArgumentError, match=r"no recurrent states.* fork\(\)"):
+        cache.crop(-2)
+    after = [
+        state
+        for layer in cache.layers
+        if hasattr(layer, "recurrent_states")
+        for state in (*layer.conv_states.values(), *layer.recurrent_states.values())
+    ]
+    assert states
+    assert all(torch.equal(a, b) for a, b in zip(states, after, strict=True))
+    assert cache.get_seq_length() == 9
+
+
+def test_rows_of_states_alone_are_counted_before_they_are_reordered() -> None:
+    model = state_layers.tiny_model("mamba2")
+    cache = quire_cache(model)
+    with torch.no_grad():
+        model(torch.randint(3, 60, (2, 9)), cache_params=cache, use_cache=True)
+    with pytest.raises(ArgumentError, match="rows of 0 to 1"):
+        cache.reorder_cache(torch.tensor([0, 2]))
+    before = [layer.recurrent_states[0].clone() for layer in cache.layers]
+    cache.reorder_cache(torch.tensor([1, 0]))
+    for layer, state in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.recurrent_states[0], state[[1, 0]])

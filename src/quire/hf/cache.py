@@ -305,11 +305,6 @@ class QuireCache(DynamicCache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i becomes what row `beam_idx[i]` was; fewer or more rows than there were are possible."""
         order = self._order(beam_idx)
-        for layer in self.layers:
-            if isinstance(layer, StateAndRows):
-                layer.reorder_states(beam_idx)
-            elif not isinstance(layer, RowLayer):
-                layer.reorder_cache(beam_idx)
         if len(order) != self._num_rows():
             self._choose(order)
         elif order != list(range(len(order))):
@@ -317,19 +312,34 @@ class QuireCache(DynamicCache):
             self.memory.reorder(self._contents(filled), order)
             for layer in filled:
                 layer.ready = 0
+        for layer in self.layers:  # behind the rows, for which there may be no room
+            if isinstance(layer, StateAndRows):
+                layer.reorder_states(beam_idx)
+            elif not isinstance(layer, RowLayer):
+                layer.reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens. All layers or none.
 
         Raises:
-            ArgumentError: a positive count, more tokens than there are, or a window or a state whose past was not
-                recorded.
+            ArgumentError: a positive count, more tokens than there are, a window or a state whose past was not
+                recorded, or a recurrent state, which no cache can take back.
         """
         for layer in self.layers:
             if isinstance(layer, LinearAttentionLayer) and not layer.record_past:
                 raise ArgumentError(
                     "expected past recording where a model with states is cropped: call activate_past_recording() first"
                 )
+            if isinstance(layer, LinearAttentionLayer) and tokens_to_remove:
+                if any(layer.is_recurrent_states_initialized.values()):
+                    raise ArgumentError(
+                        "expected no recurrent states in a cache that is cropped, which hold all tokens in one; fork() "
+                        "the cache before the tokens, and go on with the fork"
+                    )
+                if not all(layer.is_conv_states_initialized.values()):
+                    raise ArgumentError(
+                        "expected a filled cache to crop, got one whose states are not there yet"
+                    )
             if isinstance(layer, RowLayer):
                 layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
@@ -366,9 +376,20 @@ class QuireCache(DynamicCache):
     def _num_rows(self) -> int:
         return next((layer.shape.num_rows for layer in self.row_layers if layer.is_initialized), 0)
 
+    def _num_state_rows(self) -> int:
+        """Of a model of states alone; 0 before there are any."""
+        states = (
+            state
+            for layer in self.layers
+            if isinstance(layer, LinearAttentionLayer)
+            for state in (*layer.conv_states.values(), *layer.recurrent_states.values())
+            if state is not None
+        )
+        return next((len(state) for state in states), 0)
+
     def _order(self, indices: torch.Tensor) -> list[int]:
         order = [int(row) for row in indices.tolist()]
-        num_rows = self._num_rows()
+        num_rows = self._num_rows() or self._num_state_rows()
         if num_rows and (not order or min(order) < 0 or max(order) >= num_rows):
             raise ArgumentError(f"expected rows of 0 to {num_rows - 1}, got {order}")
         return order
