@@ -234,3 +234,22 @@ def test_no_architecture_calls_an_operator_nobody_looked_at(
     }
     looked_at |= {p.__name__ for p in row_invariant._MADE_OF_PRODUCTS}
     assert called <= looked_at
+
+
+@pytest.mark.parametrize(
+    "function", [torch.exp, torch.sigmoid, F.softplus], ids=lambda function: function.__name__
+)
+def test_on_whole_vectors_an_element_has_one_value(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for width in (1, 5, 48, 64, 100):
+        x = torch.randn(7, width) * 4
+        whole = row_invariant.on_whole_vectors(function, x)
+        assert whole.shape == x.shape
+        assert torch.allclose(whole, function(x), rtol=1e-6)
+        with row_invariant.Watch(nn.Module()) as watch:
+            again = row_invariant.on_whole_vectors(function, x)
+        assert not watch.modules
+        assert same_bits(again, whole)
+        for row in range(7):
+            assert same_bits(row_invariant.on_whole_vectors(function, x[row, None])[0], whole[row])
+            strided = row_invariant.on_whole_vectors(function, x.t()[:, row])
+            assert same_bits(strided, whole[row])

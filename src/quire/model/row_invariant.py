@@ -42,7 +42,7 @@ from quire.model.held_weight import HeldParameter
 from quire.model.linear import NativeWeight, choose_packing
 from quire.model.overlay import below, install
 
-__all__ = ["Watch", "replace", "serving"]
+__all__ = ["Watch", "on_whole_vectors", "replace", "serving"]
 
 aten = torch.ops.aten
 _local = threading.local()
@@ -132,6 +132,19 @@ def _under(mode: _Exact, forward: Callable[..., Any]) -> Callable[..., Any]:
             mode.is_active = False
 
     return exact_forward
+
+
+def on_whole_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """`function`, of one element each, such that an element's bits depend on it alone: what `replace` makes of it.
+
+    For code of ours, whose module then need not be replaced. x: any shape; the result has it. Cost: one more copy of x
+    where a row of it is no whole vectors.
+    """
+    if _is_whole(x, True):
+        return function(x)
+    flat = x.new_ones(-(-x.numel() // _WHOLE) * _WHOLE)
+    flat[: x.numel()].view(x.shape).copy_(x)
+    return function(flat)[: x.numel()].view(x.shape)
 
 
 class _Noting(TorchDispatchMode):

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from quire.model.cache_keyword import cache_keyword
+from quire.model.row_invariant import on_whole_vectors
 from quire.model.state.adapter import (
     CONVOLUTION,
     RECURRENT,
@@ -98,10 +99,11 @@ class GatedDeltaNet(StateAdapter):
         qkv, gate, b, a = self._project(hidden)
         qkv = self.convolve(own.conv1d, qkv, states, step, silu=True)
         q, k, v = qkv.split([own.key_dim, own.key_dim, own.value_dim], dim=-1)
-        beta = b.float().sigmoid()
+        beta = on_whole_vectors(torch.sigmoid, b.float())
         if getattr(own, "allow_neg_eigval", False):
             beta = beta * 2.0
-        g = -own.A_log.float().exp() * softplus(a.float() + own.dt_bias.float())
+        decay = on_whole_vectors(torch.exp, own.A_log.float())
+        g = -decay * on_whole_vectors(softplus, a.float() + own.dt_bias.float())
         y = self.recurrence.delta_rule(
             states[RECURRENT],
             q.reshape(num_rows, own.num_k_heads, own.head_k_dim),
@@ -178,7 +180,7 @@ class KimiDeltaAttention(StateAdapter):
             k,
             v,
             g.reshape(per_head).contiguous(),
-            own.b_proj(hidden).float().sigmoid(),
+            on_whole_vectors(torch.sigmoid, own.b_proj(hidden).float()),
             step.recurrence,
             scale=own.head_dim**-0.5,
             normalize=True,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import silu, softplus
 
+from quire.model.row_invariant import on_whole_vectors
 from quire.model.state.adapter import (
     CONVOLUTION,
     RECURRENT,
@@ -78,12 +79,12 @@ class Mamba2(StateAdapter):
         gate, xbc, dt = projected.split([width, width + 2 * groups_of_states, own.num_heads], dim=-1)
         xbc = self.convolve(own.conv1d, xbc, states, step, silu=True).float()
         x, b, c = xbc.split([width, groups_of_states, groups_of_states], dim=-1)
-        dt = softplus(dt.float() + own.dt_bias.float()).clamp(*own.time_step_limit)
+        dt = on_whole_vectors(softplus, dt.float() + own.dt_bias.float()).clamp(*own.time_step_limit)
         y = self.recurrence.mamba2(
             states[RECURRENT],
             x.reshape(num_rows, own.num_heads, own.head_dim),
             dt,
-            -torch.exp(own.A_log.float()),
+            -on_whole_vectors(torch.exp, own.A_log.float()),
             b.reshape(num_rows, own.n_groups, own.ssm_state_size),
             c.reshape(num_rows, own.n_groups, own.ssm_state_size),
             own.D.float(),
