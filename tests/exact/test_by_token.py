@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.every_type import build
+from support.generate_oracle import generate
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from quire import LLM, SamplingParams
@@ -44,18 +45,7 @@ def expected(name: str) -> tuple[PreTrainedModel, list[list[int]]]:
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
     model: Any = build(AutoModelForCausalLM, name, **FIELDS.get(name, {}))
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=MAX_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        answers.append(out[0, len(prompt) :].tolist())
-    return model, answers
+    return model, [generate(model, prompt, MAX_TOKENS, eos_token_id=None)[0] for prompt in PROMPTS]
 
 
 def serve(model: PreTrainedModel, **options: Any) -> LLM:

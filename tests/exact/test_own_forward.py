@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.engine_run import EngineRun
 from support.every_type import build
-from support.generate_oracle import MAX_TOKENS, PROMPTS
+from support.generate_oracle import MAX_TOKENS, PROMPTS, generate
 from support.preempted import generate_preempted
 from support.virtual_run import VirtualRun
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -49,17 +49,9 @@ def expected(name: str) -> tuple[PreTrainedModel, list[list[int]]]:
     return model, [_generated(model, prompt) for prompt in PROMPTS]
 
 
-def _generated(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        **dict.fromkeys(("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")),
-    )
-    return out[0, len(prompt) :].tolist()
+def _generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    no_rules = dict.fromkeys(("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"))
+    return generate(model, prompt, eos_token_id=None, **no_rules)[0]
 
 
 @pytest.mark.parametrize("name", [*SOME, *(pytest.param(n, marks=pytest.mark.ci) for n in MORE)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.generate_oracle import generate
 from support.preempted import generate_preempted
 from support.state_layers import FAMILIES, tiny_model
 from transformers import PreTrainedModel
@@ -49,18 +50,9 @@ def expected(name: str) -> tuple[PreTrainedModel, list[list[int]]]:
     model = tiny_model(name)
     if cache_keyword(model.forward) is None:
         pytest.skip("in this transformers its forward takes a cache by a name that Quire does not know")
-    answers = []
-    with torch.inference_mode():
-        for prompt in PROMPTS:
-            found = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=MAX_TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            answers.append(found[0, len(prompt) :].tolist())
+    answers = [
+        generate(model, prompt, MAX_TOKENS, eos_token_id=None, pad_token_id=0)[0] for prompt in PROMPTS
+    ]
     return model, answers
 
 

@@ -177,7 +177,7 @@ def test_bodies(small_server, kind: str) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
 def test_bodies_at_full_size(small_server, kind: str) -> None:
-    run(small_server[0], kind, 500, derandomize=settings().derandomize)
+    run(small_server[0], kind, 1000, derandomize=settings().derandomize)
 
 
 @pytest.mark.parametrize(

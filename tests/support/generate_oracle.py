@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from typing import Any
 
 import torch
 from support.architectures import VOCAB_SIZE, tiny
@@ -24,17 +25,18 @@ PROMPTS.append(list(PROMPTS[2]))
 
 
 def generate(
-    model: PreTrainedModel, prompt: list[int], max_tokens: int = MAX_TOKENS
+    model: PreTrainedModel, prompt: list[int], max_tokens: int = MAX_TOKENS, **options: Any
 ) -> tuple[list[int], torch.Tensor]:
-    """(greedy tokens, their logits [max_tokens, vocab]) of transformers' own loop."""
+    """(greedy tokens, their logits [max_tokens, vocab]) of transformers' own loop. options: more of its own."""
     with torch.inference_mode():
-        output = model.generate(
+        output: Any = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             max_new_tokens=max_tokens,
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
+            **options,
         )
     return output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits).float()
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from quire.errors import ArgumentError, CapacityError
-from quire.memory.device import HOST, DeviceMemory
+from quire.memory.device import HOST
 from quire.spec import KVSpec
 from quire.spec.state_spec import ZERO_STATE
 
@@ -31,7 +32,7 @@ class StateSlots:
     *raises:* ArgumentError: no state layers, or no slot. CapacityError: the system reserves no such memory.
     """
 
-    def __init__(self, spec: KVSpec, num_slots: int, device: DeviceMemory = HOST) -> None:
+    def __init__(self, spec: KVSpec, num_slots: int) -> None:
         if not spec.states or num_slots < 1:
             raise ArgumentError(
                 f"expected a model with state layers and at least 1 slot, got {len(spec.states)} layers and {num_slots}"
@@ -39,26 +40,26 @@ class StateSlots:
         self.spec = spec
         self.num_slots = num_slots
         self.bytes_per_slot = spec.bytes_per_state
-        sizes = [
-            (state.layer, field, num_slots * math.prod(field.shape) * getattr(torch, field.dtype).itemsize)
+        fields = [
+            (state.layer, field, getattr(torch, field.dtype))
             for state in spec.states
             for field in state.fields
         ]
-        total = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for _, _, size in sizes)
+        sizes = [math.prod(field.shape) * dtype.itemsize for _, field, dtype in fields]  # of a slot
+        starts = [0, *accumulate(-(-size * num_slots // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+        self._places = list(zip(starts, sizes, strict=False))  # of each field: first byte, bytes of a slot
         try:
-            self._memory = device.reserve(total)
+            self._memory = HOST.reserve(starts[-1])
         except CapacityError as error:
             raise CapacityError(
-                f"the system gives no {total} bytes for {num_slots} state slots: {error}; lower max_num_seqs"
+                f"the system gives no {starts[-1]} bytes for {num_slots} state slots: {error}; lower max_num_seqs or "
+                "kv_memory"
             ) from error
+        whole = self._memory.tensor(torch.uint8)
         self._fields: dict[int, dict[str, torch.Tensor]] = {}
-        self._places: list[tuple[int, int]] = []  # of each field: first byte, bytes of a slot
-        whole, start = self._memory.tensor(torch.uint8), 0
-        for layer, field, size in sizes:
-            tensor = whole[start : start + size].view(getattr(torch, field.dtype))
+        for (layer, field, dtype), (start, size) in zip(fields, self._places, strict=True):
+            tensor = whole[start : start + size * num_slots].view(dtype)
             self._fields.setdefault(layer, {})[field.name] = tensor.view(num_slots, *field.shape)
-            self._places.append((start, size // num_slots))
-            start += -(-size // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def num_bytes(self) -> int:

@@ -1,9 +1,9 @@
 """A model of states alone, run by its own recurrent forward: one sequence and one token at a time (RWKV, xLSTM).
 
 For models whose forward takes the states of all layers in a form of its own, and whose mixers `quire.model.state` does
-not know. Nothing of such a model is replaced. A sequence's states lie in its slot, in float32; a step reads them into
-the model's form, calls the forward once a token, and writes them back, and after a token that has a checkpoint there
-too. So bits depend neither on how a prompt is cut nor on company. The proof is the probe of `prove`.
+not know. Nothing of such a model is replaced. A sequence's states lie in its slot, in float32. A step reads them into
+the model's form, calls the forward once a token, and writes them back. After a token with a checkpoint it writes them
+there too. So bits depend neither on how a prompt is cut nor on company. The proof is the probe of `prove`.
 Not for models that keep K and V beside states.
 
 Cost: a forward of the model for each token, prompts too; a copy of the states for each sequence and step.

@@ -140,11 +140,7 @@ def on_whole_vectors(function: Callable[[torch.Tensor], torch.Tensor], x: torch.
     For code of ours, whose module then need not be replaced. x: any shape; the result has it. Cost: one more copy of x
     where a row of it is no whole vectors.
     """
-    if _is_whole(x, True):
-        return function(x)
-    flat = x.new_ones(-(-x.numel() // _WHOLE) * _WHOLE)
-    flat[: x.numel()].view(x.shape).copy_(x)
-    return function(flat)[: x.numel()].view(x.shape)
+    return function(x) if _is_whole(x, True) else _on_whole_vectors(function, (x,), {})
 
 
 class _Noting(TorchDispatchMode):

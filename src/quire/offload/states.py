@@ -1,8 +1,8 @@
 """States on their way between their slots and the tiers: what a checkpoint is there, and when it is stored.
 
-In the tiers a state is a value beside the segments of keys and values, under a root of its own (`state_root`): its key
-is that of the blocks of all tokens it is of, so it depends on model, namespace, tokens and extra keys as theirs does;
-its payload is the state's bytes (`quire.spec.state_payload`). Its name ends where the state does.
+In the tiers a state is a value beside the segments of keys and values, under a root of its own (`state_root`). Its key
+is that of the blocks of all tokens it is of. So it depends on model, namespace, tokens and extra keys as theirs does.
+Its payload is the state's bytes (`quire.spec.state_payload`). Its name ends where the state does.
 
 Only states at a block's end are stored: tiers have no K and V of a partial block, and a hit ends where there are both.
 So a cache with tiers leaves a checkpoint at a prompt's last block boundary as well (`StateCache.keeps_boundaries`).

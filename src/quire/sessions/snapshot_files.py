@@ -19,8 +19,7 @@ Invariants
     N4  where each `write` of an owner's brings the same allowance, the owner's snapshots stay within it, whichever
         processes write them. Damaged ones, and those that are set aside, are nobody's.
 
-Cost: 4 bytes a token and some 300; a write is two syncs, and reads the headers of all snapshots where it brings an
-allowance.
+Cost: 4 bytes a token and some 300; a write is two syncs, and reads all snapshots where it brings an allowance.
 """
 
 from __future__ import annotations
@@ -132,10 +131,13 @@ class SnapshotFiles:
         *,
         overwrite: bool,
         allowance: SnapshotAllowance | None = None,
+        max_bytes: int | None = None,
     ) -> None:
-        """For good on return. allowance: of the record's owner; what is overwritten does not count.
+        """For good on return. allowance: of the record's owner; max_bytes: half of the disk cache, for all files here
+        (`num_bytes`). What is overwritten counts in neither.
 
-        *raises:* ArgumentError: the name is taken; SnapshotsFullError; TierError: the folder cannot be written.
+        *raises:* ArgumentError: the name is taken; SnapshotsFullError; TierError: the folder cannot be written, or has
+        no more room for snapshots.
         """
         path = self._path(record.name, namespace)
         with self._errors("written", record.name), self._alone():
@@ -145,7 +147,14 @@ class SnapshotFiles:
                     "overwrite it, or remove it first"
                 )
             if allowance is not None:
-                self._check_room(record, path, allowance)
+                self._check_allowance(record, path, allowance)
+            if max_bytes is not None:
+                num_bytes = self.num_bytes() - self._files.size(path) + len(_encoded(record))
+                if num_bytes > max_bytes:
+                    raise TierError(
+                        f"expected snapshots of at most {max_bytes} bytes, half of the disk cache, got {num_bytes} "
+                        f"with {record.name!r} - in {self.folder}; remove some"
+                    )
             self._put(record, path)
 
     def read(self, name: str, namespace: bytes) -> SnapshotRecord:
@@ -220,7 +229,7 @@ class SnapshotFiles:
                 if name.startswith((_PREFIX, _REMOVED))
             )
 
-    def _check_room(self, record: SnapshotRecord, path: Path, allowance: SnapshotAllowance) -> None:
+    def _check_allowance(self, record: SnapshotRecord, path: Path, allowance: SnapshotAllowance) -> None:
         """Under the lock. *raises:* SnapshotsFullError."""
         count, num_tokens = 1, len(record.token_ids)
         for name in self._files.names(self.folder):

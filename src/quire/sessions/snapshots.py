@@ -132,15 +132,10 @@ class Snapshots:
             self._clock(),
             owner,
         )
-        num_bytes, cap = self._files.num_bytes() + 4 * len(record.token_ids), self._disk.max_bytes()
-        if num_bytes > cap // 2:  # O3
-            raise TierError(
-                f"expected snapshots of at most {cap // 2} bytes, half of the disk cache, got {num_bytes} with "
-                f"{name!r} - in {self._disk.path}; remove some"
-            )
         before = self._record(name, namespace) if overwrite else None
-        self._files.write(record, namespace, overwrite=overwrite, allowance=self._allowance(limits, cap))
-        self.count_files()
+        half = self._disk.max_bytes() // 2  # O3
+        allowance = self._allowance(limits, half)
+        self._files.write(record, namespace, overwrite=overwrite, allowance=allowance, max_bytes=half)
         try:
             self._keep(record, namespace, in_engine)
         except TierError as error:  # service goes on: it is slower to resume, no more
@@ -207,12 +202,13 @@ class Snapshots:
         except TierError as error:
             _log.warning("the disk cache may take more than its cap, by its snapshots: %s", error)
 
-    def _allowance(self, limits: SnapshotLimits | None, cap: int) -> SnapshotAllowance | None:
+    def _allowance(self, limits: SnapshotLimits | None, half: int) -> SnapshotAllowance | None:
+        """half: of the disk cache's cap."""
         if limits is None:
             return None
         num_tokens = self._tiers.segment_tokens
         each = 4 + self._tiers.stack.layout.num_bytes(num_tokens) / num_tokens
-        max_bytes = cap // 2 if limits.max_bytes is None else limits.max_bytes
+        max_bytes = half if limits.max_bytes is None else limits.max_bytes
         return SnapshotAllowance(limits.max_count, int(max_bytes / each))
 
     # -- segments --------------------------------------------------------------------------------------
