@@ -1,0 +1,126 @@
+"""A weight as codes: what every reader of a checkpoint gives, and what the quantized linears pack and multiply by.
+
+One value is `scale * (code - zero)`, `scale * code - minimum`, or `scale * table[code]`. Scales, zeros and minimums are
+those of a group of inputs of one output. Here a code takes a byte, whatever its bits: this form lives only between the
+reader and the packer, one weight at a time. Not a file format, and not what a product is computed from.
+
+Invariants
+    Q1  `dequantize()` is the format's own dequantization, in float32, bit for bit: scales are held so that no bit of
+        theirs is lost (`Factor`).
+    Q2  A weight is checked when it is made; one that exists has shapes that fit each other and codes below 2**bits.
+
+Cost: a byte for each value. `dequantize` makes float32 of all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.errors import ArgumentError
+
+__all__ = ["Factor", "QuantizedWeight"]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One number for each group, maybe as the product of two: `fine` times the `coarse` one of its super-block.
+
+    fine: [N, groups], any dtype (int8 or uint8 where the format has small integers). coarse: [N, groups / m] float16,
+    bfloat16 or float32, or None. The product is exact in float32 in each format that is read.
+    """
+
+    fine: torch.Tensor
+    coarse: torch.Tensor | None = None
+
+    def values(self) -> torch.Tensor:
+        """[N, groups] float32."""
+        fine = self.fine.float()
+        if self.coarse is None:
+            return fine
+        return fine * self.coarse.float().repeat_interleave(fine.shape[1] // self.coarse.shape[1], dim=1)
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight of N outputs and K inputs.
+
+    codes: [N, K] uint8, each below 2**bits. bits: 2 to 8.
+    group: inputs that share a scale; divides K; K itself: one scale for each output.
+    scales: a Factor of [N, K / group].
+    zeros: [N, K / group] uint8 or float32, or one float for all: in units of codes. None: 0, or there is a table.
+    minimums: a Factor of [N, K / group] that is taken off; never beside `zeros` or `table`.
+    table: [2**bits] float32, what each code stands for, or None: itself.
+    order: [K] int64, or None: column j of `codes` multiplies input order[j] (GPTQ's groups by activation order).
+    label: the format's own name ("Q4_K", "int4:64"), for messages and tables.
+    """
+
+    codes: torch.Tensor
+    bits: int
+    group: int
+    scales: Factor
+    label: str
+    zeros: torch.Tensor | float | None = None
+    minimums: Factor | None = None
+    table: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        codes, group = self.codes, self.group
+        if codes.dtype != torch.uint8 or codes.dim() != 2:
+            raise ArgumentError(
+                f"codes of {self.label}: expected [N, K] uint8, got {tuple(codes.shape)} {codes.dtype}"
+            )
+        if not 2 <= self.bits <= 8:
+            raise ArgumentError(f"bits of {self.label}: expected 2 to 8, got {self.bits}")
+        outputs, inputs = codes.shape
+        if group < 1 or inputs % group:
+            raise ArgumentError(f"group of {self.label}: expected a divisor of {inputs} inputs, got {group}")
+        expected = (outputs, inputs // group)
+        for name, factor in (("scales", self.scales), ("minimums", self.minimums)):
+            if factor is not None and factor.fine.shape != expected:
+                raise ArgumentError(
+                    f"{name} of {self.label}: expected {expected}, got {tuple(factor.fine.shape)}"
+                )
+        if isinstance(self.zeros, torch.Tensor) and self.zeros.shape != expected:
+            raise ArgumentError(f"zeros of {self.label}: expected {expected}, got {tuple(self.zeros.shape)}")
+        if sum(part is not None for part in (self.zeros, self.minimums, self.table)) > 1:
+            raise ArgumentError(f"{self.label}: expected one of zeros, minimums and table, got more")
+        if self.table is not None and self.table.shape != (1 << self.bits,):
+            raise ArgumentError(
+                f"table of {self.label}: expected [{1 << self.bits}], got {tuple(self.table.shape)}"
+            )
+        if self.order is not None and self.order.shape != (inputs,):
+            raise ArgumentError(f"order of {self.label}: expected [{inputs}], got {tuple(self.order.shape)}")
+        if self.bits < 8 and codes.numel() and int(codes.max()) >> self.bits:
+            raise ArgumentError(
+                f"codes of {self.label}: expected below {1 << self.bits}, got {int(codes.max())}"
+            )
+
+    @property
+    def num_outputs(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def num_inputs(self) -> int:
+        return self.codes.shape[1]
+
+    def dequantize(self) -> torch.Tensor:
+        """[N, K] float32, columns in the order of the inputs."""
+        outputs, inputs = self.codes.shape
+        codes = self.codes.view(outputs, -1, self.group)
+        values = codes.float() if self.table is None else self.table.float()[codes.long()]
+        if isinstance(self.zeros, torch.Tensor):
+            values = values - self.zeros.float().unsqueeze(-1)
+        elif self.zeros is not None:
+            values = values - self.zeros
+        values = self.scales.values().unsqueeze(-1) * values
+        if self.minimums is not None:
+            values = values - self.minimums.values().unsqueeze(-1)
+        values = values.reshape(outputs, inputs)
+        if self.order is None:
+            return values
+        unordered = torch.empty_like(values)
+        unordered[:, self.order] = values
+        return unordered
