@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from support.quantized_case import KINDS, product_by_number, random_weight
 
 from quire.errors import ArgumentError
 from quire.quantized import multiply
-from tests.support.quantized_case import KINDS, product_by_number, random_weight
 
 
 @pytest.mark.parametrize(
@@ -46,8 +48,6 @@ def test_a_row_has_its_bits_in_any_company_and_is_near_the_dequantized_product(k
 def test_inputs_in_another_order() -> None:
     plain = random_weight("int4:32 with minimums", 8, 64)
     order = torch.randperm(64)
-    from dataclasses import replace
-
     weight = replace(plain, order=order)
     x = torch.randn(3, 64)
     assert torch.equal(multiply(x, weight), multiply(x[:, order], plain))

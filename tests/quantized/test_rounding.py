@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quire.errors import ArgumentError
-from quire.quantized import Rounding, parse_rounding, round_to_codes
+from quire.quantized import round_to_codes
+from quire.spec.weight_formats import Rounding, parse_rounding
 
 
 def test_what_is_asked_for() -> None:
@@ -14,7 +15,7 @@ def test_what_is_asked_for() -> None:
     assert parse_rounding("int4") == Rounding(4, 128)
     assert parse_rounding("int4:64") == Rounding(4, 64)
     for wrong in ("int3", "int4:48", "4", "int4:", "q4_k"):
-        with pytest.raises(ArgumentError, match="expected weights of int8, int4"):
+        with pytest.raises(ArgumentError, match="expected int8, int4"):
             parse_rounding(wrong)
 
 

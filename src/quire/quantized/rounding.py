@@ -1,67 +1,27 @@
 """Weights of 16 or 32 bits to codes: each value to the nearest, with the scale of least squared error for each group.
 
 Not calibrated: nothing is known of the inputs that will come, so a checkpoint quantized with data at the same bits is
-usually better at 4. Symmetric: a value is scale * (code - 2**(bits - 1)).
-
-    int8       one scale for each output
-    int8:64    groups of 64 inputs
-    int4       groups of 128 inputs; int4:32 and so on others
-
-A group that does not divide a weight's inputs becomes the largest of 128, 64, 32 and 16 below it that does; the label
-says which. A scale takes two bytes: float16, or bfloat16 where some scale would be subnormal.
+usually better at 4. Symmetric: a value is scale * (code - 2**(bits - 1)). A scale takes two bytes: float16, or bfloat16
+where some scale would be subnormal. The label says the group that was taken (`Rounding.group_of`).
 
 Cost: a pass of some ten operators for each of the scales tried, over the float32 form of one part of the weight.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-
 import torch
 
 from quire.errors import ArgumentError
 from quire.quantized.weight import Factor, QuantizedWeight
+from quire.spec.weight_formats import Rounding
 
-__all__ = ["Rounding", "parse_rounding", "round_to_codes"]
+__all__ = ["VERSION", "round_to_codes"]
 
-_GROUPS = (128, 64, 32, 16)
+VERSION = 1  # raised when the same weight gets other codes
+
 _SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of the scale that holds the largest value
 _VALUES_AT_ONCE = 1 << 22
 _SMALLEST_HALF = 2.0**-14  # float16's smallest normal number
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """How to round: to `bits` (4 or 8), with a scale for each `group` inputs; None: for all inputs of an output."""
-
-    bits: int
-    group: int | None
-
-    def group_of(self, num_inputs: int) -> int:
-        """The group for a weight of so many inputs."""
-        if self.group is None:
-            return num_inputs
-        return next(
-            (g for g in (self.group, *_GROUPS) if g <= self.group and num_inputs % g == 0), num_inputs
-        )
-
-
-def parse_rounding(text: str) -> Rounding:
-    """ "int8", "int4", or either with ":group".
-
-    *raises:* ArgumentError: it is something else.
-    """
-    found = re.fullmatch(r"int(4|8)(?::(\d+))?", text)
-    if found is None or (found[2] is not None and int(found[2]) not in _GROUPS):
-        groups = ", ".join(str(group) for group in sorted(_GROUPS))
-        raise ArgumentError(
-            f"expected weights of int8, int4, or either with a group of {groups} (int4:64), got {text!r}"
-        )
-    bits = int(found[1])
-    if found[2] is not None:
-        return Rounding(bits, int(found[2]))
-    return Rounding(bits, 128 if bits == 4 else None)
 
 
 def round_to_codes(weight: torch.Tensor, rounding: Rounding) -> QuantizedWeight:
@@ -86,8 +46,8 @@ def round_to_codes(weight: torch.Tensor, rounding: Rounding) -> QuantizedWeight:
         part = slice(first, first + at_once)
         values = weight[part].float().reshape(-1, inputs // group, group)
         codes[part] = (_nearest(values, kept[part].float(), middle) + middle).to(torch.uint8).view(-1, inputs)
-    text = f"int{rounding.bits}" if group == inputs else f"int{rounding.bits}:{group}"
-    return QuantizedWeight(codes, rounding.bits, group, Factor(kept), text, zeros=float(middle))
+    label = str(Rounding(rounding.bits, None if group == inputs else group))
+    return QuantizedWeight(codes, rounding.bits, group, Factor(kept), label, zeros=float(middle))
 
 
 def _nearest(values: torch.Tensor, scales: torch.Tensor, middle: int) -> torch.Tensor:
