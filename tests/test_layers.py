@@ -33,6 +33,7 @@ ORDER = [
     "tiers",
     "observe",
     "offload",
+    "quantized",
     "model",
     "sampling",
     "scheduler",
