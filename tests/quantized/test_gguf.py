@@ -30,7 +30,7 @@ def test_random_bytes_have_the_bits_of_the_package(kind: str) -> None:
 
 
 def test_other_types_are_refused_by_name() -> None:
-    with pytest.raises(LoadError, match="expected a GGUF type of Q4_0, .*MXFP4, got IQ2_XXS"):
+    with pytest.raises(LoadError, match=r"expected a GGUF type of Q4_0, .*MXFP4, got IQ2_XXS"):
         read_gguf("IQ2_XXS", torch.zeros(1, 66, dtype=torch.uint8))
     with pytest.raises(LoadError, match=r"expected Q4_K as \[N, multiple of 144\] uint8, got \(2, 143\)"):
         read_gguf("Q4_K", torch.zeros(2, 143, dtype=torch.uint8))
