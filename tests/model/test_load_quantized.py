@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import packing, quantized_case
+from support import packing, quantized_checkpoints
 from transformers import GenerationConfig, PreTrainedModel
 
 from quire import LLM, SamplingParams
@@ -20,7 +20,7 @@ PROMPTS = [[5, 17, 80, 3], [44, 9, 1, 60, 61, 62, 12]]
 
 
 def saved(folder: Path, name: str, kind: str = "qwen3") -> PreTrainedModel:
-    return quantized_case.save(folder, quantized_case.tiny(kind), *quantized_case.FORMATS[name])
+    return quantized_checkpoints.save(folder, quantized_checkpoints.tiny(kind), *quantized_checkpoints.FORMATS[name])
 
 
 def same_weights(model: PreTrainedModel, expected: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -30,7 +30,7 @@ def same_weights(model: PreTrainedModel, expected: PreTrainedModel, dtype: torch
         assert torch.equal(state[name], weight.to(dtype)), name
 
 
-@pytest.mark.parametrize("name", quantized_case.FORMATS)
+@pytest.mark.parametrize("name", quantized_checkpoints.FORMATS)
 def test_weights_are_what_the_codes_stand_for(name: str, tmp_path: Path) -> None:
     expected = saved(tmp_path, name)
     loaded = load(tmp_path)
@@ -46,7 +46,7 @@ def test_weights_are_rounded_once_to_the_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "gptq" else pytest.param(name, marks=pytest.mark.ci) for name in quantized_case.FORMATS],
+    [name if name == "gptq" else pytest.param(name, marks=pytest.mark.ci) for name in quantized_checkpoints.FORMATS],
 )
 def test_tokens_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
     expected = saved(tmp_path, name)
@@ -64,7 +64,7 @@ def test_experts_saved_one_by_one(name: str, tmp_path: Path) -> None:
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
-    plain = quantized_case.tiny("gpt_oss", num_local_experts=4, intermediate_size=64, num_experts_per_tok=2)
+    plain = quantized_checkpoints.tiny("gpt_oss", num_local_experts=4, intermediate_size=64, num_experts_per_tok=2)
     plain.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -72,14 +72,14 @@ def test_gpt_oss(tmp_path: Path) -> None:
         tensors, values = packing.mxfp4(state.pop(name).transpose(1, 2).numpy())
         state |= {name + end: tensor for end, tensor in tensors.items()}
         plain.get_parameter(name).data.copy_(torch.from_numpy(values).transpose(1, 2))
-    quantized_case.write(tmp_path, [state], {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    quantized_checkpoints.write(tmp_path, [state], {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     same_weights(load(tmp_path).model, plain, torch.float32)
 
 
 def test_tied_embeddings_and_the_files_beside_the_weights(tmp_path: Path) -> None:
-    plain = quantized_case.tiny(tie_word_embeddings=True)
+    plain = quantized_checkpoints.tiny(tie_word_embeddings=True)
     plain.generation_config = GenerationConfig(eos_token_id=[2, 5], do_sample=True, temperature=0.25)
-    quantized_case.save(tmp_path, plain, *quantized_case.FORMATS["w8a8"])
+    quantized_checkpoints.save(tmp_path, plain, *quantized_checkpoints.FORMATS["w8a8"])
     loaded = load(tmp_path)
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
     assert (loaded.eos_token_ids, loaded.sampling_defaults["temperature"]) == ((2, 5), 0.25)
