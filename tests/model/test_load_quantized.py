@@ -20,7 +20,9 @@ PROMPTS = [[5, 17, 80, 3], [44, 9, 1, 60, 61, 62, 12]]
 
 
 def saved(folder: Path, name: str, kind: str = "qwen3") -> PreTrainedModel:
-    return quantized_checkpoints.save(folder, quantized_checkpoints.tiny(kind), *quantized_checkpoints.FORMATS[name])
+    return quantized_checkpoints.save(
+        folder, quantized_checkpoints.tiny(kind), *quantized_checkpoints.FORMATS[name]
+    )
 
 
 def same_weights(model: PreTrainedModel, expected: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -46,7 +48,10 @@ def test_weights_are_rounded_once_to_the_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "gptq" else pytest.param(name, marks=pytest.mark.ci) for name in quantized_checkpoints.FORMATS],
+    [
+        name if name == "gptq" else pytest.param(name, marks=pytest.mark.ci)
+        for name in quantized_checkpoints.FORMATS
+    ],
 )
 def test_tokens_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
     expected = saved(tmp_path, name)
@@ -64,7 +69,9 @@ def test_experts_saved_one_by_one(name: str, tmp_path: Path) -> None:
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
-    plain = quantized_checkpoints.tiny("gpt_oss", num_local_experts=4, intermediate_size=64, num_experts_per_tok=2)
+    plain = quantized_checkpoints.tiny(
+        "gpt_oss", num_local_experts=4, intermediate_size=64, num_experts_per_tok=2
+    )
     plain.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -72,7 +79,9 @@ def test_gpt_oss(tmp_path: Path) -> None:
         tensors, values = packing.mxfp4(state.pop(name).transpose(1, 2).numpy())
         state |= {name + end: tensor for end, tensor in tensors.items()}
         plain.get_parameter(name).data.copy_(torch.from_numpy(values).transpose(1, 2))
-    quantized_checkpoints.write(tmp_path, [state], {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    quantized_checkpoints.write(
+        tmp_path, [state], {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    )
     same_weights(load(tmp_path).model, plain, torch.float32)
 
 

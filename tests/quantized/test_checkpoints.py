@@ -67,6 +67,7 @@ def test_gptq(bits: int, symmetric: bool) -> None:
         same_bits(one(config | {"checkpoint_format": "gptq_v2"}, v1), weight.values)
     v1.pop("g_idx")
     same_bits(one(config, v1), weight.values)
+    same_bits(one(config | AUTO_ROUND, v1), weight.values)
 
 
 def test_gptq_by_activation_order() -> None:
@@ -107,6 +108,9 @@ def test_awq(symmetric: bool) -> None:
     got = one({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, packing.awq(weight))
     same_bits(got, weight.values)
     assert (got.bits, got.group, got.label) == (4, 128, "awq int4:128")
+
+
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
 
 
 def scheme(**weights: Any) -> dict[str, Any]:
