@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from transformers import (
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.model.held_weight import HeldParameter
 from quire.model.load_gguf import WidenedWeights, end_ids, gguf_config, load_gguf_model, load_gguf_tokenizer
+from quire.model.load_quantized import load_quantized, quantization_of
 from quire.model.mapped_weights import MappedWeights
 from quire.model.quantized import quantize_model
 from quire.model.sources import GGUFSource, LiveSource, SafetensorsSource, WeightSource, is_gguf
@@ -136,15 +138,16 @@ def load(
         options["revision"] = revision
     try:
         config = AutoConfig.from_pretrained(where, **options)
+        read = _from_pretrained(where, config, None if local else revision)
         loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
         loaded: Any
         try:
-            loaded = _auto_class(config).from_pretrained(where, **loading)
+            loaded = read(_auto_class(config), **loading)
         except ImportError as error:  # a library for images or sound, which text needs nothing of
-            loaded = _text_part(where, config, loading, error)
+            loaded = _text_part(where, config, loading, error, read)
         model, report = loaded
-    except UnsupportedModelError:
+    except (UnsupportedModelError, LoadError):
         raise
     except Exception as error:  # transformers, safetensors and the Hub client raise many kinds
         broken = "a safetensors file is broken or cut short: " if isinstance(error, SafetensorError) else ""
@@ -162,7 +165,25 @@ def load(
     return replace(loaded_model, source=stored or loaded_model.source, mapped=mapped)
 
 
-def _text_part(where: str, config: Any, loading: dict[str, Any], error: ImportError) -> Any:
+def _from_pretrained(where: str, config: Any, revision: str | None) -> Callable[..., Any]:
+    """What makes (model, report) of a class and options: transformers, or Quire where weights are quantized."""
+    if quantization_of(config) is None:
+        return lambda kind, **options: kind.from_pretrained(where, **options)
+    source = SafetensorsSource.of_checkpoint(where, revision, may_download=True)
+
+    def read(kind: Any, **options: Any) -> Any:
+        whole = options.pop("config", config)
+        dtype = options.pop("dtype")
+        if dtype == "auto":
+            dtype = whole.dtype or whole.get_text_config(decoder=True).dtype or torch.bfloat16
+        return load_quantized(kind, where, source, whole, dtype, **options)
+
+    return read
+
+
+def _text_part(
+    where: str, config: Any, loading: dict[str, Any], error: ImportError, read: Callable[..., Any]
+) -> Any:
     """(model, report) of the language model within a checkpoint whose other parts want a library that is not here.
 
     *raises:* the error, where transformers has no model of this text alone.
@@ -175,7 +196,9 @@ def _text_part(where: str, config: Any, loading: dict[str, Any], error: ImportEr
     text.dtype = text.dtype or config.dtype
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     names = {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}
-    loaded = kind.from_pretrained(where, config=text, key_mapping=names, **loading)
+    if (quantization := quantization_of(config)) is not None:
+        text.quantization_config = quantization
+    loaded = read(kind, config=text, key_mapping=names, **loading)
     _log.warning("%s: its language model alone is loaded: %s", where, _one_line(error))
     return loaded
 
