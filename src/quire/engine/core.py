@@ -29,6 +29,7 @@ from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
 from quire.engine.engine import Engine
 from quire.engine.kv_budget import KVBudget
 from quire.engine.monitor import CacheMonitor
+from quire.engine.plan import refuse_if_none_fits, require_room
 from quire.engine.profile import Profile
 from quire.engine.storages import open_storage
 from quire.errors import ArgumentError, UnsupportedModelError
@@ -94,6 +95,7 @@ class EngineCore:
         from quire.model.own_forward import prepare
 
         backend(config.backend)  # an unknown one is refused here
+        require_room(config)
         self.num_threads: int = (
             config.num_threads or torch.get_num_threads()
         )  # torch's, of the driver's thread
@@ -174,6 +176,7 @@ class EngineCore:
                     snapshots.count_files()
                     self.tiers.describe_roots(loaded.name, snapshots.settle)
             self.budget = KVBudget(opened, self.engine, config, max_model_len=self.max_model_len)
+            refuse_if_none_fits(self.budget.fit, config, self.max_model_len)
             self.changes = ModelChanges(self.prepared, self.engine, opened, self.tiers, config.backend)
             self.engine.on_work = self.changes.follow
             if packed_folder is not None:

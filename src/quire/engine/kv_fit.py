@@ -57,7 +57,7 @@ class KVLayout:
         """Blocks that so many sequences of `num_tokens` take, the first `num_shared` tokens of all of them the same."""
         if not num_shared or not self.shares_blocks:
             return num_sequences * self.blocks_alone(num_tokens)
-        once, each = blocks_with_prefix(self.spec, num_tokens, num_shared, self.block_size)
+        once, each = blocks_with_prefix(self.spec.groups, num_tokens, num_shared, self.block_size)
         return once + num_sequences * each
 
 
@@ -82,7 +82,9 @@ class KVFit:
         """Sequences of `num_tokens` tokens that are held at once, the first `num_shared` of all of them the same."""
         once, each = 0, self.layout.blocks_alone(num_tokens)
         if num_shared and self.layout.shares_blocks:
-            once, each = blocks_with_prefix(self.layout.spec, num_tokens, num_shared, self.layout.block_size)
+            once, each = blocks_with_prefix(
+                self.layout.spec.groups, num_tokens, num_shared, self.layout.block_size
+            )
         found = max(0, self.num_blocks - once) // each if each else self.num_blocks
         if self.layout.spec.states:  # a slot for each, and one for the prefix that all begin with
             found = min(found, self.num_state_slots - bool(num_shared))

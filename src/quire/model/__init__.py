@@ -3,7 +3,7 @@
 Others may use the names below, and
     cache_keyword, paged_cache   what a forward is given for a cache
     fingerprint                  which model it is
-    linear                       packed linear layers
+    linear, weight_rows          packed linear layers, and what weights take as they are held
     load, prepare, step          homes of the names below
     huge_pages                   weights moved to huge pages
     own_forward                  a model prepared, by the fast path or by its own forward
