@@ -90,9 +90,11 @@ class EngineCore:
         from quire.attention import backend
         from quire.engine.model_changes import ModelChanges
         from quire.engine.runner import Runner
+        from quire.memory.heap import give_back_freed
         from quire.model.fingerprint import engine_fingerprint
         from quire.model.load import load
         from quire.model.own_forward import prepare
+        from quire.model.plain_weights import dense_parameters
 
         backend(config.backend)  # an unknown one is refused here
         require_room(config)
@@ -120,6 +122,9 @@ class EngineCore:
                 max_model_len=config.max_model_len,
                 packed_weights=packed_folder,
             )
+        if loaded.mapped is not None:
+            loaded.mapped.release_read(dense_parameters(loaded.model))
+        give_back_freed()  # what the proof took, before the budget is made
         self.storage: Storage | None = None
         self.tiers: OpenTiers | None = None
         self.monitor: CacheMonitor | None = None
