@@ -29,6 +29,7 @@ from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
 from quire.engine.engine import Engine
 from quire.engine.kv_budget import KVBudget
 from quire.engine.monitor import CacheMonitor
+from quire.engine.plan import refuse_if_none_fits, require_room
 from quire.engine.profile import Profile
 from quire.engine.storages import open_storage
 from quire.errors import ArgumentError, UnsupportedModelError
@@ -90,12 +91,15 @@ class EngineCore:
         from quire.attention import backend
         from quire.engine.model_changes import ModelChanges
         from quire.engine.runner import Runner
+        from quire.memory.heap import give_back_freed
         from quire.model.fingerprint import engine_fingerprint
         from quire.model.load import load
         from quire.model.own_forward import prepare
         from quire.model.quantized import coded_weights, tell_weights
+        from quire.model.plain_weights import dense_parameters
 
         backend(config.backend)  # an unknown one is refused here
+        require_room(config)
         self.num_threads: int = (
             config.num_threads or torch.get_num_threads()
         )  # torch's, of the driver's thread
@@ -123,6 +127,9 @@ class EngineCore:
                 max_model_len=config.max_model_len,
                 packed_weights=packed_folder,
             )
+        if loaded.mapped is not None:
+            loaded.mapped.release_read(dense_parameters(loaded.model))
+        give_back_freed()  # what the proof took, before the budget is made
         self.storage: Storage | None = None
         self.tiers: OpenTiers | None = None
         self.monitor: CacheMonitor | None = None
@@ -179,6 +186,7 @@ class EngineCore:
                     snapshots.count_files()
                     self.tiers.describe_roots(loaded.name, snapshots.settle)
             self.budget = KVBudget(opened, self.engine, config, max_model_len=self.max_model_len)
+            refuse_if_none_fits(self.budget.fit, config, self.max_model_len)
             self.changes = ModelChanges(self.prepared, self.engine, opened, self.tiers, config.backend)
             self.engine.on_work = self.changes.follow
             if packed_folder is not None:

@@ -45,7 +45,7 @@ from quire.model.huge_pages import HugePageMove
 from quire.model.kept_proof import KeptProof
 from quire.model.latent import install_latents
 from quire.model.linear import choose_packing, pack_linears, weights_to_pack
-from quire.model.load import LoadedModel
+from quire.model.load import LoadedModel, UnloadedModel
 from quire.model.missing import what_is_missing, why_not_called
 from quire.model.model_lock import hold, let_go
 from quire.model.overlay import below, install
@@ -67,7 +67,7 @@ from quire.torch_threads import one_torch_thread
 if TYPE_CHECKING:
     from quire.model.fused import Fused, FusedDecoder
 
-__all__ = ["PreparedModel"]
+__all__ = ["PreparedModel", "resolve_length"]
 
 _IMPLEMENTATION = "_attn_implementation_internal"  # where transformers' configs keep the attention's name
 
@@ -118,7 +118,7 @@ class PreparedModel:
         self.loaded = loaded
         self.spec = loaded.spec
         self.vocab_size = loaded.vocab_size
-        self.max_model_len = _resolve_length(loaded, self._asked_length)
+        self.max_model_len = resolve_length(loaded, self._asked_length)
         self._model: PreTrainedModel = loaded.model
         self._watch: row_invariant.Watch | None = None
         self._proof: KeptProof | None = None
@@ -546,7 +546,7 @@ def _forward_parameters(loaded: LoadedModel, needs: frozenset[str]) -> tuple[fro
     return parameters, keyword
 
 
-def _resolve_length(loaded: LoadedModel, asked: int | None) -> int:
+def resolve_length(loaded: LoadedModel | UnloadedModel, asked: int | None) -> int:
     """The longest sequence to prepare for; checks what was asked for against what the model can."""
     most = loaded.max_model_len
     unswitched = rope.original_length(loaded.model)
