@@ -59,6 +59,7 @@ __all__ = [
 Packing = Literal["native", "onednn", "device", "watched"]
 
 # The dtypes the kernels compute in, as they call them.
+_MOST_DIMENSIONS = 4  # of what a packed weight multiplies
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -216,6 +217,9 @@ class PackedLinear(PackedModule, nn.Linear):  # pyright: ignore[reportIncompatib
             # Torch's own answer or error; with a gradient asked for, its own graph.
             weight = self._weight()
             return F.linear(input, weight.t() if self._transposed else weight, self.bias)
+        if input.dim() > _MOST_DIMENSIONS:
+            rows = packed.multiply(input.flatten(0, -2), self.bias)
+            return rows.view(*input.shape[:-1], rows.shape[-1])
         return packed.multiply(input, self.bias)
 
 
