@@ -168,7 +168,8 @@ def test_an_image_s_tiles_go_through_packed_layers() -> None:
     """Whose five dimensions are two more than a text's."""
     vision = {
         "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_global_layers": 1,
-        "attention_heads": 2, "vision_output_dim": 64, "image_size": 28, "intermediate_layers_indices": [1], "max_num_tiles": 4,
+        "attention_heads": 2, "vision_output_dim": 64, "image_size": 28,
+        "intermediate_layers_indices": [1], "max_num_tiles": 4,
     }  # fmt: skip
     model: Any = build(AutoModelForImageTextToText, "mllama", vision_config=vision)
     ones = torch.ones(1, 1, 4, dtype=torch.int64)

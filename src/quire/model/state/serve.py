@@ -6,7 +6,7 @@ proof of this very model is kept (`quire.model.kept_proof`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from quire import recurrence
 from quire.attention import Backend
@@ -50,7 +50,7 @@ def find_states(loaded: LoadedModel, spec: KVSpec, backend: Backend) -> dict[int
 
 
 def serve_states(
-    loaded: LoadedModel, adapters: dict[int, StateAdapter], *, are_proved: bool
+    loaded: LoadedModel, adapters: Mapping[int, StateAdapter], *, are_proved: bool
 ) -> Callable[[], None]:
     """Have every state layer run over the engine's rows; returns the undoing.
 
