@@ -95,8 +95,8 @@ class EngineCore:
         from quire.model.fingerprint import engine_fingerprint
         from quire.model.load import load
         from quire.model.own_forward import prepare
-        from quire.model.quantized import coded_weights, tell_weights
         from quire.model.plain_weights import dense_parameters
+        from quire.model.quantized import coded_weights, tell_weights
 
         backend(config.backend)  # an unknown one is refused here
         require_room(config)

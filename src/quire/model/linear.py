@@ -62,6 +62,7 @@ __all__ = [
 Packing = Literal["native", "onednn", "device", "watched"]
 
 # The dtypes the kernels compute in, as they call them.
+_MOST_DIMENSIONS = 4  # of what a packed weight multiplies
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -220,6 +221,9 @@ class PackedLinear(PackedModule, nn.Linear):  # pyright: ignore[reportIncompatib
             # Torch's own answer or error; with a gradient asked for, its own graph.
             weight = self._weight()
             return F.linear(input, weight.t() if self._transposed else weight, self.bias)
+        if input.dim() > _MOST_DIMENSIONS:
+            rows = packed.multiply(input.flatten(0, -2), self.bias)
+            return rows.view(*input.shape[:-1], rows.shape[-1])
         return packed.multiply(input, self.bias)
 
 
@@ -314,7 +318,7 @@ def planned_packing(
     num_inputs), what packs it ("watched": nothing), and whether it is an embedding's alone."""
     found = []
     for parameter, modules, kind in _packable(model, packing, "meta"):
-        num_outputs, num_inputs = parameter.shape[::-1] if _is_transposed(modules[0]) else parameter.shape
+        num_outputs, num_inputs = parameter.shape[::-1] if is_transposed(modules[0]) else parameter.shape
         is_embedding = not any(_is_linear(module) for module in modules)
         found.append((parameter, (num_outputs, num_inputs), kind, is_embedding))
     return found

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,8 @@ from quire.model.prove.probe import Probe, rehearse
 from quire.model.prove.replaced import first_of_each, unproved
 from quire.model.prove.stamp import Stamp, facts
 from quire.model.routed import Routed, has_biases, route
-from quire.model.state.serve import serve_states
+from quire.model.state import StateAdapter
+from quire.model.state.serve import find_states, serve_states
 from quire.model.step import ForwardStep, on_device
 from quire.model.watch import Record, watch_attention, watch_linears
 from quire.process import ForkSafeLock
@@ -126,6 +127,7 @@ class PreparedModel:
         self.packed_check: PackedCheck | None = None
         self._undo: list[Callable[[], None]] = []
         self._latents: dict[torch.nn.Module, Any] = {}  # of all caches; see `PagedCache.latents`
+        self._adapters: Mapping[int, StateAdapter] = {}  # of state layers, by layer
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
         self.routed: Routed | None = None
@@ -355,7 +357,7 @@ class PreparedModel:
                 f"{len(layers)}, layer {layers[0]} first, that choose them by an indexer (DSA)"
             )
         if self.spec.states:
-            self._undo.append(serve_states(self.loaded, self.spec, self.backend))
+            self._adapters = find_states(self.loaded, self.spec, self.backend)
         self._undo.append(rope.freeze(model, self.max_model_len))
         if self.backend.pack is not None:
             release = None if self.loaded.mapped is None else self.loaded.mapped.release
@@ -371,6 +373,9 @@ class PreparedModel:
                 self.packed_check = kept.check
                 if kept.holds_all and self.backend.is_native:
                     self._proof = KeptProof.of(kept.path, self.loaded, self.max_model_len)
+        if self._adapters:
+            are_proved = self._proof is not None and self._proof.found is not None
+            self._undo.append(serve_states(self.loaded, self._adapters, are_proved=are_proved))
         if self.backend.is_native:
             self._undo.append(pack_experts(model))
         if (routed := route(model)) is not None:

@@ -34,8 +34,8 @@ _NUMBERS = (
 class CodedWeight:
     """A packed weight [num_outputs, num_inputs] that is read and computed with in `dtype`.
 
-    isa: a variant of the extension's kernels, for tests; None is the one in use. label: the format's name. num_bytes: of
-    its codes and what belongs to them. native: the extension's form; None where the twin computes.
+    isa: a variant of the extension's kernels, for tests; None is the one in use. label: the format's name. num_bytes:
+    of its codes and what belongs to them. native: the extension's form; None where the twin computes.
 
     *raises:* ArgumentError: there is no such product, with the format's name.
     """
