@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from quire.attention import AttentionOptions, AttentionPlan
+from quire.attention import AttentionOptions, AttentionPlan, reference
 from quire.memory import KVView, PagedStorage
 from quire.spec import KVSpec, LayerSpec, Span
 
@@ -36,6 +36,7 @@ class Shape:
     num_threads: int = 1
     seed: int = 0
     latent: bool = False  # values are the keys' first columns
+    kv_format: str = ""  # of codes, in which K and V are stored
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,12 @@ def page(
     size = shape.block_size
     widths = [-(-context // size) for context, _ in shape.lengths]
     num_blocks = sum(widths) + 3
-    layer = LayerSpec(Span(), shape.num_kv_heads, shape.k_dim, shape.v_dim, latent=shape.latent)
+    layer = LayerSpec(
+        *(Span(), shape.num_kv_heads, shape.k_dim, shape.v_dim),
+        latent=shape.latent,
+        k_format=shape.kv_format,
+        v_format=shape.kv_format,
+    )
     spec = KVSpec((layer,), dtype=str(shape.dtype).removeprefix("torch."))
     storage = PagedStorage(spec, num_blocks, size, max_blocks=num_blocks)
     storage.fill(float("nan"))
@@ -103,6 +109,10 @@ def page(
             tables[s, index] = block
             first, last = max(begin, index * size), min(context, (index + 1) * size)
             cells = slice(first - index * size, last - index * size)
+            if shape.kv_format:
+                slots = torch.arange(first, last) - index * size + block * size
+                reference.write(view, k[s][first:last], v[s][first:last], slots)
+                continue
             view.k[block, :, cells] = k[s][first:last].transpose(0, 1)
             view.v[block, :, cells] = v[s][first:last].transpose(0, 1)
     starts = torch.tensor([0] + [new for _, new in shape.lengths]).cumsum(0)

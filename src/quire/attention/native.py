@@ -191,6 +191,7 @@ class NativeBackend(HostMemory):
     name = "native"
     version = _native.isa()
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    kv_formats = ()
     is_native = True
     pack = None
     write = staticmethod(write)

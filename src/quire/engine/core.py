@@ -37,6 +37,8 @@ from quire.offload.tiering import OpenTiers, open_tiers, swap_of
 from quire.offload.waiting import InEngine
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
 from quire.sessions.transcript import Reader, Transcript
+from quire.spec import KVSpec
+from quire.spec.kv_dtype import with_kv_dtype
 
 if TYPE_CHECKING:
     from quire.memory.storage import Storage
@@ -67,6 +69,21 @@ def _writable(name: str | os.PathLike[str]) -> Path:
             "`packed_weights`"
         ) from error
     return folder
+
+
+def _check_formats(spec: KVSpec, name: str | None) -> None:
+    """*raises:* ArgumentError: the back end cannot attend to the formats that K and V are to have."""
+    from quire.attention import backend
+
+    device = backend(name)
+    wanted = {found for layer in spec.layers for found in (layer.k_format, layer.v_format) if found}
+    for found in sorted(wanted):
+        if found not in device.kv_formats:
+            raise ArgumentError(
+                f"expected a format of K and V that backend {device.name!r} attends to, "
+                f"{', '.join(device.kv_formats) or 'the model dtype alone'}, got {found} - in `kv_dtype`; take auto, "
+                'or backend="python", slow, which has them all'
+            )
 
 
 class EngineCore:
@@ -106,10 +123,12 @@ class EngineCore:
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
             )
-        fingerprint = engine_fingerprint(loaded, config.backend) if config.has_tiers else b""
+        spec = with_kv_dtype(loaded.spec, config.kv_dtype)
+        _check_formats(spec, config.backend)
+        fingerprint = engine_fingerprint(loaded, config.backend, spec) if config.has_tiers else b""
         self.name: str = loaded.name
         self.tokenizer: Any = loaded.tokenizer
-        self.spec = loaded.spec
+        self.spec = spec
         self.vocab_size: int = loaded.vocab_size
         with _naming_what_runs():
             self.prepared = prepare(
@@ -123,13 +142,19 @@ class EngineCore:
         self.monitor: CacheMonitor | None = None
         self._move: HugePageMove | None = None
         try:
+            if self.prepared.by_own_forward and spec.kv_dtype != spec.dtype:
+                raise ArgumentError(
+                    f"expected K and V in the model's dtype, {spec.dtype}, for a model that runs by its own forward "
+                    f"({loaded.model_type}), which reads them as they are stored, got {spec.kv_dtype} - in `kv_dtype`; "
+                    "take auto"
+                )
             if not loaded.spec.stores_kv and config.has_tiers:
                 raise ArgumentError(
                     "expected no tiers (host, disk, remote) for a model of states alone "
                     f"({loaded.model_type}), which has no keys and values that they keep, got some; leave them out"
                 )
             self.max_model_len: int = config.max_model_len or self.prepared.max_model_len
-            opened = open_storage(config, loaded.spec, self.max_model_len)
+            opened = open_storage(config, spec, self.max_model_len)
             self.storage_name = opened.name
             self.storage = opened.storage
             self.cache = opened.cache

@@ -83,7 +83,7 @@ class ModelChanges:
             loaded = load((model, before.tokenizer), dtype=dtype)
             self._check(loaded, reason)
             if self._tiers is not None:
-                self._tiers.renew(engine_fingerprint(loaded, self._backend))
+                self._tiers.renew(engine_fingerprint(loaded, self._backend, self._storage.spec))
             self._prepared.prepare_again(loaded, self._storage)
         except QuireError as error:
             self._failure = error

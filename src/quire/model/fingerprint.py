@@ -34,6 +34,7 @@ from quire.model.prove.hooks import hooked
 from quire.model.prove.stamp import behaviour
 from quire.model.sources import LiveSource, WeightSource
 from quire.new_file import NewFile
+from quire.spec import KVSpec
 
 __all__ = ["engine_fingerprint", "fingerprint"]
 
@@ -48,13 +49,15 @@ _INCIDENTAL = frozenset({
 })  # fmt: skip
 
 
-def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes:
+def engine_fingerprint(loaded: LoadedModel, backend: str | None = None, spec: KVSpec | None = None) -> bytes:
     """32 bytes that stand for all that decides the bits of this model's keys and values, run by this back end.
+
+    spec: what K and V are kept in; as the model has them if not given.
 
     To be asked for before the model is prepared.
     """
     files, device = loaded.source.files, attention_backend(backend)
-    parts = {
+    parts: dict[str, Any] = {
         "config": _config_digest(loaded.model),
         "weights": _files_digest(files) if files else _weights_digest(loaded.source),
         "dtype": loaded.spec.dtype,
@@ -63,6 +66,9 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
         "backend": device.name,
         "behaviour": behaviour(loaded.model),
     }
+    formats = [[layer.k_format, layer.v_format] for layer in (spec or loaded.spec).layers]
+    if any(name for names in formats for name in names):
+        parts["formats"] = formats
     if hooked(loaded.model) is not None:
         parts["hooks"] = os.urandom(16).hex()  # what they do cannot be told
     if device.is_native:

@@ -35,7 +35,7 @@ from quire.model.held_weight import HeldParameter
 from quire.model.load_gguf import WidenedWeights, end_ids, gguf_config, load_gguf_model, load_gguf_tokenizer
 from quire.model.mapped_weights import MappedWeights
 from quire.model.sources import GGUFSource, LiveSource, SafetensorsSource, WeightSource, is_gguf
-from quire.spec import FORMATS, KVFormat, KVSpec, format_of
+from quire.spec import KVFormat, KVSpec, element_formats, format_of
 
 __all__ = ["EMBEDDED", "LoadedModel", "load"]
 
@@ -273,9 +273,9 @@ def _describe(
             f"model type {model_type}: {reason}; dequantize the model, or use model.generate"
         )
     dtype = wanted.name if wanted else str(model.dtype).removeprefix("torch.")
-    if dtype not in FORMATS:
+    if dtype not in element_formats():
         raise UnsupportedModelError(
-            f"model type {model_type}: expected weights of {', '.join(sorted(FORMATS))}, got {dtype}"
+            f"model type {model_type}: expected weights of {', '.join(sorted(element_formats()))}, got {dtype}"
         )
     spec = KVSpec.from_config(config, dtype=dtype)
     embeddings = model.get_output_embeddings() or model.get_input_embeddings()
@@ -452,8 +452,8 @@ def _format(dtype: str | torch.dtype) -> KVFormat | None:
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
         return None
-    if name not in FORMATS:
-        raise ArgumentError(f"expected dtype auto, {', '.join(sorted(FORMATS))}, got {name!r}")
+    if name not in element_formats():
+        raise ArgumentError(f"expected dtype auto, {', '.join(sorted(element_formats()))}, got {name!r}")
     return format_of(name)
 
 

@@ -213,13 +213,13 @@ class PreparedModel:
         self.check_storage(storage)
         states = storage.states if isinstance(storage, BlockStorage) else None
         made = paged_cache_class(self.loaded.model)
-        cache = made(self.spec, storage, self.backend, self.loaded.model_type, states)
+        cache = made(storage.spec, storage, self.backend, self.loaded.model_type, states)
         cache.latents = self._latents
         return cache
 
     def check_storage(self, storage: Storage) -> None:
-        """*raises:* ArgumentError: it is of another spec than this model's."""
-        if storage.spec.layers != self.spec.layers:
+        """*raises:* ArgumentError: it is of another spec than this model's; formats are the storage's own."""
+        if storage.spec.plain.layers != self.spec.layers:
             raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
         if self.spec.states and not (isinstance(storage, BlockStorage) and storage.states):
             raise ArgumentError("expected a storage with state slots for a model with state layers, got none")
