@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.paged_case import Shape, make_case
 
 from quire.attention import reference
 from quire.attention.codecs import codec_of, turn_size, turned, turned_query
+from quire.errors import ArgumentError
 from quire.spec import LayerSpec, Span
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,15 +58,18 @@ def test_a_row_is_codes_and_a_scale_in_whole_elements(dtype: int, row: int) -> N
     assert [count * dtype for count in layer.row_elements(dtype)] == [row, row - 64]
 
 
-def _error(k: torch.Tensor, v: torch.Tensor, query: torch.Tensor) -> float:
+def _error(
+    k: torch.Tensor, v: torch.Tensor, query: torch.Tensor, k_offset: torch.Tensor | None = None
+) -> float:
     """Relative error of the attention's output, of the last token: float32 [T, 1, D] and [1, heads, D]."""
     outputs = []
     for name in ("", "int8"):
         shape = Shape(((len(k), 1),), 1, query.shape[1], k.shape[2], v.shape[2], kv_format=name)
         case = make_case(shape)
+        view = replace(case.view, k_offset=k_offset) if name else case.view
         slots = case.plan.block_tables[0].long()[:, None] * 16 + torch.arange(16)
-        reference.write(case.view, k, v, slots.flatten()[: len(k)])
-        outputs.append(reference.run(case.view, query, case.plan, case.options))
+        reference.write(view, k, v, slots.flatten()[: len(k)])
+        outputs.append(reference.run(view, query, case.plan, case.options))
     exact, got = outputs
     return float((got - exact).norm() / exact.norm())
 
@@ -85,6 +91,25 @@ def test_the_output_is_near_though_channels_of_keys_have_an_offset(channels: tup
         k[..., channel] += 15 + 3 * number
     query = torch.randn(1, 8, 128, generator=rng)
     assert _error(_rotated(k), v, query) <= 0.03
+
+
+def test_the_output_is_near_though_a_channel_is_hundreds_of_times_its_spread() -> None:
+    """As the first layer of a Qwen 2 has it: 145 with a standard deviation of 0.44. The offset is of other tokens."""
+    rng = torch.Generator().manual_seed(2)
+    k, v = 0.44 * torch.randn(1536, 1, 128, generator=rng), torch.randn(1024, 1, 128, generator=rng)
+    k[..., 60] += 145
+    k[..., 125] -= 60
+    k = _rotated(k)
+    query = 2 * torch.randn(1, 8, 128, generator=rng)
+    assert _error(k[:1024], v, query) > 0.05
+    assert _error(k[:1024], v, query, k[1024:].mean(0)) <= 0.03
+
+
+def test_an_offset_is_refused_beside_what_sees_it() -> None:
+    case = make_case(Shape(((21, 1),), kv_format="int8", softcap=5.0))
+    view = replace(case.view, k_offset=torch.zeros(2, 16))
+    with pytest.raises(ArgumentError, match="soft cap or sinks"):
+        reference.run(view, case.query, case.plan, case.options)
 
 
 def test_what_was_not_written_is_not_read() -> None:

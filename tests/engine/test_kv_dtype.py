@@ -98,3 +98,32 @@ def test_a_back_end_that_does_not_know_the_format_is_refused() -> None:
             _llm(tiny("qwen3"), kv_dtype="int8", backend="plain")
     finally:
         backends.unregister("plain")
+
+
+def _with_far_keys(name: str) -> Any:
+    """A tiny model of which one channel of keys, in the slowest rotary pair, is 145 on average in every head."""
+    model = tiny(name)
+    keys = model.model.layers[0].self_attn.k_proj
+    heads = keys.bias.data.view(model.config.num_key_value_heads, -1)
+    heads[:, heads.shape[1] // 2 - 1] += 145
+    return model
+
+
+def test_what_all_keys_have_in_common_is_taken_off_them() -> None:
+    model = _with_far_keys("qwen2")
+    with _llm(model) as llm:
+        [exact] = llm.generate([PROMPT], PARAMS)
+    with _llm(model, kv_dtype="int8") as llm:
+        assert [*llm.core.prepared.key_offsets] == [0]
+        [got] = llm.generate([PROMPT], PARAMS)
+    assert got.outputs[0].token_ids == exact.outputs[0].token_ids
+
+
+def test_a_layer_with_sinks_stays_as_it_is_where_its_keys_need_that(caplog: pytest.LogCaptureFixture) -> None:
+    with _llm(_with_far_keys("gpt_oss"), kv_dtype="int8") as llm:
+        assert not llm.core.prepared.key_offsets
+        assert llm.spec.kv_dtype == "float32 and int8"
+        assert "in float32 and int8" in llm.capacity
+        assert "layers 0 keep K and V in float32" in caplog.text
+        [got] = llm.generate([PROMPT], PARAMS)
+        assert len(got.outputs[0].token_ids) == PARAMS.max_tokens

@@ -110,11 +110,13 @@ def page(
             first, last = max(begin, index * size), min(context, (index + 1) * size)
             cells = slice(first - index * size, last - index * size)
             if shape.kv_format:
-                slots = torch.arange(first, last) - index * size + block * size
-                reference.write(view, k[s][first:last], v[s][first:last], slots)
                 continue
             view.k[block, :, cells] = k[s][first:last].transpose(0, 1)
             view.v[block, :, cells] = v[s][first:last].transpose(0, 1)
+        if shape.kv_format:
+            positions = torch.arange(begin, context)
+            slots = tables[s, positions // size].long() * size + positions % size
+            reference.write(view, k[s][begin:context], v[s][begin:context], slots)
     starts = torch.tensor([0] + [new for _, new in shape.lengths]).cumsum(0)
     contexts = [context for context, _ in shape.lengths]
     return view, AttentionPlan.build(starts, contexts, tables, size, shape.num_threads)
@@ -161,7 +163,14 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, *, max_context: int = 96, max_sequences: int = 4, max_dim: int = 8) -> Shape:
+def shapes(
+    draw: st.DrawFn,
+    *,
+    max_context: int = 96,
+    max_sequences: int = 4,
+    max_dim: int = 8,
+    formats: tuple[str, ...] = ("",),
+) -> Shape:
     """Random batches; `max_dim` counts multiples of 8."""
 
     def length() -> tuple[int, int]:
@@ -188,4 +197,5 @@ def shapes(draw: st.DrawFn, *, max_context: int = 96, max_sequences: int = 4, ma
         scale=draw(st.sampled_from([None, None, 0.5])),
         num_threads=draw(st.sampled_from([1, 2])),
         seed=draw(st.integers(0, 1000)),
+        kv_format=draw(st.sampled_from(formats)),
     )

@@ -37,7 +37,8 @@ def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Te
     k, v = k.to(view.dtype), v.to(view.dtype)
     if view.k_scale is not None and view.v_scale is not None:
         of_keys, of_values = codec_of(view.k_format), codec_of(view.v_format)
-        k, k_scale = of_keys.encode(turned(k.float()) if of_keys.turns_keys else k.float())
+        k = k.float() if view.k_offset is None else k.float() - view.k_offset
+        k, k_scale = of_keys.encode(turned(k) if of_keys.turns_keys else k)
         v, v_scale = of_values.encode(v.float())
         view.k_scale[blocks, :, offsets] = k_scale
         view.v_scale[blocks, :, offsets] = v_scale

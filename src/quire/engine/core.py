@@ -14,6 +14,7 @@ Cost: loading and preparing the model, and address space for the cache.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from quire.model.huge_pages import HugePageMove
 
 __all__ = ["EngineCore"]
+
+_log = logging.getLogger("quire")
 
 
 @contextmanager
@@ -106,7 +109,7 @@ class EngineCore:
         from quire.attention import backend
         from quire.engine.model_changes import ModelChanges
         from quire.engine.runner import Runner
-        from quire.model.fingerprint import engine_fingerprint
+        from quire.model.fingerprint import engine_fingerprint, stored_fingerprint
         from quire.model.load import load
         from quire.model.own_forward import prepare
 
@@ -125,10 +128,9 @@ class EngineCore:
             )
         spec = with_kv_dtype(loaded.spec, config.kv_dtype)
         _check_formats(spec, config.backend)
-        fingerprint = engine_fingerprint(loaded, config.backend, spec) if config.has_tiers else b""
+        fingerprint = engine_fingerprint(loaded, config.backend) if config.has_tiers else b""
         self.name: str = loaded.name
         self.tokenizer: Any = loaded.tokenizer
-        self.spec = spec
         self.vocab_size: int = loaded.vocab_size
         with _naming_what_runs():
             self.prepared = prepare(
@@ -148,6 +150,11 @@ class EngineCore:
                     f"({loaded.model_type}), which reads them as they are stored, got {spec.kv_dtype} - in `kv_dtype`; "
                     "take auto"
                 )
+            spec = self._fitted(spec, config.kv_dtype)
+            fingerprint = (
+                stored_fingerprint(fingerprint, spec, self.prepared.key_offsets) if fingerprint else b""
+            )
+            self.spec = spec
             if not loaded.spec.stores_kv and config.has_tiers:
                 raise ArgumentError(
                     "expected no tiers (host, disk, remote) for a model of states alone "
@@ -207,6 +214,21 @@ class EngineCore:
         except BaseException:
             self.close()
             raise
+
+    def _fitted(self, spec: KVSpec, kv_dtype: str) -> KVSpec:
+        """`spec`, with what has to be taken off keys for its codes, and without codes where that cannot be."""
+        if spec.plain is spec:
+            return spec
+        from quire.model.key_offsets import measure_key_offsets
+
+        self.prepared.key_offsets, left_out = measure_key_offsets(self.prepared, spec)
+        if left_out:
+            _log.warning(
+                "%s: layers %s keep K and V in %s: their keys have channels far from zero, which cannot be taken off "
+                "beside sinks or a soft cap",
+                *(self.name, ", ".join(map(str, sorted(left_out))), spec.dtype),
+            )
+        return with_kv_dtype(spec.plain, kv_dtype, but=left_out)
 
     @property
     def bytes_committed(self) -> int:

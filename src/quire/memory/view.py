@@ -32,7 +32,8 @@ class KVView:
     """One layer's keys `[num_blocks, num_kv_heads, block_size, k_head_dim]` and values (`v_head_dim`).
 
     k_format, v_format: names of formats of codes (`quire.spec.formats`); empty where `k` and `v` are numbers.
-    coded: the dtype of what codes stand for.
+    coded: the dtype of what codes stand for. k_offset: float32 [num_kv_heads, k_head_dim], taken off keys before they
+    are turned and coded; a softmax over scores alone does not see that.
     """
 
     k: torch.Tensor
@@ -43,6 +44,7 @@ class KVView:
     k_format: str = ""
     v_format: str = ""
     coded: torch.dtype | None = None
+    k_offset: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         k, v = self.k, self.v
@@ -63,6 +65,16 @@ class KVView:
                 raise ArgumentError(
                     f"expected {name} {expected} beside k and v of {k.dtype}, which stand for {self.dtype}, got {got}"
                 )
+
+        if self.k_offset is not None and (
+            self.coded is None
+            or self.k_offset.dtype != torch.float32
+            or self.k_offset.shape != (k.shape[1], k.shape[3])
+        ):
+            raise ArgumentError(
+                f"expected k_offset as float32 [{k.shape[1]}, {k.shape[3]}] beside codes, got {self.k_offset.dtype} "
+                f"{tuple(self.k_offset.shape)} beside {k.dtype}"
+            )
 
     @classmethod
     def of_rows(cls, rows: Sequence[torch.Tensor], layer: LayerSpec) -> KVView:

@@ -3,6 +3,7 @@
 Others may use the names below, and
     cache_keyword, paged_cache   what a forward is given for a cache
     fingerprint                  which model it is
+    key_offsets                  what is taken off keys that are kept in codes
     linear                       packed linear layers
     load, prepare, step          homes of the names below
     huge_pages                   weights moved to huge pages

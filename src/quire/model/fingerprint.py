@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from quire.model.sources import LiveSource, WeightSource
 from quire.new_file import NewFile
 from quire.spec import KVSpec
 
-__all__ = ["engine_fingerprint", "fingerprint"]
+__all__ = ["engine_fingerprint", "fingerprint", "stored_fingerprint"]
 
 _DIGESTS = "quire-sha256.json"  # beside the files it is about
 _LEAST_KEPT = 64 << 20  # bytes of a file whose digest is worth keeping
@@ -49,10 +50,8 @@ _INCIDENTAL = frozenset({
 })  # fmt: skip
 
 
-def engine_fingerprint(loaded: LoadedModel, backend: str | None = None, spec: KVSpec | None = None) -> bytes:
+def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes:
     """32 bytes that stand for all that decides the bits of this model's keys and values, run by this back end.
-
-    spec: what K and V are kept in; as the model has them if not given.
 
     To be asked for before the model is prepared.
     """
@@ -66,9 +65,6 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None, spec: KV
         "backend": device.name,
         "behaviour": behaviour(loaded.model),
     }
-    formats = [[layer.k_format, layer.v_format] for layer in (spec or loaded.spec).layers]
-    if any(name for names in formats for name in names):
-        parts["formats"] = formats
     if hooked(loaded.model) is not None:
         parts["hooks"] = os.urandom(16).hex()  # what they do cannot be told
     if device.is_native:
@@ -77,6 +73,18 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None, spec: KV
     elif not device.is_host:
         parts["kernels"] = device.version
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def stored_fingerprint(fingerprint: bytes, spec: KVSpec, key_offsets: Mapping[int, torch.Tensor]) -> bytes:
+    """`engine_fingerprint` of K and V as `spec` keeps them, with what is taken off keys, by layer; the same where they
+    are kept in the model's dtype."""
+    if spec.plain is spec:
+        return fingerprint
+    formats = [[layer.k_format, layer.v_format] for layer in spec.layers]
+    digest = hashlib.sha256(fingerprint + json.dumps(formats).encode())
+    for layer, offset in sorted(key_offsets.items()):
+        digest.update(layer.to_bytes(4, "little") + bytes_of(offset))
+    return digest.digest()
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:

@@ -117,6 +117,8 @@ class PreparedModel:
     def _prepare(self, loaded: LoadedModel, packed_weights: Path | None) -> None:
         self.loaded = loaded
         self.spec = loaded.spec
+        # By layer, what is taken off keys that are kept in codes (`quire.model.key_offsets`).
+        self.key_offsets: dict[int, torch.Tensor] = {}
         self.vocab_size = loaded.vocab_size
         self.max_model_len = _resolve_length(loaded, self._asked_length)
         self._model: PreTrainedModel = loaded.model
@@ -214,7 +216,7 @@ class PreparedModel:
         states = storage.states if isinstance(storage, BlockStorage) else None
         made = paged_cache_class(self.loaded.model)
         cache = made(storage.spec, storage, self.backend, self.loaded.model_type, states)
-        cache.latents = self._latents
+        cache.latents, cache.key_offsets = self._latents, self.key_offsets
         return cache
 
     def check_storage(self, storage: Storage) -> None:

@@ -8,6 +8,7 @@ Cost: O(layers).
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
 from quire.errors import ArgumentError
@@ -28,8 +29,8 @@ def kv_dtype_name(name: str) -> str:
     return found
 
 
-def with_kv_dtype(spec: KVSpec, kv_dtype: str) -> KVSpec:
-    """The spec whose layers keep K and V in this format; "auto": in the model's dtype.
+def with_kv_dtype(spec: KVSpec, kv_dtype: str, *, but: Container[int] = ()) -> KVSpec:
+    """The spec whose layers keep K and V in this format; "auto": in the model's dtype, as layers of `but` do always.
 
     *raises:* ArgumentError: another dtype than the model's, or layers that the format cannot hold; what runs is said.
     """
@@ -48,7 +49,8 @@ def with_kv_dtype(spec: KVSpec, kv_dtype: str) -> KVSpec:
             "take auto, the model's own dtype"
         )
     layers = (
-        replace(layer, k_format=name, v_format=name) if layer.stores_kv else layer for layer in spec.layers
+        replace(layer, k_format=name, v_format=name) if layer.stores_kv and number not in but else layer
+        for number, layer in enumerate(spec.layers)
     )
     return replace(spec, layers=tuple(layers))
 
