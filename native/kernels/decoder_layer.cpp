@@ -172,18 +172,21 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
     // A head of a token, of all of q, k and v in this order, from where the product left it to its place.
     const auto place = [&](std::int64_t token, std::int64_t head, unsigned char* x) {
         if (head >= q_heads + kv_heads) {
-            std::copy_n(x, v_width * bytes, slot(view.v, token, head - q_heads - kv_heads));
+            attention_store(view, view.v, x, step.slots[token], head - q_heads - kv_heads);
             return;
         }
         const bool is_query = head < q_heads;
         const std::int64_t query = is_query && step.asked != nullptr ? step.asked->index_of(token) : token;
         if (query < 0) return;
-        unsigned char* to = is_query ? q + (query * q_row + head * k_width) * bytes : slot(view.k, token, head - q_heads);
+        alignas(64) unsigned char turned[kMaxHeadWidth * 4];  // by the embedding; keys that go into codes from there
+        const bool coded = !is_query && view.coded;
+        unsigned char* to = is_query ? q + (query * q_row + head * k_width) * bytes : coded ? turned : slot(view.k, token, head - q_heads);
         const Norm& norm = is_query ? parts.q_norm : parts.k_norm;
         const auto* cos = static_cast<const unsigned char*>(step.cos) + token * step.table_width * bytes;
         const auto* sin = static_cast<const unsigned char*>(step.sin) + token * step.table_width * bytes;
         if (norm.kind != Norm::none && parts.norm_heads) ops.norm(x, norm, x, k_width);
         ops.rotate(x, cos, sin, parts.rotation, rotary, to, k_width);
+        if (coded) attention_store(view, view.k, turned, step.slots[token], head - q_heads);
     };
     // A product whose heads go to their places block by block; row r is that of token_of(r).
     const auto taken = [&](std::size_t i, auto token_of) {

@@ -3,7 +3,7 @@ Quire's native back end: block manager, attention, linear, recurrences.
 """
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -478,6 +478,21 @@ def packed_num_bytes(num_outputs: int, num_inputs: int, dtype: str, isa: str | N
 class PagedView:
     """One layer's keys and values, which it keeps alive."""
 
+    @overload
+    def __init__(
+        self,
+        k: object,
+        v: object,
+        k_scale: object,
+        v_scale: object,
+        dtype: str,
+        k_offset: object | None = None,
+    ) -> None:
+        """
+        k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width): codes of 8 bits as uint8; k_scale and v_scale [num_blocks, num_kv_heads, block_size], bfloat16, behind the codes of their rows. dtype: of what is written and of queries. k_offset: float32 [num_kv_heads, k_width], taken from keys before they are turned, or None.
+        """
+
+    @overload
     def __init__(self, k: object, v: object) -> None:
         """
         k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width), of float32, bfloat16 or float16; the last dimension is dense, other strides are as they are. Where v begins where k does, values are the keys' first columns.

@@ -87,8 +87,10 @@ class KVBudget:
             blocks += f" of {self.block_size} tokens"
         if self._states is not None:
             blocks += f", {self._states.num_slots} states of {format_size(self._states.bytes_per_slot)}"
+        spec = self._cache.spec
+        kept = f" in {spec.kv_dtype}" if spec.kv_dtype != spec.dtype else ""
         return (
-            f"KV cache of {format_size(self.num_bytes)}, {self._name}, {blocks}; "
+            f"KV cache of {format_size(self.num_bytes)}{kept}, {self._name}, {blocks}; "
             f"holds {self.max_num_tokens} tokens, {self.max_num_full_sequences} sequences of the maximum of "
             f"{self._max_model_len} tokens"
         )

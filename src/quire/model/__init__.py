@@ -5,6 +5,7 @@ Others may use the names below, and
     fingerprint                  which model it is
     quantized                    modules that compute from codes
     linear, weight_rows          packed linear layers, and what weights take as they are held
+    key_offsets                  what is taken off keys that are kept in codes
     load, prepare, step          homes of the names below
     huge_pages                   weights moved to huge pages
     plain_weights                the memory of weights that are held in another form

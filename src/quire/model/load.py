@@ -39,7 +39,7 @@ from quire.model.load_quantized import load_quantized, quantization_of
 from quire.model.mapped_weights import MappedWeights
 from quire.model.quantized import quantize_model
 from quire.model.sources import GGUFSource, LiveSource, SafetensorsSource, WeightSource, is_gguf
-from quire.spec import FORMATS, KVFormat, KVSpec, format_of
+from quire.spec import KVFormat, KVSpec, element_formats, format_of
 from quire.spec.weight_formats import WeightFormats
 
 __all__ = ["EMBEDDED", "LoadedModel", "UnloadedModel", "load", "without_weights"]
@@ -311,9 +311,9 @@ def _describe(
             f"model type {model_type}: {reason}; dequantize the model, or use model.generate"
         )
     dtype = wanted.name if wanted else str(model.dtype).removeprefix("torch.")
-    if dtype not in FORMATS:
+    if dtype not in element_formats():
         raise UnsupportedModelError(
-            f"model type {model_type}: expected weights of {', '.join(sorted(FORMATS))}, got {dtype}"
+            f"model type {model_type}: expected weights of {', '.join(sorted(element_formats()))}, got {dtype}"
         )
     spec = KVSpec.from_config(config, dtype=dtype)
     embeddings = model.get_output_embeddings() or model.get_input_embeddings()
@@ -490,8 +490,8 @@ def _format(dtype: str | torch.dtype) -> KVFormat | None:
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
         return None
-    if name not in FORMATS:
-        raise ArgumentError(f"expected dtype auto, {', '.join(sorted(FORMATS))}, got {name!r}")
+    if name not in element_formats():
+        raise ArgumentError(f"expected dtype auto, {', '.join(sorted(element_formats()))}, got {name!r}")
     return format_of(name)
 
 
@@ -599,9 +599,9 @@ def _unloaded(config: Any, dtype: Any, name: str, stored_bytes: int, **options: 
                 text.tie_word_embeddings = config.tie_word_embeddings
             config, model = text, AutoModelForCausalLM.from_config(text, **options)
     dtype_name = str(dtype).removeprefix("torch.")
-    if dtype_name not in FORMATS:
+    if dtype_name not in element_formats():
         raise UnsupportedModelError(
-            f"model type {config.model_type}: expected weights of {', '.join(sorted(FORMATS))}, got {dtype_name}"
+            f"model type {config.model_type}: expected weights of {', '.join(sorted(element_formats()))}, got {dtype_name}"
         )
     spec = KVSpec.from_config(config, dtype=dtype_name)
     embeddings = model.get_output_embeddings() or model.get_input_embeddings()

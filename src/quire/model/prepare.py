@@ -118,6 +118,8 @@ class PreparedModel:
     def _prepare(self, loaded: LoadedModel, packed_weights: Path | None) -> None:
         self.loaded = loaded
         self.spec = loaded.spec
+        # By layer, what is taken off keys that are kept in codes (`quire.model.key_offsets`).
+        self.key_offsets: dict[int, torch.Tensor] = {}
         self.vocab_size = loaded.vocab_size
         self.max_model_len = resolve_length(loaded, self._asked_length)
         self._model: PreTrainedModel = loaded.model
@@ -215,13 +217,13 @@ class PreparedModel:
         self.check_storage(storage)
         states = storage.states if isinstance(storage, BlockStorage) else None
         made = paged_cache_class(self.loaded.model)
-        cache = made(self.spec, storage, self.backend, self.loaded.model_type, states)
-        cache.latents = self._latents
+        cache = made(storage.spec, storage, self.backend, self.loaded.model_type, states)
+        cache.latents, cache.key_offsets = self._latents, self.key_offsets
         return cache
 
     def check_storage(self, storage: Storage) -> None:
-        """*raises:* ArgumentError: it is of another spec than this model's."""
-        if storage.spec.layers != self.spec.layers:
+        """*raises:* ArgumentError: it is of another spec than this model's; formats are the storage's own."""
+        if storage.spec.plain.layers != self.spec.layers:
             raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
         if self.spec.states and not (isinstance(storage, BlockStorage) and storage.states):
             raise ArgumentError("expected a storage with state slots for a model with state layers, got none")

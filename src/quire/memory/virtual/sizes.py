@@ -91,7 +91,7 @@ def run_blocks(layer_buffers: list[int]) -> int:
 def _token_bytes(group: KVGroup) -> tuple[int, ...]:
     """Bytes of a token's keys and of its values in one layer; of latent layers of its keys alone."""
     head_bytes = group.num_kv_heads * group.dtype_bytes
-    return tuple(head_bytes * dim for dim in group.stored_dims)
+    return tuple(head_bytes * dim for dim in group.row_elements)
 
 
 def _least_block_size(spec: KVSpec, page_bytes: int) -> int:

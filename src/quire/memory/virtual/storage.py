@@ -219,7 +219,7 @@ class VirtualStorage(BlockStorage):
     def block_places(self, group: KVGroup, block_ids: np.ndarray) -> BlockPlaces:
         """Where blocks of a group lie in the heap, for `quire.memory.block_bytes`; `run_copies` has put memory
         there."""
-        sizes = tuple(dim * self.dtype.itemsize for dim in group.stored_dims)
+        sizes = tuple(dim * self.dtype.itemsize for dim in group.row_elements)
         addresses = np.stack(
             [
                 [
