@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,7 @@ from quire.model.prove.probe import Probe, rehearse
 from quire.model.prove.replaced import first_of_each, unproved
 from quire.model.prove.stamp import Stamp, facts
 from quire.model.routed import Routed, has_biases, route
+from quire.model.state import StateAdapter
 from quire.model.state.serve import serve_states
 from quire.model.step import ForwardStep, on_device
 from quire.model.watch import Record, watch_attention, watch_linears
@@ -126,6 +127,7 @@ class PreparedModel:
         self.packed_check: PackedCheck | None = None
         self._undo: list[Callable[[], None]] = []
         self._latents: dict[torch.nn.Module, Any] = {}  # of all caches; see `PagedCache.latents`
+        self._adapters: Mapping[int, StateAdapter] = {}  # of state layers, by layer
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
         self.routed: Routed | None = None
@@ -355,7 +357,8 @@ class PreparedModel:
                 f"{len(layers)}, layer {layers[0]} first, that choose them by an indexer (DSA)"
             )
         if self.spec.states:
-            self._undo.append(serve_states(self.loaded, self.spec, self.backend))
+            self._adapters, undo = serve_states(self.loaded, self.spec, self.backend)
+            self._undo.append(undo)
         self._undo.append(rope.freeze(model, self.max_model_len))
         if self.backend.pack is not None:
             release = None if self.loaded.mapped is None else self.loaded.mapped.release
@@ -394,7 +397,7 @@ class PreparedModel:
         if self.backend.is_native and choose_packing(self.loaded.dtype) == "native":
             from quire.model.fused import fuse
 
-            self.fused = fuse(self, attended)
+            self.fused = fuse(self, attended, self._adapters)
             self._undo.append(self.fused.restore)
         replaced = self._probe(model)
         fused = None if self.fused is None else self.fused.found(model)
@@ -410,7 +413,7 @@ class PreparedModel:
         """Serve as an earlier proof of this very model has found."""
         from quire.model.fused import fuse_again, match_decoder
 
-        self.fused = fuse_again(model, self.loaded.dtype, found["fused"])
+        self.fused = fuse_again(model, self.loaded.dtype, found["fused"], self._adapters)
         self._undo.append(self.fused.restore)
         if replaced := [model.get_submodule(name) for name in found["replaced"]]:
             self._undo.append(row_invariant.replace(model, replaced))

@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
 }
-_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
 # Beside its own children; dropouts do nothing outside of training.
 _FORWARD_NAMES = frozenset({"chunk", "nn", "functional", "dropout", "residual_dropout", "training"})
 

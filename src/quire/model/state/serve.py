@@ -5,12 +5,13 @@ Cost: `prove_states`, of each kind of mixer a copy in float32 and a few forwards
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from quire import recurrence
 from quire.attention import Backend
 from quire.errors import UnsupportedModelError
 from quire.model.load import LoadedModel
+from quire.model.state.adapter import StateAdapter
 from quire.model.state.install import install_states
 from quire.model.state.proof import prove_states
 from quire.model.state.registry import state_adapters
@@ -19,8 +20,10 @@ from quire.spec import KVSpec
 __all__ = ["serve_states"]
 
 
-def serve_states(loaded: LoadedModel, spec: KVSpec, backend: Backend) -> Callable[[], None]:
-    """Have every state layer run over the engine's rows; returns the undoing.
+def serve_states(
+    loaded: LoadedModel, spec: KVSpec, backend: Backend
+) -> tuple[Mapping[int, StateAdapter], Callable[[], None]]:
+    """Have every state layer run over the engine's rows; returns who does, by layer, and the undoing.
 
     *raises:* UnsupportedModelError: mixers that are not known, or not the config's, or that compute something else; or
     a device whose memory the recurrences cannot reach. The model is as it was then.
@@ -48,4 +51,4 @@ def serve_states(loaded: LoadedModel, spec: KVSpec, backend: Backend) -> Callabl
         prove_states(adapters)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{what}: {error}") from error
-    return install_states(adapters)
+    return adapters, install_states(adapters)
