@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.state_layers import FAMILIES, fresh_states, tiny_model
 
-from quire.model import PreparedModel, load
+from quire.model import PreparedModel, load, row_invariant
 from quire.model.linear import pack_linears
 from quire.model.state import StateAdapter, StateStep, state_adapters
 from quire.recurrence import RecurrenceStep, backend
@@ -112,6 +112,21 @@ def test_a_wrong_constant_does_not_serve(name: str, wrong: str, monkeypatch: pyt
 
     monkeypatch.setattr(kind, "parts", parts)
     assert counts(model)["mixer"] == 0
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
+def test_nothing_of_a_served_layer_is_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replaced runs under a mode that looks at every operator."""
+    replaced: list[str] = []
+    own = row_invariant.replace
+
+    def replace(model: Any, modules: Any) -> Any:
+        replaced.extend(type(module).__name__ for module in modules)
+        return own(model, modules)
+
+    monkeypatch.setattr(row_invariant, "replace", replace)
+    assert counts(built(name))["mixer"] > 0
+    assert [kind for kind in replaced if "Rotary" not in kind] == []
 
 
 def test_a_hook_inside_a_mixer_is_not_left_out() -> None:

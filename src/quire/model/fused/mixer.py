@@ -41,17 +41,12 @@ class FusedMixer:
         found: bool,
     ) -> None:
         self.adapter, self.layer, self.found = adapter, layer, found
-        self._parts, self._inputs, self._output = parts, inputs, output
+        self._output = output
         self.width, self.dtype = output.num_outputs, output.dtype
-        self._alone: Any = None
-
-    def block(self, around: Any, rotation: str = "none") -> Any:
-        parts = self._parts
         bias = parts.conv.bias
-        return _native.MixerBlock(
-            parts.kind,
-            around,
-            [layer.product for layer in self._inputs],
+        # Now, not at the first call: somebody may be looking for torch operators then (`row_invariant.Watch`).
+        self._before = (
+            [layer.product for layer in inputs],
             [list(columns) for columns in (parts.x, parts.gate, parts.a, parts.b)],
             _wide(parts.conv.weight[:, 0]),
             None if bias is None else _wide(bias),
@@ -64,9 +59,14 @@ class FusedMixer:
             _wide(parts.norm.weight),
             _epsilon_of(parts.norm),
             parts.norm_width,
-            self.found,
-            *self._output.product,
+            found,
+            *output.product,
         )
+        self._kind = parts.kind
+        self._alone: Any = None
+
+    def block(self, around: Any, rotation: str = "none") -> Any:
+        return _native.MixerBlock(self._kind, around, *self._before)
 
     def serves(self, hidden: Any, cache: object, mask: Any) -> bool:
         source = state_source(cache)
