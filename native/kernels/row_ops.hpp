@@ -52,6 +52,8 @@ struct RowOps {
     void (*activate)(Activation activation, const void* gate, const void* up, void* out, std::int64_t width);
     // `norm` of x, float32, which is written over.
     void (*norm_gated)(float* x, const void* gate, const GatedNorm& norm, void* out, std::int64_t width);
+    // out[i] = x[i] * y[i]
+    void (*multiply)(const void* x, const void* y, void* out, std::int64_t width);
     // out[i] = x[i] * sigmoid(gate[i])
     void (*gate)(const void* x, const void* gate, void* out, std::int64_t width);
     // The first index of the largest element, which goes to `best`; of the first NaN where there is one.

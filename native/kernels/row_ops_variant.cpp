@@ -221,6 +221,12 @@ void norm_gated(float* x, const void* gates, const GatedNorm& norm, void* to, st
 }
 
 template <class T>
+void multiply(const void* a, const void* b, void* to, std::int64_t width) {
+    const auto *x = static_cast<const T*>(a), *y = static_cast<const T*>(b);
+    map(static_cast<T*>(to), width, [&](auto load) { return S::mul(load(x), load(y)); });
+}
+
+template <class T>
 void gate(const void* row, const void* gates, void* to, std::int64_t width) {
     const auto *x = static_cast<const T*>(row), *gate = static_cast<const T*>(gates);
     map(static_cast<T*>(to), width, [&](auto load) { return S::mul(load(x), sigmoid(load(gate))); });
@@ -272,7 +278,7 @@ std::int64_t argmax(const void* row, std::int64_t width, float* best) {
 }
 
 template <class T>
-constexpr RowOps kRowOps = {norm<T>, add<T>, rotate<T>, activate<T>, norm_gated<T>, gate<T>, argmax<T>};
+constexpr RowOps kRowOps = {norm<T>, add<T>, rotate<T>, activate<T>, norm_gated<T>, multiply<T>, gate<T>, argmax<T>};
 
 }  // namespace
 

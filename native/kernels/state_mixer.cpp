@@ -74,9 +74,11 @@ void check_parts(const MixerParts& parts) {
     fit(parts.convolution_width >= 2 && parts.convolution_width <= kMostConvolutionWidth, "a convolution of another width than 2 to 8");
     check_columns(parts, parts.x, parts.channels());
     check_columns(parts, parts.gate, parts.width());
-    check_columns(parts, parts.a, parts.num_heads);
-    check_columns(parts, parts.b, parts.kind == MixerParts::delta ? parts.num_heads : 0);
+    const bool is_alone = parts.kind == MixerParts::convolution_alone;
+    check_columns(parts, parts.a, is_alone ? 0 : parts.num_heads);
+    check_columns(parts, parts.b, is_alone ? parts.width() : parts.kind == MixerParts::delta ? parts.num_heads : 0);
     fit(parts.output.weight->num_inputs() == parts.width(), "an output product of another width than the heads");
+    if (is_alone) return;
     fit(parts.norm_width > 0 && parts.width() % parts.norm_width == 0 && parts.weight_width % parts.norm_width == 0 && parts.width() % parts.weight_width == 0,
         "a norm that does not divide the heads");
 }
@@ -89,15 +91,15 @@ void run_mixer(const MixerParts& parts, const RecurrenceStep& step, const Recurr
     const RowOps& ops = row_ops(output.isa(), element);
     const Int bytes = element_bytes(element), rows = step.num_rows(), width = output.num_outputs(), inner = parts.width();
     const Int channels = parts.channels(), heads = parts.num_heads, at_once = rows_at_once(rows);
-    const bool is_delta = parts.kind == MixerParts::delta;
+    const bool is_delta = parts.kind == MixerParts::delta, is_alone = parts.kind == MixerParts::convolution_alone;
     Int products_width = 0;
     for (const Product& input : parts.inputs) products_width += input.weight->num_outputs();
-    const Int given_width = channels + inner + 2 * heads;  // of the parts that have to be put together
+    const Int given_width = 2 * channels + 2 * inner + 2 * heads;  // of the parts that have to be put together
     // What the recurrence takes and gives is kept in whole, then read once.
     const Int sizes[] = {
         lines(at_once * parts.inputs[0].weight->input_stride() * bytes),
         at_once * products_width * bytes + 64 * static_cast<Int>(parts.inputs.size()),
-        at_once * given_width * bytes + 64 * 4,
+        at_once * given_width * bytes + 64 * 5,
         lines(at_once * channels * bytes),
         lines(at_once * 2 * heads * 4),
         lines(at_once * inner * 4),
@@ -160,10 +162,25 @@ void run_mixer(const MixerParts& parts, const RecurrenceStep& step, const Recurr
             });
             return made;
         };
-        const Rows x = part_of_rows(parts.x), gate = part_of_rows(parts.gate), a = part_of_rows(parts.a), b = part_of_rows(parts.b);
+        Rows x = part_of_rows(parts.x);
+        const Rows gate = part_of_rows(parts.gate), a = part_of_rows(parts.a), b = part_of_rows(parts.b);
 
+        if (is_alone) {
+            const Rows product{place, channels};
+            each_row(count, 2 * channels, [&](Int row) {
+                ops.multiply(x.data + row * x.stride * bytes, b.data + row * b.stride * bytes, product.data + row * channels * bytes, channels);
+            });
+            x = product;
+        }
         run_convolution({&part, element, convolution, channels, parts.convolution_width, {x.data, x.stride, 0}, parts.convolution,
-                         parts.convolution_bias, true, convolved});
+                         parts.convolution_bias, !is_alone, convolved});
+        if (is_alone) {
+            each_row(count, 2 * inner, [&](Int row) {
+                ops.multiply(convolved + row * inner * bytes, gate.data + row * gate.stride * bytes, gated + row * output.input_stride() * bytes, inner);
+            });
+            leave(parts.around, parts.output, ops, gated, count, from, result, to);
+            continue;
+        }
         float* const betas = steps + count * heads;
         each_row(count, 64 * heads, [&](Int row) {
             for (Int head = 0; head < heads; ++head) {

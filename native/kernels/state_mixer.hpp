@@ -1,5 +1,6 @@
 // The mixer half of a state layer in one call: norm, input products, convolution, gates, recurrence, gated norm, output product,
-// residual. Gated delta nets (one decay a head) and Mamba 2. quire/model/state has the same in torch.
+// residual. Gated delta nets (one decay a head), Mamba 2, and short convolutions alone, which have a product with the row before
+// and one behind. quire/model/state has the same in torch.
 //
 // Not here: which mixer of a model is one of these (quire/model/fused), the products (linear.hpp), convolution and recurrences
 // (recurrence.hpp), the arithmetic of norms and gates (row_ops.hpp).
@@ -26,17 +27,19 @@ struct ProductColumns {
 };
 
 struct MixerParts {
-    enum Kind { delta, scan };
+    enum Kind { delta, scan, convolution_alone };
     Kind kind = delta;
     Surroundings around;
     std::vector<Product> inputs;
-    // What each part of a row consists of, in order. x: what passes the convolution (delta: q, k, v; scan: x, b, c).
-    std::vector<ProductColumns> x, gate, a;  // gate [heads * head_dim]; a: what the decays are made of, [heads]
-    std::vector<ProductColumns> b;           // delta: [heads]
+    // What each part of a row consists of, in order. x: what passes the convolution (delta: q, k, v; scan: x, b, c; alone: after
+    // it was multiplied by b, and is multiplied by the gate then).
+    std::vector<ProductColumns> x, gate, a;  // gate [heads * head_dim]; a: what the decays are made of, [heads]; alone: none
+    std::vector<ProductColumns> b;           // delta: [heads]; alone: as the gate
     const float* convolution = nullptr;      // [channels of x, convolution_width]
     const float* convolution_bias = nullptr;  // [channels] or null
     std::int64_t convolution_width = 0;
     std::int64_t num_heads = 0, head_dim = 0, size = 0, num_groups = 0;  // size: of a key or a state; groups: heads of q and k, or of b and c
+    // But of a convolution alone:
     const float* rate = nullptr;   // [heads], the logarithm of a decay for a step of 1, not above 0
     const float* shift = nullptr;  // [heads], added to a: softplus(a + shift) is the step
     const float* skip = nullptr;   // scan: [heads] or null
@@ -48,7 +51,7 @@ struct MixerParts {
     Product output{};
 
     std::int64_t width() const { return num_heads * head_dim; }
-    std::int64_t channels() const { return 2 * num_groups * size + width(); }
+    std::int64_t channels() const { return (kind == convolution_alone ? 0 : 2 * num_groups * size) + width(); }
 };
 
 // Throws std::invalid_argument where the parts' shapes do not fit together.
@@ -56,6 +59,6 @@ void check_parts(const MixerParts& parts);
 
 // hidden and out: [rows of the step, width], contiguous, of the weights' element; out may be hidden.
 void run_mixer(const MixerParts& parts, const RecurrenceStep& step, const RecurrenceState& convolution, const RecurrenceState& state,
-               const void* hidden, void* out);
+               const void* hidden, void* out);  // of a convolution alone `state` is not looked at
 
 }  // namespace quire

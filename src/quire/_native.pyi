@@ -697,12 +697,12 @@ class MixerBlock:
         convolution: object,
         convolution_bias: object | None,
         heads: tuple[int, int, int, int],
-        rate: object,
-        shift: object,
+        rate: object | None,
+        shift: object | None,
         skip: object | None,
         limits: tuple[float, float],
         factor: float,
-        norm: object,
+        norm: object | None,
         epsilon: float,
         norm_width: int,
         gates_first: bool,
@@ -710,11 +710,11 @@ class MixerBlock:
         output_bias: object | None,
     ) -> None:
         """
-        kind: delta or scan. inputs: weight and bias (or None) of each product. columns: of x (q, k, v or x, b, c), gate, a and b, each a list of (product, column, width). convolution: float32 [channels, width]. heads: their number, their size, that of a key or a state, and the number of heads of q and k, or groups of b and c. rate, shift, skip: float32 [heads]. limits: of a step (scan). factor: of sigmoid(b) (delta). norm: float32, which repeats along a row; norm_width: elements normed together.
+        kind: delta, scan, or convolution, which has neither steps nor a norm: b * x, convolved, times the gate. inputs: weight and bias (or None) of each product. columns: of x (q, k, v or x, b, c), gate, a and b, each a list of (product, column, width). convolution: float32 [channels, width]. heads: their number, their size, that of a key or a state, and the number of heads of q and k, or groups of b and c. rate, shift, skip: float32 [heads]. limits: of a step (scan). factor: of sigmoid(b) (delta). norm: float32, which repeats along a row; norm_width: elements normed together.
         """
 
     def run(
-        self, step: RecurrenceStep, convolution: object, state: object, hidden: object, out: object
+        self, step: RecurrenceStep, convolution: object, state: object | None, hidden: object, out: object
     ) -> None:
         """
         out [rows, width] of hidden [rows, width], which it may be; states, float32 [slots, ...], of the step's slots are updated.

@@ -25,6 +25,7 @@ from quire.model.fused.mixer import FusedMixer, mixer_candidates
 SERVED = {
     "bamba": (1, 1, 0),
     "granitemoehybrid": (1, 1, 0),  # experts beside the MLP
+    "lfm2": (1, 1, 2),
     "mamba2": (2, 0, 0),
     "olmo_hybrid": (1, 1, 2),
     "qwen3_5_text": (1, 1, 2),
@@ -42,6 +43,7 @@ WRONG = {
     "decays": lambda parts: {"a_log": parts.a_log + 0.001},
     "q and k exchanged": lambda parts: {"inputs": (*parts.inputs[1::-1], *parts.inputs[2:])},
     "the lowest step": lambda parts: {"limits": (0.1, parts.limits[1])},
+    "the gates exchanged": lambda parts: {"gate": parts.b, "b": parts.gate},
     "what is normed together": lambda parts: {"norm_width": parts.norm.weight.numel()},
 }
 
@@ -99,6 +101,7 @@ def test_a_layer_of_mamba_without_experts_is_served_whole() -> None:
         ("olmo_hybrid", "q and k exchanged"),
         ("mamba2", "the lowest step"),
         ("bamba", "what is normed together"),
+        ("lfm2", "the gates exchanged"),
     ],
 )
 def test_a_wrong_constant_does_not_serve(name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +150,7 @@ def mixers(name: str, dtype: torch.dtype) -> tuple[StateAdapter, FusedMixer]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["mamba2", "olmo_hybrid", "qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "olmo_hybrid", "qwen3_5_text", "qwen3_next"])
 def test_a_mixer_computes_what_its_adapter_does(name: str, dtype: torch.dtype) -> None:
     adapter, fused = mixers(name, dtype)
     torch.manual_seed(5)
@@ -165,7 +168,7 @@ def test_a_mixer_computes_what_its_adapter_does(name: str, dtype: torch.dtype) -
         assert torch.allclose(state[written], theirs[name_of][written], atol=bound, rtol=bound)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_next"])
 def test_bits_do_not_depend_on_where_rows_are_cut(name: str) -> None:
     """More rows than go through at once, beside a sequence of one row; then the same in other parts."""
     adapter, fused = mixers(name, torch.bfloat16)

@@ -34,6 +34,7 @@ _PLACES: dict[tuple[str, ...], tuple[str | None, str | None, str | None, str | N
         ("attention_layernorm", None, "feedforward_layernorm", None),
         ("input_layernorm", None, "pre_feedforward_layernorm", None),
         ("ln_1", None, "ln_2", None),
+        ("operator_norm", None, "ffn_norm", None),
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
         ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
@@ -43,7 +44,8 @@ _PLACES: dict[tuple[str, ...], tuple[str | None, str | None, str | None, str | N
 _FORWARD_NAMES = frozenset({
     "residual_multiplier", "use_parallel_residual",
     # What a layer of a hybrid model asks and calls: of which kind it is, and the parts of the other kinds.
-    "block_type", "layer_type", "linear_attn", "self_attn", "mamba", "has_experts", "block_sparse_moe",
+    "block_type", "layer_type", "linear_attn", "self_attn", "mamba", "conv", "is_attention_layer", "has_experts",
+    "block_sparse_moe",
 })  # fmt: skip
 
 

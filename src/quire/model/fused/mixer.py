@@ -43,21 +43,20 @@ class FusedMixer:
         self.adapter, self.layer, self.found = adapter, layer, found
         self._output = output
         self.width, self.dtype = output.num_outputs, output.dtype
-        bias = parts.conv.bias
         # Now, not at the first call: somebody may be looking for torch operators then (`row_invariant.Watch`).
         self._before = (
             [layer.product for layer in inputs],
             [list(columns) for columns in (parts.x, parts.gate, parts.a, parts.b)],
             _wide(parts.conv.weight[:, 0]),
-            None if bias is None else _wide(bias),
+            _wide_or_none(parts.conv.bias),
             parts.heads,
-            -torch.exp(_wide(parts.a_log)),
-            _wide(parts.dt_bias),
-            None if parts.d is None else _wide(parts.d),
+            None if parts.a_log is None else -torch.exp(_wide(parts.a_log)),
+            _wide_or_none(parts.dt_bias),
+            _wide_or_none(parts.d),
             parts.limits,
             parts.factor,
-            _wide(parts.norm.weight),
-            _epsilon_of(parts.norm),
+            None if parts.norm is None else _wide(parts.norm.weight),
+            0.0 if parts.norm is None else _epsilon_of(parts.norm),
             parts.norm_width,
             found,
             *output.product,
@@ -85,7 +84,7 @@ class FusedMixer:
         states = cache.state_of(self.layer)
         out = torch.empty_like(hidden)
         handle = handle_of(cache.state_step.recurrence)
-        block.run(handle, states[CONVOLUTION], states[RECURRENT], hidden, out)
+        block.run(handle, states[CONVOLUTION], states.get(RECURRENT), hidden, out)
         return out
 
     def __call__(self, hidden: torch.Tensor, cache: Any, table: RotaryTable = (None, None)) -> torch.Tensor:
@@ -102,7 +101,7 @@ def mixer_candidates(adapter: StateAdapter, layer: int) -> dict[bool, FusedMixer
     layer: whose states its are.
     """
     parts = adapter.parts()
-    if parts is None or _epsilon_of(parts.norm) is None:
+    if parts is None or (parts.norm is not None and _epsilon_of(parts.norm) is None):
         return {}
     inputs, output = [packed_layer(module) for module in parts.inputs], packed_layer(parts.output)
     if output is None or any(one is None or one.dtype is not output.dtype for one in inputs):
@@ -110,11 +109,16 @@ def mixer_candidates(adapter: StateAdapter, layer: int) -> dict[bool, FusedMixer
     known = [one for one in inputs if one is not None]
     if any(one.num_inputs != output.num_outputs for one in known):
         return {}
-    return {found: FusedMixer(adapter, layer, parts, known, output, found) for found in (True, False)}
+    kinds = (False,) if parts.norm is None else (True, False)
+    return {found: FusedMixer(adapter, layer, parts, known, output, found) for found in kinds}
 
 
 def _epsilon_of(norm: Any) -> Any:
     return next((getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), None)
+
+
+def _wide_or_none(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else _wide(tensor)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

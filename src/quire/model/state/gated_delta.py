@@ -110,7 +110,6 @@ class GatedDeltaNet(StateAdapter):
             heads=(own.num_v_heads, own.head_v_dim, own.head_k_dim, own.num_k_heads),
             a_log=own.A_log,
             dt_bias=own.dt_bias,
-            d=None,
             norm=own.norm if is_first else own.o_norm,
             norm_width=own.head_v_dim,
             output=own.out_proj if is_first else own.o_proj,

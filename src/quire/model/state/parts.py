@@ -21,22 +21,22 @@ Columns = tuple[
 
 @dataclass(frozen=True, eq=False)
 class MixerParts:
-    """A gated delta net with one decay a head ("delta"), or Mamba 2 ("scan").
+    """A gated delta net with one decay a head ("delta"), Mamba 2 ("scan"), a gated short convolution ("convolution").
 
     Args:
         inputs: linear layers that all take the mixer's rows.
-        x: what passes the convolution and SiLU: q, k and v, or x, B and C.
-        gate: what the normed result is gated by.
+        x: what passes the convolution and SiLU: q, k and v, or x, B and C; of a convolution alone x, times b, without.
+        gate: what the normed result is gated by; of a convolution alone a factor.
         a: what the steps are made of, softplus(a + dt_bias); b: of delta, what beta is the sigmoid of.
         conv: the depthwise nn.Conv1d.
         heads: how many, the size of each, that of a key or a state, and how many heads of q and k (groups of B and C).
-        a_log, dt_bias, d: [heads]; d of scan alone.
+        a_log, dt_bias, d: [heads]; d of scan alone. Of a convolution alone none of what follows but `output`.
         limits: of a step (scan). factor: of the sigmoid (delta).
         norm: RMS norm with a gate; norm_width: elements that are normed together.
         output: the last linear layer.
     """
 
-    kind: Literal["delta", "scan"]
+    kind: Literal["delta", "scan", "convolution"]
     inputs: tuple[Any, ...]
     x: Columns
     gate: Columns
@@ -44,12 +44,12 @@ class MixerParts:
     b: Columns
     conv: Any
     heads: tuple[int, int, int, int]
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
-    d: torch.Tensor | None
-    norm: Any
-    norm_width: int
     output: Any
+    a_log: torch.Tensor | None = None
+    dt_bias: torch.Tensor | None = None
+    d: torch.Tensor | None = None
+    norm: Any = None
+    norm_width: int = 0
     limits: tuple[float, float] = (0.0, float("inf"))
     factor: float = 1.0
 
