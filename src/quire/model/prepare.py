@@ -401,7 +401,7 @@ class PreparedModel:
         if self.backend.is_native and choose_packing(self.loaded.dtype) == "native":
             from quire.model.fused import fuse
 
-            self.fused = fuse(self, attended)
+            self.fused = fuse(self, attended, self._adapters)
             self._undo.append(self.fused.restore)
         replaced = self._probe(model)
         fused = None if self.fused is None else self.fused.found(model)
@@ -417,7 +417,7 @@ class PreparedModel:
         """Serve as an earlier proof of this very model has found."""
         from quire.model.fused import fuse_again, match_decoder
 
-        self.fused = fuse_again(model, self.loaded.dtype, found["fused"])
+        self.fused = fuse_again(model, self.loaded.dtype, found["fused"], self._adapters)
         self._undo.append(self.fused.restore)
         if replaced := [model.get_submodule(name) for name in found["replaced"]]:
             self._undo.append(row_invariant.replace(model, replaced))
