@@ -34,7 +34,6 @@ ORDER = [
     "tiers",
     "observe",
     "offload",
-    "quantized",
     "model",
     "sampling",
     "scheduler",
