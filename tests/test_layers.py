@@ -34,6 +34,7 @@ ORDER = [
     "tiers",
     "observe",
     "offload",
+    "quantized",
     "model",
     "sampling",
     "scheduler",

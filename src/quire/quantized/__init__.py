@@ -2,6 +2,7 @@
 
 Others may use the names below, and
     rounding    the version of the rounding
+    readers     weights of quantized checkpoints and of GGUF files as codes
 """
 
 from quire.quantized.panels import CodedWeight
