@@ -5,8 +5,9 @@ one at a time. Either is done to a model before it is prepared, and stays: prepa
 and so does its undoing. A module so held is a packed one (`linear`): same object and name, its `.weight` reads as the
 dequantized weight rounded once to the model's dtype, and whoever writes to that makes the module dense.
 
-Not here: products (`quire.quantized`), files, experts given as 3-D parameters, which stay dense. Fused layers do not
-take codes: layers with quantized linears run unfused, with the same bits.
+Not here: products (`quire.quantized`), files, experts given as 3-D parameters, which stay dense. Fused layers take
+codes where one kernel takes all that they multiply together, such as q, k and v; else, and where a weight has an order
+of inputs of its own, the module runs unfused.
 
 Invariants
     Q3  a weight that several modules share is held once.
