@@ -30,6 +30,7 @@ from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
 from quire.engine.engine import Engine
 from quire.engine.kv_budget import KVBudget
 from quire.engine.monitor import CacheMonitor
+from quire.engine.plan import refuse_if_none_fits, require_room
 from quire.engine.profile import Profile
 from quire.engine.storages import open_storage
 from quire.errors import ArgumentError, UnsupportedModelError
@@ -38,6 +39,7 @@ from quire.offload.tiering import OpenTiers, open_tiers, swap_of
 from quire.offload.waiting import InEngine
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
 from quire.sessions.transcript import Reader, Transcript
+from quire.sizes import format_size
 from quire.spec import KVSpec
 from quire.spec.kv_dtype import with_kv_dtype
 
@@ -109,11 +111,15 @@ class EngineCore:
         from quire.attention import backend
         from quire.engine.model_changes import ModelChanges
         from quire.engine.runner import Runner
+        from quire.memory.heap import give_back_freed
         from quire.model.fingerprint import engine_fingerprint, stored_fingerprint
         from quire.model.load import load
         from quire.model.own_forward import prepare
+        from quire.model.plain_weights import dense_parameters
+        from quire.model.quantized import coded_weights, tell_weights
 
         backend(config.backend)  # an unknown one is refused here
+        require_room(config)
         self.num_threads: int = (
             config.num_threads or torch.get_num_threads()
         )  # torch's, of the driver's thread
@@ -125,10 +131,13 @@ class EngineCore:
                 dtype=config.dtype,
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
+                weights=config.weight_formats,
             )
         spec = with_kv_dtype(loaded.spec, config.kv_dtype)
         _check_formats(spec, config.backend)
         fingerprint = engine_fingerprint(loaded, config.backend) if config.has_tiers else b""
+        self.weight_bytes = tell_weights(loaded.model)
+        self.has_codes = bool(coded_weights(loaded.model))
         self.name: str = loaded.name
         self.tokenizer: Any = loaded.tokenizer
         self.vocab_size: int = loaded.vocab_size
@@ -139,6 +148,9 @@ class EngineCore:
                 max_model_len=config.max_model_len,
                 packed_weights=packed_folder,
             )
+        if loaded.mapped is not None:
+            loaded.mapped.release_read(dense_parameters(loaded.model))
+        give_back_freed()  # what the proof took, before the budget is made
         self.storage: Storage | None = None
         self.tiers: OpenTiers | None = None
         self.monitor: CacheMonitor | None = None
@@ -206,6 +218,7 @@ class EngineCore:
                     snapshots.count_files()
                     self.tiers.describe_roots(loaded.name, snapshots.settle)
             self.budget = KVBudget(opened, self.engine, config, max_model_len=self.max_model_len)
+            refuse_if_none_fits(self.budget.fit, config, self.max_model_len)
             self.changes = ModelChanges(self.prepared, self.engine, opened, self.tiers, config.backend)
             self.engine.on_work = self.changes.follow
             if packed_folder is not None:
@@ -237,6 +250,15 @@ class EngineCore:
             return 0
         states = getattr(self.storage, "states", None)
         return self.storage.bytes_committed + (0 if states is None else states.bytes_committed)
+
+    @property
+    def weights(self) -> str:
+        """The weights' formats and sizes where some are held as codes: "weights int4:128 201 MiB, ..."; else ""."""
+        if not self.has_codes:
+            return ""
+        return "weights " + ", ".join(
+            f"{name} {format_size(size)}" for name, size in self.weight_bytes.items()
+        )
 
     @property
     def reader(self) -> Reader:

@@ -6,6 +6,7 @@ Others may use the names below, and
     kv_dtype    a model's layers in a format
     payload, state_payload   where the bytes of tokens, and of a state, lie when they leave the pool
     state_spec  what state layers keep for each sequence
+    weight_formats   how weights of a plain checkpoint are rounded
 """
 
 import warnings
