@@ -29,6 +29,7 @@ from quire.engine.kv_fit import KVFit, KVLayout, fit_within, kv_layout
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.sizes import format_size, parse_budget, parse_size
 from quire.spec import KVGroup, KVSpec
+from quire.spec.kv_dtype import with_kv_dtype
 
 if TYPE_CHECKING:
     from quire.model.load import UnloadedModel
@@ -42,17 +43,6 @@ _WEIGHTS = {
     "embeddings": "embeddings",
     "dense": "norms and others, dense",
 }
-_KEPT_BYTES = (
-    None,
-    "auto",
-    "bf16",
-    "bfloat16",
-    "fp16",
-    "float16",
-    "fp32",
-    "float32",
-)  # what every engine has
-_LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,7 @@ class Plan:
     """What a start with these options takes and holds; bytes are integers, lengths are tokens.
 
     Attributes:
-        model, model_type, dtype, storage, block_size: what starts, and in what blocks (1: not blocks of tokens).
+        model, model_type, dtype, kv_dtype, storage, block_size: what starts, in what blocks (1: not blocks of tokens).
         rows: the parts of `total_bytes`.
         context, concurrency, shared_prefix: the requests that the rows are of: asked for, or the most that is held.
         max_context: of each of `concurrency` requests; 0: not one token. max_concurrency: requests of `context`.
@@ -83,6 +73,7 @@ class Plan:
     model: str
     model_type: str
     dtype: str
+    kv_dtype: str
     storage: str
     block_size: int
     context: int
@@ -117,7 +108,8 @@ class Plan:
         shown = [(row.part, row.name, format_size(row.num_bytes), row.note) for row in self.rows]
         shown.append(("total", "", format_size(self.total_bytes), f"of {format_size(self.memory_bytes)}"))
         widths = [max(len(row[column]) for row in shown) for column in range(3)]
-        lines = [f"{self.model} ({self.model_type}), {self.dtype}, storage {self.storage}"]
+        kept = f", K and V in {self.kv_dtype}" * (self.kv_dtype != self.dtype)
+        lines = [f"{self.model} ({self.model_type}), {self.dtype}{kept}, storage {self.storage}"]
         before = ""
         for part, name, size, note in shown:
             first = part if part != before else ""
@@ -178,7 +170,9 @@ def plan(
         ArgumentError: a wrong option, or a form that the engine does not have. LoadError, ConfigError,
         UnsupportedModelError: the model, as far as its config and headers tell.
     """
-    config = _with_forms(EngineConfig.of(model, options), kv_dtype, weights)
+    config = EngineConfig.of(model, options)
+    forms = {"kv_dtype": kv_dtype, "weights": weights}
+    config = replace(config, **{name: value for name, value in forms.items() if value is not None})
     for name, value, least in (
         ("context", context, 1),
         ("concurrency", concurrency, 1),
@@ -257,31 +251,6 @@ def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None
     )
 
 
-def _with_forms(config: EngineConfig, kv_dtype: str | None, weights: str | None) -> EngineConfig:
-    """config with the forms as its own options, where the engine has such options.
-
-    *raises:* ArgumentError: a form that the engine does not have.
-    """
-    known = EngineConfig.options()
-    for name, value in (("kv_dtype", kv_dtype), ("weights", weights)):
-        if name in known:
-            config = config if value is None else replace(config, **{name: value})
-        elif value not in _KEPT_BYTES:
-            raise ArgumentError(
-                f"expected {name} auto, bfloat16, float16 or float32, which this engine has, got {value!r} - in "
-                f"`{name}`"
-            )
-        elif value not in (None, "auto"):
-            wanted = _LONG_NAMES.get(value, value)
-            if config.dtype not in ("auto", wanted):
-                raise ArgumentError(
-                    f"expected {name} of the model's own dtype {config.dtype}, in which this engine computes and keeps "
-                    f"keys and values, got {value!r} - in `{name}`"
-                )
-            config = replace(config, dtype=wanted)
-    return config
-
-
 # -- how ----------------------------------------------------------------------------------------------------
 
 
@@ -296,7 +265,7 @@ def _plan_of(
     from quire.engine.storages import device_of, storage_of
     from quire.model.prepare import resolve_length
 
-    spec = unloaded.spec
+    spec = with_kv_dtype(unloaded.spec, config.kv_dtype)
     if context is not None:
         if config.max_model_len is not None and context > config.max_model_len:
             raise ArgumentError(
@@ -341,6 +310,7 @@ def _plan_of(
         model=unloaded.name,
         model_type=unloaded.model_type,
         dtype=spec.dtype,
+        kv_dtype=spec.kv_dtype,
         storage=layout.storage,
         block_size=layout.block_size,
         context=asked,
