@@ -601,7 +601,8 @@ def _unloaded(config: Any, dtype: Any, name: str, stored_bytes: int, **options: 
     dtype_name = str(dtype).removeprefix("torch.")
     if dtype_name not in element_formats():
         raise UnsupportedModelError(
-            f"model type {config.model_type}: expected weights of {', '.join(sorted(element_formats()))}, got {dtype_name}"
+            f"model type {config.model_type}: expected weights of {', '.join(sorted(element_formats()))}, got "
+            f"{dtype_name}"
         )
     spec = KVSpec.from_config(config, dtype=dtype_name)
     embeddings = model.get_output_embeddings() or model.get_input_embeddings()
