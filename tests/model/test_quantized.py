@@ -19,7 +19,14 @@ from quire.model.linear import pack_linears
 from quire.model.load import load
 from quire.model.prepare import PreparedModel
 from quire.model.prove.probe import rehearse
-from quire.model.quantized import coded_weights, hold_quantized, quantize_model, tell_weights
+from quire.model.quantized import (
+    coded_weights,
+    hold_quantized,
+    planned_forms,
+    quantize_model,
+    tell_weights,
+)
+from quire.model.weight_rows import held_weights, planned_weights
 from quire.quantized import CodedWeight, Factor, QuantizedWeight, multiply
 from quire.spec.weight_formats import parse_weights
 
@@ -165,6 +172,18 @@ def test_it_is_served(backend: str, tmp_path: Any) -> None:
         assert "weights int8" in llm.capacity
         assert llm.stats()["weight_bytes"]["int8"] > 0
     assert together == alone
+
+
+def test_a_plan_knows_what_it_weighs() -> None:
+    model, formats = tiny(tied=False), parse_weights({"*.mlp.*": "int4:32", "*.q_proj": "bf16", "*": "int8"})
+    with torch.device("meta"):
+        unloaded = tiny(tied=False)
+    planned = planned_weights(unloaded, form_of=planned_forms(unloaded, formats).get)
+    quantize_model(model, formats)
+    undo = pack_linears(model)
+    held = held_weights(model)
+    undo()
+    assert sum(row.num_bytes for row in planned) == sum(row.num_bytes for row in held)
 
 
 def decode(weights: Any, tmp_path: Any) -> tuple[bool, torch.Tensor]:

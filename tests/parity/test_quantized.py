@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.quantized_case import KINDS, random_weight
 
-from quire.quantized import CodedWeight, Factor, QuantizedWeight, multiply
+from quire.quantized import CodedWeight, Factor, QuantizedWeight, multiply, round_to_codes, rounded_num_bytes
+from quire.spec.weight_formats import parse_rounding
 
 _native = pytest.importorskip("quire._native")
 
@@ -91,6 +92,16 @@ def test_what_it_weighs() -> None:
     scales = Factor(wide.scales.fine.float())
     wide = QuantizedWeight(wide.codes, 4, 128, scales, wide.label, wide.zeros)
     assert CodedWeight(wide, torch.bfloat16).num_bytes == packed.num_bytes  # two bytes hold them
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("int8", (37, 50)), ("int4", (16, 256)), ("int4:16", (33, 48)), ("int8:32", (5, 96))]
+)
+def test_what_it_will_weigh(text: str, shape: tuple[int, int]) -> None:
+    rounding = parse_rounding(text)
+    assert rounding is not None
+    packed = CodedWeight(round_to_codes(torch.randn(shape), rounding), torch.float32)
+    assert rounded_num_bytes(*shape, rounding) == packed.num_bytes
 
 
 def test_rows_in_another_type_and_out_of_range() -> None:

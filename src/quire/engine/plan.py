@@ -371,6 +371,7 @@ def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int
 def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
     from quire.attention import backend
     from quire.model.linear import choose_packing
+    from quire.model.quantized import planned_forms
     from quire.model.weight_rows import planned_weights
     from quire.spec import format_of
 
@@ -380,9 +381,11 @@ def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]
         packing = "device"
     elif not device.is_native and choose_packing(dtype) == "native":
         packing = "watched"  # as `PreparedModel` chooses
+    formats = config.weight_formats
+    forms = {} if formats is None else planned_forms(unloaded.model, formats)
     return [
         PlanRow("weights", _WEIGHTS[row.kind], row.num_bytes, f"{row.num_tensors} tensors")
-        for row in planned_weights(unloaded.model, packing=packing)
+        for row in planned_weights(unloaded.model, packing=packing, form_of=forms.get)
     ]
 
 

@@ -32,7 +32,9 @@ from quire.model.experts import expert_projections
 from quire.model.held_weight import HeldParameter
 from quire.model.latent import LatentHeads, is_latent
 from quire.model.linear import DTYPE_NAMES, NativeWeight, Packing, choose_packing, planned_packing
+from quire.quantized import rounded_num_bytes
 from quire.registry import Registry
+from quire.spec.weight_formats import Rounding
 
 __all__ = [
     "WEIGHT_FORMS",
@@ -64,6 +66,13 @@ def _native_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, _: str)
     return native.packed_num_bytes(num_outputs, num_inputs, DTYPE_NAMES[dtype])
 
 
+def _rounded_bytes(bits: int) -> WeightForm:
+    def num_bytes(num_outputs: int, num_inputs: int, _: torch.dtype, group: str) -> int:
+        return rounded_num_bytes(num_outputs, num_inputs, Rounding(bits, int(group) if group else None))
+
+    return num_bytes
+
+
 def _dense_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, _: str) -> int:
     return num_outputs * num_inputs * dtype.itemsize
 
@@ -72,7 +81,14 @@ def _dense_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, _: str) 
 WEIGHT_FORMS: Registry[WeightForm] = Registry(
     "a form of weights",
     "weights",
-    {"native": _native_bytes, "onednn": _dense_bytes, "device": _dense_bytes, "watched": _dense_bytes},
+    {
+        "native": _native_bytes,
+        "onednn": _dense_bytes,
+        "device": _dense_bytes,
+        "watched": _dense_bytes,
+        "int8": _rounded_bytes(8),
+        "int4": _rounded_bytes(4),
+    },
 )
 
 
