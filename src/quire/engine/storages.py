@@ -18,11 +18,13 @@ from quire.baselines.buffers import STEP_TOKENS, Buffers, LayerBuffer
 from quire.baselines.row_cache import RowCache
 from quire.cache.block_counts import num_blocks_for
 from quire.cache.cache import Cache
+from quire.cache.exchange import Exchange
 from quire.cache.protocol import KVCache
 from quire.cache.state_cache import StateCache
 from quire.config import REGISTERED_STORAGES, EngineConfig, parse_growth
 from quire.engine.capacity import kv_memory_bytes
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, CapacityError
+from quire.memory.device import HOST
 from quire.memory.state_slots import StateSlots
 from quire.registry import Registry
 from quire.sizes import parse_size
@@ -31,7 +33,7 @@ from quire.spec import KVSpec
 if TYPE_CHECKING:
     from quire.memory.device import DeviceMemory
 
-__all__ = ["OpenStorage", "num_blocks_within", "open_storage", "register", "unregister"]
+__all__ = ["OpenStorage", "num_blocks_within", "open_storage", "register", "state_budget", "unregister"]
 
 _log = logging.getLogger("quire")
 
@@ -94,18 +96,15 @@ def num_blocks_within(
 
 
 def num_state_slots(config: EngineConfig, spec: KVSpec, most_kv_bytes: int) -> int:
-    """Slots for states within `kv_memory`: two for each sequence that may run, one to compute in and one checkpoint, or
-    fewer: at most half of the budget. most_kv_bytes: what K and V could use at most.
+    """Slots for states within `kv_memory` at the start: two for each sequence that may run, one to compute in and one
+    checkpoint, or fewer: at most half of the budget. Later they exchange memory with blocks (`quire.cache.exchange`).
+    most_kv_bytes: what K and V could use at most.
 
     *raises:* ArgumentError: the budget holds no two slots beside a half for K and V.
     """
-    wanted = 2 * config.max_num_seqs + 2
+    wanted = _wanted_slots(config)
     each = spec.bytes_per_state
-    budget = kv_memory_bytes(
-        config.kv_memory,
-        most_useful_bytes=most_kv_bytes + wanted * each,
-        free_bytes=_device(config).free_bytes(),
-    )
+    budget = _state_budget(config, spec, most_kv_bytes)
     found = min(wanted, budget // 2 // each)
     if found < 2:
         raise ArgumentError(
@@ -113,6 +112,25 @@ def num_state_slots(config: EngineConfig, spec: KVSpec, most_kv_bytes: int) -> i
             f"{config.kv_memory!r}, {budget} bytes - in `kv_memory`"
         )
     return found
+
+
+def state_budget(config: EngineConfig, storage: Any, max_model_len: int, own_bytes: int = 0) -> int:
+    """`kv_memory` of a model with state layers, in bytes. own_bytes: memory the cache has already, as good as free."""
+    spec = storage.spec
+    most_blocks = config.max_num_seqs * num_blocks_for(spec, max_model_len, storage.block_size)
+    return _state_budget(config, spec, most_blocks * storage.block_bytes, own_bytes)
+
+
+def _wanted_slots(config: EngineConfig) -> int:
+    return 2 * config.max_num_seqs + 2
+
+
+def _state_budget(config: EngineConfig, spec: KVSpec, most_kv_bytes: int, own_bytes: int = 0) -> int:
+    return kv_memory_bytes(
+        config.kv_memory,
+        most_useful_bytes=most_kv_bytes + _wanted_slots(config) * spec.bytes_per_state,
+        free_bytes=_device(config).free_bytes() + own_bytes,
+    )
 
 
 def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
@@ -130,7 +148,7 @@ def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any,
     )
     storage = PagedStorage(spec, num_blocks, block_size, device=_device(config))
     storage.states = states
-    return _with_cache(config, storage, num_blocks)
+    return _with_cache(config, storage, num_blocks, max_model_len)
 
 
 def _states(
@@ -140,7 +158,14 @@ def _states(
     if not spec.states:
         return None
     most_kv_bytes = config.max_num_seqs * num_blocks_for(spec, max_model_len, block_size) * block_bytes
-    return StateSlots(spec, num_state_slots(config, spec, most_kv_bytes))
+    num_slots = num_state_slots(config, spec, most_kv_bytes)
+    # Addresses for as many as all of the budget would make, and more, where there are any: it may be raised.
+    budget = _state_budget(config, spec, most_kv_bytes)
+    most = max(num_slots, budget // spec.bytes_per_state)
+    try:
+        return StateSlots(spec, num_slots, max(most, HOST.total_bytes() // spec.bytes_per_state))
+    except CapacityError:
+        return StateSlots(spec, num_slots, most)
 
 
 def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
@@ -175,10 +200,10 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
     except BaseException:
         storage.close()
         raise
-    return _with_cache(config, storage, num_blocks)
+    return _with_cache(config, storage, num_blocks, max_model_len)
 
 
-def _with_cache(config: EngineConfig, storage: Any, num_blocks: int) -> tuple[Any, Any]:
+def _with_cache(config: EngineConfig, storage: Any, num_blocks: int, max_model_len: int) -> tuple[Any, Any]:
     """`storage` and a `Cache` over its blocks."""
     options: dict[str, Any] = {
         "num_blocks": num_blocks,
@@ -197,10 +222,30 @@ def _with_cache(config: EngineConfig, storage: Any, num_blocks: int) -> tuple[An
                 checkpoint_every=config.checkpoint_every,
                 **options,
             )
+            cache.exchange = _exchange(config, storage, cache, max_model_len)
     except BaseException:
         storage.close()
         raise
     return storage, cache
+
+
+def _exchange(config: EngineConfig, storage: Any, cache: StateCache, max_model_len: int) -> Exchange:
+    """What has the blocks and the slots that there are at the start exchange their memory."""
+    spec, slots = storage.spec, storage.states
+    block_bytes = storage.block_bytes
+    num_bytes = cache.num_blocks * block_bytes + slots.num_bytes
+    if not spec.stores_kv:
+        # All of the budget is for states but what stands for their tokens, as many as there are.
+        budget = state_budget(config, storage, max_model_len)
+        num_bytes = max(slots.num_bytes, budget - cache.num_blocks * block_bytes)
+    return Exchange(
+        cache,
+        num_bytes=num_bytes,
+        slot_bytes=slots.bytes_per_slot,
+        block_bytes=block_bytes if spec.stores_kv else 0,
+        max_slots=slots.max_slots,
+        max_blocks=max(cache.num_blocks, storage.max_blocks),
+    )
 
 
 def _refuse_states(spec: KVSpec, name: str) -> None:
