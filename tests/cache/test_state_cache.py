@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.cache_case import BACKENDS
 
+from quire.cache.block_counts import max_tokens_for
 from quire.cache.exchange import Exchange
 from quire.cache.protocol import CacheSequence
 from quire.cache.state_cache import StateCache
@@ -338,6 +339,23 @@ class StateCacheLaws(RuleBasedStateMachine):
         self.open.remove(sequence)
         self.cache.close(sequence)
 
+    @precondition(lambda self: len(self.cache.pins) < 3 and len(self.cache.checkpoints))
+    @rule(data=st.data())
+    def pins(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(list(self.cache.checkpoints)))
+        tokens, _ = one.decoded()
+        probe = [*tokens.tolist(), 0]
+        if (
+            self.cache.match(probe, namespace=one.namespace).num_tokens == len(tokens)
+            and self.cache._may_pin()
+        ):
+            self.cache.pins.add(tokens, namespace=one.namespace)
+
+    @precondition(lambda self: len(self.cache.pins))
+    @rule(data=st.data())
+    def unpins(self, data: st.DataObject) -> None:
+        self.cache.pins.remove(data.draw(st.sampled_from(list(self.cache.pins))))
+
     @precondition(lambda self: self.cache.exchange is not None)
     @rule(prefix=st.integers(1, 40))
     def whoever_fits_alone_runs(self, prefix: int) -> None:
@@ -345,7 +363,11 @@ class StateCacheLaws(RuleBasedStateMachine):
         for sequence in self.open:
             self.cache.close(sequence)
         self.open.clear()
-        tokens = [*range(10, 10 + prefix), *range(self.cache.max_tokens_alone() - prefix)]
+        most = self.cache.num_possible_blocks - self.cache.pins.num_blocks
+        num_tokens = max_tokens_for(self.cache.spec, max(0, most), 4)
+        if num_tokens <= prefix:
+            return
+        tokens = [*range(10, 10 + prefix), *range(num_tokens - prefix)]
         one = self.cache.open(tokens)
         while (left := one.num_tokens - one.num_computed_tokens) > 0:
             # A window that is full has room for one token more, not for many.
@@ -364,7 +386,9 @@ class StateCacheLaws(RuleBasedStateMachine):
 
     @rule(prefix=st.integers(0, 12))
     def drops(self, prefix: int) -> None:
-        self.cache.drop(list(range(10, 10 + prefix)))
+        tokens = list(range(10, 10 + prefix))
+        if not self.cache.pins.in_what_begins_with(np.array(tokens, np.int32)):
+            self.cache.drop(tokens)
 
     @rule()
     def trims(self) -> None:

@@ -124,7 +124,7 @@ class Exchange:
     @property
     def num_possible_blocks(self) -> int:
         """Blocks that one sequence alone could come to have."""
-        return max(self._cache.num_blocks, self.blocks_beside(self._cache.least_state_slots))
+        return self.blocks_beside(self._cache.least_state_slots)
 
     @property
     def blocks_to_come(self) -> int:
