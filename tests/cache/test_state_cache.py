@@ -403,8 +403,8 @@ class NativeStateCacheLaws(StateCacheLaws):
     backend = "native"
 
 
-StateCacheLaws.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-NativeStateCacheLaws.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+StateCacheLaws.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+NativeStateCacheLaws.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestPython = StateCacheLaws.TestCase
 if "native" in BACKENDS:
     TestNative = NativeStateCacheLaws.TestCase

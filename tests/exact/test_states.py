@@ -10,6 +10,7 @@ import random
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.generate_oracle import generate
@@ -305,6 +306,18 @@ def test_slots_that_are_needed_keep_their_bytes() -> None:
         for field in slots.of(layer.layer).values():
             kept = [slot for slot in range(40) if slot not in (0, 1, 3, 12, 39)]
             assert bool((field[kept] == 1.0).all())
+    slots.close()
+    slots = StateSlots(spec, 2, 40)
+    slots.fill(1.0)
+    before = slots.bytes_committed
+    slots.resize(40)
+    assert slots.bytes_committed == before  # addresses, and no memory before it is written
+    slots.apply([(1, 39)])
+    assert np.array_equal(slots.read(39), slots.read(0))
+    slots.resize(2)
+    assert slots.bytes_committed == before
+    with pytest.raises(CapacityError, match="1 to 40 state slots"):
+        slots.resize(41)
     slots.close()
     slots.close()
     assert slots.bytes_committed == 0
