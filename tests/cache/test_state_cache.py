@@ -339,7 +339,7 @@ class StateCacheLaws(RuleBasedStateMachine):
         self.open.remove(sequence)
         self.cache.close(sequence)
 
-    @precondition(lambda self: len(self.cache.pins) < 3 and len(self.cache.checkpoints))
+    @precondition(lambda self: len(self.cache.pins) < 3 and len(self.cache.checkpoints) > 0)
     @rule(data=st.data())
     def pins(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from(list(self.cache.checkpoints)))
@@ -351,7 +351,7 @@ class StateCacheLaws(RuleBasedStateMachine):
         ):
             self.cache.pins.add(tokens, namespace=one.namespace)
 
-    @precondition(lambda self: len(self.cache.pins))
+    @precondition(lambda self: len(self.cache.pins) > 0)
     @rule(data=st.data())
     def unpins(self, data: st.DataObject) -> None:
         self.cache.pins.remove(data.draw(st.sampled_from(list(self.cache.pins))))
