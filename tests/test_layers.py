@@ -25,6 +25,7 @@ ORDER = [
     "torch_threads",
     "_native",
     "backends",
+    "quantized",
     "memory",
     "attention",
     "recurrence",

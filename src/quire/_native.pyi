@@ -3,7 +3,7 @@ Quire's native back end: block manager, attention, linear, recurrences.
 """
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -409,6 +409,26 @@ class PackedWeight:
         A weight that was packed before with the same panel_layout, read where it lies: packed_num_bytes bytes (uint8) at a multiple of 64, which it keeps alive.
         """
 
+    @staticmethod
+    def of_codes(
+        codes: object,
+        bits: int,
+        group: int,
+        scales: tuple,
+        minimums: object | None,
+        zeros: object | None,
+        zero: float,
+        table: object | None,
+        dtype: str,
+        isa: str | None,
+    ) -> PackedWeight:
+        """
+        A weight held as codes (quire.quantized.QuantizedWeight), uint8 [num_outputs, num_inputs] below 2**bits, for activations of a dtype. scales, minimums: (fine, coarse or None, whether the bytes of fine are signed). All contiguous; may be freed afterwards.
+        """
+
+    def goes_with(self, other: PackedWeight) -> bool:
+        """Whether one fused product takes this weight and the other."""
+
     def multiply(self, x: object, bias: object | None, out: object) -> None:
         """
         out [rows, num_outputs] = x [rows, num_inputs] times the weight + bias [num_outputs] (or None); all contiguous, of the weight's dtype.
@@ -422,10 +442,19 @@ class PackedWeight:
         Rows of the weight for int64 ids, contiguous [num_ids, num_inputs]. Raises IndexError for an id out of range.
         """
 
+    def gather_rows_in(self, ids: object, out: object) -> None:
+        """
+        gather_rows of codes, in the dtype of out: float32, bfloat16 or float16.
+        """
+
     @property
     def num_outputs(self) -> int: ...
     @property
     def num_inputs(self) -> int: ...
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is held as codes."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed form."""
@@ -449,6 +478,21 @@ def packed_num_bytes(num_outputs: int, num_inputs: int, dtype: str, isa: str | N
 class PagedView:
     """One layer's keys and values, which it keeps alive."""
 
+    @overload
+    def __init__(
+        self,
+        k: object,
+        v: object,
+        k_scale: object,
+        v_scale: object,
+        dtype: str,
+        k_offset: object | None = None,
+    ) -> None:
+        """
+        k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width): codes of 8 bits as uint8; k_scale and v_scale [num_blocks, num_kv_heads, block_size], bfloat16, behind the codes of their rows. dtype: of what is written and of queries. k_offset: float32 [num_kv_heads, k_width], taken from keys before they are turned, or None.
+        """
+
+    @overload
     def __init__(self, k: object, v: object) -> None:
         """
         k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width), of float32, bfloat16 or float16; the last dimension is dense, other strides are as they are. Where v begins where k does, values are the keys' first columns.
@@ -540,9 +584,10 @@ class AttentionBlock:
         output: PackedWeight,
         output_bias: object | None,
         num_q_heads: int,
+        gated: bool = False,
     ) -> None:
         """
-        qkv: weight and bias (or None) of q, k and v, or of one product that gives them in this order.
+        gated: behind each head of q its gate, the sigmoid of which multiplies what the head attends to. qkv: weight and bias (or None) of q, k and v, or of one product that gives them in this order.
         """
 
     def run(
@@ -683,3 +728,38 @@ def short_convolution(
     """
     Causal convolution of each channel, state [slots, width - 1, channels] of float32; x and out of one type, weight [channels, width] and bias [channels] of float32.
     """
+
+class MixerBlock:
+    """The mixer half of a state layer. It keeps alive what it is made of."""
+
+    def __init__(
+        self,
+        kind: str,
+        around: Surroundings,
+        inputs: Sequence[tuple[PackedWeight, object]],
+        columns: Sequence[Sequence[tuple[int, int, int]]],
+        convolution: object,
+        convolution_bias: object | None,
+        heads: tuple[int, int, int, int],
+        rate: object | None,
+        shift: object | None,
+        skip: object | None,
+        limits: tuple[float, float],
+        factor: float,
+        norm: object | None,
+        epsilon: float,
+        norm_width: int,
+        gates_first: bool,
+        output: PackedWeight,
+        output_bias: object | None,
+    ) -> None:
+        """
+        kind: delta, scan, or convolution, which has neither steps nor a norm: b * x, convolved, times the gate. inputs: weight and bias (or None) of each product. columns: of x (q, k, v or x, b, c), gate, a and b, each a list of (product, column, width). convolution: float32 [channels, width]. heads: their number, their size, that of a key or a state, and the number of heads of q and k, or groups of b and c. rate, shift, skip: float32 [heads]. limits: of a step (scan). factor: of sigmoid(b) (delta). norm: float32, which repeats along a row; norm_width: elements normed together.
+        """
+
+    def run(
+        self, step: RecurrenceStep, convolution: object, state: object | None, hidden: object, out: object
+    ) -> None:
+        """
+        out [rows, width] of hidden [rows, width], which it may be; states, float32 [slots, ...], of the step's slots are updated.
+        """

@@ -39,7 +39,9 @@ from quire.registry import Registry
 from quire.renamed import with_new_names
 from quire.secret_text import named
 from quire.sizes import parse_budget, parse_share, parse_size
-from quire.spec.formats import FORMATS
+from quire.spec.formats import element_formats
+from quire.spec.kv_dtype import kv_dtype_name
+from quire.spec.weight_formats import WeightFormats, parse_rounding, parse_weights
 
 __all__ = [
     "OPTION_OF_STORAGE",
@@ -196,15 +198,20 @@ def _text_or_secret(name: str, value: Any) -> None:
 
 def _dtype(value: Any) -> str:
     """*raises:* ArgumentError for what is no registered format of keys and values."""
-    *most, last = ("auto", *FORMATS)
+    *most, last = ("auto", *element_formats())
     if (name := str(value).removeprefix("torch.")) not in (*most, last):
         raise ArgumentError(f"expected {', '.join(most)} or {last}, got {name!r} - in `dtype`")
     return name
 
 
+def _kv_dtype(value: Any) -> str:
+    return kv_dtype_name(str(value).removeprefix("torch."))
+
+
 _Size = Annotated[str | int, _checked(lambda name, value: parse_size(value, where=name))]
 _Folder = Annotated[str | os.PathLike[str], _checked(_folder)]
 _DType = Annotated[str, BeforeValidator(_dtype)]
+_KVDType = Annotated[str, BeforeValidator(_kv_dtype)]
 
 
 # -- how it is told ----------------------------------------------------------------------------------
@@ -311,6 +318,22 @@ class EngineConfig:
         "auto",
         "D",
         "float32, bfloat16, float16 or auto: the checkpoint's, bfloat16 for a quantized GGUF file.",
+    )
+    weights: Annotated[str | Mapping[str, str] | None, _checked(lambda _, value: parse_weights(value))] = (
+        option(
+            None,
+            "W",
+            "Round the linear layers' weights as the checkpoint is loaded: int8, int4 (groups of 128), int4:64, or by "
+            "pattern of names: *.mlp.*=int4,*=int8.",
+        )
+    )
+    head: Annotated[str, _checked(lambda _, value: parse_rounding(value, "head"))] = option(
+        "int8", "W", "The same for head and embeddings beside `weights`; bf16 leaves them as they are."
+    )
+    kv_dtype: _KVDType = option(
+        "auto",
+        "D",
+        "What K and V are kept in: auto, the model's dtype; or int8, half the bytes of 16 bits (docs/kv-formats.md).",
     )
     max_batch_tokens: Annotated[int, _integer(1, 2**20)] = option(2048, "N", "Tokens of a step.")
     max_num_seqs: Annotated[int, _integer(1, 2**16)] = option(256, "N", "Sequences that run at once.")
@@ -424,6 +447,13 @@ class EngineConfig:
             self._refuse("remote_secret", "remote_cache, whose values are signed with it")
         if self.cache_write != "eviction" and not self.has_tiers:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written so")
+        if self.head != "int8" and self.weights is None:
+            self._refuse("head", "weights, of whose rounding it says a part")
+        if self.packed_weights is not None and self.weights is not None:
+            raise ArgumentError(
+                f"expected packed_weights without weights, got both; weights rounded to codes ({self.weights!r}) "
+                "are not kept in a folder yet - in `packed_weights`"
+            )
         if self.swap_memory != "auto" and self.preemption == "recompute":
             self._refuse("swap_memory", "preemption swap or auto: recompute swaps out nothing")
         if self.prefault and self.idle_trim not in (0, _IDLE_TRIM_S):
@@ -455,6 +485,11 @@ class EngineConfig:
     def _refuse(self, name: str, needs: str) -> None:
         shown = "" if self.options()[name].is_secret else f" {getattr(self, name)!r}"
         raise ArgumentError(f"expected with {name} also {needs}; got {name}{shown} without - in `{name}`")
+
+    @property
+    def weight_formats(self) -> WeightFormats | None:
+        """What `weights` and `head` say."""
+        return None if self.weights is None else parse_weights(self.weights, self.head)
 
     @property
     def has_tiers(self) -> bool:

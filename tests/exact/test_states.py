@@ -137,7 +137,7 @@ def test_preempted_requests_go_on_from_checkpoints_or_their_own_state(preemption
     spec = KVSpec.from_config(model.config)
     # Four states, and blocks of the longest prompt with its answer.
     kv_memory = 4 * spec.bytes_per_state + 60 * spec.bytes_per_token
-    options: dict[str, Any] = {"preemption": preemption}
+    options: dict[str, Any] = {"preemption": preemption, "max_model_len": None}
     if preemption == "swap":
         options["swap_memory"] = "8MiB"
     with serve(model, kv_memory=kv_memory, backend="python", **options) as llm:
@@ -221,6 +221,7 @@ def test_states_are_counted() -> None:
         page = Metrics("m").render(stats).decode()
         assert 'quire:state_slots{model_name="m"} 10.0' in page
         assert f'quire:checkpoints{{model_name="m"}} {stats["checkpoints"]}.0' in page
+        assert f'quire:short_hits_total{{model_name="m"}} {stats["short_hits"]}.0' in page
 
 
 @pytest.mark.parametrize("backend", ["python", "native"])
@@ -239,7 +240,7 @@ def test_a_long_prompt_takes_the_memory_of_idle_states(backend: str) -> None:
     with serve(model, prefix_caching=False, backend=backend) as llm:
         wanted = answers(llm, [long], GREEDY) + answers(llm, short, one_token)
     kv_memory = 20 * KVSpec.from_config(model.config).bytes_per_state
-    with serve(model, kv_memory=kv_memory, backend=backend) as llm:
+    with serve(model, kv_memory=kv_memory, backend=backend, max_model_len=None) as llm:
         cache: Any = llm.core.cache
         num_slots, num_blocks = cache.num_state_slots, cache.num_blocks
         assert (num_slots, num_blocks) == (10, 17)  # half of it each; the long prompt needs 28 blocks

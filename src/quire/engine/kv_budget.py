@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from quire.cache.exchange import Exchange
 from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
-from quire.engine.storages import OpenStorage, num_blocks_within, state_budget
+from quire.engine.kv_fit import KVFit, KVLayout
+from quire.engine.storages import OpenStorage, num_blocks_within, state_bytes_within
 from quire.errors import ArgumentError, CapacityError
 from quire.sizes import format_size, parse_share
 
@@ -51,6 +52,15 @@ class KVBudget:
             self._exchange.resize_blocks = self._resize_blocks
             self._exchange.give_back_slots = self._give_back_slots
             self._exchange.on_more_slots = self._add_slots
+        self._layout = KVLayout(
+            opened.name,
+            opened.cache.spec,
+            self.block_size,
+            opened.cache.block_bytes,
+            opened.cache.block_name,
+            opened.cache.blocks_alone,
+            shares_blocks=opened.storage.capabilities.shares_prefix,
+        )
         self._limit_pins()
 
     @property
@@ -66,13 +76,13 @@ class KVBudget:
     @property
     def max_num_full_sequences(self) -> int:
         """Sequences of `max_model_len` tokens that the cache holds at once, each with a state where there are any."""
-        num_alone = self._cache.blocks_alone(self._max_model_len)
-        if (exchange := self._exchange) is None:
-            return self.num_blocks // num_alone
-        if not exchange.block_bytes:
-            return min(self.num_blocks // num_alone, exchange.slots_beside(self.num_blocks))
-        found = exchange.num_bytes // (num_alone * exchange.block_bytes + exchange.slot_bytes)
-        return min(found, exchange.max_slots, self._cache.num_possible_blocks // num_alone)
+        return self.fit.max_num_sequences(self._max_model_len)
+
+    @property
+    def fit(self) -> KVFit:
+        """What is held, by the arithmetic of a plan."""
+        num_slots = 0 if self._states is None else self._cache.num_state_slots
+        return KVFit(self._layout, self.num_blocks, num_slots)
 
     @property
     def max_num_tokens(self) -> int:
@@ -91,8 +101,10 @@ class KVBudget:
         if self._states is not None:
             num_slots, size = self._cache.num_state_slots, format_size(self._states.bytes_per_slot)
             blocks += f" and {num_slots} states of {size}, which exchange memory"
+        spec = self._cache.spec
+        kept = f" in {spec.kv_dtype}" if spec.kv_dtype != spec.dtype else ""
         return (
-            f"KV cache of {format_size(self.num_bytes)}, {self._name}, {blocks}; "
+            f"KV cache of {format_size(self.num_bytes)}{kept}, {self._name}, {blocks}; "
             f"holds {self.max_num_tokens} tokens, {self.max_num_full_sequences} sequences of the maximum of "
             f"{self._max_model_len} tokens"
         )
@@ -123,7 +135,7 @@ class KVBudget:
             if (
                 not exchange.block_bytes
             ):  # what stands for tokens, of a model of states alone: no more than there is
-                budget = state_budget(config, storage, self._max_model_len, own_bytes)
+                budget = state_bytes_within(config, self._layout, self._max_model_len, own_bytes)
                 storage.give_back(self._engine.resize(min(num_blocks, self.num_blocks)))
                 num_bytes = max(state_bytes, budget - self.num_blocks * storage.block_bytes)
             self._engine.scheduler.preempt_until(lambda: exchange.fits_in(num_bytes))

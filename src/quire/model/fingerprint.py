@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,13 @@ from quire.model.held_weight import bytes_of
 from quire.model.load import LoadedModel
 from quire.model.prove.hooks import hooked
 from quire.model.prove.stamp import behaviour
+from quire.model.quantized import coded_weights
 from quire.model.sources import LiveSource, WeightSource
 from quire.new_file import NewFile
+from quire.quantized import rounding
+from quire.spec import KVSpec
 
-__all__ = ["engine_fingerprint", "fingerprint"]
+__all__ = ["engine_fingerprint", "fingerprint", "stored_fingerprint"]
 
 _DIGESTS = "quire-sha256.json"  # beside the files it is about
 _LEAST_KEPT = 64 << 20  # bytes of a file whose digest is worth keeping
@@ -54,7 +58,7 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
     To be asked for before the model is prepared.
     """
     files, device = loaded.source.files, attention_backend(backend)
-    parts = {
+    parts: dict[str, Any] = {
         "config": _config_digest(loaded.model),
         "weights": _files_digest(files) if files else _weights_digest(loaded.source),
         "dtype": loaded.spec.dtype,
@@ -63,6 +67,8 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
         "backend": device.name,
         "behaviour": behaviour(loaded.model),
     }
+    if coded := _coded(loaded.model):
+        parts["coded"] = coded
     if hooked(loaded.model) is not None:
         parts["hooks"] = os.urandom(16).hex()  # what they do cannot be told
     if device.is_native:
@@ -73,14 +79,32 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
 
+def stored_fingerprint(fingerprint: bytes, spec: KVSpec, key_offsets: Mapping[int, torch.Tensor]) -> bytes:
+    """`engine_fingerprint` of K and V as `spec` keeps them, with what is taken off keys, by layer; the same where they
+    are kept in the model's dtype."""
+    if spec.plain is spec:
+        return fingerprint
+    formats = [[layer.k_format, layer.v_format] for layer in spec.layers]
+    digest = hashlib.sha256(fingerprint + json.dumps(formats).encode())
+    for layer, offset in sorted(key_offsets.items()):
+        digest.update(layer.to_bytes(4, "little") + bytes_of(offset))
+    return digest.digest()
+
+
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """SHA-256 in hex of the model's config, of its weights, and of what its modules are told to do with them: which
     adapter is on, how it is scaled."""
     return {
         "config": _config_digest(model),
         "weights": _weights_digest(LiveSource(model)),
-        "behaviour": hashlib.sha256(behaviour(model).encode()).hexdigest(),
+        "behaviour": hashlib.sha256((behaviour(model) + _coded(model)).encode()).hexdigest(),
     }
+
+
+def _coded(model: PreTrainedModel) -> str:
+    """Which weights are held as codes, how made; "" where none is. They may dequantize to what others are."""
+    formats = {name: packed.label for name, packed in coded_weights(model).items()}
+    return json.dumps([rounding.VERSION, formats], sort_keys=True) if formats else ""
 
 
 def _weights_digest(source: WeightSource) -> str:

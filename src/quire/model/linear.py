@@ -52,13 +52,17 @@ __all__ = [
     "PackedWeight",
     "Packing",
     "choose_packing",
+    "is_transposed",
     "pack_linears",
+    "packed_class",
+    "planned_packing",
     "weights_to_pack",
 ]
 
 Packing = Literal["native", "onednn", "device", "watched"]
 
 # The dtypes the kernels compute in, as they call them.
+_MOST_DIMENSIONS = 4  # of what a packed weight multiplies
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -162,7 +166,8 @@ class PackedModule(Changed):
     _held: HeldWeight
     _transposed: bool
 
-    def _hold(self, held: HeldWeight, transposed: bool) -> None:
+    def hold(self, held: HeldWeight, transposed: bool) -> None:
+        """Compute from `held` from now on. transposed: the Parameter is [num_inputs, num_outputs]."""
         # Past nn.Module, so that nothing of it is registered.
         self.__dict__.update(_packed=held.packed, _held=held, _transposed=transposed)
         held.users.add(self)
@@ -216,6 +221,9 @@ class PackedLinear(PackedModule, nn.Linear):  # pyright: ignore[reportIncompatib
             # Torch's own answer or error; with a gradient asked for, its own graph.
             weight = self._weight()
             return F.linear(input, weight.t() if self._transposed else weight, self.bias)
+        if input.dim() > _MOST_DIMENSIONS:
+            rows = packed.multiply(input.flatten(0, -2), self.bias)
+            return rows.view(*input.shape[:-1], rows.shape[-1])
         return packed.multiply(input, self.bias)
 
 
@@ -241,7 +249,7 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # pyright: ignore[reportInco
 
 
 @functools.cache
-def _packed_class(cls: type[nn.Module]) -> type[PackedModule]:
+def packed_class(cls: type[nn.Module]) -> type[PackedModule]:
     """The packed subclass for modules of exactly `cls`.
 
     An embedding may be a subclass of `nn.Embedding` (Gemma's scales the rows): its `super().forward` then leads to
@@ -299,12 +307,25 @@ def pack_linears(
 def weights_to_pack(model: nn.Module) -> list[torch.Tensor]:
     """What `pack_linears(model, pack=...)` would call `pack` with, in that order."""
     groups = _packable(model, None)
-    dense = [(p.detach(), _is_transposed(modules[0])) for p, modules, kind in groups if kind == "native"]
+    dense = [(p.detach(), is_transposed(modules[0])) for p, modules, kind in groups if kind == "native"]
     return [weight.t() if transposed else weight for weight, transposed in dense]
 
 
+def planned_packing(
+    model: nn.Module, packing: Packing | None = None
+) -> list[tuple[nn.Parameter, tuple[int, int], Packing, bool]]:
+    """What `pack_linears` would pack if `model`, on torch's meta device, had memory: each weight, its (num_outputs,
+    num_inputs), what packs it ("watched": nothing), and whether it is an embedding's alone."""
+    found = []
+    for parameter, modules, kind in _packable(model, packing, "meta"):
+        num_outputs, num_inputs = parameter.shape[::-1] if is_transposed(modules[0]) else parameter.shape
+        is_embedding = not any(_is_linear(module) for module in modules)
+        found.append((parameter, (num_outputs, num_inputs), kind, is_embedding))
+    return found
+
+
 def _packable(
-    model: nn.Module, packing: Packing | None
+    model: nn.Module, packing: Packing | None, device: str = "cpu"
 ) -> list[tuple[nn.Parameter, list[nn.Module], Packing]]:
     """The weights to pack, with the modules that hold each and what packs it."""
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -322,7 +343,7 @@ def _packable(
         if not (
             len(linears) + len(embeddings) == len(held)
             and all(name == "weight" for _, name in held)
-            and parameter.device.type == "cpu"
+            and parameter.device.type == device
             and type(parameter) is nn.Parameter
             and parameter.dim() == 2
             and parameter.numel() > 0
@@ -334,9 +355,9 @@ def _packable(
             and kind != "watched"
             and bool(linears)
             and not (embeddings and kind == "onednn")
-            and len({_is_transposed(module) for module in modules}) == 1
+            and len({is_transposed(module) for module in modules}) == 1
             and parameter.dtype in DTYPE_NAMES
-            and all(_has_plain_bias(module, parameter.dtype) for module in linears)
+            and all(_has_plain_bias(module, parameter.dtype, device) for module in linears)
         )
         if serves and kind is not None:
             groups.append((parameter, modules, kind))
@@ -356,7 +377,7 @@ def _pack(
 
     None where torch does not let the Parameter's place be taken (a graph holds it): it stays as it is.
     """
-    transposed = _is_transposed(modules[0])
+    transposed = is_transposed(modules[0])
     dense = parameter.detach()
     if kind == "watched":
         held = HeldWeight(dense=dense)
@@ -367,9 +388,9 @@ def _pack(
     if not HeldParameter.take_place(parameter, held, dense):
         return None
     for module in modules:
-        lies_transposed = _is_transposed(module)
-        module.__class__ = _packed_class(type(module))
-        cast(PackedModule, module)._hold(held, lies_transposed)
+        lies_transposed = is_transposed(module)
+        module.__class__ = packed_class(type(module))
+        cast(PackedModule, module).hold(held, lies_transposed)
     if release is not None and kind != "watched":
         release(dense)
 
@@ -388,10 +409,10 @@ def _unpacked(packed: PackedWeight, transposed: bool) -> torch.Tensor:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or _is_transposed(module)
+    return type(module) is nn.Linear or is_transposed(module)
 
 
-def _is_transposed(module: nn.Module) -> bool:
+def is_transposed(module: nn.Module) -> bool:
     """Whether it is transformers' `Conv1D`, whose weight is [num_inputs, num_outputs]."""
     cls = type(module)
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
@@ -401,6 +422,6 @@ def _gathers_rows(module: nn.Embedding) -> bool:
     return module.max_norm is None and not module.sparse
 
 
-def _has_plain_bias(module: nn.Module, dtype: torch.dtype) -> bool:
+def _has_plain_bias(module: nn.Module, dtype: torch.dtype, device: str) -> bool:
     bias = module._parameters.get("bias")
-    return bias is None or (bias.dtype == dtype and bias.is_contiguous() and bias.device.type == "cpu")
+    return bias is None or (bias.dtype == dtype and bias.is_contiguous() and bias.device.type == device)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,14 @@ from transformers import (
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.model.held_weight import HeldParameter
 from quire.model.load_gguf import WidenedWeights, end_ids, gguf_config, load_gguf_model, load_gguf_tokenizer
+from quire.model.load_quantized import load_quantized, quantization_of
 from quire.model.mapped_weights import MappedWeights
+from quire.model.quantized import quantize_model
 from quire.model.sources import GGUFSource, LiveSource, SafetensorsSource, WeightSource, is_gguf
-from quire.spec import FORMATS, KVFormat, KVSpec, format_of
+from quire.spec import KVFormat, KVSpec, element_formats, format_of
+from quire.spec.weight_formats import WeightFormats
 
-__all__ = ["EMBEDDED", "LoadedModel", "load"]
+__all__ = ["EMBEDDED", "LoadedModel", "UnloadedModel", "load", "without_weights"]
 
 EMBEDDED = Path(__file__).parent / "embedded"
 
@@ -92,6 +97,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    weights: WeightFormats | None = None,
 ) -> LoadedModel:
     """Load a model for causal language modelling.
 
@@ -101,6 +107,7 @@ def load(
             "float16".
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: whether code of the checkpoint may run.
+        weights: how its weights are rounded to codes; None: they stay as they are.
 
     Raises:
         ArgumentError: an argument of the wrong form, or no such folder.
@@ -109,6 +116,11 @@ def load(
     """
     wanted = _format(dtype)
     if isinstance(source, tuple):
+        if weights is not None:
+            raise ArgumentError(
+                "expected a checkpoint whose weights can be rounded as it is loaded, got a model that is loaded "
+                "already; give its folder or Hub id - in `weights`"
+            )
         return _given(source, wanted)
     if source is not None and not isinstance(source, (str, Path)):
         raise ArgumentError(
@@ -116,7 +128,7 @@ def load(
             f"{type(source).__name__}"
         )
     if (file := _gguf_file(source)) is not None:
-        return _load_gguf(file, wanted)
+        return _load_gguf(file, wanted, weights)
     where, local = _locate(source)
     if local:
         _check_folder(Path(where))
@@ -127,15 +139,16 @@ def load(
         options["revision"] = revision
     try:
         config = AutoConfig.from_pretrained(where, **options)
+        read = _from_pretrained(where, config, None if local else revision)
         loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
         loaded: Any
         try:
-            loaded = _auto_class(config).from_pretrained(where, **loading)
+            loaded = read(_auto_class(config), **loading)
         except ImportError as error:  # a library for images or sound, which text needs nothing of
-            loaded = _text_part(where, config, loading, error)
+            loaded = _text_part(where, config, loading, error, read)
         model, report = loaded
-    except UnsupportedModelError:
+    except (UnsupportedModelError, LoadError):
         raise
     except Exception as error:  # transformers, safetensors and the Hub client raise many kinds
         broken = "a safetensors file is broken or cut short: " if isinstance(error, SafetensorError) else ""
@@ -145,12 +158,33 @@ def load(
     tokenizer = _load_tokenizer(where, local, options, source)
     _refuse_missing(model, report, _shown(source, where))
     name = "embedded" if source is None else Path(where).name if local else where
+    mapped = MappedWeights()
+    if weights is not None:
+        quantize_model(model, weights, mapped.release)
     loaded_model = _describe(model, tokenizer, name, wanted)
     stored = SafetensorsSource.of_checkpoint(where, None if local else revision)
-    return replace(loaded_model, source=stored or loaded_model.source, mapped=MappedWeights())
+    return replace(loaded_model, source=stored or loaded_model.source, mapped=mapped)
 
 
-def _text_part(where: str, config: Any, loading: dict[str, Any], error: ImportError) -> Any:
+def _from_pretrained(where: str, config: Any, revision: str | None) -> Callable[..., Any]:
+    """What makes (model, report) of a class and options: transformers, or Quire where weights are quantized."""
+    if quantization_of(config) is None:
+        return lambda kind, **options: kind.from_pretrained(where, **options)
+    source = SafetensorsSource.of_checkpoint(where, revision, may_download=True)
+
+    def read(kind: Any, **options: Any) -> Any:
+        whole = options.pop("config", config)
+        dtype = options.pop("dtype")
+        if dtype == "auto":
+            dtype = whole.dtype or whole.get_text_config(decoder=True).dtype or torch.bfloat16
+        return load_quantized(kind, where, source, whole, dtype, **options)
+
+    return read
+
+
+def _text_part(
+    where: str, config: Any, loading: dict[str, Any], error: ImportError, read: Callable[..., Any]
+) -> Any:
     """(model, report) of the language model within a checkpoint whose other parts want a library that is not here.
 
     *raises:* the error, where transformers has no model of this text alone.
@@ -163,12 +197,14 @@ def _text_part(where: str, config: Any, loading: dict[str, Any], error: ImportEr
     text.dtype = text.dtype or config.dtype
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     names = {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}
-    loaded = kind.from_pretrained(where, config=text, key_mapping=names, **loading)
+    if (quantization := quantization_of(config)) is not None:
+        text.quantization_config = quantization
+    loaded = read(kind, config=text, key_mapping=names, **loading)
     _log.warning("%s: its language model alone is loaded: %s", where, _one_line(error))
     return loaded
 
 
-def _load_gguf(path: Path, wanted: KVFormat | None) -> LoadedModel:
+def _load_gguf(path: Path, wanted: KVFormat | None, rounded: WeightFormats | None) -> LoadedModel:
     source = GGUFSource(path)
     try:
         model, report, weights = load_gguf_model(source, wanted.torch_dtype if wanted else source.dtype)
@@ -178,6 +214,8 @@ def _load_gguf(path: Path, wanted: KVFormat | None) -> LoadedModel:
     except Exception as error:  # transformers, gguf and tokenizers raise many kinds
         raise LoadError(f"cannot load the model {str(path)!r}: {_one_line(error)}") from error
     _refuse_missing(model, report, repr(str(path)))
+    if rounded is not None:
+        quantize_model(model, rounded, weights.release)
     loaded = _describe(model, tokenizer, path.stem, wanted)
     return replace(
         loaded,
@@ -273,9 +311,9 @@ def _describe(
             f"model type {model_type}: {reason}; dequantize the model, or use model.generate"
         )
     dtype = wanted.name if wanted else str(model.dtype).removeprefix("torch.")
-    if dtype not in FORMATS:
+    if dtype not in element_formats():
         raise UnsupportedModelError(
-            f"model type {model_type}: expected weights of {', '.join(sorted(FORMATS))}, got {dtype}"
+            f"model type {model_type}: expected weights of {', '.join(sorted(element_formats()))}, got {dtype}"
         )
     spec = KVSpec.from_config(config, dtype=dtype)
     embeddings = model.get_output_embeddings() or model.get_input_embeddings()
@@ -452,8 +490,8 @@ def _format(dtype: str | torch.dtype) -> KVFormat | None:
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
         return None
-    if name not in FORMATS:
-        raise ArgumentError(f"expected dtype auto, {', '.join(sorted(FORMATS))}, got {name!r}")
+    if name not in element_formats():
+        raise ArgumentError(f"expected dtype auto, {', '.join(sorted(element_formats()))}, got {name!r}")
     return format_of(name)
 
 
@@ -464,3 +502,117 @@ def _shown(source: Any, where: str) -> str:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+@dataclass(frozen=True, eq=False)
+class UnloadedModel:
+    """A model as `load` would give it, from its config and the headers of its files; no weight is read.
+
+    Args:
+        model: on torch's meta device: names and shapes of its parameters, no memory.
+        spec, name, model_type, max_model_len, vocab_size: as of `LoadedModel`.
+        stored_bytes: of the tensors in its files; 0 where they are not there.
+    """
+
+    model: PreTrainedModel
+    spec: KVSpec
+    name: str
+    model_type: str
+    max_model_len: int
+    vocab_size: int
+    stored_bytes: int = 0
+
+
+def without_weights(
+    source: str | Path | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> UnloadedModel:
+    """What `load` would give, its weights left out. A Hub id must be in the local cache; a folder need have no weights.
+
+    Raises:
+        ArgumentError, LoadError, ConfigError, UnsupportedModelError: as `load`, as far as config and headers tell.
+    """
+    wanted = _format(dtype)
+    if (file := _gguf_file(source)) is not None:
+        stored = GGUFSource(file)
+        config = gguf_config(stored)
+        return _unloaded(
+            config, wanted.torch_dtype if wanted else stored.dtype, file.stem, file.stat().st_size
+        )
+    where, local = _locate(source)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    if not local:
+        options["revision"] = revision
+    elif not (Path(where) / "config.json").is_file():
+        raise LoadError(f"expected a model folder, {where} has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(where, **options)
+    except Exception as error:  # transformers and the Hub client raise many kinds
+        hint = "" if local else " (it is not in the local cache, perhaps; nothing is fetched)"
+        raise LoadError(
+            f"cannot read the config of {_shown(source, where)}{hint}: {_one_line(error)}"
+        ) from error
+    text = config.get_text_config(decoder=True)
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        )
+        raise UnsupportedModelError(
+            f"model type {config.model_type}: its weights are quantized by {getattr(method, 'value', method)}, which "
+            "Quire does not compute with yet; dequantize the model, or use model.generate"
+        )
+    header = SafetensorsSource.of_checkpoint(where, None if local else revision)
+    tensors = [] if header is None else list(header)
+    stored_dtype = config.dtype or text.dtype
+    if stored_dtype is None:
+        stored_dtype = next((one.stored for one in tensors if one.stored in _FLOATS), torch.float32)
+    sizes = [
+        math.prod(one.shape) * one.stored.itemsize for one in tensors if isinstance(one.stored, torch.dtype)
+    ]
+    name = "embedded" if source is None else Path(where).name if local else where
+    return _unloaded(
+        config,
+        wanted.torch_dtype if wanted else stored_dtype,
+        name,
+        sum(sizes),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _unloaded(config: Any, dtype: Any, name: str, stored_bytes: int, **options: Any) -> UnloadedModel:
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    kind = _auto_class(config)
+    options |= {"dtype": dtype, **_attention(config)}
+    model: Any
+    with torch.device("meta"):
+        try:
+            model = kind.from_config(config, **options)
+        except ImportError:  # as `_text_part`
+            text = config.get_text_config(decoder=True)
+            if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+                raise
+            if getattr(config, "tie_word_embeddings", None) is not None:
+                text.tie_word_embeddings = config.tie_word_embeddings
+            config, model = text, AutoModelForCausalLM.from_config(text, **options)
+    dtype_name = str(dtype).removeprefix("torch.")
+    if dtype_name not in element_formats():
+        raise UnsupportedModelError(
+            f"model type {config.model_type}: expected weights of {', '.join(sorted(element_formats()))}, "
+            f"got {dtype_name}"
+        )
+    spec = KVSpec.from_config(config, dtype=dtype_name)
+    embeddings = model.get_output_embeddings() or model.get_input_embeddings()
+    weight = getattr(embeddings, "weight", None)
+    return UnloadedModel(
+        model=model,
+        spec=spec,
+        name=name,
+        model_type=str(config.get_text_config(decoder=True).model_type or config.model_type),
+        max_model_len=spec.max_model_len or 2**20,
+        vocab_size=int(weight.shape[0]) if isinstance(weight, torch.Tensor) else spec.vocab_size or 0,
+        stored_bytes=stored_bytes,
+    )

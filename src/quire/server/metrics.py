@@ -39,6 +39,10 @@ _COUNTERS = {
     "evicted_checkpoints": ("quire:evicted_checkpoints", "Checkpoints of states that were given up."),
     "slots_from_blocks": ("quire:slots_from_blocks", "Places for states that were made of blocks."),
     "slots_to_blocks": ("quire:slots_to_blocks", "Places for states whose memory became blocks."),
+    "short_hits": (
+        "quire:short_hits",
+        "Prompts whose hit ended before their K and V did, for lack of a state.",
+    ),
     "num_steps": ("quire:steps", "Steps of the engine."),
     "num_prompt_tokens": ("vllm:prompt_tokens", "Tokens of prompts that were begun."),
     "num_generated_tokens": ("vllm:generation_tokens", "Tokens generated."),

@@ -21,12 +21,13 @@ from torch import nn
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.attention.native import batch_handle, handles
 from quire.model.cache_keyword import CACHE_KEYWORDS
+from quire.model.fused.attention import FusedAttention
 from quire.model.fused.fuse import Fused
 from quire.model.fused.layer import FusedLayer
 from quire.model.fused.norm import RowNorm
 from quire.model.fused.rotary import RotaryRows
-from quire.model.fused.structure import PackedLayer, forward_names, packed_layer
-from quire.model.linear import NativeWeight, PackedEmbedding
+from quire.model.fused.structure import PackedLayer, forward_names, native_weight, packed_layer
+from quire.model.linear import PackedEmbedding
 from quire.model.paged_cache import PagedCache
 from quire.model.step import ForwardStep
 from quire.torch_threads import one_torch_thread
@@ -66,11 +67,10 @@ class FusedDecoder:
         head: PackedLayer,
     ) -> None:
         self._embedding, self._norm, self._head = embedding, norm, head
-        packed = embedding.__dict__.get("_packed")
-        is_plain = type(embedding) is PackedEmbedding and isinstance(packed, NativeWeight)
-        self._packed_embedding = packed if is_plain else None
+        is_plain = type(embedding) is PackedEmbedding
+        self._packed_embedding = native_weight(embedding) if is_plain else None
         self._rotary = rotary
-        self._layers = [layer.attention for layer in layers]
+        self._layers = [layer.attention for layer in layers if isinstance(layer.attention, FusedAttention)]
         self._blocks = [layer.blocks for layer in layers]
 
     def __call__(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor | None:
@@ -135,7 +135,11 @@ def match_decoder(model: nn.Module, fused: Fused) -> FusedDecoder | None:
     norm, head = fused.part_of(base.get_submodule("norm")), packed_layer(model.get_submodule("lm_head"))
     if not isinstance(norm, RowNorm) or head is None or head.dtype is not norm.dtype:
         return None
-    found = [layer for layer in layers if isinstance(layer, FusedLayer)]
+    found = [
+        layer
+        for layer in layers
+        if isinstance(layer, FusedLayer) and isinstance(layer.attention, FusedAttention)
+    ]
     rotary = RotaryRows(base.get_submodule("rotary_emb"), norm.dtype)
     if len(found) != len(layers) or not found or not rotary.is_proved():
         return None

@@ -1,6 +1,6 @@
 """The weights of a checkpoint in safetensors files, as transformers picks them from a folder or from the Hub's cache.
 
-Cost: opening reads the files' headers; nothing is downloaded.
+Cost: opening reads the files' headers; nothing is downloaded, unless that is asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["SafetensorsSource"]
 _TYPES: dict[str, torch.dtype | str] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
 
@@ -39,13 +39,18 @@ class SafetensorsSource:
         self._tensors = [tensor for path in files for tensor in _tensors_of(path)]
 
     @classmethod
-    def of_checkpoint(cls, where: str, revision: str | None = None) -> SafetensorsSource | None:
-        """Of a folder, or of a Hub id in the local cache; None where its weights are no safetensors files."""
+    def of_checkpoint(
+        cls, where: str, revision: str | None = None, *, may_download: bool = False
+    ) -> SafetensorsSource | None:
+        """Of a folder, or of a Hub id in the local cache; None where its weights are no safetensors files.
+
+        may_download: what of a Hub id is not in the local cache.
+        """
         found = partial(
             cached_file,
             where,
             revision=revision,
-            local_files_only=True,
+            local_files_only=not may_download,
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )

@@ -1,0 +1,20 @@
+"""Readers of quantized weights: what a checkpoint has stored, made into a `QuantizedWeight`; one file a format.
+
+gguf          blocks of a GGUF file; each tensor says its own type
+checkpoints   safetensors files with a quantization_config: which reader, which tensors
+"""
+
+from quire.quantized.readers.checkpoints import METHODS, method_of, stored_weights
+from quire.quantized.readers.gguf import GGUF_TYPES, read_gguf
+from quire.quantized.readers.stored import Stored, StoredWeight, StoredWeights
+
+__all__ = [
+    "GGUF_TYPES",
+    "METHODS",
+    "Stored",
+    "StoredWeight",
+    "StoredWeights",
+    "method_of",
+    "read_gguf",
+    "stored_weights",
+]

@@ -1,0 +1,85 @@
+"""Which reader understands a checkpoint: by what its config.json says, with no tensor left unexplained.
+
+What is quantized is what is stored so. Lists of modules that are left out (`ignore`, `modules_to_not_convert`) only
+say in the config what the tensors say already; a tensor of codes that no reader takes is refused by its name.
+
+    add a format: one file with a `Reader`, and its line in `METHODS`
+
+Cost: headers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from quire.errors import LoadError
+from quire.quantized.readers.awq import awq
+from quire.quantized.readers.bitsandbytes import bitsandbytes
+from quire.quantized.readers.compressed_tensors import compressed_tensors
+from quire.quantized.readers.fp8 import FLOATS_OF_8, fp8
+from quire.quantized.readers.gptq import gptq
+from quire.quantized.readers.mxfp4 import mxfp4
+from quire.quantized.readers.stored import Headers, Reader, StoredWeights
+
+__all__ = ["METHODS", "method_of", "stored_weights"]
+
+METHODS: dict[str, Reader] = {
+    "gptq": gptq,
+    "awq": awq,
+    "compressed-tensors": compressed_tensors,
+    "fp8": fp8,
+    "fbgemm_fp8": fp8,
+    "mxfp4": mxfp4,
+    "bitsandbytes": bitsandbytes,
+}
+"""By the `quant_method` of a quantization_config."""
+
+# Ends of names of tensors that hold codes or belong to some, whatever their type.
+_CODES = ("qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale")
+
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """The quant_method of a quantization_config, as this module's registry has it; "" where there is none."""
+    method = str(config.get("quant_method") or "")
+    method = str(getattr(config.get("quant_method"), "value", method))
+    if method in ("auto-round", "intel/auto-round"):
+        # AutoRound writes other tools' layouts and says whose.
+        packing = str(config.get("packing_format") or "")
+        return {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}.get(
+            packing, f"{method} {packing}".strip()
+        )
+    if not method and (config.get("load_in_4bit") or config.get("load_in_8bit")):
+        return "bitsandbytes"
+    return method
+
+
+def stored_weights(
+    config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], torch.Tensor]
+) -> StoredWeights:
+    """The quantized weights of a checkpoint.
+
+    config: the quantization_config of its config.json. headers: of all its tensors, by name. tensor: gives one.
+
+    *raises:* LoadError: a method, a layout or a tensor that is not understood; says which, and what would run.
+    """
+    method = method_of(config)
+    if (reader := METHODS.get(method)) is None:
+        raise LoadError(
+            f"expected weights in 16 or 32 bits or quantized by {', '.join(METHODS)}, got quant_method {method!r}; "
+            "take the model as one of these, or as a GGUF file"
+        )
+    found = reader(config, headers, tensor)
+    taken = found.names
+    for name in sorted(headers):
+        stored, end = headers[name].stored, name.rpartition(".")[2]
+        is_codes = isinstance(stored, str) or stored in (torch.int8, torch.uint8, *FLOATS_OF_8)
+        if name not in taken and (is_codes or end in _CODES):
+            kind = stored if isinstance(stored, str) else str(stored).removeprefix("torch.")
+            raise LoadError(
+                f"expected tensors that {method} is known to have, got {name} of {kind} {list(headers[name].shape)}; "
+                "take the model in 16 bits, or as a GGUF file"
+            )
+    return found

@@ -1,0 +1,70 @@
+"""MXFP4 experts as gpt-oss has them: 4-bit floats in blocks of 32 that share a power of two.
+
+    NAME_blocks   [E, N, K / 32, 16] uint8, two values to a byte, the low nibble first
+    NAME_scales   [E, N, K / 32] uint8, the exponent plus 127
+
+NAME is "...experts.gate_up_proj" or "...experts.down_proj"; a plain checkpoint has it as [E, K, N]. A value is
+float4 * 2**exponent. Values have the bits of transformers' own dequantization, but for its rounding to bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from quire.errors import LoadError
+from quire.quantized.readers.stored import Headers, StoredWeight, StoredWeights, mismatch
+from quire.quantized.weight import Factor, QuantizedWeight
+
+__all__ = ["E2M1", "low_nibble_first", "mxfp4", "powers_of_two"]
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def mxfp4(
+    config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], torch.Tensor]
+) -> StoredWeights:
+    """What is quantized in gpt-oss's checkpoint.
+
+    *raises:* LoadError: shapes that do not fit each other.
+    """
+    weights = []
+    for blocks in sorted(name for name in headers if name.endswith("_blocks")):
+        name = blocks.removesuffix("_blocks")
+        scales = name + "_scales"
+        if scales not in headers:
+            raise LoadError(f"cannot read the weight {name}: the checkpoint lacks {scales}")
+        shape, of_scales = tuple(headers[blocks].shape), tuple(headers[scales].shape)
+        if len(shape) != 4 or shape[3] != 16 or of_scales != shape[:3]:
+            raise mismatch(
+                name, "blocks of [E, N, K / 32, 16] and scales of [E, N, K / 32]", "", [shape, of_scales]
+            )
+        parts = {"blocks": blocks, "scales": scales}
+        weights.append(
+            StoredWeight(name, (shape[0], shape[1], shape[2] * 32), parts, _unpack, transposed=True)
+        )
+    return StoredWeights(tuple(weights))
+
+
+def _unpack(parts: Mapping[str, torch.Tensor]) -> list[QuantizedWeight]:
+    table = torch.tensor(E2M1)
+    experts = []
+    for blocks, exponents in zip(parts["blocks"], parts["scales"], strict=True):
+        codes = low_nibble_first(blocks.flatten(1))
+        experts.append(QuantizedWeight(codes, 4, 32, Factor(powers_of_two(exponents)), "mxfp4", table=table))
+    return experts
+
+
+def low_nibble_first(packed: torch.Tensor) -> torch.Tensor:
+    """[N, n] bytes -> [N, 2 * n] codes of 4 bits."""
+    packed = packed.unsqueeze(-1)
+    return torch.cat([packed & 15, packed >> 4], dim=-1).flatten(1)
+
+
+def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """E8M0 bytes -> float32: 2**(byte - 127)."""
+    exponents = exponents.to(torch.int32)
+    bits = torch.where(exponents == 0, 0x400000, exponents << 23)  # the smallest is below the normal numbers
+    return bits.view(torch.float32)

@@ -1,0 +1,103 @@
+"""What a reader says of a checkpoint before a byte of its weights is read: which tensors together are which weight.
+
+A plain checkpoint has one tensor for each weight. A quantized one has several (codes, scales, zeros), under names of
+its own, and most often for its linear layers alone. A reader goes over the names, shapes and types of all tensors and
+says which it takes; what it does not name is plain.
+
+Cost: nothing is read but headers. `StoredWeight.read` reads its tensors and unpacks them, once a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from quire.errors import LoadError
+from quire.quantized.weight import QuantizedWeight
+
+__all__ = ["Headers", "Reader", "Stored", "StoredWeight", "StoredWeights", "mismatch", "prefixes_of"]
+
+
+class Stored(Protocol):
+    """A tensor of a checkpoint: what its header says. `StoredTensor` of `quire.model.sources` is one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def stored(self) -> torch.dtype | str: ...
+
+
+Headers = Mapping[str, Stored]
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One weight of a checkpoint, in the tensors that hold it.
+
+    name: of the tensor that a plain checkpoint has in their place, as "model.layers.0.mlp.up_proj.weight".
+    shape: [N, K] of a linear layer, [E, N, K] of experts.
+    parts: the names of its tensors by what they are to the reader.
+    unpack: makes the weight of its tensors by the same keys: one for each expert, where `shape` has three sizes.
+    transposed: a plain checkpoint has experts as [E, K, N].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, str]
+    unpack: Callable[[Mapping[str, torch.Tensor]], Sequence[QuantizedWeight]]
+    transposed: bool = False
+
+    def read(self, tensor: Callable[[str], torch.Tensor]) -> Sequence[QuantizedWeight]:
+        """The weight, or its experts. tensor: gives the tensor of a name.
+
+        *raises:* LoadError: the tensors do not fit each other.
+        """
+        return self.unpack({key: tensor(name) for key, name in self.parts.items()})
+
+    def widened(self, tensor: Callable[[str], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The plain tensor in `dtype`, each value rounded once from float32."""
+        weights = self.read(tensor)
+        if len(self.shape) == 2:
+            return weights[0].dequantize().to(dtype)
+        experts, outputs, inputs = self.shape
+        plain = torch.empty(
+            experts, *((inputs, outputs) if self.transposed else (outputs, inputs)), dtype=dtype
+        )
+        for expert, weight in enumerate(weights):
+            values = weight.dequantize()
+            plain[expert] = values.T if self.transposed else values
+        return plain
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """What a reader takes of a checkpoint.
+
+    weights: each once. dropped: tensors that are of no use here, as the scales of activations.
+    """
+
+    weights: tuple[StoredWeight, ...]
+    dropped: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors that are not plain."""
+        return self.dropped | {part for weight in self.weights for part in weight.parts.values()}
+
+
+Reader = Callable[[Mapping[str, Any], Headers, Callable[[str], torch.Tensor]], StoredWeights]
+"""Makes it of config.json's `quantization_config`, the headers of all tensors, and what reads the few small tensors
+that say shapes."""
+
+
+def prefixes_of(headers: Iterable[str], suffix: str) -> list[str]:
+    """Names of modules (with the last dot) that have a tensor called `suffix`."""
+    return sorted(name.removesuffix(suffix) for name in headers if name.endswith("." + suffix))
+
+
+def mismatch(name: str, what: str, expected: object, got: object) -> LoadError:
+    return LoadError(f"cannot read the weight {name}: expected {what} {expected}, got {got}")

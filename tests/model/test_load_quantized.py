@@ -1,0 +1,118 @@
+"""Models out of quantized checkpoints: the weights their codes stand for, and what is not understood in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import packing, quantized_checkpoints
+from transformers import GenerationConfig, PreTrainedModel
+
+from quire import LLM, SamplingParams
+from quire.errors import LoadError
+from quire.model import load
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPTS = [[5, 17, 80, 3], [44, 9, 1, 60, 61, 62, 12]]
+
+
+def saved(folder: Path, name: str, kind: str = "qwen3") -> PreTrainedModel:
+    return quantized_checkpoints.save(
+        folder, quantized_checkpoints.tiny(kind), *quantized_checkpoints.FORMATS[name]
+    )
+
+
+def same_weights(model: PreTrainedModel, expected: PreTrainedModel, dtype: torch.dtype) -> None:
+    state = model.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(state[name], weight.to(dtype)), name
+
+
+@pytest.mark.parametrize("name", quantized_checkpoints.FORMATS)
+def test_weights_are_what_the_codes_stand_for(name: str, tmp_path: Path) -> None:
+    expected = saved(tmp_path, name)
+    loaded = load(tmp_path)
+    same_weights(loaded.model, expected, torch.float32)
+    assert not hasattr(loaded.model.config, "quantization_config")
+    assert len(loaded.source.files) == 2
+
+
+def test_weights_are_rounded_once_to_the_dtype(tmp_path: Path) -> None:
+    expected = saved(tmp_path, "w4a16")
+    same_weights(load(tmp_path, dtype="bfloat16").model, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "gptq" else pytest.param(name, marks=pytest.mark.ci)
+        for name in quantized_checkpoints.FORMATS
+    ],
+)
+def test_tokens_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
+    expected = saved(tmp_path, name)
+    with LLM((expected, None), kv_memory="4MiB") as plain, LLM(tmp_path, kv_memory="4MiB") as quantized:
+        tokens = [output.outputs[0].token_ids for output in quantized.generate(PROMPTS, GREEDY)]
+        assert tokens == [output.outputs[0].token_ids for output in plain.generate(PROMPTS, GREEDY)]
+        assert len({tuple(each) for each in tokens}) > 1
+
+
+@pytest.mark.parametrize("name", ["fp8", pytest.param("gptq", marks=pytest.mark.ci)])
+def test_experts_saved_one_by_one(name: str, tmp_path: Path) -> None:
+    expected = saved(tmp_path, name, "qwen3_moe")
+    assert any("experts.3.up_proj" in key for key in load_file(next(tmp_path.glob("*1-of*"))))
+    same_weights(load(tmp_path).model, expected, torch.float32)
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    plain = quantized_checkpoints.tiny(
+        "gpt_oss", num_local_experts=4, intermediate_size=64, num_experts_per_tok=2
+    )
+    plain.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        tensors, values = packing.mxfp4(state.pop(name).transpose(1, 2).numpy())
+        state |= {name + end: tensor for end, tensor in tensors.items()}
+        plain.get_parameter(name).data.copy_(torch.from_numpy(values).transpose(1, 2))
+    quantized_checkpoints.write(
+        tmp_path, [state], {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    )
+    same_weights(load(tmp_path).model, plain, torch.float32)
+
+
+def test_tied_embeddings_and_the_files_beside_the_weights(tmp_path: Path) -> None:
+    plain = quantized_checkpoints.tiny(tie_word_embeddings=True)
+    plain.generation_config = GenerationConfig(eos_token_id=[2, 5], do_sample=True, temperature=0.25)
+    quantized_checkpoints.save(tmp_path, plain, *quantized_checkpoints.FORMATS["w8a8"])
+    loaded = load(tmp_path)
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    assert (loaded.eos_token_ids, loaded.sampling_defaults["temperature"]) == ((2, 5), 0.25)
+
+
+def test_refusals_name_what_they_met(tmp_path: Path) -> None:
+    saved(tmp_path, "w8a8")
+    path = next(tmp_path.glob("*1-of*"))
+    tensors = load_file(path)
+    scale = next(name for name in tensors if name.endswith("weight_scale"))
+    whole = dict(tensors)
+    tensors.pop(scale)
+    save_file(tensors, path, {"format": "pt"})
+    name = scale.removesuffix("_scale")
+    with pytest.raises(
+        LoadError, match=rf"tensors that compressed-tensors is known to have, got {name} of int8"
+    ):
+        load(tmp_path)
+    whole.pop("model.norm.weight", None)
+    save_file(whole, path, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "aqlm"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        LoadError, match=r"quantized by gptq, awq, .*got quant_method 'aqlm'; take the model as"
+    ):
+        load(tmp_path)
