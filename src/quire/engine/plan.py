@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.block_counts import blocks_with_prefix
 from quire.config import EngineConfig
-from quire.engine.kv_fit import KVFit, KVLayout, fit_within, kv_layout
+from quire.engine.kv_fit import KVFit, KVLayout, fit_within, kv_layout, kv_memory_for
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.sizes import format_size, parse_budget, parse_size
 from quire.spec import KVGroup, KVSpec
@@ -43,6 +43,8 @@ _WEIGHTS = {
     "embeddings": "embeddings",
     "dense": "norms and others, dense",
 }
+_ENGINE_BYTES = 36 << 20  # threads, buffers of the kernels, what the proof leaves
+_COPIES = 4  # of a layer's outputs, where torch computes between the products
 
 
 @dataclass(frozen=True)
@@ -242,8 +244,7 @@ def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None
     if config.max_model_len is None or fit.max_num_sequences(max_model_len) >= 1:
         return None
     layout, most = fit.layout, fit.max_num_tokens(1, max_model_len)
-    # Of states two are there at least: one to compute in, one to come from.
-    needed = layout.num_blocks(max_model_len) * layout.block_bytes + 2 * layout.spec.bytes_per_state
+    needed = kv_memory_for(config, layout, layout.num_blocks(max_model_len), 1)
     return (
         f"expected a KV cache that holds a request of max_model_len {max_model_len} tokens, which needs "
         f"{format_size(needed)}, got one of {format_size(fit.kv_bytes + fit.state_bytes)} ({fit.num_blocks} "
@@ -276,7 +277,6 @@ def _plan_of(
     max_model_len = resolve_length(unloaded, config.max_model_len)
     layout = kv_layout(storage_of(config, spec), config, spec, max_model_len)
     weights = _weight_rows(config, unloaded)
-    scratch = _scratch_rows(config, unloaded)
     runtime_bytes = _own_bytes()
     weight_bytes = sum(row.num_bytes for row in weights)
     free_bytes = device_of(config).free_bytes()
@@ -304,7 +304,9 @@ def _plan_of(
     fits = fit is not None and max_concurrency >= wanted
     needed_blocks = layout.num_blocks(asked, wanted, shared_prefix)
     num_slots = (wanted + bool(shared_prefix)) if spec.states else 0
-    needed_bytes = needed_blocks * layout.block_bytes + num_slots * spec.bytes_per_state
+    needed_bytes = kv_memory_for(config, layout, needed_blocks, num_slots)
+    spare_blocks = max(0, fit.num_blocks - needed_blocks) if fit is not None else 0
+    spare_slots = max(0, fit.num_state_slots - num_slots) if fit is not None else 0
     if fit is not None and not fits:
         reason = _why_not(fit, config, max_model_len) or _why_so_few(fit, config, wanted, needed_bytes)
     return Plan(
@@ -329,8 +331,9 @@ def _plan_of(
         rows=(
             *weights,
             *_kv_rows(layout, asked, wanted, shared_prefix),
-            *_state_rows(spec, num_slots),
-            *scratch,
+            *_prompt_rows(config, layout, asked, wanted, spare_blocks),
+            *_state_rows(config, spec, num_slots, asked, wanted, spare_slots),
+            *_scratch_rows(config, unloaded, asked, wanted),
             PlanRow(
                 "runtime", "python, torch, transformers", runtime_bytes, "this process after its imports"
             ),
@@ -412,15 +415,61 @@ def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: in
     return rows
 
 
-def _state_rows(spec: KVSpec, num_slots: int) -> list[PlanRow]:
+def _prompt_rows(
+    config: EngineConfig, layout: KVLayout, context: int, concurrency: int, spare_blocks: int
+) -> list[PlanRow]:
+    """What layers that forget hold beside their windows while prompts are computed: a step's tokens of them."""
+    forgetting = [group for group in layout.spec.groups if group.span.kind != "full"]
+    if not forgetting or not layout.shares_blocks:
+        return []
+    chunk = min(config.max_batch_tokens, context)
+    num_prompts = min(concurrency, max(1, config.max_batch_tokens // context))
+    whole = -(-context // layout.block_size)
+    more = 0
+    for group in forgetting:
+        _, alone = blocks_with_prefix([group], context, 0, layout.block_size)
+        during = min(whole, -(-(group.span.most_kept + chunk - 1) // layout.block_size) + 1)
+        more += num_prompts * max(0, during - alone)
+    num_blocks = min(more, spare_blocks)
+    if not num_blocks:
+        return []
+    note = f"{num_blocks} blocks of prompts before their windows move on"
+    return [PlanRow("kv", "prompts of a step", num_blocks * layout.block_bytes, note)]
+
+
+def _state_rows(
+    config: EngineConfig, spec: KVSpec, num_slots: int, context: int, concurrency: int, spare_slots: int
+) -> list[PlanRow]:
     if not spec.states:
         return []
     each = spec.bytes_per_state
-    return [PlanRow("states", "state slots", num_slots * each, f"{num_slots} of {format_size(each)}")]
+    rows = [PlanRow("states", "state slots", num_slots * each, f"{num_slots} of {format_size(each)}")]
+    every = context // config.checkpoint_every if config.checkpoint_every else 0
+    if config.prefix_caching and (num_kept := min(spare_slots, concurrency * (1 + every))):
+        note = f"{num_kept} of {format_size(each)}, given up when slots are short"
+        rows.append(PlanRow("states", "checkpoints", num_kept * each, note))
+    return rows
 
 
-def _scratch_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
-    return []
+def _scratch_rows(
+    config: EngineConfig, unloaded: UnloadedModel, context: int, concurrency: int
+) -> list[PlanRow]:
+    """What a step takes, measured over models of ten kinds and rounded up: no allocator decides it (docs/plan.md)."""
+    from quire.model.weight_rows import outputs_per_token
+
+    spec = unloaded.spec
+    num_tokens = min(config.max_batch_tokens, context * concurrency)
+    num_rows = min(concurrency, config.max_num_seqs, num_tokens)
+    is_plain = not spec.states and not any(layer.latent for layer in spec.layers) and not unloaded.has_experts
+    copies = 1 if is_plain else _COPIES
+    step_bytes = num_tokens * outputs_per_token(unloaded.model) * spec.dtype_bytes * copies
+    # In the model's type, and in float32 where they are drawn from.
+    logits_bytes = num_rows * unloaded.vocab_size * (spec.dtype_bytes + 4)
+    return [
+        PlanRow("scratch", "attention and layers", step_bytes, f"about, a step of {num_tokens} tokens"),
+        PlanRow("scratch", "logits", logits_bytes, f"{num_rows} rows of {unloaded.vocab_size}"),
+        PlanRow("scratch", "engine and kernels", _ENGINE_BYTES, "about, measured"),
+    ]
 
 
 def _own_bytes() -> int:

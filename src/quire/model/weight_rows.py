@@ -17,6 +17,7 @@ Cost: O(modules and parameters); no weight is read.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -33,8 +34,16 @@ from quire.model.latent import LatentHeads, is_latent
 from quire.model.linear import DTYPE_NAMES, NativeWeight, Packing, choose_packing, planned_packing
 from quire.registry import Registry
 
-__all__ = ["WEIGHT_FORMS", "WeightRow", "held_weights", "planned_weights", "register_form"]
+__all__ = [
+    "WEIGHT_FORMS",
+    "WeightRow",
+    "held_weights",
+    "outputs_per_token",
+    "planned_weights",
+    "register_form",
+]
 
+_LAYER = re.compile(r".*?\.\d+(?=\.)")  # "model.layers.3" of "model.layers.3.mlp.up_proj"
 _KINDS = ("linear", "experts", "latents", "embeddings", "dense")
 
 WeightForm = Callable[[int, int, torch.dtype, str], int]
@@ -130,6 +139,23 @@ def held_weights(model: nn.Module, latents: Iterable[LatentHeads] = ()) -> tuple
     for buffer in model.buffers():
         rows.add("dense", buffer.numel() * buffer.itemsize)
     return rows.all()
+
+
+def outputs_per_token(model: nn.Module) -> int:
+    """Elements that the linear layers and experts of the widest decoder layer give for one token: what activations of a
+    step go by. `model` may be on the meta device."""
+    widths: Counter[str] = Counter()
+    top_k = getattr(cast(Any, model).config.get_text_config(decoder=True), "num_experts_per_tok", None) or 1
+    for name, module in model.named_modules():
+        if (layer := _LAYER.match(name)) is None:
+            continue
+        if (projections := expert_projections(module, "meta")) is not None:
+            axis = -1 if getattr(module, "is_transposed", False) else -2
+            outputs = top_k * sum(cast(Any, module._parameters[one]).shape[axis] for one in projections)
+        else:
+            outputs = getattr(module, "out_features", None) or getattr(module, "nf", None) or 0
+        widths[layer[0]] += outputs
+    return max(widths.values(), default=0)
 
 
 class _Rows:
