@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.cache_case import BACKENDS
 
+from quire.cache.block_counts import max_tokens_for
+from quire.cache.exchange import Exchange
 from quire.cache.protocol import CacheSequence
 from quire.cache.state_cache import StateCache
 from quire.errors import ArgumentError
@@ -20,6 +22,8 @@ from quire.spec.state_spec import ZERO_STATE
 
 FULL = KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=8)
 WINDOWED = KVSpec((LayerSpec(Span(), 1, 8, 8), LayerSpec(Span("window", 5), 1, 8, 8)))
+
+SLOT_BLOCKS = 3  # whose bytes a slot has, where slots and blocks exchange memory
 
 State = tuple[int, ...] | None  # the tokens it was made of; None: of a row that failed
 
@@ -30,6 +34,25 @@ class Machine:
     def __init__(self, cache: StateCache) -> None:
         self.cache = cache
         self.slots: list[State] = [None] * cache.num_state_slots
+
+    def exchanges(self, num_bytes: int | None = None) -> None:
+        """Its cache's slots of `SLOT_BLOCKS` blocks and blocks exchange memory; what is given up is lost."""
+        cache = self.cache
+        size = cache.block_bytes
+        exchange = cache.exchange = Exchange(
+            cache,
+            num_bytes=num_bytes or (cache.num_state_slots * SLOT_BLOCKS + cache.num_blocks) * size,
+            slot_bytes=SLOT_BLOCKS * size,
+            block_bytes=size,
+            max_slots=40,
+            max_blocks=200,
+        )
+        exchange.give_back_slots = self._lose
+        exchange.on_more_slots = lambda num: self.slots.extend([None] * (num - len(self.slots)))
+
+    def _lose(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.slots[slot] = None
 
     def run(self, plan: Any, sequences: list[CacheSequence], *, until: int | None = None) -> None:
         """Operations and rows of a plan; of those `until` alone where it fails then."""
@@ -191,6 +214,52 @@ def test_what_saves_least_goes_first() -> None:
     assert cache.match([*range(60), 1]).num_tokens >= 59
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slots_and_blocks_exchange_memory(backend: str) -> None:
+    """A long prompt takes idle slots, many short ones take idle blocks, and what was kept last stays."""
+    cache, machine = make(num_slots=10, num_blocks=30, backend=backend)
+    machine.exchanges()
+    assert cache.max_tokens_alone() == (30 + 8 * SLOT_BLOCKS) * 4
+    assert cache.num_free_blocks == 30 + 8 * SLOT_BLOCKS
+    machine.compute(long := cache.open(list(range(200))), chunk=40)
+    cache.check()
+    assert (cache.num_blocks, cache.num_state_slots) == (51, 3)
+    cache.close(long)
+    assert cache.match(list(range(300))).num_tokens == 200
+    cache.drop([])
+    for first in range(1000, 1500, 20):
+        machine.compute(sequence := cache.open([first, first + 1, first + 2]))
+        cache.close(sequence)
+        cache.check()
+    assert cache.num_state_slots == len(cache.checkpoints) > 12
+    assert cache.match([1480, 1481, 1482, 1]).num_tokens == 3
+    stats = cache.stats()
+    assert stats["slots_to_blocks"] > 7
+    assert 10 + stats["slots_from_blocks"] - stats["slots_to_blocks"] == cache.num_state_slots
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_owners_keep_their_floors_and_quotas(backend: str) -> None:
+    cache, machine = make(num_slots=10, num_blocks=12, backend=backend)
+    machine.exchanges()
+    cache.set_limits(1, 20)
+    assert cache.num_blocks >= 20
+    assert cache.max_blocks(2) == 12 + 8 * SLOT_BLOCKS - 20
+    cache.set_limits(2, 0, 5)
+    assert cache.max_blocks(2) == cache.num_available(2) == 5
+    refused = cache.open(list(range(24)), owner_id=2)
+    before = cache.stats()
+    assert cache.reserve([refused], [24]) is None
+    assert cache.stats() == before
+    cache.close(refused)
+    for first in range(100, 900, 40):
+        machine.compute(sequence := cache.open(list(range(first, first + 6)), owner_id=1))
+        cache.close(sequence)
+    assert cache.num_blocks >= 20
+    assert sum(cache.owner_counts(1)) >= 20
+    cache.check()
+
+
 class StateCacheLaws(RuleBasedStateMachine):
     """Whatever is done, in whatever order: S1 to S3, and the states of the machine beside it."""
 
@@ -201,11 +270,14 @@ class StateCacheLaws(RuleBasedStateMachine):
         spec=st.sampled_from([FULL, WINDOWED]),
         every=st.sampled_from([0, 3]),
         num_blocks=st.integers(12, 40),
+        exchanges=st.booleans(),
     )
-    def begin(self, num_slots: int, spec: KVSpec, every: int, num_blocks: int) -> None:
+    def begin(self, num_slots: int, spec: KVSpec, every: int, num_blocks: int, exchanges: bool) -> None:
         self.cache, self.machine = make(
             num_slots, spec, num_blocks=num_blocks, checkpoint_every=every, backend=self.backend
         )
+        if exchanges:
+            self.machine.exchanges()
         self.open: list[CacheSequence] = []
 
     @rule(
@@ -271,9 +343,56 @@ class StateCacheLaws(RuleBasedStateMachine):
         self.open.remove(sequence)
         self.cache.close(sequence)
 
+    @precondition(lambda self: len(self.cache.pins) < 3 and len(self.cache.checkpoints) > 0)
+    @rule(data=st.data())
+    def pins(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(list(self.cache.checkpoints)))
+        tokens, _ = one.decoded()
+        probe = [*tokens.tolist(), 0]
+        if (
+            self.cache.match(probe, namespace=one.namespace).num_tokens == len(tokens)
+            and self.cache._may_pin()
+        ):
+            self.cache.pins.add(tokens, namespace=one.namespace)
+
+    @precondition(lambda self: len(self.cache.pins) > 0)
+    @rule(data=st.data())
+    def unpins(self, data: st.DataObject) -> None:
+        self.cache.pins.remove(data.draw(st.sampled_from(list(self.cache.pins))))
+
+    @precondition(lambda self: self.cache.exchange is not None)
+    @rule(prefix=st.integers(1, 40))
+    def whoever_fits_alone_runs(self, prefix: int) -> None:
+        """Once nobody else is there: as many tokens as the cache says that it can ever hold."""
+        for sequence in self.open:
+            self.cache.close(sequence)
+        self.open.clear()
+        most = self.cache.num_possible_blocks - self.cache.pins.num_blocks
+        num_tokens = max_tokens_for(self.cache.spec, max(0, most), 4)
+        if num_tokens <= prefix:
+            return
+        tokens = [*range(10, 10 + prefix), *range(num_tokens - prefix)]
+        one = self.cache.open(tokens)
+        while (left := one.num_tokens - one.num_computed_tokens) > 0:
+            # A window that is full has room for one token more, not for many.
+            assert self.machine.step([one], [min(left, 16)]) or self.machine.step([one], [1])
+        self.cache.check()
+        self.cache.close(one)
+
+    @precondition(lambda self: self.cache.exchange is not None)
+    @rule(num_blocks=st.integers(-12, 12))
+    def is_resized(self, num_blocks: int) -> None:
+        exchange = self.cache.exchange
+        assert exchange is not None
+        num_bytes = exchange.num_bytes + num_blocks * exchange.block_bytes
+        if num_bytes >= 20 * exchange.block_bytes and exchange.fits_in(num_bytes):
+            exchange.resize(num_bytes)
+
     @rule(prefix=st.integers(0, 12))
     def drops(self, prefix: int) -> None:
-        self.cache.drop(list(range(10, 10 + prefix)))
+        tokens = list(range(10, 10 + prefix))
+        if not self.cache.pins.in_what_begins_with(np.array(tokens, np.int32)):
+            self.cache.drop(tokens)
 
     @rule()
     def trims(self) -> None:
@@ -288,8 +407,8 @@ class NativeStateCacheLaws(StateCacheLaws):
     backend = "native"
 
 
-StateCacheLaws.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-NativeStateCacheLaws.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+StateCacheLaws.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+NativeStateCacheLaws.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestPython = StateCacheLaws.TestCase
 if "native" in BACKENDS:
     TestNative = NativeStateCacheLaws.TestCase

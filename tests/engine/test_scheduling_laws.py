@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.at_length import at_length
-from support.fake_engine import FakeEngine
+from support.fake_engine import STATE_BLOCKS, FakeEngine
 from support.fake_model import expected_tokens, full_spec, window_spec
 from support.faulty_tier import FaultyTier
 
@@ -61,13 +61,18 @@ def run(
     policy: Policy = "eviction",
     faults: int = 0,
     pauses: Sequence[tuple[int, int]] = (),
+    num_states: int = 0,
 ) -> tuple[FakeEngine, dict[int, list[list[int]]], list[tuple[int, ...]]]:
-    """pauses: (step, index) of requests that nobody reads until all others have ended, the last one first then."""
+    """pauses: (step, index) of requests that nobody reads until all others have ended, the last one first then.
+    num_states: state slots, where not 0 two that must be there, and others whose memory the longest may need."""
     spec = window_spec(window) if window else full_spec()
     longest = max(len(r.prompt) + r.max_tokens - 1 for r in requests)
     least = num_blocks_for(spec, longest, block_size)
+    if tier_bytes is not None:
+        num_states = 0
     engine = FakeEngine(
-        num_blocks=least + num_blocks,
+        num_blocks=max(1, least + num_blocks - STATE_BLOCKS * max(0, num_states - 2)),
+        num_state_slots=num_states,
         block_size=block_size,
         spec=spec,
         prefix_caching=caching,
@@ -122,6 +127,7 @@ CASES = {
     "tier_bytes": st.sampled_from([None, None, 2000, 1 << 20]),
     "policy": st.sampled_from(POLICIES),
     "faults": st.sampled_from([0, 0, 2, 3, 7]),
+    "num_states": st.sampled_from([0, 0, 2, 3, 9]),
     "pauses": st.lists(st.tuples(st.integers(0, 16), st.integers(0, 6)), max_size=5),
 }
 
@@ -139,10 +145,11 @@ def check_case(
     policy: Policy,
     faults: int,
     pauses: Sequence[tuple[int, int]] = (),
+    num_states: int = 0,
 ) -> None:
     case = (
         requests, num_blocks, block_size, window, budget, max_seqs, caching, preemption, tier_bytes, policy, faults,
-        pauses
+        pauses, num_states
     )  # fmt: skip
     engine, tokens, history = run(*case)
     for index, request in enumerate(requests):

@@ -58,13 +58,13 @@ def test_after_a_restart_the_same_prompt_goes_on_from_its_state(name: str, tmp_p
 
 
 def test_states_evicted_from_slots_come_back_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many prompts, few slots: memory has K and V, the host tier states. Poison says where none was written."""
+    """Many prompts, little memory: the host tier has the states, which gave way. Poison says where none was written."""
     pytest.importorskip("quire._native")
     model = tiny_model("falcon_h1")
     prompts = [[*LONG[i:], *LONG[:i]] for i in range(7)]
     with serve(model, prefix_caching=False) as llm:
         wanted = [(one.token_ids, one.logprobs) for one in answers_of(llm, prompts)]
-    with serve(model, host_cache="16MiB", max_num_seqs=1, max_batch_tokens=64) as llm:
+    with serve(model, kv_memory="192KiB", host_cache="16MiB", max_num_seqs=1, max_batch_tokens=64) as llm:
         monkeypatch.setattr(
             llm.engine._speeds, "compute_s", lambda num_tokens: 1.0 * num_tokens
         )  # a load is worth it

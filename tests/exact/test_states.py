@@ -10,6 +10,7 @@ import random
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.generate_oracle import generate
@@ -18,7 +19,7 @@ from support.state_layers import FAMILIES, tiny_model
 from transformers import PreTrainedModel
 
 from quire import LLM, KVSpec, SamplingParams
-from quire.errors import ArgumentError
+from quire.errors import ArgumentError, CapacityError
 from quire.memory.placement import why_not
 from quire.memory.state_slots import StateSlots
 from quire.model.cache_keyword import cache_keyword
@@ -134,9 +135,9 @@ def test_bits_do_not_depend_on_chunks_hits_or_company(name: str) -> None:
 def test_preempted_requests_go_on_from_checkpoints_or_their_own_state(preemption: str) -> None:
     model, tokens = expected("qwen3_next")
     spec = KVSpec.from_config(model.config)
-    # Two slots of states in half of it; blocks of two prompts in the rest.
-    kv_memory = max(8 * spec.bytes_per_state, 2 * 80 * spec.bytes_per_token)
-    options: dict[str, Any] = {"preemption": preemption}
+    # Four states, and blocks of the longest prompt with its answer.
+    kv_memory = 4 * spec.bytes_per_state + 60 * spec.bytes_per_token
+    options: dict[str, Any] = {"preemption": preemption, "max_model_len": None}
     if preemption == "swap":
         options["swap_memory"] = "8MiB"
     with serve(model, kv_memory=kv_memory, backend="python", **options) as llm:
@@ -223,6 +224,65 @@ def test_states_are_counted() -> None:
         assert f'quire:short_hits_total{{model_name="m"}} {stats["short_hits"]}.0' in page
 
 
+@pytest.mark.parametrize("backend", ["python", "native"])
+def test_a_long_prompt_takes_the_memory_of_idle_states(backend: str) -> None:
+    """And many short ones take that of idle blocks; the bits are those of fixed shares."""
+    pytest.importorskip("quire._native")
+    model, _ = expected("qwen3_next")
+    draw = random.Random(5)
+    long = [draw.randrange(2, 60) for _ in range(100)]
+    short = [[draw.randrange(2, 60) for _ in range(3)] for _ in range(30)]
+    one_token = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=3)
+
+    def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+        return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in llm.generate(prompts, params)]
+
+    with serve(model, prefix_caching=False, backend=backend) as llm:
+        wanted = answers(llm, [long], GREEDY) + answers(llm, short, one_token)
+    kv_memory = 20 * KVSpec.from_config(model.config).bytes_per_state
+    with serve(model, kv_memory=kv_memory, backend=backend, max_model_len=None) as llm:
+        cache: Any = llm.core.cache
+        num_slots, num_blocks = cache.num_state_slots, cache.num_blocks
+        assert (num_slots, num_blocks) == (10, 17)  # half of it each; the long prompt needs 28 blocks
+        got = answers(llm, [long], GREEDY)
+        assert cache.num_state_slots <= 4
+        assert cache.num_blocks >= 28
+        cache.check()
+        llm.trim()
+        for _ in range(2):
+            got += answers(llm, short, one_token)
+            cache.check()
+        assert len(cache.checkpoints) > 10  # more than half of it
+        assert got == [*wanted, *wanted[1:]]
+        stats = llm.stats()
+        assert stats["kv_memory_bytes"] <= kv_memory
+        assert 10 + stats["slots_from_blocks"] - stats["slots_to_blocks"] == cache.num_state_slots
+        llm.resize(kv_memory // 2)
+        assert llm.kv_memory_bytes <= kv_memory // 2
+        cache.check()
+        with pytest.raises(CapacityError, match=r"needs 28 blocks of 14"):
+            answers_of(llm, [long])
+        llm.resize(kv_memory)
+        cache.exchange = None
+        with pytest.raises(CapacityError, match="needs 28 blocks"):
+            answers_of(llm, [long])
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no virtual storage on this machine")
+def test_states_and_blocks_of_virtual_storage_exchange_memory() -> None:
+    model, _ = expected("qwen3_next")
+    draw = random.Random(6)
+    short = [[draw.randrange(2, 60) for _ in range(6)] for _ in range(8)]
+    with serve(model, storage="virtual", kv_memory="1MiB", backend="python") as llm:
+        cache: Any = llm.core.cache
+        first = answers_of(llm, short)
+        stats = llm.stats()
+        assert stats["slots_from_blocks"] > 0
+        assert stats["slots_to_blocks"] > 0
+        assert [one.token_ids for one in answers_of(llm, short)] == [one.token_ids for one in first]
+        cache.check()
+
+
 def test_memory_of_states_goes_back_to_the_system() -> None:
     model, answers = expected("qwen3_next")
     with serve(model, backend="python") as llm:
@@ -247,6 +307,18 @@ def test_slots_that_are_needed_keep_their_bytes() -> None:
         for field in slots.of(layer.layer).values():
             kept = [slot for slot in range(40) if slot not in (0, 1, 3, 12, 39)]
             assert bool((field[kept] == 1.0).all())
+    slots.close()
+    slots = StateSlots(spec, 2, 40)
+    slots.fill(1.0)
+    before = slots.bytes_committed
+    slots.resize(40)
+    assert slots.bytes_committed == before  # addresses, and no memory before it is written
+    slots.apply([(1, 39)])
+    assert np.array_equal(slots.read(39), slots.read(0))
+    slots.resize(2)
+    assert slots.bytes_committed == before
+    with pytest.raises(CapacityError, match="1 to 40 state slots"):
+        slots.resize(41)
     slots.close()
     slots.close()
     assert slots.bytes_committed == 0

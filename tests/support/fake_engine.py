@@ -10,6 +10,8 @@ import numpy as np
 from support.fake_model import VOCAB, FakeRunner, FakeTokenizer, full_spec, slot_values
 
 from quire.cache.cache import Cache
+from quire.cache.exchange import Exchange
+from quire.cache.state_cache import StateCache
 from quire.engine.engine import Engine
 from quire.offload.load import TierLoads
 from quire.offload.speeds import Speeds
@@ -22,6 +24,8 @@ from quire.spec import KVSpec
 from quire.spec.payload import PayloadLayout
 from quire.tiers.stack import TierStack
 from quire.tiers.tier import Tier
+
+STATE_BLOCKS = 2  # whose bytes a state has
 
 
 class FakeEngine:
@@ -38,17 +42,21 @@ class FakeEngine:
         tiers: Sequence[Tier] = (),
         policy: Policy = "eviction",
         segment_blocks: int = 2,
+        num_state_slots: int = 0,
         **options: Any,
     ) -> None:
-        """tiers: used within the calls, no thread; segments of `segment_blocks` blocks."""
+        """tiers: used within the calls, no thread; segments of `segment_blocks` blocks. num_state_slots: where there
+        are some, each has the memory of `STATE_BLOCKS` blocks and may become those, or they one of it."""
         self.spec = spec or full_spec()
-        self.cache = Cache(
-            self.spec,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            prefix_caching=prefix_caching,
-            backend="python",
-        )
+        made: dict[str, Any] = {
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "prefix_caching": prefix_caching,
+            "backend": "python",
+        }
+        self.cache = Cache(self.spec, **made)
+        if num_state_slots:
+            self.cache = StateCache(self.spec, num_state_slots=num_state_slots, **made)
         self.runner = FakeRunner(self.spec, num_blocks, block_size)
         self.now = 0.0
         speeds = Speeds()
@@ -78,8 +86,29 @@ class FakeEngine:
             ),
             **options,
         )
+        if isinstance(self.cache, StateCache):
+            self.cache.exchange = self._exchange(self.cache)
         self.outputs: dict[str, RequestOutput] = {}
         self.scheduler = self.engine.scheduler
+
+    def _exchange(self, cache: StateCache) -> Exchange:
+        exchange = Exchange(
+            cache,
+            num_bytes=(cache.num_blocks + STATE_BLOCKS * cache.num_state_slots) * cache.block_bytes,
+            slot_bytes=STATE_BLOCKS * cache.block_bytes,
+            block_bytes=cache.block_bytes,
+            max_slots=50,
+            max_blocks=1000,
+        )
+
+        def resize_blocks(num_blocks: int) -> bool:
+            given_up = self.engine.exchange(num_blocks)
+            self.runner.resize(cache.num_block_ids, given_up)
+            return True
+
+        exchange.resize_blocks = resize_blocks
+        exchange.give_back_slots = self.runner.states.lose
+        return exchange
 
     def submit(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> str:
         """As `Engine.submit`, the options one by one."""
@@ -112,7 +141,7 @@ class FakeEngine:
         assert all(s.cache_sequence is not None and s.state.value == "loading" for s in scheduler.loading)
         assert all(s.swapped is None for s in scheduler.running + scheduler.loading)
         assert self.cache.stats()["num_sequences"] == len(scheduler.running) + len(scheduler.loading)
-        swapped = [s.swapped.payload.nbytes for s in queued if s.swapped is not None]
+        swapped = [s.swapped.num_bytes for s in queued if s.swapped is not None]
         assert self.engine.swap.num_bytes == sum(swapped)
         assert sum(swapped) <= self.engine.swap.max_bytes
 

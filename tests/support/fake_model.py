@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.cache.state_plan import StatePlan
 from quire.scheduler.step import ScheduledStep
 from quire.spec import KVSpec, LayerSpec, Span
+from quire.spec.state_spec import ZERO_STATE
 
 VOCAB = 97
 _POISON = -(10**9)
@@ -77,6 +79,44 @@ class FakeWriter:
         """Nowhere: its memory is no payload's."""
 
 
+class FakeStates:
+    """State slots: in each are the tokens that its state was made of. Of a runner whose cache has states."""
+
+    bytes_per_slot = 8 * 128  # of as many tokens, -1 where there are fewer
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, tuple[int, ...]] = {}
+
+    def apply(self, operations: Sequence[tuple[int, int]]) -> None:
+        for source, target in operations:
+            self.tokens[target] = () if source == ZERO_STATE else self.tokens[source]
+
+    def read(self, slot: int) -> np.ndarray:
+        tokens = self.tokens[slot]
+        return np.pad(np.array(tokens, np.int64), (0, 128 - len(tokens)), constant_values=-1).view(np.uint8)
+
+    def write(self, slot: int, payload: np.ndarray) -> None:
+        self.tokens[slot] = tuple(token for token in payload.view(np.int64).tolist() if token >= 0)
+
+    def lose(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.tokens.pop(slot, None)
+
+    def run(self, step: ScheduledStep, states: StatePlan) -> None:
+        self.apply(states.operations)
+        kept, row = dict(states.checkpoints), 0
+        for sequence, slot, num_new in zip(
+            step.sequences, states.slots.tolist(), step.num_new_tokens.tolist(), strict=True
+        ):
+            tokens, start = tuple(sequence.token_ids().tolist()), sequence.num_computed
+            assert self.tokens[slot] == tokens[:start]
+            for stop in range(start + 1, start + num_new + 1):
+                if row in kept:
+                    self.tokens[kept[row]] = tokens[:stop]
+                row += 1
+            self.tokens[slot] = tokens[: start + num_new]
+
+
 class FakeRunner:
     """Runs scheduled steps over its own storage of numbers; `fail` is raised before the next step."""
 
@@ -87,6 +127,13 @@ class FakeRunner:
         self.fail: BaseException | None = None
         self.num_computed_tokens = 0
         self.batch_sizes: list[int] = []
+        self.states = FakeStates()
+
+    def resize(self, num_blocks: int, given_up: np.ndarray) -> None:
+        """Have so many blocks at least; what those given up held is lost."""
+        num_new = max(0, num_blocks * self.block_size - self.slots.shape[1])
+        self.slots = np.pad(self.slots, [(0, 0), (0, num_new)], constant_values=_POISON)
+        self.slots.reshape(len(self.slots), -1, self.block_size)[:, given_up] = _POISON
 
     def run(self, step: ScheduledStep) -> torch.Tensor:
         if self.fail is not None:
@@ -95,6 +142,8 @@ class FakeRunner:
         assert len(step.input_ids) == len(step.positions) == int(step.num_new_tokens.sum())
         self.num_computed_tokens += len(step.input_ids)
         self.batch_sizes.append(len(step.sequences))
+        if (states := getattr(step.plan, "states", None)) is not None:
+            self.states.run(step, states)
         size = self.block_size
         for index in range(len(self.spec.groups)):
             plan = step.plan.group(index)

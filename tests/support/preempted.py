@@ -19,7 +19,9 @@ def generate_preempted(llm: LLM, prompts: list[list[int]], params: SamplingParam
     while engine.has_work:
         if num_steps == num_prefills + _DECODES_BEFORE:
             states = getattr(llm.core.storage, "states", None)
-            num_state_bytes = 0 if states is None else states.num_bytes
+            num_state_bytes = 0
+            if states is not None:
+                num_state_bytes = llm.core.cache.num_state_slots_needed * states.bytes_per_slot
             llm.resize(int(llm.stats()["kv_reserved_bytes"] * _SHARE_LEFT) + num_state_bytes)
         for output in engine.step():
             found[output.request_id] = output

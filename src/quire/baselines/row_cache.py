@@ -376,6 +376,10 @@ class RowCache(KVCache):
 
     # What fits
 
+    @property
+    def num_possible_blocks(self) -> int:
+        return self.num_blocks
+
     def blocks_alone(self, num_tokens: int) -> int:
         return self.space.blocks_alone(num_tokens)
 

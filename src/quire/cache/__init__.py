@@ -5,6 +5,7 @@ Others may use
     protocol       what a scheduler may call: `KVCache`, `CacheSequence`, `StepPlan`
     prefix_key     whose content a prefix is
     state_cache, checkpoints, state_plan   states of recurrent layers beside the blocks, and what a step does with them
+    exchange       how many blocks and how many states one memory makes
     pins           what must stay, and of what priority
     answers, arguments, block_counts, block_hash, known_tokens   what implementations of the protocol share
     block_map, memory_use, report, tree_view                     what can be seen of a cache

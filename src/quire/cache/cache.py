@@ -281,18 +281,22 @@ class Cache(PrefixKVCache):
 
     # What fits
 
+    @property
+    def num_possible_blocks(self) -> int:
+        return self.num_blocks
+
     def blocks_alone(self, num_tokens: int) -> int:
         return num_blocks_for(self.spec, num_tokens, self.block_size)
 
     def max_tokens_alone(self) -> int:
-        return max_tokens_for(self.spec, self.num_blocks, self.block_size)
+        return max_tokens_for(self.spec, self.num_possible_blocks, self.block_size)
 
     def blocks_later(self, num_tokens: int, num_reserved: int) -> int:
         size = self.block_size
         return self._num_full_groups * (-(-num_tokens // size) - -(-num_reserved // size))
 
     def margin(self, share: float) -> int:
-        return math.ceil(share * self.num_blocks)
+        return math.ceil(share * self.num_possible_blocks)
 
     # Looking on
 
@@ -337,7 +341,8 @@ class Cache(PrefixKVCache):
     @property
     def usage(self) -> float:
         """Share of the blocks that are in use, 0 .. 1; cached ones are not."""
-        return 1.0 - self.num_free_blocks / self.num_blocks
+        free, cached, _, _ = self._manager.counts()
+        return 1.0 - (free + cached) / self.num_blocks
 
     def stats(self) -> dict[str, int]:
         stats, pinned = self._manager.stats(), self.pins.num_blocks

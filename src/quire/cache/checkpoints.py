@@ -47,6 +47,8 @@ class Checkpoint:
 
     def decoded(self) -> tuple[Int32Array, tuple[tuple[int, bytes], ...]]:
         """Its tokens, and (position, key) of those with an extra key."""
+        if len(self.content) == 4 * self.num_tokens:  # no keys
+            return (np.frombuffer(self.content, ">u4") >> 1).astype(np.int32), ()
         tokens, keys = decode(self.content)
         return np.array(tokens, np.int32), tuple(keys)
 
@@ -63,6 +65,7 @@ class Checkpoints:
         return len(self._found)
 
     def __iter__(self) -> Iterator[Checkpoint]:
+        """The one that was of use least recently first."""
         return iter(self._found.values())
 
     def get(self, namespace: bytes, content: bytes) -> Checkpoint | None:
@@ -96,10 +99,16 @@ class Checkpoints:
     def use(self, checkpoint: Checkpoint) -> None:
         """It was of use just now."""
         checkpoint.score = self._clock + checkpoint.num_saved
+        place = checkpoint.namespace, checkpoint.content
+        self._found[place] = self._found.pop(place)
 
     def victim(self) -> Checkpoint | None:
         """The one to go first; None where all are pinned. Removes nothing."""
         return min((one for one in self if not one.num_pins), key=lambda one: one.score, default=None)
+
+    def worth(self, checkpoint: Checkpoint) -> float:
+        """Tokens that it saves, fewer the longer it was of no use."""
+        return checkpoint.score - self._clock
 
     @property
     def num_pinned(self) -> int:
@@ -110,8 +119,8 @@ class Checkpoints:
         return sum(not one.num_pins for one in self)
 
     def evict(self, checkpoint: Checkpoint) -> None:
-        """`remove`, for want of room: time goes on."""
-        self._clock = max(self._clock, checkpoint.score)
+        """`remove`, for want of room: time goes on, to where the victim is, whether it is that one or not."""
+        self._clock = max(self._clock, (self.victim() or checkpoint).score)
         self.remove(checkpoint)
 
     def remove(self, checkpoint: Checkpoint) -> None:

@@ -45,8 +45,10 @@ class PinnedCache(Protocol):
     block_name: str
     block_bytes: int
     block_size: int
-    num_blocks: int
     num_groups: int
+
+    @property
+    def num_possible_blocks(self) -> int: ...
 
     def match(self, token_ids: Any, *, namespace: bytes, extra_keys: Mapping[int, bytes] | None) -> Match: ...
 
@@ -169,7 +171,7 @@ class Pins:
 
     def _require_room(self, num_new: int, num_others: int) -> None:
         cache = self._cache
-        most = cache.num_blocks if self.max_blocks is None else self.max_blocks
+        most = cache.num_possible_blocks if self.max_blocks is None else self.max_blocks
         if num_others + num_new > most:
             size = cache.block_bytes
             raise CapacityError(

@@ -339,6 +339,11 @@ class KVCache(Protocol):
 
     # What fits: arithmetic alone
 
+    @property
+    def num_possible_blocks(self) -> int:
+        """Blocks that there could be: `num_blocks`, or more where memory of something else could become blocks."""
+        ...
+
     def blocks_alone(self, num_tokens: int) -> int:
         """Blocks that one sequence of so many tokens holds at most at any time, alone. O(g)."""
         ...
@@ -359,7 +364,7 @@ class KVCache(Protocol):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that could be handed out: free ones and cached ones."""
+        """Blocks that could be handed out: free ones and cached ones, and those that there could be more of now."""
         ...
 
     @property

@@ -7,10 +7,11 @@ end, whose slot becomes the checkpoint. So a hit ends at the deepest token that 
 of 1 792 tokens are a hit of 1 792.
 
 A slot is free, a sequence's, a checkpoint's, or being written to become one. When there is none, the checkpoint that
-saves least goes; when there is none of those, `reserve` finds no room, as when blocks are short.
+saves least goes; when there is none of those, `reserve` finds no room, as when blocks are short. Where there is an
+`exchange`, blocks become slots and slots blocks before that.
 
 Invariants (beside those of `Cache`; `check` proves them)
-    S1  every slot is in exactly one of those four places.
+    S1  every slot is in exactly one of those four places; with those given up they are all ids there were.
     S2  the state in a checkpoint's slot is of exactly its content, in a sequence's slot of its computed tokens, once
         the operations and rows of the plans handed out are done. A step that was reserved and not committed leaves a
         slot that becomes no checkpoint.
@@ -23,7 +24,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,6 +35,7 @@ from quire.cache.answers import Dropped, Match
 from quire.cache.backend import call_manager
 from quire.cache.cache import Cache
 from quire.cache.checkpoints import Checkpoint, Checkpoints
+from quire.cache.exchange import Exchange
 from quire.cache.manager.content import ExtraKeys, encode
 from quire.cache.open_sequence import Sequence
 from quire.cache.protocol import CacheSequence, StepPlan
@@ -59,6 +62,7 @@ class _Held:
     namespace: bytes
     keys: ExtraKeys
     wanted: list[int]  # positions of which it shall leave a checkpoint, ascending
+    owner_id: int = 0
     cache_priority: int = NORMAL
     source: Checkpoint | None = None  # pinned: what its state begins with; None: with nothing
     is_short: bool = False  # whether its prompt's K and V go beyond `source`, until it has reserved
@@ -83,6 +87,12 @@ class StateCache(Cache):
         """Whether a prompt leaves a checkpoint at its last block boundary too, beyond which tiers have no K and V."""
         self.on_going: Callable[[Checkpoint], None] = lambda checkpoint: None
         """Called with each checkpoint that goes for want of room, its state there still."""
+        self.exchange: Exchange | None = None
+        """What has slots and blocks exchange memory; None: their numbers stay."""
+        self.num_slot_ids = self.num_state_slots
+        """Every id of a slot is below it: those given up come back first."""
+        self._given_up: list[int] = []
+        self._limits: dict[int, tuple[int, int]] = {}  # floor and quota of owners
         self._free = list(range(self.num_state_slots - 1, -1, -1))
         self._held: dict[int, _Held] = {}
         self._operations: list[tuple[int, int]] = []  # to be done before the next step
@@ -121,7 +131,9 @@ class StateCache(Cache):
     @property
     def can_fork(self) -> bool:  # type: ignore[override]
         """Whether a slot is to be had for the fork."""
-        return bool(self._free) or self.checkpoints.num_free_to_go > 0
+        if self._free or self.checkpoints.num_free_to_go:
+            return True
+        return self.exchange is not None and self.exchange.slots_to_come > 0
 
     def open(
         self,
@@ -156,7 +168,7 @@ class StateCache(Cache):
             source.cache_priority = max(source.cache_priority, cache_priority)
         wanted = self._wanted(len(prompt[0]), hit, stored)
         self._held[sequence_id] = _Held(
-            prompt[1], _extra_keys(prompt), wanted, cache_priority, source, is_short=is_short
+            prompt[1], _extra_keys(prompt), wanted, owner_id, cache_priority, source, is_short=is_short
         )
         return self._opened(sequence_id)
 
@@ -172,7 +184,8 @@ class StateCache(Cache):
 
     def _may_pin(self) -> bool:
         """Whether two slots are left for those who compute."""
-        return self.num_state_slots - self.checkpoints.num_pinned - len(self._forgotten()) > 2
+        left = self.num_state_slots - self.checkpoints.num_pinned - len(self._forgotten())
+        return left > 2 or (self.exchange is not None and left + self.exchange.slots_to_come > 2)
 
     def fork(self, sequence: CacheSequence | int) -> Sequence:
         parent = self._state_of(sequence)
@@ -180,8 +193,10 @@ class StateCache(Cache):
             raise ArgumentError(
                 f"expected a free state slot for a fork, got none of {self.num_state_slots}; close a sequence"
             )
+        if parent.slot is not None and self.exchange is not None:
+            self.exchange.for_slots(1, 0)
         child = super().fork(sequence)
-        held = _Held(parent.namespace, parent.keys, list(parent.wanted), parent.cache_priority, parent.source)
+        held = replace(parent, wanted=list(parent.wanted), slot=None, under_way=None, made=[], is_short=False)
         if parent.slot is not None:
             held.slot = self._take_slot()
             self._operations.append((parent.slot, held.slot))
@@ -239,9 +254,15 @@ class StateCache(Cache):
     ) -> StepPlan | None:
         ids, counts, _ = self._step_arguments(sequences, num_new_tokens, num_lookahead_tokens)
         held = [self._state_of(sequence_id) for sequence_id in ids.tolist()]
+        num_blocks = partial(self.num_blocks_needed, ids, counts, num_lookahead_tokens=num_lookahead_tokens)
+        if self.exchange is not None:
+            most = self.num_groups * int((-(-(counts + num_lookahead_tokens) // self.block_size) + 1).sum())
+            self._exchange(self.exchange, num_blocks, most, held, self._num_wanted(ids, counts, held))
         if not self._slots_suffice(held):
             return None
         plan = super().reserve(ids, counts, num_lookahead_tokens=num_lookahead_tokens)
+        while plan is None and self._has_more_blocks(num_blocks(), ids, counts):
+            plan = super().reserve(ids, counts, num_lookahead_tokens=num_lookahead_tokens)
         if plan is None:
             return None
         for one in held:
@@ -271,9 +292,14 @@ class StateCache(Cache):
     def restore(self, sequence: CacheSequence | int, num_computed_tokens: int) -> StepPlan | None:
         """As `Cache.restore`: the plan's operations first, then the state goes to its slot, then `commit`."""
         held = self._state_of(sequence)
+        num_blocks = partial(self.num_blocks_to_restore, sequence, num_computed_tokens)
+        if self.exchange is not None:
+            self._exchange(self.exchange, num_blocks, num_blocks(), [held], int(held.slot is None))
         if not self._slots_suffice([held]):
             return None
         plan = super().restore(sequence, num_computed_tokens)
+        while plan is None and self._has_more_blocks(num_blocks()):
+            plan = super().restore(sequence, num_computed_tokens)
         if plan is None:
             return None
         if held.slot is None:
@@ -354,6 +380,153 @@ class StateCache(Cache):
             else:
                 self._free.append(slot)
 
+    # Exchanging memory of blocks and slots
+
+    def _num_wanted(self, ids: Int64Array, counts: Int64Array, held: list[_Held]) -> int:
+        """Slots that a reservation takes if there are as many: for who has none, and for checkpoints."""
+        num = sum(one.slot is None for one in held)
+        for sequence_id, count, one in zip(ids.tolist(), counts.tolist(), held, strict=True):
+            if one.wanted:
+                start = self._manager.num_computed_tokens(sequence_id)
+                num += sum(start < position <= start + count for position in one.wanted)
+        return num
+
+    def _exchange(
+        self, exchange: Exchange, num_blocks: Callable[[], int], most: int, held: list[_Held], num_slots: int
+    ) -> None:
+        """Before a reservation: what there should be free for it. most: no more blocks than these."""
+        needed, (free, _) = most, self.free_and_cached_blocks()
+        if most > free or num_slots > len(self._free):
+            needed = num_blocks()
+        exchange.for_slots(num_slots, needed)
+        if needed > free:
+            beside = num_slots - sum(one.slot is None for one in held)
+            exchange.for_blocks(needed, self.num_state_slots_needed + beside)
+
+    def _has_more_blocks(self, num_blocks: int, *step: Any) -> bool:
+        """Whether slots have become blocks, as so many were refused. step: ids and numbers of new tokens."""
+        if self.exchange is None or self._is_beyond_quota(*step):
+            return False
+        return self.exchange.for_more_blocks(num_blocks, 0)
+
+    def _is_beyond_quota(self, ids: Any = (), counts: Any = ()) -> bool:
+        """Whether it is for an owner's quota that there is no room, which more blocks do not change."""
+        for owner_id, (_, quota) in self._limits.items():
+            own = [
+                at for at, sequence_id in enumerate(ids) if self._held[int(sequence_id)].owner_id == owner_id
+            ]
+            if quota >= 0 and own:
+                now = self.owner_counts(owner_id)
+                if now.held + now.in_flight + self.num_blocks_needed(ids[own], counts[own]) > quota:
+                    return True
+        return False
+
+    @property
+    def least_state_slots(self) -> int:
+        """Slots that stay slots whatever happens: one to compute in, one to come from, and those that pins keep."""
+        pinning = (self._held.get(pin.sequence.id) for pin in self.pins)
+        return 2 + len({held.source for held in pinning if held is not None and held.source is not None})
+
+    @property
+    def num_state_slots_needed(self) -> int:
+        """Slots that are somebody's, and one for each open sequence that computes and has none yet."""
+        pinning = {pin.sequence.id for pin in self.pins}
+        to_come = sum(one.slot is None and number not in pinning for number, one in self._held.items())
+        return self.num_state_slots - len(self.free_state_slots()) - self._num_free_to_go() + to_come
+
+    @property
+    def num_free_state_slots(self) -> int:
+        return len(self._free)
+
+    def _num_free_to_go(self) -> int:
+        """Checkpoints whose slots could be given up now."""
+        moving = self._moving()
+        return sum(not one.num_pins and one.slot not in moving for one in self.checkpoints)
+
+    def _moving(self) -> set[int]:
+        """Slots that operations read and write which are still to be done."""
+        return {slot for operation in self._operations for slot in operation}
+
+    def free_and_cached_blocks(self) -> tuple[int, int]:
+        free, cached, _, _ = self._manager.counts()
+        return free, cached
+
+    def victim(self) -> Checkpoint | None:
+        """The checkpoint to go first: one without K and V, which go in the order of use too, else what saves least."""
+        moving = self._moving()
+        oldest = next((one for one in self.checkpoints if not one.num_pins), None)
+        if oldest is None or (oldest.slot not in moving and not self.has_kv_of(oldest)):
+            return oldest
+        victim = self.checkpoints.victim()
+        return None if victim is not None and victim.slot in moving else victim
+
+    def has_kv_of(self, checkpoint: Checkpoint) -> bool:
+        """Whether the K and V of all its tokens are there, without which nobody finds it."""
+        tokens, keys = checkpoint.decoded()
+        probe = np.append(tokens, np.int32(0))  # the last token of a prompt is never found
+        prompt = arguments.prompt(probe, checkpoint.namespace, dict(keys))
+        return self._manager.match(*prompt) >= checkpoint.num_tokens
+
+    def evict_checkpoint(self, checkpoint: Checkpoint) -> int:
+        """It goes for want of room; its slot, which is free then."""
+        self.on_going(checkpoint)
+        self.checkpoints.evict(checkpoint)
+        self.num_evicted_checkpoints += 1
+        self._free.append(checkpoint.slot)
+        return checkpoint.slot
+
+    def add_state_slots(self, num: int) -> None:
+        """Have so many slots more: those given up last come back first, then there are new ones."""
+        back = [self._given_up.pop() for _ in range(min(num, len(self._given_up)))]
+        new = range(self.num_slot_ids, self.num_slot_ids + num - len(back))
+        self.num_slot_ids = new.stop
+        self.num_state_slots += num
+        self._free += [*reversed(new), *reversed(back)]
+
+    def give_up_state_slots(self, slots: list[int]) -> None:
+        """Have these slots no more. They are of `free_state_slots`."""
+        going = set(slots)
+        self._free = [slot for slot in self._free if slot not in going]
+        self._given_up += slots
+        self.num_state_slots -= len(slots)
+
+    @property
+    def num_possible_blocks(self) -> int:  # type: ignore[override]
+        return self.num_blocks if self.exchange is None else self.exchange.num_possible_blocks
+
+    @property
+    def num_free_blocks(self) -> int:  # type: ignore[override]
+        return super().num_free_blocks + (0 if self.exchange is None else self.exchange.blocks_to_come)
+
+    @property
+    def sum_of_floors(self) -> int:
+        return sum(floor for floor, _ in self._limits.values())
+
+    def set_limits(self, owner_id: int, floor_blocks: int = 0, quota_blocks: int = -1) -> None:
+        others = self.sum_of_floors - self._limits.get(owner_id, (0, -1))[0]
+        if self.exchange is not None and others + floor_blocks > self.num_blocks:
+            self.exchange.have_blocks(others + floor_blocks)
+        super().set_limits(owner_id, floor_blocks, quota_blocks)
+        self._limits[owner_id] = (floor_blocks, quota_blocks)
+
+    def num_available(self, owner_id: int = 0) -> int:
+        available = super().num_available(owner_id)
+        if self.exchange is None:
+            return available
+        more = available + self.exchange.blocks_to_come
+        _, quota = self._limits.get(owner_id, (0, -1))
+        if quota < 0:
+            return more
+        now = self.owner_counts(owner_id)
+        return max(available, min(more, quota - now.held - now.in_flight))
+
+    def max_blocks(self, owner_id: int = 0) -> int:
+        if self.exchange is None:
+            return super().max_blocks(owner_id)
+        floor, quota = self._limits.get(owner_id, (0, -1))
+        most = max(0, self.num_possible_blocks - self.sum_of_floors + floor)
+        return most if quota < 0 else min(most, quota)
+
     # Size
 
     def reset(self) -> None:
@@ -372,13 +545,16 @@ class StateCache(Cache):
 
     def free_state_slots(self) -> list[int]:
         """Those whose bytes nobody needs any more, ascending."""
-        still_read = {source for source, _ in self._operations}
-        return sorted(slot for slot in self._free if slot not in still_read)
+        moving = self._moving()
+        return sorted(slot for slot in self._free if slot not in moving)
 
     def stats(self) -> dict[str, int]:
+        exchange = self.exchange
         return {
             **super().stats(),
             "state_slots": self.num_state_slots,
+            "slots_from_blocks": 0 if exchange is None else exchange.num_slots_from_blocks,
+            "slots_to_blocks": 0 if exchange is None else exchange.num_slots_to_blocks,
             "free_state_slots": len(self._free),
             "checkpoints": len(self.checkpoints),
             "evicted_checkpoints": self.num_evicted_checkpoints,
@@ -387,6 +563,8 @@ class StateCache(Cache):
 
     def check(self) -> None:
         super().check()
+        if self.exchange is not None:
+            self.exchange.check()
         places = [
             *self._free,
             *(one.slot for one in self.checkpoints),
@@ -394,7 +572,8 @@ class StateCache(Cache):
             *(held.slot for held in self._held.values() if held.slot is not None),
             *(slot for held in self._held.values() for _, slot in held.made),
         ]
-        if sorted(places) != list(range(self.num_state_slots)):
+        everywhere = sorted([*places, *self._given_up])
+        if len(places) != self.num_state_slots or everywhere != list(range(self.num_slot_ids)):
             raise InvariantError(
                 f"S1: expected each of {self.num_state_slots} state slots in one place, got {sorted(places)}"
             )
@@ -457,13 +636,13 @@ class StateCache(Cache):
     def _slot_or_none(self) -> int | None:
         if self._free:
             return self._free.pop()
-        victim = self.checkpoints.victim()
+        victim = self.victim() if self.exchange is not None else self.checkpoints.victim()
+        if victim is None:
+            victim = self.checkpoints.victim()
         if victim is None:
             return None
-        self.on_going(victim)
-        self.checkpoints.evict(victim)
-        self.num_evicted_checkpoints += 1
-        return victim.slot
+        self.evict_checkpoint(victim)
+        return self._free.pop()
 
     def _is_new(self, sequence_id: int, held: _Held, position: int) -> bool:
         content = encode(self._manager.tokens(sequence_id), held.keys, 0, position)

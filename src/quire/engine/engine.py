@@ -359,8 +359,13 @@ class Engine:
         Where more blocks are in use, requests are preempted, the last first, and computed again later. One that cannot
         fit any more ends with a CapacityError when its turn comes.
         """
-        cache = self._elastic("resize")
+        self._elastic("resize")
         self.scheduler.preempt_to(num_blocks)
+        return self.exchange(num_blocks)
+
+    def exchange(self, num_blocks: int) -> np.ndarray:
+        """As `resize`, where no more than those are in use: nobody gives way."""
+        cache = self._elastic("exchange")
         return self._given_up(lambda: cache.resize(num_blocks))
 
     def trim(self) -> np.ndarray:

@@ -1,7 +1,8 @@
 """`KVBudget`: how much memory the KV cache of one `LLM` may take, what fits in it, how it is changed.
 
-Over an engine and its storage, which keep the blocks: it only sees to it that both always have the same number, and
-that pins may take their share of it. Not thread-safe: calls are made between two steps.
+Over an engine and its storage, which keep the blocks: it only sees to it that both always have the same number, also
+when blocks and state slots exchange memory (`quire.cache.exchange`), and that pins may take their share of it. Not
+thread-safe: calls are made between two steps.
 
 Cost: `resize` and `trim` O(blocks given up or made); `prefault` a page fault for each page; figures O(1).
 """
@@ -9,13 +10,14 @@ Cost: `resize` and `trim` O(blocks given up or made); `prefault` a page fault fo
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from quire.cache.exchange import Exchange
 from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
 from quire.engine.kv_fit import KVFit, KVLayout
-from quire.engine.storages import OpenStorage, num_blocks_within
-from quire.errors import ArgumentError
+from quire.engine.storages import OpenStorage, num_blocks_within, state_bytes_within
+from quire.errors import ArgumentError, CapacityError
 from quire.sizes import format_size, parse_share
 
 if TYPE_CHECKING:
@@ -38,14 +40,18 @@ class KVBudget:
     ) -> None:
         self._name = opened.name
         self._storage = opened.storage
-        self._cache = opened.cache
+        self._cache: Any = opened.cache
         self._states: StateSlots | None = getattr(opened.storage, "states", None)
         self._engine = engine
         # "virtual" has blocks of its pieces.
         self.block_size = opened.cache.block_size if opened.name == "virtual" else config.block_size
         self._config = config
         self._max_model_len = max_model_len
-        self.num_blocks: int = opened.cache.num_blocks
+        self._exchange: Exchange | None = getattr(opened.cache, "exchange", None)
+        if self._exchange is not None:
+            self._exchange.resize_blocks = self._resize_blocks
+            self._exchange.give_back_slots = self._give_back_slots
+            self._exchange.on_more_slots = self._add_slots
         self._layout = KVLayout(
             opened.name,
             opened.cache.spec,
@@ -58,27 +64,34 @@ class KVBudget:
         self._limit_pins()
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks that the cache has now."""
+        return self._cache.num_blocks
+
+    @property
     def num_bytes(self) -> int:
         """Of keys and values, and of states."""
         return self.num_blocks * self._cache.block_bytes + self._state_bytes
 
     @property
     def max_num_full_sequences(self) -> int:
-        """Sequences of `max_model_len` tokens that the cache holds at once."""
+        """Sequences of `max_model_len` tokens that the cache holds at once, each with a state where there are any."""
         return self.fit.max_num_sequences(self._max_model_len)
 
     @property
     def fit(self) -> KVFit:
         """What is held, by the arithmetic of a plan."""
-        return KVFit(self._layout, self.num_blocks, 0 if self._states is None else self._states.num_slots)
+        num_slots = 0 if self._states is None else self._cache.num_state_slots
+        return KVFit(self._layout, self.num_blocks, num_slots)
 
     @property
     def max_num_tokens(self) -> int:
         """Tokens that the cache holds in sequences of at most `max_model_len`."""
         num_alone = self._cache.blocks_alone(self._max_model_len)
-        if self.num_blocks < num_alone:
+        num_blocks = self._cache.num_possible_blocks
+        if num_blocks < num_alone:
             return self._cache.max_tokens_alone()
-        return self.num_blocks * self._max_model_len // num_alone
+        return num_blocks * self._max_model_len // num_alone
 
     def __str__(self) -> str:
         """What the cache can hold, in one line."""
@@ -86,7 +99,8 @@ class KVBudget:
         if self._name in ("paged", "virtual"):
             blocks += f" of {self.block_size} tokens"
         if self._states is not None:
-            blocks += f", {self._states.num_slots} states of {format_size(self._states.bytes_per_slot)}"
+            num_slots, size = self._cache.num_state_slots, format_size(self._states.bytes_per_slot)
+            blocks += f" and {num_slots} states of {size}, which exchange memory"
         spec = self._cache.spec
         kept = f" in {spec.kv_dtype}" if spec.kv_dtype != spec.dtype else ""
         return (
@@ -98,22 +112,58 @@ class KVBudget:
     def resize(self, kv_memory: str | int) -> None:
         """See `LLM.resize`. *raises:* ArgumentError, CapacityError: nothing was changed."""
         self._require_elastic()
-        storage = self._storage
+        config, exchange, states = replace(self._config, kv_memory=kv_memory), self._exchange, self._states
+        storage, cache = self._storage, self._cache
+        own_bytes = storage.bytes_committed + (0 if states is None else states.bytes_committed)
+        state_bytes = 0 if exchange is None else cache.least_state_slots * exchange.slot_bytes
         num_blocks = num_blocks_within(
-            replace(self._config, kv_memory=kv_memory),
-            self._cache.spec,
+            config,
+            cache.spec,
             self._max_model_len,
             block_size=self.block_size,
             block_bytes=storage.block_bytes,
-            own_bytes=storage.bytes_committed + (0 if self._states is None else self._states.bytes_committed),
-            state_bytes=self._state_bytes,
+            own_bytes=own_bytes,
+            state_bytes=state_bytes,
         )
         self._engine.tenants.check_resize(num_blocks)
-        if num_blocks > storage.num_blocks:
-            storage.resize(num_blocks)
-        storage.give_back(self._engine.resize(num_blocks))
-        self.num_blocks = num_blocks
+        if exchange is None:
+            if num_blocks > storage.num_blocks:
+                storage.resize(num_blocks)
+            storage.give_back(self._engine.resize(num_blocks))
+        else:
+            num_bytes = num_blocks * storage.block_bytes + state_bytes
+            if (
+                not exchange.block_bytes
+            ):  # what stands for tokens, of a model of states alone: no more than there is
+                budget = state_bytes_within(config, self._layout, self._max_model_len, own_bytes)
+                storage.give_back(self._engine.resize(min(num_blocks, self.num_blocks)))
+                num_bytes = max(state_bytes, budget - self.num_blocks * storage.block_bytes)
+            self._engine.scheduler.preempt_until(lambda: exchange.fits_in(num_bytes))
+            exchange.resize(num_bytes)
         self._limit_pins()
+
+    def _resize_blocks(self, num_blocks: int) -> bool:
+        """For the exchange: no more than those are in use. Whether that could be."""
+        storage, num_before = self._storage, self.num_blocks
+        try:
+            if num_blocks > storage.num_blocks:
+                storage.resize(num_blocks)
+            storage.give_back(self._engine.exchange(num_blocks))
+        except CapacityError:  # the system does not take the memory of blocks back
+            if num_blocks < num_before:
+                self._cache.resize(num_before)
+            return False
+        return True
+
+    def _give_back_slots(self, slots: list[int]) -> None:
+        """For the exchange: the cache has given these slots up."""
+        if self._states is not None:
+            self._states.give_back(slots)
+
+    def _add_slots(self, num_ids: int) -> None:
+        """For the exchange: slots have ids below that now."""
+        if self._states is not None and num_ids > self._states.num_slots:
+            self._states.resize(num_ids)
 
     def trim(self) -> None:
         """See `LLM.trim`. *raises:* ArgumentError, CapacityError: the system refuses; the budget stays."""
@@ -134,15 +184,16 @@ class KVBudget:
             raise ArgumentError(
                 f'expected storage="paged" to prefault, got {self._name}, which takes memory as sequences need it'
             )
-        return self._storage.commit_ahead(0, self.num_blocks)
+        return self._storage.commit_ahead(0, self._storage.num_blocks)
 
     @property
     def _state_bytes(self) -> int:
-        return 0 if self._states is None else self._states.num_bytes
+        return 0 if self._states is None else self._cache.num_state_slots * self._states.bytes_per_slot
 
     def _limit_pins(self) -> None:
         block_bytes = self._cache.block_bytes
-        size = parse_share("pin_memory", self._config.pin_memory, self.num_blocks * block_bytes)
+        num_blocks = self._cache.num_possible_blocks
+        size = parse_share("pin_memory", self._config.pin_memory, num_blocks * block_bytes)
         self._cache.pins.max_blocks = size // block_bytes
 
     def _require_elastic(self) -> None:

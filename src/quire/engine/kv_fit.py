@@ -34,6 +34,7 @@ __all__ = [
     "kv_layout",
     "kv_memory_for",
     "layout_of_blocks",
+    "state_budget",
 ]
 
 
@@ -86,8 +87,15 @@ class KVFit:
             once, each = blocks_with_prefix(
                 self.layout.spec.groups, num_tokens, num_shared, self.layout.block_size
             )
+        spec, size = self.layout.spec, self.layout.block_bytes
+        if (
+            spec.states and spec.stores_kv and each
+        ):  # blocks and slots exchange memory; never fewer than two slots
+            left = self.kv_bytes + self.state_bytes - once * size
+            found = (left - bool(num_shared) * spec.bytes_per_state) // (each * size + spec.bytes_per_state)
+            return max(0, found if found != 1 else min(1, (left - 2 * spec.bytes_per_state) // (each * size)))
         found = max(0, self.num_blocks - once) // each if each else self.num_blocks
-        if self.layout.spec.states:  # a slot for each, and one for the prefix that all begin with
+        if spec.states:  # a slot for each, and one for the prefix that all begin with
             found = min(found, self.num_state_slots - bool(num_shared))
         return max(0, found)
 
@@ -216,8 +224,8 @@ def fit_within(config: EngineConfig, layout: KVLayout, max_model_len: int, free_
     """
     num_state_slots = 0
     if layout.spec.states:
-        most_kv_bytes = config.max_num_seqs * layout.blocks_alone(max_model_len) * layout.block_bytes
-        num_state_slots = _num_state_slots(config, layout.spec, most_kv_bytes, free_bytes)
+        budget = state_budget(config, layout, max_model_len, free_bytes)
+        num_state_slots = _num_state_slots(config, layout.spec, budget)
     num_blocks = blocks_within(
         config,
         layout,
@@ -267,18 +275,27 @@ def _first_tokens(layout: KVLayout, least: int) -> str:
     return "pages for the first tokens" if layout.block_name == "page" else layout.block_name
 
 
-def _num_state_slots(config: EngineConfig, spec: KVSpec, most_kv_bytes: int, free_bytes: int) -> int:
-    """Slots for states within `kv_memory`: two for each sequence that may run, one to compute in and one checkpoint, or
-    fewer: at most half of the budget. most_kv_bytes: what K and V could use at most.
+def _wanted_slots(config: EngineConfig) -> int:
+    return 2 * config.max_num_seqs + 2
+
+
+def state_budget(config: EngineConfig, layout: KVLayout, max_model_len: int, free_bytes: int) -> int:
+    """`kv_memory` of a model with state layers, in bytes: of blocks and states together."""
+    most_kv_bytes = config.max_num_seqs * layout.blocks_alone(max_model_len) * layout.block_bytes
+    most_state_bytes = _wanted_slots(config) * layout.spec.bytes_per_state
+    return kv_memory_bytes(
+        config.kv_memory, most_useful_bytes=most_kv_bytes + most_state_bytes, free_bytes=free_bytes
+    )
+
+
+def _num_state_slots(config: EngineConfig, spec: KVSpec, budget: int) -> int:
+    """Slots for states at the start: two for each sequence that may run, one to compute in and one checkpoint, or
+    fewer: at most half of the budget. Later they exchange memory with blocks (`quire.cache.exchange`).
 
     *raises:* ArgumentError: the budget holds no two slots beside a half for K and V.
     """
-    wanted = 2 * config.max_num_seqs + 2
     each = spec.bytes_per_state
-    budget = kv_memory_bytes(
-        config.kv_memory, most_useful_bytes=most_kv_bytes + wanted * each, free_bytes=free_bytes
-    )
-    found = min(wanted, budget // 2 // each)
+    found = min(_wanted_slots(config), budget // 2 // each)
     if found < 2:
         raise ArgumentError(
             f"expected a kv_memory of at least {4 * each} bytes (half of it for two states of {each} bytes), got "

@@ -16,11 +16,22 @@ from quire.backends import is_host_backend
 from quire.baselines.arena import Arena
 from quire.baselines.row_cache import RowCache
 from quire.cache.cache import Cache
+from quire.cache.exchange import Exchange
 from quire.cache.protocol import KVCache
 from quire.cache.state_cache import StateCache
 from quire.config import REGISTERED_STORAGES, EngineConfig
-from quire.engine.kv_fit import KVFit, blocks_within, fit_within, growing_buffers, kv_layout, layout_of_blocks
-from quire.errors import ArgumentError
+from quire.engine.kv_fit import (
+    KVFit,
+    KVLayout,
+    blocks_within,
+    fit_within,
+    growing_buffers,
+    kv_layout,
+    layout_of_blocks,
+    state_budget,
+)
+from quire.errors import ArgumentError, CapacityError
+from quire.memory.device import HOST
 from quire.memory.state_slots import StateSlots
 from quire.registry import Registry
 from quire.spec import KVSpec
@@ -34,6 +45,7 @@ __all__ = [
     "num_blocks_within",
     "open_storage",
     "register",
+    "state_bytes_within",
     "storage_of",
     "unregister",
 ]
@@ -105,10 +117,10 @@ def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any,
     from quire.memory.paged import PagedStorage
 
     fit = _fit("paged", config, spec, max_model_len)
-    states = StateSlots(spec, fit.num_state_slots) if spec.states else None
+    states = _states(spec, fit) if spec.states else None
     storage = PagedStorage(spec, fit.num_blocks, config.block_size, device=device_of(config))
     storage.states = states
-    return _with_cache(config, storage, fit.num_blocks)
+    return _with_cache(config, storage, fit, max_model_len)
 
 
 def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
@@ -128,18 +140,54 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
         # What the rows' addresses leave, where those are limited.
         fit = fit_within(config, layout, max_model_len, device_of(config).free_bytes())
         if spec.states:
-            storage.states = StateSlots(spec, fit.num_state_slots)
+            storage.states = _states(spec, fit)
         storage.resize(fit.num_blocks)
     except BaseException:
         storage.close()
         raise
-    return _with_cache(config, storage, fit.num_blocks)
+    return _with_cache(config, storage, fit, max_model_len)
 
 
-def _with_cache(config: EngineConfig, storage: Any, num_blocks: int) -> tuple[Any, Any]:
+def _states(spec: KVSpec, fit: KVFit) -> StateSlots:
+    """Those of the start, with addresses for as many as all of the budget would make, and for more, where there are
+    any: the budget may be raised."""
+    most = fit.num_state_slots + fit.kv_bytes // spec.bytes_per_state
+    try:
+        return StateSlots(spec, fit.num_state_slots, max(most, HOST.total_bytes() // spec.bytes_per_state))
+    except CapacityError:
+        return StateSlots(spec, fit.num_state_slots, most)
+
+
+def state_bytes_within(config: EngineConfig, layout: KVLayout, max_model_len: int, own_bytes: int = 0) -> int:
+    """`kv_memory` of a model of states alone, without what blocks count as. own_bytes: as good as free."""
+    free_bytes = device_of(config).free_bytes() + own_bytes
+    return state_budget(config, layout, max_model_len, free_bytes)
+
+
+def _exchange(
+    config: EngineConfig, storage: Any, cache: StateCache, fit: KVFit, max_model_len: int
+) -> Exchange:
+    """What has the blocks and the slots that there are at the start exchange their memory."""
+    spec, slots, block_bytes = storage.spec, storage.states, storage.block_bytes
+    num_bytes = cache.num_blocks * block_bytes + slots.num_bytes
+    if not spec.stores_kv:
+        # All of the budget is for states but what stands for their tokens, as many as there are.
+        budget = state_bytes_within(config, fit.layout, max_model_len)
+        num_bytes = max(slots.num_bytes, budget - cache.num_blocks * block_bytes)
+    return Exchange(
+        cache,
+        num_bytes=num_bytes,
+        slot_bytes=slots.bytes_per_slot,
+        block_bytes=block_bytes if spec.stores_kv else 0,
+        max_slots=slots.max_slots,
+        max_blocks=max(cache.num_blocks, storage.max_blocks),
+    )
+
+
+def _with_cache(config: EngineConfig, storage: Any, fit: KVFit, max_model_len: int) -> tuple[Any, Any]:
     """`storage` and a `Cache` over its blocks."""
     options: dict[str, Any] = {
-        "num_blocks": num_blocks,
+        "num_blocks": fit.num_blocks,
         "block_size": storage.block_size,
         "prefix_caching": config.prefix_caching,
         "run_blocks": storage.run_blocks,
@@ -155,6 +203,7 @@ def _with_cache(config: EngineConfig, storage: Any, num_blocks: int) -> tuple[An
                 checkpoint_every=config.checkpoint_every,
                 **options,
             )
+            cache.exchange = _exchange(config, storage, cache, fit, max_model_len)
     except BaseException:
         storage.close()
         raise

@@ -1,7 +1,8 @@
 """Where states of recurrent layers live: slots, each with one state of every state layer. Bytes, not whose they are.
 
-A layer's field is one float32 tensor [num_slots, *shape], all of them in one allocation. Memory is taken from the
-system as slots are written, and goes back by `give_back`, whole pages within a field.
+A layer's field is one float32 tensor [max_slots, *shape], all of them in one allocation: addresses for as many slots as
+there could ever be, of which `num_slots` are in use (`resize`). Memory is taken from the system as slots are written,
+and goes back by `give_back`, whole pages within a field.
 
 Cost: an operation copies or clears `bytes_per_slot`; `read` and `write` copy them; `give_back` a system call for each
 field and run of slots.
@@ -10,6 +11,7 @@ field and run of slots.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
@@ -23,22 +25,26 @@ from quire.spec.state_spec import ZERO_STATE
 
 __all__ = ["StateSlots"]
 
-_ALIGNMENT = 64  # bytes, of a field
+_ALIGNMENT = mmap.PAGESIZE  # of a field: no page is of two
 
 
 class StateSlots:
-    """`num_slots` slots for the states of `spec`.
+    """`num_slots` slots for the states of `spec`. max_slots: what `resize` can reach; no more than there are if None.
 
-    *raises:* ArgumentError: no state layers, or no slot. CapacityError: the system reserves no such memory.
+    *raises:* ArgumentError: no state layers, no slot, or a `max_slots` below. CapacityError: the system reserves no
+    such memory.
     """
 
-    def __init__(self, spec: KVSpec, num_slots: int) -> None:
+    def __init__(self, spec: KVSpec, num_slots: int, max_slots: int | None = None) -> None:
         if not spec.states or num_slots < 1:
             raise ArgumentError(
                 f"expected a model with state layers and at least 1 slot, got {len(spec.states)} layers and {num_slots}"
             )
+        if max_slots is not None and max_slots < num_slots:
+            raise ArgumentError(f"expected max_slots of at least num_slots={num_slots}, got {max_slots}")
         self.spec = spec
         self.num_slots = num_slots
+        self.max_slots = max_slots or num_slots
         self.bytes_per_slot = spec.bytes_per_state
         fields = [
             (state.layer, field, getattr(torch, field.dtype))
@@ -46,20 +52,20 @@ class StateSlots:
             for field in state.fields
         ]
         sizes = [math.prod(field.shape) * dtype.itemsize for _, field, dtype in fields]  # of a slot
-        starts = [0, *accumulate(-(-size * num_slots // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+        starts = [0, *accumulate(-(-size * self.max_slots // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
         self._places = list(zip(starts, sizes, strict=False))  # of each field: first byte, bytes of a slot
         try:
             self._memory = HOST.reserve(starts[-1])
         except CapacityError as error:
             raise CapacityError(
-                f"the system gives no {starts[-1]} bytes for {num_slots} state slots: {error}; lower max_num_seqs or "
-                "kv_memory"
+                f"the system gives no {starts[-1]} bytes for {self.max_slots} state slots: {error}; lower "
+                "max_num_seqs or kv_memory"
             ) from error
         whole = self._memory.tensor(torch.uint8)
         self._fields: dict[int, dict[str, torch.Tensor]] = {}
         for (layer, field, dtype), (start, size) in zip(fields, self._places, strict=True):
-            tensor = whole[start : start + size * num_slots].view(dtype)
-            self._fields.setdefault(layer, {})[field.name] = tensor.view(num_slots, *field.shape)
+            tensor = whole[start : start + size * self.max_slots].view(dtype)
+            self._fields.setdefault(layer, {})[field.name] = tensor.view(self.max_slots, *field.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +74,24 @@ class StateSlots:
     @property
     def bytes_committed(self) -> int:
         """Bytes of memory that the slots really take now, as the operating system tells it; 0 once closed."""
-        return self._memory.committed_bytes() if self._fields else 0
+        if not self._fields:
+            return 0
+        return sum(
+            self._memory.committed_bytes(start, start + size * self.num_slots) for start, size in self._places
+        )
+
+    def resize(self, num_slots: int) -> None:
+        """Have slots 0 .. `num_slots` - 1 from now on; of those that go nobody needs the bytes.
+
+        *raises:* CapacityError: more than `max_slots`; nothing was changed.
+        """
+        if not 1 <= num_slots <= self.max_slots:
+            raise CapacityError(
+                f"expected 1 to {self.max_slots} state slots, for which addresses were reserved, got {num_slots}"
+            )
+        if num_slots < self.num_slots:
+            self.give_back(range(num_slots, self.num_slots))
+        self.num_slots = num_slots
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Give the memory of these slots back to the system. What they held is lost; they may be used again."""
@@ -83,7 +106,7 @@ class StateSlots:
                 self._memory.release(start + first * each, start + stop * each)
 
     def of(self, layer: int) -> Mapping[str, torch.Tensor]:
-        """The fields of a state layer by name, each [num_slots, *shape]. *raises:* ArgumentError: it keeps none."""
+        """The fields of a state layer by name, each [max_slots, *shape]. *raises:* ArgumentError: it keeps none."""
         fields = self._fields.get(layer)
         if fields is None:
             raise ArgumentError(
@@ -121,10 +144,10 @@ class StateSlots:
         return [field[slot] for fields in self._fields.values() for field in fields.values()]
 
     def fill(self, value: float) -> None:
-        """Set every element. For tests that poison what was not written."""
+        """Set every element of the slots there are. For tests that poison what was not written."""
         for fields in self._fields.values():
             for field in fields.values():
-                field.fill_(value)
+                field[: self.num_slots].fill_(value)
 
     def close(self) -> None:
         """Give the memory back; nothing may be asked for afterwards."""

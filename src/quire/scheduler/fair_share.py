@@ -65,7 +65,7 @@ class FairShare:
             if other != owner_id
         )
         own = pins.blocks_of(owner_id)
-        num_blocks = self._cache.num_blocks - kept - own
+        num_blocks = self._cache.num_possible_blocks - kept - own
         limits = self._limits.get(owner_id)
         if limits is not None and limits.quota >= 0:
             num_blocks = min(num_blocks, limits.quota - own)
@@ -98,13 +98,14 @@ class FairShare:
                 f"({format_size(limits.quota * size)}, {own} {block_name}s of them pinned) - in {what}; lower "
                 f"max_tokens or shorten the prompt, or raise the quota to {format_size((needed + own) * size)}"
             )
-        kept, stats = cache.num_blocks - most, cache.stats()
+        possible = cache.num_possible_blocks
+        kept, stats = possible - most, cache.stats()
         withheld = f", {kept} of which pins and other tenants' floors keep" if kept else ""
         raise CapacityError(
-            f"expected a request that fits in the KV cache, {numbers}{cache.num_blocks}{withheld} (free "
+            f"expected a request that fits in the KV cache, {numbers}{possible}{withheld} (free "
             f"{stats['free']}, cached {stats['cached']}, held {stats['held']}) - in {what}; lower max_tokens or "
             f"shorten the prompt to at most {self.max_tokens(owner_id)} tokens in all, or raise kv_memory by a factor "
-            f"of {(needed + kept) / cache.num_blocks:.2f}"
+            f"of {(needed + kept) / possible:.2f}"
         )
 
     # -- a step ----------------------------------------------------------------------------------------

@@ -456,7 +456,7 @@ class Scheduler:
         needed = self._cache.num_blocks_needed([sequence.cache_sequence], [1])
         error = CapacityError(
             f"expected room for one more token, got none: {needed} {self._cache.block_name}s needed, "
-            f"{self._cache.num_free_blocks} of {self._cache.num_blocks} free, and no other request runs - in "
+            f"{self._cache.num_free_blocks} of {self._cache.num_possible_blocks} free, and no other request runs - in "
             f"request {sequence.request.request_id!r} at token {sequence.num_computed}"
         )
         for ended in (sequence, *sequence.unborn_siblings()):
@@ -466,10 +466,16 @@ class Scheduler:
 
     def preempt_to(self, num_blocks: int) -> None:
         """Preempts running sequences, the last first, until at most `num_blocks` blocks are in use."""
-        while (
-            self.running or self.loading
-        ) and self._cache.num_blocks - self._cache.num_free_blocks > num_blocks:
+        self.preempt_until(lambda: self._num_used_blocks() <= num_blocks)
+
+    def preempt_until(self, fits: Callable[[], bool]) -> None:
+        """Preempts running sequences, the last first, until it fits."""
+        while (self.running or self.loading) and not fits():
             self._preempt_last()
+
+    def _num_used_blocks(self) -> int:
+        stats = self._cache.stats()
+        return stats["held"] + stats["pinned"] + stats["in_flight"]
 
     def _preempt_last(self) -> None:
         """Preempts the last of those that run or load."""

@@ -135,10 +135,11 @@ class Tenants:
         floor_blocks = -(-floor_bytes // size)
         quota_blocks = -1 if quota_bytes is None else max(quota_bytes // size, floor_blocks)
         others = self._share.sum_of_floors()
-        room = cache.num_blocks - others - cache.pins.num_blocks
+        possible = cache.num_possible_blocks
+        room = possible - others - cache.pins.num_blocks
         if floor_blocks > room:
             raise ArgumentError(
-                f"expected floors and pins that fit in the cache of {format_size(cache.num_blocks * size)}, got "
+                f"expected floors and pins that fit in the cache of {format_size(possible * size)}, got "
                 f"{floor!r} where {format_size(others * size)} are other tenants' floors and "
                 f"{format_size(cache.pins.num_blocks * size)} pinned - {where}; raise kv_memory or lower a floor"
             )

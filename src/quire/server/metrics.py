@@ -37,6 +37,8 @@ _COUNTERS = {
     "copied_blocks": ("quire:copied_blocks", "Blocks copied on write."),
     "deduplicated_blocks": ("quire:deduplicated_blocks", "Blocks found to be there already at commit."),
     "evicted_checkpoints": ("quire:evicted_checkpoints", "Checkpoints of states that were given up."),
+    "slots_from_blocks": ("quire:slots_from_blocks", "Places for states that were made of blocks."),
+    "slots_to_blocks": ("quire:slots_to_blocks", "Places for states whose memory became blocks."),
     "short_hits": (
         "quire:short_hits",
         "Prompts whose hit ended before their K and V did, for lack of a state.",
