@@ -40,6 +40,7 @@ from quire.renamed import with_new_names
 from quire.secret_text import named
 from quire.sizes import parse_budget, parse_share, parse_size
 from quire.spec.formats import FORMATS
+from quire.spec.weight_formats import WeightFormats, parse_rounding, parse_weights
 
 __all__ = [
     "OPTION_OF_STORAGE",
@@ -312,6 +313,17 @@ class EngineConfig:
         "D",
         "float32, bfloat16, float16 or auto: the checkpoint's, bfloat16 for a quantized GGUF file.",
     )
+    weights: Annotated[str | Mapping[str, str] | None, _checked(lambda _, value: parse_weights(value))] = (
+        option(
+            None,
+            "W",
+            "Round the linear layers' weights as the checkpoint is loaded: int8, int4 (groups of 128), int4:64, or by "
+            "pattern of names: *.mlp.*=int4,*=int8.",
+        )
+    )
+    head: Annotated[str, _checked(lambda _, value: parse_rounding(value, "head"))] = option(
+        "int8", "W", "The same for head and embeddings beside `weights`; bf16 leaves them as they are."
+    )
     max_batch_tokens: Annotated[int, _integer(1, 2**20)] = option(2048, "N", "Tokens of a step.")
     max_num_seqs: Annotated[int, _integer(1, 2**16)] = option(256, "N", "Sequences that run at once.")
     max_model_len: Annotated[int | None, _integer(2, 2**31 - 1)] = option(
@@ -424,6 +436,13 @@ class EngineConfig:
             self._refuse("remote_secret", "remote_cache, whose values are signed with it")
         if self.cache_write != "eviction" and not self.has_tiers:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written so")
+        if self.head != "int8" and self.weights is None:
+            self._refuse("head", "weights, of whose rounding it says a part")
+        if self.packed_weights is not None and self.weights is not None:
+            raise ArgumentError(
+                f"expected packed_weights without weights, got both; weights rounded to codes ({self.weights!r}) "
+                "are not kept in a folder yet - in `packed_weights`"
+            )
         if self.swap_memory != "auto" and self.preemption == "recompute":
             self._refuse("swap_memory", "preemption swap or auto: recompute swaps out nothing")
         if self.prefault and self.idle_trim not in (0, _IDLE_TRIM_S):
@@ -455,6 +474,11 @@ class EngineConfig:
     def _refuse(self, name: str, needs: str) -> None:
         shown = "" if self.options()[name].is_secret else f" {getattr(self, name)!r}"
         raise ArgumentError(f"expected with {name} also {needs}; got {name}{shown} without - in `{name}`")
+
+    @property
+    def weight_formats(self) -> WeightFormats | None:
+        """What `weights` and `head` say."""
+        return None if self.weights is None else parse_weights(self.weights, self.head)
 
     @property
     def has_tiers(self) -> bool:

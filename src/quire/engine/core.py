@@ -37,6 +37,7 @@ from quire.offload.tiering import OpenTiers, open_tiers, swap_of
 from quire.offload.waiting import InEngine
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
 from quire.sessions.transcript import Reader, Transcript
+from quire.sizes import format_size
 
 if TYPE_CHECKING:
     from quire.memory.storage import Storage
@@ -92,6 +93,7 @@ class EngineCore:
         from quire.model.fingerprint import engine_fingerprint
         from quire.model.load import load
         from quire.model.own_forward import prepare
+        from quire.model.quantized import coded_weights, tell_weights
 
         backend(config.backend)  # an unknown one is refused here
         self.num_threads: int = (
@@ -105,8 +107,11 @@ class EngineCore:
                 dtype=config.dtype,
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
+                weights=config.weight_formats,
             )
         fingerprint = engine_fingerprint(loaded, config.backend) if config.has_tiers else b""
+        self.weight_bytes = tell_weights(loaded.model)
+        self.has_codes = bool(coded_weights(loaded.model))
         self.name: str = loaded.name
         self.tokenizer: Any = loaded.tokenizer
         self.spec = loaded.spec
@@ -190,6 +195,15 @@ class EngineCore:
             return 0
         states = getattr(self.storage, "states", None)
         return self.storage.bytes_committed + (0 if states is None else states.bytes_committed)
+
+    @property
+    def weights(self) -> str:
+        """The weights' formats and sizes where some are held as codes: "weights int4:128 201 MiB, ..."; else ""."""
+        if not self.has_codes:
+            return ""
+        return "weights " + ", ".join(
+            f"{name} {format_size(size)}" for name, size in self.weight_bytes.items()
+        )
 
     @property
     def reader(self) -> Reader:

@@ -119,8 +119,8 @@ class LLM:
 
     @property
     def capacity(self) -> str:
-        """What the cache can hold, in one line."""
-        return str(self.core.budget)
+        """What the cache can hold, and the weights where some are held as codes, in one line."""
+        return "; ".join(filter(None, (str(self.core.budget), self.core.weights)))
 
     # -- generating ------------------------------------------------------------------------------------
 

@@ -206,6 +206,7 @@ class LLMMonitor:
             "kv_reserved_bytes": use.reserved,
             "kv_used_bytes": use.used,
             "kv_peak_bytes": use.peak,
+            "weight_bytes": dict(self._core.weight_bytes),
             "by_own_forward": self._core.prepared.by_own_forward,
         }
 

@@ -4,6 +4,7 @@ Others may use the names below, and
     cache_keyword, paged_cache   what a forward is given for a cache
     fingerprint                  which model it is
     linear                       packed linear layers
+    quantized                    modules that compute from codes
     load, prepare, step          homes of the names below
     huge_pages                   weights moved to huge pages
     own_forward                  a model prepared, by the fast path or by its own forward

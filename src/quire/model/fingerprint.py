@@ -32,8 +32,10 @@ from quire.model.held_weight import bytes_of
 from quire.model.load import LoadedModel
 from quire.model.prove.hooks import hooked
 from quire.model.prove.stamp import behaviour
+from quire.model.quantized import coded_weights
 from quire.model.sources import LiveSource, WeightSource
 from quire.new_file import NewFile
+from quire.quantized import rounding
 
 __all__ = ["engine_fingerprint", "fingerprint"]
 
@@ -63,6 +65,8 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
         "backend": device.name,
         "behaviour": behaviour(loaded.model),
     }
+    if coded := _coded(loaded.model):
+        parts["coded"] = coded
     if hooked(loaded.model) is not None:
         parts["hooks"] = os.urandom(16).hex()  # what they do cannot be told
     if device.is_native:
@@ -79,8 +83,14 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     return {
         "config": _config_digest(model),
         "weights": _weights_digest(LiveSource(model)),
-        "behaviour": hashlib.sha256(behaviour(model).encode()).hexdigest(),
+        "behaviour": hashlib.sha256((behaviour(model) + _coded(model)).encode()).hexdigest(),
     }
+
+
+def _coded(model: PreTrainedModel) -> str:
+    """Which weights are held as codes, how made; "" where none is. They may dequantize to what others are."""
+    formats = {name: packed.label for name, packed in coded_weights(model).items()}
+    return json.dumps([rounding.VERSION, formats], sort_keys=True) if formats else ""
 
 
 def _weights_digest(source: WeightSource) -> str:

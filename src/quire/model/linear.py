@@ -52,7 +52,9 @@ __all__ = [
     "PackedWeight",
     "Packing",
     "choose_packing",
+    "is_transposed",
     "pack_linears",
+    "packed_class",
     "weights_to_pack",
 ]
 
@@ -162,7 +164,8 @@ class PackedModule(Changed):
     _held: HeldWeight
     _transposed: bool
 
-    def _hold(self, held: HeldWeight, transposed: bool) -> None:
+    def hold(self, held: HeldWeight, transposed: bool) -> None:
+        """Compute from `held` from now on. transposed: the Parameter is [num_inputs, num_outputs]."""
         # Past nn.Module, so that nothing of it is registered.
         self.__dict__.update(_packed=held.packed, _held=held, _transposed=transposed)
         held.users.add(self)
@@ -241,7 +244,7 @@ class PackedEmbedding(PackedModule, nn.Embedding):  # pyright: ignore[reportInco
 
 
 @functools.cache
-def _packed_class(cls: type[nn.Module]) -> type[PackedModule]:
+def packed_class(cls: type[nn.Module]) -> type[PackedModule]:
     """The packed subclass for modules of exactly `cls`.
 
     An embedding may be a subclass of `nn.Embedding` (Gemma's scales the rows): its `super().forward` then leads to
@@ -299,7 +302,7 @@ def pack_linears(
 def weights_to_pack(model: nn.Module) -> list[torch.Tensor]:
     """What `pack_linears(model, pack=...)` would call `pack` with, in that order."""
     groups = _packable(model, None)
-    dense = [(p.detach(), _is_transposed(modules[0])) for p, modules, kind in groups if kind == "native"]
+    dense = [(p.detach(), is_transposed(modules[0])) for p, modules, kind in groups if kind == "native"]
     return [weight.t() if transposed else weight for weight, transposed in dense]
 
 
@@ -334,7 +337,7 @@ def _packable(
             and kind != "watched"
             and bool(linears)
             and not (embeddings and kind == "onednn")
-            and len({_is_transposed(module) for module in modules}) == 1
+            and len({is_transposed(module) for module in modules}) == 1
             and parameter.dtype in DTYPE_NAMES
             and all(_has_plain_bias(module, parameter.dtype) for module in linears)
         )
@@ -356,7 +359,7 @@ def _pack(
 
     None where torch does not let the Parameter's place be taken (a graph holds it): it stays as it is.
     """
-    transposed = _is_transposed(modules[0])
+    transposed = is_transposed(modules[0])
     dense = parameter.detach()
     if kind == "watched":
         held = HeldWeight(dense=dense)
@@ -367,9 +370,9 @@ def _pack(
     if not HeldParameter.take_place(parameter, held, dense):
         return None
     for module in modules:
-        lies_transposed = _is_transposed(module)
-        module.__class__ = _packed_class(type(module))
-        cast(PackedModule, module)._hold(held, lies_transposed)
+        lies_transposed = is_transposed(module)
+        module.__class__ = packed_class(type(module))
+        cast(PackedModule, module).hold(held, lies_transposed)
     if release is not None and kind != "watched":
         release(dense)
 
@@ -388,10 +391,10 @@ def _unpacked(packed: PackedWeight, transposed: bool) -> torch.Tensor:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or _is_transposed(module)
+    return type(module) is nn.Linear or is_transposed(module)
 
 
-def _is_transposed(module: nn.Module) -> bool:
+def is_transposed(module: nn.Module) -> bool:
     """Whether it is transformers' `Conv1D`, whose weight is [num_inputs, num_outputs]."""
     cls = type(module)
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"

@@ -36,8 +36,10 @@ from quire.model.held_weight import HeldParameter
 from quire.model.load_gguf import WidenedWeights, end_ids, gguf_config, load_gguf_model, load_gguf_tokenizer
 from quire.model.load_quantized import load_quantized, quantization_of
 from quire.model.mapped_weights import MappedWeights
+from quire.model.quantized import quantize_model
 from quire.model.sources import GGUFSource, LiveSource, SafetensorsSource, WeightSource, is_gguf
 from quire.spec import FORMATS, KVFormat, KVSpec, format_of
+from quire.spec.weight_formats import WeightFormats
 
 __all__ = ["EMBEDDED", "LoadedModel", "load"]
 
@@ -94,6 +96,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    weights: WeightFormats | None = None,
 ) -> LoadedModel:
     """Load a model for causal language modelling.
 
@@ -103,6 +106,7 @@ def load(
             "float16".
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: whether code of the checkpoint may run.
+        weights: how its weights are rounded to codes; None: they stay as they are.
 
     Raises:
         ArgumentError: an argument of the wrong form, or no such folder.
@@ -111,6 +115,11 @@ def load(
     """
     wanted = _format(dtype)
     if isinstance(source, tuple):
+        if weights is not None:
+            raise ArgumentError(
+                "expected a checkpoint whose weights can be rounded as it is loaded, got a model that is loaded "
+                "already; give its folder or Hub id - in `weights`"
+            )
         return _given(source, wanted)
     if source is not None and not isinstance(source, (str, Path)):
         raise ArgumentError(
@@ -118,7 +127,7 @@ def load(
             f"{type(source).__name__}"
         )
     if (file := _gguf_file(source)) is not None:
-        return _load_gguf(file, wanted)
+        return _load_gguf(file, wanted, weights)
     where, local = _locate(source)
     if local:
         _check_folder(Path(where))
@@ -148,9 +157,12 @@ def load(
     tokenizer = _load_tokenizer(where, local, options, source)
     _refuse_missing(model, report, _shown(source, where))
     name = "embedded" if source is None else Path(where).name if local else where
+    mapped = MappedWeights()
+    if weights is not None:
+        quantize_model(model, weights, mapped.release)
     loaded_model = _describe(model, tokenizer, name, wanted)
     stored = SafetensorsSource.of_checkpoint(where, None if local else revision)
-    return replace(loaded_model, source=stored or loaded_model.source, mapped=MappedWeights())
+    return replace(loaded_model, source=stored or loaded_model.source, mapped=mapped)
 
 
 def _from_pretrained(where: str, config: Any, revision: str | None) -> Callable[..., Any]:
@@ -191,7 +203,7 @@ def _text_part(
     return loaded
 
 
-def _load_gguf(path: Path, wanted: KVFormat | None) -> LoadedModel:
+def _load_gguf(path: Path, wanted: KVFormat | None, rounded: WeightFormats | None) -> LoadedModel:
     source = GGUFSource(path)
     try:
         model, report, weights = load_gguf_model(source, wanted.torch_dtype if wanted else source.dtype)
@@ -201,6 +213,8 @@ def _load_gguf(path: Path, wanted: KVFormat | None) -> LoadedModel:
     except Exception as error:  # transformers, gguf and tokenizers raise many kinds
         raise LoadError(f"cannot load the model {str(path)!r}: {_one_line(error)}") from error
     _refuse_missing(model, report, repr(str(path)))
+    if rounded is not None:
+        quantize_model(model, rounded, weights.release)
     loaded = _describe(model, tokenizer, path.stem, wanted)
     return replace(
         loaded,

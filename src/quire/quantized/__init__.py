@@ -1,9 +1,19 @@
-"""Weights as codes of a few bits, and the linears that multiply by them without widening a whole one.
+"""Weights as codes of a few bits, and the product with one without widening a whole one.
 
 Others may use the names below, and
     readers     weights of quantized checkpoints and of GGUF files as codes
+    rounding    the version of the rounding
 """
 
+from quire.quantized.panels import CodedWeight
+from quire.quantized.reference import multiply
+from quire.quantized.rounding import round_to_codes
 from quire.quantized.weight import Factor, QuantizedWeight
 
-__all__ = ["Factor", "QuantizedWeight"]
+__all__ = [
+    "CodedWeight",
+    "Factor",
+    "QuantizedWeight",
+    "multiply",
+    "round_to_codes",
+]

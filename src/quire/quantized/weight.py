@@ -14,7 +14,7 @@ Cost: a byte for each value. `dequantize` makes float32 of all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,6 +40,10 @@ class Factor:
         if self.coarse is None:
             return fine
         return fine * self.coarse.float().repeat_interleave(fine.shape[1] // self.coarse.shape[1], dim=1)
+
+    def rows(self, part: slice) -> Factor:
+        """That of some outputs, on the same memory."""
+        return Factor(self.fine[part], None if self.coarse is None else self.coarse[part])
 
 
 @dataclass(frozen=True)
@@ -106,15 +110,29 @@ class QuantizedWeight:
     def num_inputs(self) -> int:
         return self.codes.shape[1]
 
+    def rows(self, start: int, stop: int) -> QuantizedWeight:
+        """The weight of outputs [start, stop) alone, on the same memory: of one of several modules stored together."""
+        part = slice(start, stop)
+        return replace(
+            self,
+            codes=self.codes[part],
+            scales=self.scales.rows(part),
+            zeros=self.zeros[part] if isinstance(self.zeros, torch.Tensor) else self.zeros,
+            minimums=None if self.minimums is None else self.minimums.rows(part),
+        )
+
+    def values(self) -> torch.Tensor:
+        """[N, K] float32 in the order of the codes: what is scaled (code - zero, the table's entry, or the code)."""
+        values = self.codes.float() if self.table is None else self.table.float()[self.codes.int()]
+        if isinstance(self.zeros, torch.Tensor):
+            grouped = values.view(self.num_outputs, -1, self.group)
+            return (grouped - self.zeros.float().unsqueeze(-1)).view_as(values)
+        return values if self.zeros is None else values - self.zeros
+
     def dequantize(self) -> torch.Tensor:
         """[N, K] float32, columns in the order of the inputs."""
         outputs, inputs = self.codes.shape
-        codes = self.codes.view(outputs, -1, self.group)
-        values = codes.float() if self.table is None else self.table.float()[codes.long()]
-        if isinstance(self.zeros, torch.Tensor):
-            values = values - self.zeros.float().unsqueeze(-1)
-        elif self.zeros is not None:
-            values = values - self.zeros
+        values = self.values().view(outputs, -1, self.group)
         values = self.scales.values().unsqueeze(-1) * values
         if self.minimums is not None:
             values = values - self.minimums.values().unsqueeze(-1)

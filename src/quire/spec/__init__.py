@@ -5,6 +5,7 @@ Others may use the names below, and
     formats     the formats of keys and values
     payload, state_payload   where the bytes of tokens, and of a state, lie when they leave the pool
     state_spec  what state layers keep for each sequence
+    weight_formats   how weights of a plain checkpoint are rounded
 """
 
 import warnings

@@ -28,6 +28,7 @@ from quire.model.experts import WidenedExperts, is_experts, loop_of
 from quire.model.linear import NativeWeight, PackedModule, PackedWeight
 from quire.model.overlay import own_class
 from quire.model.plain_weights import plain
+from quire.quantized import CodedWeight
 
 __all__ = ["computing_in", "packing_in", "with_forward"]
 
@@ -46,22 +47,30 @@ class _WideWeight:
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty((*x.shape[:-1], self.num_outputs))
         count = max(1, self._AT_ONCE // self.num_inputs)
-        dense = None if isinstance(self._packed, NativeWeight) else self._packed.unpack()
+        gives_rows = isinstance(self._packed, NativeWeight | CodedWeight)
+        dense = None if gives_rows else self._packed.unpack()
         for start in range(0, self.num_outputs, count):
             rows = slice(start, min(start + count, self.num_outputs))
             weight = (
-                self._packed.gather_rows(torch.arange(rows.start, rows.stop))
+                self.gather_rows(torch.arange(rows.start, rows.stop))
                 if dense is None
-                else dense[rows]
+                else dense[rows].to(self.dtype)
             )
-            out[..., rows] = F.linear(x, weight.to(self.dtype), None if bias is None else bias[rows])
+            out[..., rows] = F.linear(x, weight, None if bias is None else bias[rows])
         return out
 
     def unpack(self) -> torch.Tensor:
-        return self._packed.unpack().to(self.dtype)
+        return _unpacked(self._packed, self.dtype)
 
     def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._packed, CodedWeight):
+            return self._packed.gather_rows(ids, self.dtype)
         return self._packed.gather_rows(ids).to(self.dtype)
+
+
+def _unpacked(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in `dtype`: of codes without the rounding to the model's own."""
+    return packed.unpack(dtype) if isinstance(packed, CodedWeight) else packed.unpack().to(dtype)
 
 
 @contextmanager
@@ -78,7 +87,7 @@ def packing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     def pack(packed: PackedWeight) -> NativeWeight:
         if id(packed) not in kept:
-            kept[id(packed)] = NativeWeight(packed.unpack().to(dtype))
+            kept[id(packed)] = NativeWeight(_unpacked(packed, dtype))
         return kept[id(packed)]
 
     with _changed(module, dtype, pack):

@@ -1,0 +1,152 @@
+"""Modules of a model that compute from a weight held as codes (`quire.quantized`), and the rounding of a whole model.
+
+`hold_quantized` is for whoever has the codes, a reader of a checkpoint; `quantize_model` makes them of dense weights,
+one at a time. Either is done to a model before it is prepared, and stays: preparation leaves such modules as they are,
+and so does its undoing. A module so held is a packed one (`linear`): same object and name, its `.weight` reads as the
+dequantized weight rounded once to the model's dtype, and whoever writes to that makes the module dense.
+
+Not here: products (`quire.quantized`), files, experts given as 3-D parameters, which stay dense. Fused layers do not
+take codes: layers with quantized linears run unfused, with the same bits.
+
+Invariants
+    Q3  a weight that several modules share is held once.
+    Q4  a held weight asks for no gradient.
+
+Cost: `quantize_model` holds the codes made so far and the float32 form of one weight.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from quire.errors import ArgumentError
+from quire.model.held_weight import HeldParameter, HeldWeight
+from quire.model.linear import PackedModule, is_transposed, packed_class
+from quire.quantized import CodedWeight, QuantizedWeight, round_to_codes
+from quire.spec.weight_formats import WeightFormats
+
+__all__ = ["coded_weights", "hold_quantized", "quantize_model", "tell_weights"]
+
+
+def hold_quantized(
+    modules: nn.Module | Sequence[nn.Module], weight: QuantizedWeight, dtype: torch.dtype
+) -> None:
+    """Have `modules` compute from `weight`, in place. Their dense weight is let go of.
+
+    modules: an `nn.Linear`, an `nn.Embedding` or a subclass, or transformers' `Conv1D`; several that are to share the
+    weight. Their `.weight` may be on "meta": it is never made. dtype: what they take and give.
+
+    *raises:* ArgumentError: one of them is something else, has another shape, or there is no product of this format.
+    """
+    together = [modules] if isinstance(modules, nn.Module) else list(modules)
+    transposed = [_checked(module, weight) for module in together]
+    packed = CodedWeight(weight, dtype)
+
+    def unpack() -> torch.Tensor:
+        dense = packed.unpack()
+        return dense.t().contiguous() if transposed[0] else dense
+
+    held = HeldWeight(packed=packed, unpack=unpack)
+    shape = _weight(together[0]).shape
+    like = torch.empty((), dtype=dtype).expand(shape)  # no memory
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    if not HeldParameter.take_place(parameter, held, like):
+        raise AssertionError("a parameter that nobody else has can be taken the place of")
+    for module, lies_transposed in zip(together, transposed, strict=True):
+        module._parameters["weight"] = parameter
+        module.__class__ = packed_class(type(module))
+        cast(PackedModule, module).hold(held, lies_transposed)
+
+
+def _checked(module: nn.Module, weight: QuantizedWeight) -> bool:
+    """Whether the module's weight is [num_inputs, num_outputs]; an error where it is none that can be held."""
+    transposed = is_transposed(module)
+    plain = type(module) is nn.Linear or transposed or isinstance(module, nn.Embedding)
+    if not plain or (isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse)):
+        raise ArgumentError(
+            f"{weight.label}: expected an nn.Linear, a plain nn.Embedding or a Conv1D, got {type(module).__name__}"
+        )
+    shape = tuple(_weight(module).shape[::-1] if transposed else _weight(module).shape)
+    if shape != (weight.num_outputs, weight.num_inputs):
+        raise ArgumentError(
+            f"{weight.label}: expected a weight of {shape[0]} outputs and {shape[1]} inputs, got {weight.num_outputs} "
+            f"and {weight.num_inputs}"
+        )
+    return transposed
+
+
+def _weight(module: nn.Module) -> nn.Parameter:
+    return cast(nn.Parameter, module._parameters["weight"])
+
+
+def coded_weights(model: nn.Module) -> dict[str, CodedWeight]:
+    """Each weight held as codes, once, by the name of the first module that has it."""
+    found: dict[int, tuple[str, CodedWeight]] = {}
+    for name, module in model.named_modules():
+        packed = module.__dict__.get("_packed")
+        if isinstance(packed, CodedWeight):
+            found.setdefault(id(packed), (name, packed))
+    return dict(found.values())
+
+
+def tell_weights(model: nn.Module) -> dict[str, int]:
+    """Bytes of the weights by format: those held as codes by their labels, the others by their dtypes."""
+    found: dict[str, int] = {}
+    for packed in coded_weights(model).values():
+        found[packed.label] = found.get(packed.label, 0) + packed.num_bytes
+    for parameter in model.parameters():
+        coded = isinstance(parameter, HeldParameter) and isinstance(parameter.held.packed, CodedWeight)
+        if not coded:
+            name = str(parameter.dtype).removeprefix("torch.")
+            found[name] = found.get(name, 0) + parameter.numel() * parameter.element_size()
+    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+
+# -- rounding a model ------------------------------------------------------------------------------------------
+
+
+def quantize_model(
+    model: PreTrainedModel, formats: WeightFormats, release: Callable[[torch.Tensor], None] | None = None
+) -> None:
+    """Round the weights of the model's linear layers, head and embeddings to codes, in place, one at a time.
+
+    release: called with each dense weight before it is let go of.
+
+    *raises:* ArgumentError: a pattern fits no layer's name, with the pattern and some names; a weight is not finite.
+    """
+    by_weight: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        plain = type(module) is nn.Linear or is_transposed(module) or isinstance(module, nn.Embedding)
+        weight = module._parameters.get("weight") if plain else None
+        if type(weight) is nn.Parameter:
+            by_weight.setdefault(weight, []).append((name, module))
+    ends = {id(end) for end in (model.get_output_embeddings(), model.get_input_embeddings())}
+    linears = [holders[0][0] for holders in by_weight.values() if id(holders[0][1]) not in ends]
+    for pattern, _ in formats.by_pattern:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in linears):
+            shown = ", ".join(linears[:3]) or "none"
+            raise ArgumentError(
+                f"expected a pattern of linear layers' names ({shown} ...), got {pattern!r} - in `weights`"
+            )
+    dtype = model.dtype
+    while by_weight:
+        weight, holders = by_weight.popitem()
+        modules = [module for _, module in holders]
+        is_end = any(id(module) in ends for module in modules)
+        if not is_end and any(isinstance(module, nn.Embedding) for module in modules):
+            continue  # positions, kinds of tokens: small, and not asked for
+        rounding = formats.head if is_end else formats.of(holders[0][0])
+        if rounding is None:
+            continue
+        dense = weight.detach()
+        codes = round_to_codes(dense.t() if is_transposed(modules[0]) else dense, rounding)
+        if release is not None:
+            release(dense)
+        del weight, dense
+        hold_quantized(modules, codes, dtype)

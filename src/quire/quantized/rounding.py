@@ -1,0 +1,71 @@
+"""Weights of 16 or 32 bits to codes: each value to the nearest, with the scale of least squared error for each group.
+
+Not calibrated: nothing is known of the inputs that will come, so a checkpoint quantized with data at the same bits is
+usually better at 4. Symmetric: a value is scale * (code - 2**(bits - 1)). A scale takes two bytes: float16, or bfloat16
+where some scale would be subnormal. The label says the group that was taken (`Rounding.group_of`).
+
+Cost: a pass of some ten operators for each of the scales tried, over the float32 form of one part of the weight.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.errors import ArgumentError
+from quire.quantized.weight import Factor, QuantizedWeight
+from quire.spec.weight_formats import Rounding
+
+__all__ = ["VERSION", "round_to_codes"]
+
+VERSION = 1  # raised when the same weight gets other codes
+
+_SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of the scale that holds the largest value
+_VALUES_AT_ONCE = 1 << 22
+_SMALLEST_HALF = 2.0**-14  # float16's smallest normal number
+
+
+def round_to_codes(weight: torch.Tensor, rounding: Rounding) -> QuantizedWeight:
+    """[N, K] of any floating dtype and strides, as codes.
+
+    *raises:* ArgumentError: it holds a number that is not finite.
+    """
+    outputs, inputs = weight.shape
+    group, middle = rounding.group_of(inputs), 1 << (rounding.bits - 1)
+    codes = torch.empty(outputs, inputs, dtype=torch.uint8)
+    scales = torch.empty(outputs, inputs // group, dtype=torch.float32)
+    parts = range(0, outputs, at_once := max(1, _VALUES_AT_ONCE // inputs))
+    for first in parts:
+        part = slice(first, first + at_once)
+        scales[part] = _scales(weight[part].float().reshape(-1, inputs // group, group), middle)
+    if not bool(scales.isfinite().all()):
+        raise ArgumentError("expected a weight of finite numbers, got NaN or infinity")
+    used = scales.abs()[scales != 0]
+    half = not used.numel() or (float(used.min()) >= _SMALLEST_HALF and float(used.max()) < 65504.0)
+    kept = scales.to(torch.float16 if half else torch.bfloat16)
+    for first in parts:
+        part = slice(first, first + at_once)
+        values = weight[part].float().reshape(-1, inputs // group, group)
+        codes[part] = (_nearest(values, kept[part].float(), middle) + middle).to(torch.uint8).view(-1, inputs)
+    label = str(Rounding(rounding.bits, None if group == inputs else group))
+    return QuantizedWeight(codes, rounding.bits, group, Factor(kept), label, zeros=float(middle))
+
+
+def _nearest(values: torch.Tensor, scales: torch.Tensor, middle: int) -> torch.Tensor:
+    """The whole numbers of [-middle, middle - 1] whose multiples of a scale [.., groups] are nearest."""
+    inverse = torch.where(scales == 0, torch.zeros(()), 1.0 / scales)
+    return (values * inverse[..., None]).round_().clamp_(-middle, middle - 1)
+
+
+def _scales(values: torch.Tensor, middle: int) -> torch.Tensor:
+    """The scale of each group [.., groups, group] that leaves the least squared error, of those tried."""
+    # The largest value takes the code that has no partner, so the scale has its sign turned.
+    largest = values.gather(-1, values.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    best, least = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
+    for shrunk in _SHRUNK if middle < 128 else _SHRUNK[:1]:
+        scales = largest * (-shrunk / middle)
+        whole = _nearest(values, scales, middle)
+        squares = whole.square().sum(-1)
+        fitted = torch.where(squares > 0, (values * whole).sum(-1) / squares, scales)
+        error = (values - fitted[..., None] * whole).square_().sum(-1)
+        best, least = torch.where(error < least, fitted, best), torch.minimum(error, least)
+    return torch.where(largest.isfinite(), best, torch.nan)
