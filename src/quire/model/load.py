@@ -106,7 +106,8 @@ def load(
             "float16".
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: whether code of the checkpoint may run.
-        weights: how its weights are rounded to codes; None: they stay as they are.
+        weights: how its weights are rounded to codes, those of a quantized checkpoint after they were widened; None:
+            they stay as they are, in the codes of the checkpoint where it has some.
 
     Raises:
         ArgumentError: an argument of the wrong form, or no such folder.
@@ -138,7 +139,7 @@ def load(
         options["revision"] = revision
     try:
         config = AutoConfig.from_pretrained(where, **options)
-        read = _from_pretrained(where, config, None if local else revision)
+        read = _from_pretrained(where, config, None if local else revision, widened=weights is not None)
         loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
         loaded: Any
@@ -165,8 +166,11 @@ def load(
     return replace(loaded_model, source=stored or loaded_model.source, mapped=mapped)
 
 
-def _from_pretrained(where: str, config: Any, revision: str | None) -> Callable[..., Any]:
-    """What makes (model, report) of a class and options: transformers, or Quire where weights are quantized."""
+def _from_pretrained(where: str, config: Any, revision: str | None, *, widened: bool) -> Callable[..., Any]:
+    """What makes (model, report) of a class and options: transformers, or Quire where weights are quantized.
+
+    widened: of quantized weights no codes are kept.
+    """
     if quantization_of(config) is None:
         return lambda kind, **options: kind.from_pretrained(where, **options)
     source = SafetensorsSource.of_checkpoint(where, revision, may_download=True)
@@ -176,7 +180,7 @@ def _from_pretrained(where: str, config: Any, revision: str | None) -> Callable[
         dtype = options.pop("dtype")
         if dtype == "auto":
             dtype = whole.dtype or whole.get_text_config(decoder=True).dtype or torch.bfloat16
-        return load_quantized(kind, where, source, whole, dtype, **options)
+        return load_quantized(kind, where, source, whole, dtype, widened=widened, **options)
 
     return read
 
