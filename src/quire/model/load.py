@@ -210,7 +210,8 @@ def _text_part(
 def _load_gguf(path: Path, wanted: KVFormat | None, rounded: WeightFormats | None) -> LoadedModel:
     source = GGUFSource(path)
     try:
-        model, report, weights = load_gguf_model(source, wanted.torch_dtype if wanted else source.dtype)
+        dtype = wanted.torch_dtype if wanted else source.dtype
+        model, report, weights = load_gguf_model(source, dtype, widened=rounded is not None)
         tokenizer = load_gguf_tokenizer(source, model.config)
     except LoadError:
         raise
