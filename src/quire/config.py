@@ -440,7 +440,7 @@ class EngineConfig:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written so")
         if self.head is not None and self.weights is None:
             self._refuse("head", "weights, of whose rounding it says a part")
-        if self.packed_weights is not None and self.weights is not None:
+        if self.packed_weights is not None and self.weight_formats is not None and self.weight_formats.rounds:
             raise ArgumentError(
                 f"expected packed_weights without weights, got both; weights rounded to codes ({self.weights!r}) "
                 "are not kept in a folder yet - in `packed_weights`"

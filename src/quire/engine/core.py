@@ -108,6 +108,7 @@ class EngineCore:
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 weights=config.weight_formats,
+                widened=packed_folder is not None,  # which keeps 16-bit panels
             )
         fingerprint = engine_fingerprint(loaded, config.backend) if config.has_tiers else b""
         self.weight_bytes = tell_weights(loaded.model)

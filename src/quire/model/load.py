@@ -97,6 +97,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: WeightFormats | None = None,
+    widened: bool = False,
 ) -> LoadedModel:
     """Load a model for causal language modelling.
 
@@ -108,13 +109,14 @@ def load(
         trust_remote_code: whether code of the checkpoint may run.
         weights: how its weights are rounded to codes, those of a quantized checkpoint after they were widened; None:
             they stay as they are, in the codes of the checkpoint where it has some.
+        widened: no codes are kept of a quantized checkpoint, nor where `weights` is given.
 
     Raises:
         ArgumentError: an argument of the wrong form, or no such folder.
         LoadError: files missing or broken, or no such model.
         ConfigError, UnsupportedModelError: its config cannot be understood or served.
     """
-    wanted = _format(dtype)
+    wanted, widened = _format(dtype), widened or weights is not None
     if isinstance(source, tuple):
         if weights is not None:
             raise ArgumentError(
@@ -128,7 +130,7 @@ def load(
             f"{type(source).__name__}"
         )
     if (file := _gguf_file(source)) is not None:
-        return _load_gguf(file, wanted, weights)
+        return _load_gguf(file, wanted, weights, widened)
     where, local = _locate(source)
     if local:
         _check_folder(Path(where))
@@ -139,7 +141,7 @@ def load(
         options["revision"] = revision
     try:
         config = AutoConfig.from_pretrained(where, **options)
-        read = _from_pretrained(where, config, None if local else revision, widened=weights is not None)
+        read = _from_pretrained(where, config, None if local else revision, widened=widened)
         loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
         loaded: Any
@@ -207,11 +209,13 @@ def _text_part(
     return loaded
 
 
-def _load_gguf(path: Path, wanted: KVFormat | None, rounded: WeightFormats | None) -> LoadedModel:
+def _load_gguf(
+    path: Path, wanted: KVFormat | None, rounded: WeightFormats | None, widened: bool
+) -> LoadedModel:
     source = GGUFSource(path)
     try:
         dtype = wanted.torch_dtype if wanted else source.dtype
-        model, report, weights = load_gguf_model(source, dtype, widened=rounded is not None)
+        model, report, weights = load_gguf_model(source, dtype, widened=widened)
         tokenizer = load_gguf_tokenizer(source, model.config)
     except LoadError:
         raise

@@ -49,6 +49,11 @@ class WeightFormats:
     by_pattern: tuple[tuple[str, Rounding | None], ...]
     head: Rounding | None
 
+    @property
+    def rounds(self) -> bool:
+        """Whether any weight is rounded."""
+        return self.head is not None or any(rounding is not None for _, rounding in self.by_pattern)
+
     def of(self, name: str) -> Rounding | None:
         """That of the linear layer `name`; one that no pattern fits is left as it is."""
         return next((found for pattern, found in self.by_pattern if fnmatch.fnmatchcase(name, pattern)), None)
