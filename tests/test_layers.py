@@ -28,6 +28,7 @@ ORDER = [
     "quantized",
     "memory",
     "attention",
+    "quantized",
     "recurrence",
     "cache",
     "baselines",

@@ -174,7 +174,7 @@ def test_compressed_tensors_schemes_by_module() -> None:
     reason="the package compressed-tensors is not installed",
 )
 @pytest.mark.parametrize(
-    "preset", ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4A16"]
+    "preset", ["W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4A16", "MXFP8A16"]
 )
 def test_the_package_itself_reads_the_same(preset: str) -> None:
     from compressed_tensors.compressors import BaseCompressor  # pyright: ignore
@@ -190,7 +190,7 @@ def test_the_package_itself_reads_the_same(preset: str) -> None:
     else:
         shape = (outputs, inputs // (weights.group_size or inputs))
     state = {"weight": torch.randn(outputs, inputs), "weight_scale": torch.rand(shape) / 8 + 0.01}
-    if preset.startswith("MXFP4"):
+    if preset.startswith("MXFP"):
         state["weight_scale"] = torch.exp2(torch.randint(-6, 2, shape).float())
     if not weights.symmetric:
         state["weight_zero_point"] = torch.randint(-8, 8, shape, dtype=torch.int8)

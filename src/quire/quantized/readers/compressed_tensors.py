@@ -3,7 +3,7 @@
     pack-quantized         weight_packed int32 [N, K * bits / 32], weight_scale [N, groups], weight_shape; asymmetric:
                            weight_zero_point int32 [N * bits / 32, groups]; by activation order: weight_g_idx [K]
     int-quantized, naive   weight int8 [N, K], weight_scale, and weight_zero_point int8 where it is asymmetric
-    float-quantized        weight float8 [N, K], weight_scale for a block, an output or all
+    float-, mxfp8-quantized weight float8 [N, K], weight_scale for a block, a group, an output or all
     mxfp4-pack-quantized   weight_packed uint8 [N, K / 2], weight_scale uint8 [N, K / 32]
 
 Stored integers are signed; packed ones have 2**(bits - 1) added, and so has a code. A value is (code - zero) * scale.
@@ -31,8 +31,8 @@ from quire.quantized.weight import Factor, QuantizedWeight
 __all__ = ["compressed_tensors"]
 
 _FORMATS = (
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "dense",
-    "mixed-precision",
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
+    "dense", "mixed-precision",
 )  # fmt: skip
 _DROPPED = (
     "input_scale",

@@ -1,8 +1,9 @@
-"""Weights of 8-bit floats: one scale for a block of 128 x 128 values, for an output, or for all.
+"""Weights of 8-bit floats: one scale for a block of 128 x 128 values, for a group, for an output, or for all.
 
     weight              [N, K] float8_e4m3fn or float8_e5m2
     weight_scale_inv    [N / 128, K / 128], rounded up: DeepSeek's and Qwen's checkpoints, in spite of its name a factor
-    weight_scale        [N, 1], [N], [1] or one number: FBGEMM's, ModelOpt's and Mistral's
+    weight_scale        [N, groups], [N, 1], [N], [1] or one number: FBGEMM's, Mistral's, compressed-tensors'; of uint8
+                        it is an exponent plus 127 (MXFP8)
 
 A value is weight * scale. A code is the byte, its table the 256 floats. Scales of activations are dropped: activations
 are not quantized here.
@@ -80,6 +81,9 @@ def unpack_fp8(
         return QuantizedWeight(
             codes, 8, group, Factor(scales), f"fp8 {kind}:{block[0]}x{block[1]}", table=table
         )
+    if scale.dim() == 2 and scale.shape[0] == outputs and scale.shape[1] > 1 and inputs % scale.shape[1] == 0:
+        group = inputs // scale.shape[1]
+        return QuantizedWeight(codes, 8, group, Factor(scale.float()), f"fp8 {kind}:{group}", table=table)
     if scale.numel() not in (1, outputs):
         expected = "one number, " + f"[{outputs}, 1]" + (f" or blocks of {list(block)}" if block else "")
         raise mismatch(name, "scales", expected, list(scale.shape))
