@@ -28,7 +28,6 @@ ORDER = [
     "quantized",
     "memory",
     "attention",
-    "quantized",
     "recurrence",
     "cache",
     "baselines",
