@@ -24,6 +24,36 @@ namespace quire {
 
 namespace {
 
+// Keeps what a factor's arrays are while they are read.
+struct GivenFactor {
+    std::optional<Array> fine, coarse;
+    QuantizedParts::Factor parts;
+};
+
+Number number_of(const Array& given, const char* name, bool is_signed) {
+    switch (given.type()) {
+        case Type::f32: return Number::f32;
+        case Type::bf16: return Number::bf16;
+        case Type::f16: return Number::f16;
+        case Type::u8: return is_signed ? Number::i8 : Number::u8;
+        default: throw std::invalid_argument(std::string("expected ") + name + " of float32, bfloat16, float16 or bytes, got another type");
+    }
+}
+
+void take_factor(GivenFactor& to, nb::handle fine, nb::handle coarse, bool is_signed, const char* name, std::int64_t outputs, std::int64_t groups) {
+    if (fine.is_none()) return;
+    to.fine.emplace(fine, name);
+    to.parts.fine_number = number_of(*to.fine, name, is_signed);
+    to.parts.fine = to.fine->dense(to.fine->type(), outputs * groups);
+    if (coarse.is_none()) return;
+    to.coarse.emplace(coarse, name);
+    to.parts.coarse_number = number_of(*to.coarse, name, false);
+    const std::int64_t each = to.coarse->count() / outputs;
+    if (each < 1 || groups % each != 0) throw std::invalid_argument(std::string("expected coarse ") + name + " that divide the groups, got others");
+    to.parts.coarse = to.coarse->dense(to.coarse->type(), outputs * each);
+    to.parts.ratio = groups / each;
+}
+
 Isa isa_or_current(const std::optional<std::string>& isa) { return isa ? isa_from_name(*isa) : current_isa(); }
 
 }  // namespace
@@ -58,6 +88,49 @@ void bind_linear(nb::module_& m) {
             nb::rv_policy::take_ownership,
             "A weight that was packed before with the same panel_layout, read where it lies: packed_num_bytes bytes (uint8) at a multiple "
             "of 64, which it keeps alive.")
+        .def_static(
+            "of_codes",
+            [](nb::handle codes, int bits, std::int64_t group, nb::tuple scales, nb::handle minimums, nb::handle zeros, float zero, nb::handle table,
+               std::string_view dtype, std::optional<std::string> isa) {
+                const Element element = element_named(dtype, "a weight");
+                const Array given(codes, "codes");
+                QuantizedParts parts;
+                parts.num_outputs = given.num_dims() == 2 ? given.shape(0) : 0;
+                parts.num_inputs = given.num_dims() == 2 ? given.shape(1) : 0;
+                parts.codes = given.dense(Type::u8, parts.num_outputs * parts.num_inputs);
+                parts.bits = bits;
+                parts.group = group;
+                const std::int64_t groups = group > 0 ? parts.num_inputs / group : 0;
+                GivenFactor own_scales, own_minimums;
+                take_factor(own_scales, scales[0], scales[1], nb::cast<bool>(scales[2]), "scales", parts.num_outputs, groups);
+                if (!minimums.is_none()) {
+                    const auto three = nb::cast<nb::tuple>(minimums);
+                    take_factor(own_minimums, three[0], three[1], nb::cast<bool>(three[2]), "minimums", parts.num_outputs, groups);
+                }
+                parts.scales = own_scales.parts;
+                parts.minimums = own_minimums.parts;
+                std::optional<Array> own_zeros, own_table;
+                parts.zero = zero;
+                if (!zeros.is_none()) {
+                    own_zeros.emplace(zeros, "zeros");
+                    parts.zeros_number = number_of(*own_zeros, "zeros", false);
+                    parts.zeros = own_zeros->dense(own_zeros->type(), parts.num_outputs * groups);
+                }
+                if (!table.is_none()) {
+                    own_table.emplace(table, "table");
+                    parts.table = reinterpret_cast<const float*>(own_table->dense(Type::f32, std::int64_t{1} << bits));
+                }
+                const Isa chosen = isa_or_current(isa);
+                const Released released;
+                return new BoundWeight{PackedWeight(element, parts, chosen), {}};
+            },
+            nb::arg("codes"), nb::arg("bits"), nb::arg("group"), nb::arg("scales"), nb::arg("minimums").none(), nb::arg("zeros").none(), nb::arg("zero"),
+            nb::arg("table").none(), nb::arg("dtype"), nb::arg("isa").none(), nb::rv_policy::take_ownership,
+            "A weight held as codes (quire.quantized.QuantizedWeight), uint8 [num_outputs, num_inputs] below 2**bits, for activations of a dtype. "
+            "scales, minimums: (fine, coarse or None, whether the bytes of fine are signed). All contiguous; may be freed afterwards.")
+        .def(
+            "goes_with", [](const BoundWeight& self, const BoundWeight& other) { return self.goes_with(other); }, nb::arg("other"),
+            "Whether one fused product takes this weight and the other.")
         .def(
             "multiply",
             [](const BoundWeight& self, nb::handle x, nb::handle bias, nb::handle out) {
@@ -96,8 +169,21 @@ void bind_linear(nb::module_& m) {
             },
             nb::arg("ids"), nb::arg("out"),
             "Rows of the weight for int64 ids, contiguous [num_ids, num_inputs]. Raises IndexError for an id out of range.")
+        .def(
+            "gather_rows_in",
+            [](const BoundWeight& self, nb::handle ids, nb::handle out) {
+                const Array given(ids, "ids"), result(out, "out", Array::Use::written);
+                const auto* const wanted = reinterpret_cast<const std::int64_t*>(given.dense(Type::i64));
+                const std::int64_t num_ids = given.count();
+                const Element element = result.element("out");
+                unsigned char* const to = result.dense(result.type(), num_ids * self.num_inputs());
+                const Released released;
+                self.gather_rows_in(element, wanted, num_ids, to);
+            },
+            nb::arg("ids"), nb::arg("out"), "gather_rows of codes, in the dtype of out: float32, bfloat16 or float16.")
         .def_prop_ro("num_outputs", [](const BoundWeight& self) { return self.num_outputs(); })
         .def_prop_ro("num_inputs", [](const BoundWeight& self) { return self.num_inputs(); })
+        .def_prop_ro("is_quantized", [](const BoundWeight& self) { return self.is_quantized(); }, "Whether it is held as codes.")
         .def_prop_ro("num_bytes", [](const BoundWeight& self) { return self.num_bytes(); }, "Bytes of the packed form.")
         .def_prop_ro("address", [](const BoundWeight& self) { return reinterpret_cast<std::uintptr_t>(self.data()); },
                      "Where they are.")

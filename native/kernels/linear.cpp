@@ -11,6 +11,8 @@
 
 #include "kernels/profile.hpp"
 #include "kernels/rounding.hpp"
+#include "kernels/simd.hpp"
+#include "kernels/scratch.hpp"
 #include "kernels/thread_pool.hpp"
 
 namespace quire {
@@ -20,6 +22,7 @@ namespace {
 constexpr std::int64_t kPageBytes = 2 << 20;      // a huge page: fewer address translations on the way through the weights
 constexpr std::int64_t kSerialGather = 1 << 14;   // elements; below, waking another thread costs more than it saves
 
+thread_local GrownBuffer row_scratch;  // each thread's: a row of codes, dequantized
 
 const LinearKernel& kernel_of(Isa isa, Element element) {
     [[maybe_unused]] const bool bf16 = element == Element::bf16;
@@ -36,6 +39,35 @@ const LinearKernel& kernel_of(Isa isa, Element element) {
         case Isa::emulated_avx512: return linear_kernel_emulated_avx512(element);
 #endif
         default: return linear_kernel_portable(element);
+    }
+}
+
+const LinearKernel& quantized_kernel_of(Isa isa, Element element, bool exact) {
+    [[maybe_unused]] const bool by_tiles = element == Element::bf16 && exact;
+    switch (isa) {
+#if defined(__x86_64__)
+        case Isa::amx_bf16: return by_tiles ? quantized_kernel_amx_bf16(element) : quantized_kernel_avx512(element);
+        case Isa::avx512_bf16:
+        case Isa::avx512: return quantized_kernel_avx512(element);
+        case Isa::avx2: return quantized_kernel_avx2(element);
+#endif
+#if defined(QUIRE_TEST_KERNELS)
+        case Isa::emulated_amx_bf16: return by_tiles ? quantized_kernel_emulated_amx_bf16(element) : quantized_kernel_emulated_avx512(element);
+        case Isa::emulated_avx512_bf16:
+        case Isa::emulated_avx512: return quantized_kernel_emulated_avx512(element);
+#endif
+        default: return quantized_kernel_portable(element);
+    }
+}
+
+void round_row(Element element, const float* from, std::int64_t count, unsigned char* to) {
+    const auto round = [&](auto* out) {
+        for (std::int64_t i = 0; i < count; ++i) round_to(from[i], out[i]);
+    };
+    switch (element) {
+        case Element::f32: return round(reinterpret_cast<float*>(to));
+        case Element::bf16: return round(reinterpret_cast<bf16*>(to));
+        case Element::f16: return round(reinterpret_cast<f16*>(to));
     }
 }
 
@@ -165,6 +197,27 @@ PackedWeight::PackedWeight(Element element, const void* weight, std::int64_t num
     });
 }
 
+PackedWeight::PackedWeight(Element element, const QuantizedParts& parts, Isa isa)
+    : element_(element), isa_(isa), num_outputs_(parts.num_outputs), num_inputs_(parts.num_inputs), data_(nullptr) {
+    require_isa(isa);
+    const auto form = std::make_shared<const QuantizedForm>(quantized_form(parts));
+    form_ = form;
+    kernel_ = &quantized_kernel_of(isa, element, form->exact);
+    depth_ = form->depth;
+    panel_bytes_ = form->panel_bytes;
+    num_panels_ = divide_up(num_outputs_, QuantizedForm::kColumns);
+    num_bytes_ = static_cast<std::size_t>(num_panels_ * panel_bytes_);
+    owned_.reset(allocate(num_bytes_));
+    data_ = owned_.get();
+    ThreadPool::instance().run(num_panels_, [&](std::int64_t panel) { pack_quantized(*form, parts, panel, owned_.get() + panel * panel_bytes_); });
+}
+
+void PackedWeight::dequantize_row(std::int64_t row, float* scratch, Element element, unsigned char* to) const {
+    const std::int64_t columns = QuantizedForm::kColumns;
+    dequantize_column(*form_, data_ + row / columns * panel_bytes_, row % columns, num_inputs_, scratch);
+    round_row(element, scratch, num_inputs_, to);
+}
+
 std::size_t packed_num_bytes(Element element, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa) {
     constexpr std::int64_t kMostElements = std::int64_t{1} << 46;  // of all that a processor can address
     if (num_outputs < 1 || num_inputs < 1 || num_outputs > kMostElements / num_inputs) {
@@ -187,6 +240,14 @@ std::string panel_layout(Element element, Isa isa) {
 }
 
 void PackedWeight::unpack(void* out) const {
+    if (is_quantized()) {
+        const std::int64_t row_bytes = num_inputs_ * element_bytes(element_);
+        return ThreadPool::instance().run(num_panels_, [&](std::int64_t panel) {
+            float* scratch = reinterpret_cast<float*>(row_scratch.get(static_cast<std::size_t>(num_inputs_ * 4)));
+            const std::int64_t first = panel * QuantizedForm::kColumns, end = std::min(first + QuantizedForm::kColumns, num_outputs_);
+            for (std::int64_t row = first; row < end; ++row) dequantize_row(row, scratch, element_, static_cast<unsigned char*>(out) + row * row_bytes);
+        });
+    }
     const LinearKernel& kernel = *kernel_;
     with_word(element_, [&](auto zero) {
         using Word = decltype(zero);
@@ -201,11 +262,26 @@ void PackedWeight::unpack(void* out) const {
 }
 
 void PackedWeight::gather_rows(const std::int64_t* ids, std::int64_t num_ids, void* out) const {
+    gather_rows_in(element_, ids, num_ids, out);
+}
+
+void PackedWeight::gather_rows_in(Element element, const std::int64_t* ids, std::int64_t num_ids, void* out) const {
+    if (!is_quantized() && element != element_) throw std::invalid_argument("expected rows of the weight's own element, got another");
     for (std::int64_t i = 0; i < num_ids; ++i) {
         if (ids[i] < 0 || ids[i] >= num_outputs_) {
             throw std::out_of_range("expected ids in [0, " + std::to_string(num_outputs_) + "), got " + std::to_string(ids[i]) +
                                     " at position " + std::to_string(i));
         }
+    }
+    if (is_quantized()) {
+        const std::int64_t row_bytes = num_inputs_ * element_bytes(element);
+        const auto gather = [&](std::int64_t i) {
+            float* scratch = reinterpret_cast<float*>(row_scratch.get(static_cast<std::size_t>(num_inputs_ * 4)));
+            dequantize_row(ids[i], scratch, element, static_cast<unsigned char*>(out) + i * row_bytes);
+        };
+        if (num_ids * num_inputs_ >= kSerialGather) return ThreadPool::instance().run(num_ids, gather);
+        for (std::int64_t i = 0; i < num_ids; ++i) gather(i);
+        return;
     }
     const LinearKernel& kernel = *kernel_;
     with_word(element_, [&](auto zero) {

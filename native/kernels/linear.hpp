@@ -6,6 +6,7 @@
 //       order, by one kind of instruction whatever the number of rows. Threads split columns and rows, never K; blocks of
 //       K hand their float32 sums on unrounded. So a row of `out` has the same bits in any company and on any number
 //       of threads.
+//       (Of codes: quantized.hpp, U1.)
 //   L2  unpack() and gather_rows() return the weight bit for bit.
 //   L3  A panel is kColumns outputs x all of K, padded with zeros to whole panels and to a multiple of the kernel's
 //       depth; outside the padding the packed form takes the bytes of the weight, no more.
@@ -22,6 +23,7 @@
 
 #include "kernels/isa.hpp"
 #include "kernels/linear_kernel.hpp"
+#include "kernels/quantized.hpp"
 
 namespace quire {
 
@@ -64,6 +66,10 @@ class PackedWeight {
     // caller's and must outlive this object. Throws as above, and for another alignment.
     PackedWeight(Element element, const void* packed, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa);
 
+    // A weight given as codes, held as such, for activations of `element` (quantized.hpp has the form and the product's definition).
+    // Throws as above, and for what has no panels.
+    PackedWeight(Element element, const QuantizedParts& parts, Isa isa);
+
     // x [rows, num_inputs] and out [rows, num_outputs], contiguous, of the weight's element; bias [num_outputs] or null.
     // out may not overlap the others.
     void multiply(const void* x, std::int64_t rows, const void* bias, void* out) const;
@@ -71,12 +77,15 @@ class PackedWeight {
     // Elements from a row to the next, at least num_inputs, that do not fall on the same lines of the first cache.
     std::int64_t input_stride() const;
 
-    // The whole weight, contiguous [num_outputs, num_inputs].
+    // The whole weight, contiguous [num_outputs, num_inputs]; codes dequantized in float32, then rounded to the element.
     void unpack(void* out) const;
 
     // Rows of the weight, contiguous [num_ids, num_inputs]: an embedding lookup. Throws std::out_of_range, before
     // anything is written, for an id outside [0, num_outputs).
     void gather_rows(const std::int64_t* ids, std::int64_t num_ids, void* out) const;
+
+    // The same of codes, rounded to another element. Throws std::invalid_argument for a dense weight of another one.
+    void gather_rows_in(Element element, const std::int64_t* ids, std::int64_t num_ids, void* out) const;
 
     Element element() const { return element_; }
     Isa isa() const { return isa_; }
@@ -84,12 +93,20 @@ class PackedWeight {
     std::int64_t num_inputs() const { return num_inputs_; }
     std::size_t num_bytes() const { return num_bytes_; }
     const unsigned char* data() const { return data_; }
+    bool is_quantized() const { return form_ != nullptr; }
+    // Whether one call of multiply_together takes this weight and that one.
+    bool goes_with(const PackedWeight& other) const {
+        return element_ == other.element_ && isa_ == other.isa_ && kernel_ == other.kernel_ && num_inputs_ == other.num_inputs_;
+    }
 
   private:
     friend void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows, std::int64_t x_stride);
 
     // All but the memory.
     PackedWeight(Element element, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa);
+
+    // A row, dequantized and rounded. scratch: num_inputs_.
+    void dequantize_row(std::int64_t row, float* scratch, Element element, unsigned char* to) const;
 
     struct Free {
         void operator()(void* data) const;
@@ -106,6 +123,7 @@ class PackedWeight {
     std::size_t num_bytes_;
     std::unique_ptr<unsigned char, Free> owned_;  // null where the memory is the caller's
     const unsigned char* data_;
+    std::shared_ptr<const QuantizedForm> form_;  // null of a dense weight
 };
 
 // Names the packed form of `element` for `isa`: equal names, equal bytes for equal weights, in any build.

@@ -10,6 +10,8 @@
 
 namespace quire {
 
+struct QuantizedForm;
+
 // Order of a panel's elements; P columns, k runs over K in all of them.
 enum class PanelLayout {
     rows,         // [k][P]
@@ -54,6 +56,8 @@ struct LinearBlock {
     std::int64_t out_stride;           // bytes
     std::int64_t out_columns;          // from there on, of which the panels have at most as many
     const unsigned char* bias;         // of the first panel's columns, or null
+    const QuantizedForm* form;         // of panels of codes (quantized.hpp), with
+    std::int64_t sums_of_x_offset;     // bytes from a staged row to what `stage_sums` has put behind it; null for dense ones
     bool streams;                      // the output passes by the caches: whole lines, aligned
 };
 
@@ -73,6 +77,8 @@ struct LinearKernel {
     bool stage_is_copy;              // staged activations have the layer's own type
     // Copies one row of `count` activations to `staged` in the kernel's type; zeros up to `padded`.
     void (*stage)(const void* row, std::int64_t count, void* staged, std::int64_t padded);
+    // Of kernels for codes, else null: sums of a staged row over blocks, `padded` * 3 / 32 of them.
+    void (*stage_sums)(void* staged, std::int64_t padded, float* sums);
     void (*multiply)(const LinearBlock& block);
 };
 
@@ -89,5 +95,17 @@ QUIRE_DECLARE_LINEAR(avx512_bf16)
 QUIRE_DECLARE_LINEAR(amx_bf16)  // bf16 only
 #endif
 #undef QUIRE_DECLARE_LINEAR
+
+// Those for codes (quantized_variant.cpp): whole panels at a time, all of K. A variant whose codes another one multiplies has none.
+#define QUIRE_DECLARE_QUANTIZED(variant) const LinearKernel& quantized_kernel_##variant(Element element);
+QUIRE_DECLARE_QUANTIZED(portable)
+QUIRE_DECLARE_QUANTIZED(emulated_avx512)
+QUIRE_DECLARE_QUANTIZED(emulated_amx_bf16)  // exact values by bf16 only
+#if defined(__x86_64__)
+QUIRE_DECLARE_QUANTIZED(avx2)
+QUIRE_DECLARE_QUANTIZED(avx512)
+QUIRE_DECLARE_QUANTIZED(amx_bf16)  // exact values by bf16 only
+#endif
+#undef QUIRE_DECLARE_QUANTIZED
 
 }  // namespace quire

@@ -63,20 +63,26 @@ struct Division {
 };
 
 // Rows in the kernel's type, close to each other but for a line: see kAliasBytes. In the caller's scratch; `stride` becomes theirs.
+// sums: with stage_sums' behind each, from `round_up(depth * staged_bytes, kLineBytes)` on.
 const unsigned char* stage(const LinearKernel& kernel, std::int64_t num_inputs, std::int64_t depth, const unsigned char* x, std::int64_t x_bytes,
-                           std::int64_t rows, std::int64_t& stride) {
-    const std::int64_t own_stride = stride = round_up(depth * kernel.staged_bytes, kLineBytes) + kLineBytes;
+                           std::int64_t rows, bool sums, std::int64_t& stride) {
+    const std::int64_t of_x = round_up(depth * kernel.staged_bytes, kLineBytes);
+    const std::int64_t own_stride = stride = of_x + (sums ? round_up(depth * 3 / 32 * 4, kLineBytes) : 0) + kLineBytes;
     unsigned char* staged = staged_scratch.get(static_cast<std::size_t>(own_stride * rows));
     const std::int64_t rows_a_task = std::max<std::int64_t>(1, 8192 / num_inputs);
     run_tasks(rows * num_inputs * 4, divide_up(rows, rows_a_task), [&](std::int64_t task) {
         const std::int64_t end = std::min((task + 1) * rows_a_task, rows);
-        for (std::int64_t row = task * rows_a_task; row < end; ++row) kernel.stage(x + row * x_bytes, num_inputs, staged + row * own_stride, depth);
+        for (std::int64_t row = task * rows_a_task; row < end; ++row) {
+            kernel.stage(x + row * x_bytes, num_inputs, staged + row * own_stride, depth);
+            if (sums) kernel.stage_sums(staged + row * own_stride, depth, reinterpret_cast<float*>(staged + row * own_stride + of_x));
+        }
     });
     return staged;
 }
 
 // What one thread multiplies at a time: rows by columns that begin with a panel.
 struct Part {
+    const QuantizedForm* form;               // of codes; null of a dense weight
     const unsigned char* panels;
     std::int64_t panel_bytes, bytes, depth;  // of a panel, of an element; of K
     const unsigned char* bias;               // of the columns, or null
@@ -103,6 +109,24 @@ void multiply_part(const LinearKernel& kernel, const Part& part) {
     const std::int64_t most_range = part.rows <= kernel.tile_rows ? part.depth : part.few ? kernel.few_range : kernel.many_range;
     const std::int64_t range = even_part(part.depth, most_range, kernel.depth);
     block.wide = nullptr;
+    block.form = part.form;
+    if (part.form != nullptr) {  // whole panels, all of K
+        const auto padded = round_up(part.rows, kernel.tile_rows);
+        block.wide = reinterpret_cast<float*>(wide_scratch.get(part.form->scratch_floats(padded) * 4));
+        block.activations = part.activations;
+        block.sums_of_x_offset = round_up(part.depth * kernel.staged_bytes, kLineBytes);
+        block.panels = part.panels;
+        block.num_panels = num_panels;
+        block.after = part.after;
+        block.depth = part.depth;
+        block.sums = sums;
+        block.first = true;
+        block.out = part.out;
+        block.streams = false;
+        block.out_columns = part.columns;
+        block.bias = part.bias;
+        return kernel.multiply(block);
+    }
     if (kernel.widens && part.rows > 2 * kernel.tile_rows) {
         block.wide = reinterpret_cast<float*>(wide_scratch.get(static_cast<std::size_t>(range * kernel.columns * 4)));
     }
@@ -146,11 +170,11 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
     for (int i = 0; i < num_targets; ++i) {
         for (const PackedWeight* weight : {targets[i].weight, targets[i].second}) {
             if (weight == nullptr) continue;
-            if (weight->element_ != like.element_ || weight->isa_ != like.isa_ || weight->num_inputs_ != like.num_inputs_) {
+            if (!weight->goes_with(like)) {
                 throw std::invalid_argument("expected weights of one element, variant and number of inputs (" +
                                             std::string(isa_name(like.isa_)) + ", " + std::to_string(like.num_inputs_) + "), got (" +
                                             std::string(isa_name(weight->isa_)) + ", " + std::to_string(weight->num_inputs_) +
-                                            ") or another element at position " + std::to_string(i));
+                                            "), another element, or codes beside dense weights at position " + std::to_string(i));
             }
             if (weight->num_outputs_ != targets[i].weight->num_outputs_) {
                 throw std::invalid_argument("expected a second weight of as many outputs as the first, got " + std::to_string(weight->num_outputs_));
@@ -164,6 +188,13 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
     std::int64_t num_outputs = 0;
     for (int i = 0; i < num_targets; ++i) num_outputs += targets[i].weight->num_outputs_ * (targets[i].second == nullptr ? 1 : 2);
 
+    bool takes_sums = false;  // of x over groups
+    for (int i = 0; i < num_targets; ++i) {
+        for (const PackedWeight* weight : {targets[i].weight, targets[i].second}) {
+            takes_sums = takes_sums || (weight != nullptr && weight->is_quantized() && weight->form_->has_minimums());
+        }
+    }
+
     // Passes whose rows are read in place have their tasks in one go: no thread waits for another between them.
     const std::int64_t most_rows = rows_of_pass(kernel, rows, depth);
     const bool direct = kernel.stage_is_copy && depth == num_inputs && (std::min(most_rows, rows) <= kernel.tile_rows || x_bytes % kAliasBytes != 0);
@@ -172,7 +203,7 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
         const std::int64_t count = std::min(together, rows - start);
         const unsigned char* activations = static_cast<const unsigned char*>(x) + start * x_bytes;
         std::int64_t stride = x_bytes;
-        if (!direct) activations = stage(kernel, num_inputs, depth, activations, x_bytes, count, stride);
+        if (!direct) activations = stage(kernel, num_inputs, depth, activations, x_bytes, count, takes_sums, stride);
 
         const auto division = [&](int i, std::int64_t pass_rows) {
             return Division(kernel, targets[i].weight->num_panels_, depth, targets[i].unit, pass_rows, threads);
@@ -210,7 +241,7 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
                 const std::int64_t num_rows = std::min(own.group_rows, pass_start + pass_rows - row);
                 const auto part_of = [&](const PackedWeight& of, const void* bias, unsigned char* out, std::int64_t out_stride, bool streams, const unsigned char* next) {
                     const auto* own_bias = bias == nullptr ? nullptr : static_cast<const unsigned char*>(bias) + first * bytes;
-                    return Part{of.data_ + first / kernel.columns * of.panel_bytes_, of.panel_bytes_, bytes, depth, own_bias, columns, activations + row * stride,
+                    return Part{of.form_.get(), of.data_ + first / kernel.columns * of.panel_bytes_, of.panel_bytes_, bytes, depth, own_bias, columns, activations + row * stride,
                                 stride, num_rows, out, out_stride, own.few, streams, next};
                 };
                 if (target.out != nullptr) {

@@ -409,6 +409,26 @@ class PackedWeight:
         A weight that was packed before with the same panel_layout, read where it lies: packed_num_bytes bytes (uint8) at a multiple of 64, which it keeps alive.
         """
 
+    @staticmethod
+    def of_codes(
+        codes: object,
+        bits: int,
+        group: int,
+        scales: tuple,
+        minimums: object | None,
+        zeros: object | None,
+        zero: float,
+        table: object | None,
+        dtype: str,
+        isa: str | None,
+    ) -> PackedWeight:
+        """
+        A weight held as codes (quire.quantized.QuantizedWeight), uint8 [num_outputs, num_inputs] below 2**bits, for activations of a dtype. scales, minimums: (fine, coarse or None, whether the bytes of fine are signed). All contiguous; may be freed afterwards.
+        """
+
+    def goes_with(self, other: PackedWeight) -> bool:
+        """Whether one fused product takes this weight and the other."""
+
     def multiply(self, x: object, bias: object | None, out: object) -> None:
         """
         out [rows, num_outputs] = x [rows, num_inputs] times the weight + bias [num_outputs] (or None); all contiguous, of the weight's dtype.
@@ -422,10 +442,19 @@ class PackedWeight:
         Rows of the weight for int64 ids, contiguous [num_ids, num_inputs]. Raises IndexError for an id out of range.
         """
 
+    def gather_rows_in(self, ids: object, out: object) -> None:
+        """
+        gather_rows of codes, in the dtype of out: float32, bfloat16 or float16.
+        """
+
     @property
     def num_outputs(self) -> int: ...
     @property
     def num_inputs(self) -> int: ...
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is held as codes."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed form."""

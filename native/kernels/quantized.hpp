@@ -1,0 +1,118 @@
+// A linear layer's weight held as codes: how a panel of them lies in memory, and what a kernel must know of it.
+//
+// A weight so held is a PackedWeight (linear.hpp) like any other: multiply_together and what is built on it take it where
+// they take dense ones. What differs is the form of a panel and the kernel. The definition of the product, and with it every
+// bit, is quire/quantized/reference.py:
+//
+//   U1  products of a block of 32 inputs (16 where a group is 16) are summed apart for even and odd inputs, in order, each
+//       difference, product and sum rounded by itself; then even + odd; blocks of a group in order; then acc + scale * sum,
+//       acc - minimum * (sum of x); groups in order. No fused operation but where a product is exact. So the bits are the same in
+//       every variant, at any number of rows and of threads; the matrix unit's tdpbf16ps computes in that very order.
+//   U2  an x below 2^-100 in size counts as zero: no sum is a subnormal number.
+//   U3  a panel is 16 outputs: first what belongs to groups, then the codes, four bits or more each; nothing is widened in memory.
+//
+// A panel:   fine scales [groups][16], coarse ones, zeros, fine minimums, coarse ones: each as given, 64-byte aligned; then
+//            for each 32 inputs the codes' planes, in 32-bit words [..][16 columns]:
+//            low 4 bits: 4 words, word j with inputs 8 j + 2 i at bits 4 i and 8 j + 2 i + 1 at bits 16 + 4 i;
+//            the fifth bit (5 bits): 1 word, inputs 2 p at bit p, 2 p + 1 at bit 16 + p;
+//            the fifth and sixth (6 bits): 2 words, word h with inputs 16 h + 2 q at bits 2 q, 16 h + 2 q + 1 at bits 16 + 2 q;
+//            or all 8 bits: 8 words, word j with inputs 4 j + 2 i at bits 8 i, 4 j + 2 i + 1 at bits 16 + 8 i.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/element.hpp"
+
+namespace quire {
+
+enum class Number : std::uint8_t { none, f32, bf16, f16, u8, i8 };
+
+constexpr std::int64_t number_bytes(Number number) {
+    switch (number) {
+        case Number::none: return 0;
+        case Number::f32: return 4;
+        case Number::bf16:
+        case Number::f16: return 2;
+        default: return 1;
+    }
+}
+
+// A number for each group, maybe as the product of a fine and a coarse one: `ratio` groups share a coarse one.
+struct QuantizedFactor {
+    Number fine = Number::none, coarse = Number::none;
+    std::int64_t ratio = 1;
+    std::int64_t fine_offset = 0, coarse_offset = 0;  // bytes, in a panel
+};
+
+struct QuantizedForm {
+    static constexpr std::int64_t kColumns = 16, kBlock = 32;
+
+    // What the codes stand for.
+    enum class Values : std::uint8_t {
+        integer,     // code - zero, both whole: a zero for each group, or one for all
+        fractional,  // code - zero, of any float32
+        table,       // an entry of 16 or 256
+    };
+
+    int bits = 4;                  // 4, 5, 6 or 8
+    Values values = Values::integer;
+    bool exact = true;             // every value is a bf16: its product with 16 bits is exact in float32
+    std::int64_t depth = 0;        // inputs, padded to blocks
+    std::int64_t group = 0;        // inputs; of one group it is all of the depth
+    std::int64_t num_groups = 0;   // padded to the depth
+    QuantizedFactor scales, minimums;
+    Number zeros = Number::none;   // none: `zero` for all
+    std::int64_t zeros_offset = 0;
+    float zero = 0.0f;
+    std::int64_t codes_offset = 0;
+    std::int64_t panel_bytes = 0;
+    float table[256] = {};         // of 4-bit codes with one zero for all too
+
+    std::int64_t block_bytes() const { return kBlock * kColumns * bits / 8; }
+    bool halves() const { return group == kBlock / 2; }
+    bool has_minimums() const { return minimums.fine != Number::none; }
+    // float32 numbers that a thread needs beside its sums to multiply `rows` rows, whole tiles of them (QuantizedScratch).
+    std::size_t scratch_floats(std::int64_t rows) const;
+};
+
+// Inputs that are widened at a time: of a panel in float32 16 KiB, a third of a first cache.
+constexpr std::int64_t kWidenedInputs = 256;
+// Panels that are multiplied at a time.
+constexpr std::int64_t kPanelsTogether = 2;
+
+inline std::size_t QuantizedForm::scratch_floats(std::int64_t rows) const {
+    const std::int64_t of_panel = (kWidenedInputs + 3 * num_groups + rows) * kColumns;
+    return static_cast<std::size_t>(kPanelsTogether * of_panel + 4 * 256 + rows * num_groups + 16);
+}
+
+// A weight [num_outputs, num_inputs] as it is given: all contiguous.
+struct QuantizedParts {
+    struct Factor {
+        const void* fine = nullptr;  // [num_outputs, groups]
+        Number fine_number = Number::none;
+        const void* coarse = nullptr;  // [num_outputs, groups / ratio], or null
+        Number coarse_number = Number::none;
+        std::int64_t ratio = 1;
+    };
+    const std::uint8_t* codes = nullptr;  // [num_outputs, num_inputs], each below 2^bits
+    int bits = 4;                         // 2 to 8
+    std::int64_t num_outputs = 0, num_inputs = 0;
+    std::int64_t group = 0;               // 16, a multiple of 32, or num_inputs
+    Factor scales, minimums;
+    const void* zeros = nullptr;          // [num_outputs, groups] of `zeros_number`, or null: `zero`
+    Number zeros_number = Number::none;   // u8 or f32
+    float zero = 0.0f;
+    const float* table = nullptr;         // [2^bits], or null
+};
+
+// Throws std::invalid_argument for what has no panels.
+QuantizedForm quantized_form(const QuantizedParts& parts);
+
+// Writes panel `panel` of the weight, form.panel_bytes at `to`.
+void pack_quantized(const QuantizedForm& form, const QuantizedParts& parts, std::int64_t panel, unsigned char* to);
+
+// Inputs [0, num_inputs) of a column of a panel, dequantized: scale * value - minimum.
+void dequantize_column(const QuantizedForm& form, const unsigned char* panel, std::int64_t column, std::int64_t num_inputs, float* to);
+
+}  // namespace quire

@@ -1,0 +1,291 @@
+// Codes of a panel made into numbers in a thread's scratch, a few hundred inputs at a time, where the first cache keeps them:
+//
+//     floats   [input][16 columns] float32, for vector instructions
+//     pairs    [input / 2][16 columns][2] bf16, for the matrix unit
+//
+// What comes out is exact, so every instruction set gives the same. A whole code becomes a float by lying in the low bits of
+// 2^23, from which 2^23 + zero is taken; codes of 4 bits with one zero, and tables of 16, by a table in registers.
+#pragma once
+
+#include "kernels/linear_kernel.hpp"
+#include "kernels/quantized_codes.hpp"
+#include "kernels/simd.hpp"
+
+#include <utility>
+
+namespace quire {
+namespace {
+
+using Values = QuantizedForm::Values;
+
+constexpr float kShift = 0x1p23f;           // a float whose last bit is 1
+constexpr std::uint32_t kShiftBits = 0x4b000000u;
+constexpr std::int64_t kAheadOfCodes = 4096;  // bytes that codes are asked for ahead of their use
+
+// Zeros as they are taken off, of one column in `zeros`: 2^23 + zero of whole ones, else the zero.
+inline float taken_off(const QuantizedForm& form, float zero) { return form.values == Values::integer ? kShift + zero : zero; }
+
+// One code after the other: for processors of which nothing is known.
+struct WidenPlain {
+    // Blocks [first, first + count) of a panel. zeros: [groups][16] as `taken_off` gives them.
+    static void floats(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
+        each(form, codes, zeros, first, count, [&](std::int64_t k, std::int64_t column, float value) { to[k * 16 + column] = value; });
+    }
+    static void pairs(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, bf16* to) {
+        each(form, codes, zeros, first, count, [&](std::int64_t k, std::int64_t column, float value) {
+            to[k / 2 * 32 + column * 2 + k % 2].bits = static_cast<std::uint16_t>(bits_of(value) >> 16);
+        });
+    }
+
+  private:
+    template <class Put>
+    static void each(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, Put&& put) {
+        for (std::int64_t b = 0; b < count; ++b) {
+            const unsigned char* block = codes + (first + b) * form.block_bytes();
+            for (std::int64_t k = 0; k < 32; ++k) {
+                const std::int64_t group = ((first + b) * 32 + k) / form.group;
+                for (std::int64_t column = 0; column < 16; ++column) {
+                    const float zero = zeros[group * 16 + column];
+                    put(b * 32 + k, column, value_at(form, code_at(form.bits, block, k, column), form.values == Values::integer ? zero - kShift : zero));
+                }
+            }
+        }
+    }
+};
+
+}  // namespace
+}  // namespace quire
+
+#if defined(__AVX512F__)
+#include "kernels/simd_avx512.hpp"
+#elif defined(__AVX2__)
+#include "kernels/simd_avx2.hpp"
+#endif
+
+namespace quire {
+namespace {
+
+#if defined(__AVX512F__)
+
+struct WidenAvx512 {
+    static void floats(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
+        switch (form.bits) {
+            case 4: return floats_of<4>(form, codes, zeros, first, count, to);
+            case 5: return floats_of<5>(form, codes, zeros, first, count, to);
+            case 6: return floats_of<6>(form, codes, zeros, first, count, to);
+            default: return floats_of<8>(form, codes, zeros, first, count, to);
+        }
+    }
+    static void pairs(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, bf16* to) {
+        switch (form.bits) {
+            case 4: return pairs_of<4>(form, codes, zeros, first, count, to);
+            case 5: return pairs_of<5>(form, codes, zeros, first, count, to);
+            case 6: return pairs_of<6>(form, codes, zeros, first, count, to);
+            default: return pairs_of<8>(form, codes, zeros, first, count, to);
+        }
+    }
+
+  private:
+    template <int by>
+    static __m512i moved(__m512i words) {  // within each half of a word, up where `by` is negative
+        if constexpr (by > 0) return _mm512_srli_epi16(words, by);
+        if constexpr (by < 0) return _mm512_slli_epi16(words, -by);
+        return words;
+    }
+    static __m512i line(const unsigned char* from) { return _mm512_loadu_si512(from); }
+
+    // The codes of inputs 2 p and 2 p + 1 of a block in the halves of each word; of 4 bits with what lies above them, else alone.
+    template <int bits, int p>
+    static __m512i codes_at(const unsigned char* block) {
+        if constexpr (bits == 8) {
+            const __m512i words = line(block + p / 2 * 64);
+            return p % 2 == 0 ? _mm512_and_si512(words, _mm512_set1_epi16(0xff)) : _mm512_srli_epi16(words, 8);
+        } else {
+            const __m512i low = moved<p % 4 * 4>(line(block + p / 4 * 64));
+            if constexpr (bits == 4) return low;
+            // low where the mask is set, else upper: 0xe4 with the mask as the selector
+            if constexpr (bits == 5) {
+                const __m512i upper = moved<p - 4>(line(block + kLowPlaneBytes));
+                const __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi16(0xf), low, upper, 0xca);
+                return _mm512_and_si512(both, _mm512_set1_epi16(0x1f));
+            } else {
+                const __m512i upper = moved<p % 8 * 2 - 4>(line(block + kLowPlaneBytes + p / 8 * 64));
+                const __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi16(0xf), low, upper, 0xca);
+                return _mm512_and_si512(both, _mm512_set1_epi16(0x3f));
+            }
+        }
+    }
+
+    struct Plain {  // codes in words -> their floats
+        __m512 even, odd;
+    };
+
+    // Of whole codes and those with fractions for zeros.
+    template <int bits, bool whole>
+    static Plain numbers(__m512i words, __m512 zeros) {
+        if constexpr (bits == 4) words = _mm512_and_si512(words, _mm512_set1_epi16(0xf));
+        const __m512i shift = _mm512_set1_epi32(static_cast<int>(kShiftBits));
+        // (words & 0xffff) | shift
+        const __m512i even = _mm512_ternarylogic_epi32(words, _mm512_set1_epi32(0xffff), shift, 0xea), odd = _mm512_or_si512(_mm512_srli_epi32(words, 16), shift);
+        __m512 low = _mm512_castsi512_ps(even), high = _mm512_castsi512_ps(odd);
+        if constexpr (!whole) low = _mm512_sub_ps(low, _mm512_set1_ps(kShift)), high = _mm512_sub_ps(high, _mm512_set1_ps(kShift));
+        return {_mm512_sub_ps(low, zeros), _mm512_sub_ps(high, zeros)};
+    }
+    static Plain looked_up(__m512i words, __m512 table) {  // of 16: the low four bits of a lane count
+        return {_mm512_permutexvar_ps(words, table), _mm512_permutexvar_ps(_mm512_srli_epi32(words, 16), table)};
+    }
+    static Plain gathered(__m512i words, const float* table) {
+        return {_mm512_i32gather_ps(_mm512_and_si512(words, _mm512_set1_epi32(0xffff)), table, 4), _mm512_i32gather_ps(_mm512_srli_epi32(words, 16), table, 4)};
+    }
+    // Floats that are bf16 -> pairs.
+    static __m512i paired(Plain numbers) {
+        return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(numbers.even), 16), _mm512_castps_si512(numbers.odd));
+    }
+
+    // Calls visit(b, p, make), with make(words) -> Plain, for every pair of inputs.
+    template <int bits, class Visit>
+    [[gnu::always_inline]] static void each(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, Visit&& visit) {
+        const std::int64_t block_bytes = 32 * 16 * bits / 8;
+        const auto blocks = [&](auto&& make) __attribute__((always_inline)) {
+            for (std::int64_t b = 0; b < count; ++b) {
+                const unsigned char* block = codes + (first + b) * block_bytes;
+                for (std::int64_t i = 0; i < block_bytes; i += 64) Avx512::prefetch(block + kAheadOfCodes + i);
+                const std::int64_t group = (first + b) * 32 / form.group;
+                const __m512 zero[2] = {_mm512_loadu_ps(zeros + group * 16), _mm512_loadu_ps(zeros + (group + (form.halves() ? 1 : 0)) * 16)};
+                [&]<int... p>(std::integer_sequence<int, p...>) __attribute__((always_inline)) {
+                    (visit(b, p, make(codes_at<bits, p>(block), zero[p / 8])), ...);
+                }(std::make_integer_sequence<int, 16>{});
+            }
+        };
+        if (form.values == Values::integer) return blocks([](__m512i words, __m512 zero) __attribute__((always_inline)) { return numbers<bits, true>(words, zero); });
+        if (form.values == Values::fractional) return blocks([](__m512i words, __m512 zero) __attribute__((always_inline)) { return numbers<bits, false>(words, zero); });
+        if constexpr (bits == 4) {
+            const __m512 table = _mm512_loadu_ps(form.table);
+            return blocks([table](__m512i words, __m512) __attribute__((always_inline)) { return looked_up(words, table); });
+        } else if constexpr (bits == 8) {
+            return blocks([&form](__m512i words, __m512) __attribute__((always_inline)) { return gathered(words, form.table); });
+        }
+    }
+
+    template <int bits>
+    static void floats_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
+        each<bits>(form, codes, zeros, first, count, [to](std::int64_t b, int p, Plain made) __attribute__((always_inline)) {
+            float* at = to + (b * 32 + 2 * p) * 16;
+            _mm512_storeu_ps(at, made.even);
+            _mm512_storeu_ps(at + 16, made.odd);
+        });
+    }
+
+    template <int bits>
+    static void pairs_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, bf16* to) {
+        if constexpr (bits == 4) {
+            if (form.values == Values::table) return pairs_by_table(form, codes, first, count, to);
+        }
+        each<bits>(form, codes, zeros, first, count,
+                   [to](std::int64_t b, int p, Plain made) __attribute__((always_inline)) { _mm512_storeu_si512(to + (b * 32 + 2 * p) * 16, paired(made)); });
+    }
+
+    // A table of 32 words, whose halves are equal: the fifth bit of what it is asked with is another code's.
+    static void pairs_by_table(const QuantizedForm& form, const unsigned char* codes, std::int64_t first, std::int64_t count, bf16* to) {
+        alignas(64) std::uint16_t entries[32];
+        for (int i = 0; i < 32; ++i) entries[i] = static_cast<std::uint16_t>(bits_of(form.table[i % 16]) >> 16);
+        const __m512i table = _mm512_load_si512(entries);
+        for (std::int64_t b = 0; b < count; ++b) {
+            const unsigned char* block = codes + (first + b) * 256;
+            for (std::int64_t i = 0; i < 256; i += 64) Avx512::prefetch(block + kAheadOfCodes + i);
+            bf16* at = to + b * 32 * 16;
+            [&]<int... p>(std::integer_sequence<int, p...>) __attribute__((always_inline)) {
+                (_mm512_storeu_si512(at + p * 32, _mm512_permutexvar_epi16(codes_at<4, p>(block), table)), ...);
+            }(std::make_integer_sequence<int, 16>{});
+        }
+    }
+};
+
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+struct WidenAvx2 {
+    static void floats(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
+        switch (form.bits) {
+            case 4: return floats_of<4>(form, codes, zeros, first, count, to);
+            case 5: return floats_of<5>(form, codes, zeros, first, count, to);
+            case 6: return floats_of<6>(form, codes, zeros, first, count, to);
+            default: return floats_of<8>(form, codes, zeros, first, count, to);
+        }
+    }
+
+  private:
+    template <int by>
+    static __m256i moved(__m256i words) {
+        if constexpr (by > 0) return _mm256_srli_epi16(words, by);
+        if constexpr (by < 0) return _mm256_slli_epi16(words, -by);
+        return words;
+    }
+    static __m256i half_line(const unsigned char* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+    static __m256i masked(__m256i words, int mask) { return _mm256_and_si256(words, _mm256_set1_epi16(static_cast<short>(mask))); }
+
+    // As WidenAvx512's, of the eight columns at `block`, and alone.
+    template <int bits, int p>
+    static __m256i codes_at(const unsigned char* block) {
+        if constexpr (bits == 8) {
+            const __m256i words = half_line(block + p / 2 * 64);
+            return p % 2 == 0 ? masked(words, 0xff) : _mm256_srli_epi16(words, 8);
+        } else {
+            const __m256i low = masked(moved<p % 4 * 4>(half_line(block + p / 4 * 64)), 0xf);
+            if constexpr (bits == 5) return _mm256_or_si256(low, masked(moved<p - 4>(half_line(block + kLowPlaneBytes)), 0x10));
+            if constexpr (bits == 6) return _mm256_or_si256(low, masked(moved<p % 8 * 2 - 4>(half_line(block + kLowPlaneBytes + p / 8 * 64)), 0x30));
+            return low;
+        }
+    }
+
+    template <bool whole>
+    static __m256 number(__m256i code, __m256 zero) {
+        __m256 value = _mm256_castsi256_ps(_mm256_or_si256(code, _mm256_set1_epi32(static_cast<int>(kShiftBits))));
+        if constexpr (!whole) value = _mm256_sub_ps(value, _mm256_set1_ps(kShift));
+        return _mm256_sub_ps(value, zero);
+    }
+    static __m256 looked_up(__m256i code, __m256 low, __m256 high) {
+        const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));  // its sign: the code's fourth bit
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, code), _mm256_permutevar8x32_ps(high, code), upper);
+    }
+
+    template <int bits>
+    static void floats_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
+        const std::int64_t block_bytes = 32 * 16 * bits / 8;
+        const auto blocks = [&](auto&& make) __attribute__((always_inline)) {
+            for (std::int64_t b = 0; b < count; ++b) {
+                const unsigned char* block = codes + (first + b) * block_bytes;
+                for (std::int64_t i = 0; i < block_bytes; i += 64) Avx2::prefetch(block + kAheadOfCodes + i);
+                const std::int64_t group = (first + b) * 32 / form.group;
+                for (int half = 0; half < 2; ++half) {
+                    const float* from = zeros + group * 16 + half * 8;
+                    const __m256 zero[2] = {_mm256_loadu_ps(from), _mm256_loadu_ps(from + (form.halves() ? 16 : 0))};
+                    float* at = to + b * 512 + half * 8;
+                    [&]<int... p>(std::integer_sequence<int, p...>) __attribute__((always_inline)) {
+                        (
+                            [&] {
+                                const __m256i words = codes_at<bits, p>(block + half * 32);
+                                _mm256_storeu_ps(at + p * 32, make(_mm256_and_si256(words, _mm256_set1_epi32(0xffff)), zero[p / 8]));
+                                _mm256_storeu_ps(at + p * 32 + 16, make(_mm256_srli_epi32(words, 16), zero[p / 8]));
+                            }(),
+                            ...);
+                    }(std::make_integer_sequence<int, 16>{});
+                }
+            }
+        };
+        if (form.values == Values::fractional) return blocks([](__m256i code, __m256 zero) __attribute__((always_inline)) { return number<false>(code, zero); });
+        if (form.values == Values::integer) return blocks([](__m256i code, __m256 zero) __attribute__((always_inline)) { return number<true>(code, zero); });
+        if constexpr (bits == 4) {
+            const __m256 low = _mm256_loadu_ps(form.table), high = _mm256_loadu_ps(form.table + 8);
+            return blocks([low, high](__m256i code, __m256) __attribute__((always_inline)) { return looked_up(code, low, high); });
+        } else if constexpr (bits == 8) {
+            return blocks([&form](__m256i code, __m256) __attribute__((always_inline)) { return _mm256_i32gather_ps(form.table, code, 4); });
+        }
+    }
+};
+
+#endif
+
+}  // namespace
+}  // namespace quire
