@@ -44,13 +44,13 @@ class UnreadWeights:
     """See the module's text."""
 
     def __init__(self) -> None:
-        self._unread: dict[str, Callable[[], QuantizedWeight]] = {}
+        self._unread: dict[str, tuple[int, Callable[[], QuantizedWeight]]] = {}
 
     def stand_in(
         self, name: str, shape: torch.Size, dtype: torch.dtype, read: Callable[[], QuantizedWeight]
     ) -> torch.Tensor:
         """For the parameter `name` of the model that is about to be made. read: gives its weight, later."""
-        self._unread[name] = read
+        self._unread[name] = shape.numel(), read
         return torch.full((), torch.nan, dtype=dtype).expand(shape)
 
     def read_into(self, model: nn.Module) -> None:
@@ -62,7 +62,8 @@ class UnreadWeights:
         for module in model.modules():
             if (weight := module._parameters.get("weight")) is not None:
                 holders.setdefault(id(weight), []).append(module)
-        for name, read in self._unread.items():
+        # The largest first: while its codes are unpacked there is the least beside them.
+        for name, (_, read) in sorted(self._unread.items(), key=lambda entry: -entry[1][0]):
             try:
                 parameter = model.get_parameter(name)
             except AttributeError:
