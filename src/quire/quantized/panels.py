@@ -22,13 +22,7 @@ __all__ = ["CodedWeight"]
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _SMALLEST_GROUP = 16
-_NUMBERS = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.uint8,
-    torch.int8,
-)  # that panels hold as they are
+_NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)  # that panels hold as they are
 
 
 class CodedWeight:
