@@ -97,6 +97,11 @@ def test_help_and_bad_options_do_not_wait_for_torch(what: str) -> None:
         ({"max_model_len": 1}, "expected an integer of 2 to 2147483647, got 1 - in `max_model_len`"),
         ({"prefault": 1}, "expected a boolean, got 1 - in `prefault`"),
         ({"revision": 5}, "expected a string, got 5 - in `revision`"),
+        ({"dtype": "int8"}, "expected auto, float32, bfloat16 or float16, got 'int8' - in `dtype`"),
+        (
+            {"kv_dtype": "int3"},
+            "expected one of auto, float32, bfloat16, float16, int8, fp32, fp16, bf16, got 'int3' - in `kv_dtype`",
+        ),
         ({"dtype": "int3"}, "expected auto, float32, bfloat16 or float16, got 'int3' - in `dtype`"),
         ({"kv_memory": "200%"}, "expected a share above 0% and up to 100%, got '200%'"),
         ({"pin_memory": "101%"}, "expected a share of 0% to 100%, got '101%' - in `pin_memory`"),

@@ -6,8 +6,11 @@
 #include <string>
 #include <utility>
 
+#include <nanobind/stl/string_view.h>
+
 #include "bindings/array.hpp"
 #include "bindings/bindings.hpp"
+#include "bindings/element_name.hpp"
 #include "bindings/released.hpp"
 
 namespace nb = nanobind;
@@ -22,6 +25,22 @@ constexpr Int kMost = (Int{1} << 31) - 1;  // of what the kernels count in 32 bi
 
 PagedTensor paged(const Array& array, unsigned char* data) {
     return {data, array.stride(0), array.stride(1), array.stride(2), array.shape(3)};
+}
+
+// Codes uint8 [blocks, heads, tokens, width] of rows whose scales, bf16 [blocks, heads, tokens], lie behind the codes.
+PagedTensor paged_codes(const Array& codes, const Array& scales) {
+    PagedTensor found = paged(codes, codes.shaped(Type::u8, {-1, -1, -1, -1}));
+    const unsigned char* first = scales.strided(Type::bf16, 3);
+    bool together = true;
+    for (int dim = 0; dim < 3; ++dim) {
+        const bool alike = codes.shape(dim) == scales.shape(dim) && (codes.shape(dim) < 2 || codes.stride(dim) == 2 * scales.stride(dim));
+        together = together && alike;
+    }
+    found.scale = first - found.data;
+    if (!together || found.scale < found.width || found.scale > 2 * kMaxHeadWidth) {
+        throw std::invalid_argument("expected the scale of each row close behind its codes, at the same distance in all rows, got other places");
+    }
+    return found;
 }
 
 const std::int32_t* int32s(const Array& array, Int count) { return reinterpret_cast<const std::int32_t*>(array.dense(Type::i32, count)); }
@@ -83,6 +102,31 @@ void bind_attention(nb::module_& m) {
     nb::class_<BoundView>(m, "PagedView", "One layer's keys and values, which it keeps alive.")
         .def(
             "__init__",
+            [](BoundView* self, nb::handle k, nb::handle v, nb::handle k_scale, nb::handle v_scale, std::string_view dtype, nb::handle k_offset) {
+                const Array keys(k, "k", Array::Use::written), values(v, "v", Array::Use::written);
+                const Array key_scales(k_scale, "k_scale", Array::Use::written), value_scales(v_scale, "v_scale", Array::Use::written);
+                const Element element = element_named(dtype, "keys and values");
+                const PagedTensor k_codes = paged_codes(keys, key_scales), v_codes = paged_codes(values, value_scales);
+                values.shaped(Type::u8, {keys.shape(0), keys.shape(1), keys.shape(2), -1});
+                check_range("the number of blocks", keys.shape(0), 0, kMost);
+                check_range("the number of heads", keys.shape(1), 1, 1 << 20);
+                check_range("the block size", keys.shape(2), 1, kMost);
+                for (const Array* array : {&keys, &values}) check_range("a head's width", array->shape(3), 1, kMaxHeadWidth);
+                BoundView made{{k_codes, v_codes, element, keys.shape(0), keys.shape(1), keys.shape(2), true},
+                               keys.owner(), values.owner(), {key_scales.owner(), value_scales.owner()}, {}};
+                if (!k_offset.is_none()) {
+                    const Array offset(k_offset, "k_offset");
+                    made.k_offset = reinterpret_cast<const float*>(offset.dense(Type::f32, keys.shape(1) * keys.shape(3)));
+                    made.offset_owner = offset.owner();
+                }
+                new (self) BoundView(std::move(made));
+            },
+            nb::arg("k"), nb::arg("v"), nb::arg("k_scale"), nb::arg("v_scale"), nb::arg("dtype"), nb::arg("k_offset").none() = nb::none(),
+            "k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width): codes of 8 bits as uint8; k_scale and v_scale "
+            "[num_blocks, num_kv_heads, block_size], bfloat16, behind the codes of their rows. dtype: of what is written and of queries. k_offset: float32 "
+            "[num_kv_heads, k_width], taken from keys before they are turned, or None.")
+        .def(
+            "__init__",
             [](BoundView* self, nb::handle k, nb::handle v) {
                 const Array keys(k, "k", Array::Use::written), values(v, "v", Array::Use::written);
                 const Element element = keys.element("keys and values");
@@ -94,7 +138,7 @@ void bind_attention(nb::module_& m) {
                 check_range("the block size", keys.shape(2), 1, kMost);
                 for (const Array* array : {&keys, &values}) check_range("a head's width", array->shape(3), 1, 1 << 20);
                 new (self) BoundView{{paged(keys, k_data), paged(values, v_data), element, keys.shape(0), keys.shape(1), keys.shape(2)},
-                                     keys.owner(), values.owner()};
+                                     keys.owner(), values.owner(), {}, {}};
             },
             nb::arg("k"), nb::arg("v"),
             "k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width), of float32, bfloat16 or float16; the last "

@@ -8,7 +8,7 @@
 namespace quire {
 
 struct BoundView : PagedView {
-    nanobind::object k_owner, v_owner;
+    nanobind::object k_owner, v_owner, scale_owners[2], offset_owner;
 };
 
 struct BoundBatch : AttentionBatch {

@@ -12,5 +12,6 @@ void bind_attention(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);
 void bind_decoder_layer(nanobind::module_& module);
 void bind_recurrence(nanobind::module_& module);
+void bind_state_mixer(nanobind::module_& module);
 
 }  // namespace quire

@@ -19,6 +19,7 @@
 #include "bindings/array.hpp"
 #include "bindings/attention.hpp"
 #include "bindings/bindings.hpp"
+#include "bindings/decoder_layer.hpp"
 #include "bindings/linear.hpp"
 #include "bindings/released.hpp"
 #include "kernels/decoder_layer.hpp"
@@ -27,19 +28,38 @@ namespace nb = nanobind;
 
 namespace quire {
 
+void fit(bool fits, const std::string& what) {
+    if (!fits) throw std::invalid_argument("expected a decoder layer whose parts fit together, got " + what);
+}
+
+Product product_of(const BoundWeight* weight, nb::handle bias, Kept& kept) {
+    fit(weight != nullptr, "None for a weight");
+    keep(kept, weight);
+    if (bias.is_none()) return {weight, nullptr};
+    const Array given(bias, "a bias");
+    kept.push_back(given.owner());
+    return {weight, given.dense(type_of(weight->element()), weight->num_outputs())};
+}
+
+std::vector<Product> products_of(const Inputs& inputs, Kept& kept) {
+    std::vector<Product> products;
+    for (const auto& [weight, bias] : inputs) products.push_back(product_of(weight, bias, kept));
+    return products;
+}
+
+void check_norms(const BoundSurroundings& around, std::int64_t num_inputs, std::int64_t num_outputs) {
+    fit(around.before_width == 0 || around.before_width == num_inputs,
+        "a norm of " + std::to_string(around.before_width) + " elements before rows of " + std::to_string(num_inputs));
+    fit(around.after_width == 0 || around.after_width == num_outputs,
+        "a norm of " + std::to_string(around.after_width) + " elements after rows of " + std::to_string(num_outputs));
+}
+
 namespace {
 
 using Int = std::int64_t;
-using Kept = std::vector<nb::object>;
-using Inputs = std::vector<std::pair<const BoundWeight*, nb::object>>;  // weight, bias or None
 
 struct BoundNorm : Norm {
     Int width;
-    Kept kept;
-};
-
-struct BoundSurroundings : Surroundings {
-    Int before_width, after_width;  // 0: no norm
     Kept kept;
 };
 
@@ -90,38 +110,6 @@ Activation activation_named(std::string_view name) {
 Norm or_none(const BoundNorm* norm) { return norm == nullptr ? Norm{} : static_cast<const Norm&>(*norm); }
 
 Int width_of(const BoundNorm* norm) { return norm == nullptr ? 0 : norm->width; }
-
-void fit(bool fits, const std::string& what) {
-    if (!fits) throw std::invalid_argument("expected a decoder layer whose parts fit together, got " + what);
-}
-
-// The native object as Python has it.
-template <typename T>
-void keep(Kept& kept, const T* native) {
-    if (native != nullptr) kept.push_back(nb::borrow(nb::find(native)));
-}
-
-Product product_of(const BoundWeight* weight, nb::handle bias, Kept& kept) {
-    fit(weight != nullptr, "None for a weight");
-    keep(kept, weight);
-    if (bias.is_none()) return {weight, nullptr};
-    const Array given(bias, "a bias");
-    kept.push_back(given.owner());
-    return {weight, given.dense(type_of(weight->element()), weight->num_outputs())};
-}
-
-std::vector<Product> products_of(const Inputs& inputs, Kept& kept) {
-    std::vector<Product> products;
-    for (const auto& [weight, bias] : inputs) products.push_back(product_of(weight, bias, kept));
-    return products;
-}
-
-void check_norms(const BoundSurroundings& around, Int num_inputs, Int num_outputs) {
-    fit(around.before_width == 0 || around.before_width == num_inputs,
-        "a norm of " + std::to_string(around.before_width) + " elements before rows of " + std::to_string(num_inputs));
-    fit(around.after_width == 0 || around.after_width == num_outputs,
-        "a norm of " + std::to_string(around.after_width) + " elements after rows of " + std::to_string(num_outputs));
-}
 
 // What run_attention does not look at: the norms of heads, and what attention itself takes.
 void check_view(const BoundAttention& block, const BoundView& view, const BoundOptions& options, Int rows) {
@@ -211,21 +199,21 @@ void bind_decoder_layer(nb::module_& m) {
         .def(
             "__init__",
             [](BoundAttention* self, const BoundSurroundings& around, const Inputs& qkv, const BoundNorm* q_norm, const BoundNorm* k_norm,
-               bool norm_heads, std::string_view rotation, const BoundWeight& output, nb::handle output_bias, Int num_q_heads) {
+               bool norm_heads, std::string_view rotation, const BoundWeight& output, nb::handle output_bias, Int num_q_heads, bool gated) {
                 Kept kept;
                 check_range("query heads", num_q_heads, 1, 1 << 20);
                 std::vector<Product> inputs = products_of(qkv, kept);
                 const Product last = product_of(&output, output_bias, kept);
                 AttentionParts parts{around,     std::move(inputs),        or_none(q_norm), or_none(k_norm),
-                                     norm_heads, rotation_named(rotation), last,            num_q_heads};
+                                     norm_heads, rotation_named(rotation), last,            num_q_heads,     gated};
                 check_parts(parts);
                 check_norms(around, parts.qkv[0].weight->num_inputs(), output.num_outputs());
                 keep(kept, &around), keep(kept, q_norm), keep(kept, k_norm);
                 new (self) BoundAttention{std::move(parts), width_of(q_norm), width_of(k_norm), std::move(kept)};
             },
             nb::arg("around"), nb::arg("qkv"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("norm_heads"), nb::arg("rotation"),
-            nb::arg("output"), nb::arg("output_bias").none(), nb::arg("num_q_heads"),
-            "qkv: weight and bias (or None) of q, k and v, or of one product that gives them in this order.")
+            nb::arg("output"), nb::arg("output_bias").none(), nb::arg("num_q_heads"), nb::arg("gated") = false,
+            "gated: behind each head of q its gate, the sigmoid of which multiplies what the head attends to. qkv: weight and bias (or None) of q, k and v, or of one product that gives them in this order.")
         .def(
             "run",
             [](const BoundAttention& self, const BoundView& view, const BoundBatch& batch, const BoundOptions& options, nb::handle slots,

@@ -11,4 +11,5 @@ NB_MODULE(_native, m) {
     quire::bind_attention(m);
     quire::bind_decoder_layer(m);
     quire::bind_recurrence(m);
+    quire::bind_state_mixer(m);
 }

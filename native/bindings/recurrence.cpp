@@ -12,41 +12,39 @@
 
 #include "bindings/array.hpp"
 #include "bindings/bindings.hpp"
+#include "bindings/recurrence.hpp"
 #include "bindings/released.hpp"
 
 namespace nb = nanobind;
 
 namespace quire {
 
-namespace {
-
-using Int = std::int64_t;
-
-constexpr Int kMostHeads = 1 << 16, kMostSums = 1 << 16, kMostColumns = 1 << 24;  // so that their product counts in 64 bits
-
-std::vector<Int> numbers(nb::handle given, const char* name) {
-    const Array array(given, name);
-    const auto* data = reinterpret_cast<const Int*>(array.dense(Type::i64));
-    return {data, data + array.count()};
-}
-
-// A state [num_slots, sizes...]: each slot contiguous, none over another, and those of the step are there.
 RecurrenceState state_of(const Array& state, int num_sizes, const RecurrenceStep& step) {
     unsigned char* const data = state.strided(Type::f32, num_sizes + 1);
-    Int one_slot = 1;
+    std::int64_t one_slot = 1;
     bool is_dense = true;
     for (int dim = num_sizes; dim >= 1; --dim) {
-        check_range("a size of the state", state.shape(dim), 1, kMostColumns);
+        check_range("a size of the state", state.shape(dim), 1, kMostStateColumns);
         is_dense = is_dense && (state.shape(dim) == 1 || state.stride(dim) == one_slot);
         if (__builtin_mul_overflow(one_slot, state.shape(dim), &one_slot)) is_dense = false;
     }
     if (!is_dense || (state.shape(0) > 1 && state.stride(0) < one_slot)) {
         throw std::invalid_argument("expected state with each slot contiguous and none over another, got other strides");
     }
-    Int last = *std::max_element(step.slots.begin(), step.slots.end());
-    for (const Int slot : step.checkpoint_slots) last = std::max(last, slot);
+    std::int64_t last = *std::max_element(step.slots.begin(), step.slots.end());
+    for (const std::int64_t slot : step.checkpoint_slots) last = std::max(last, slot);
     check_range("the largest slot", last, 0, state.shape(0) - 1);
     return {reinterpret_cast<float*>(data), state.stride(0)};
+}
+
+namespace {
+
+using Int = std::int64_t;
+
+std::vector<Int> numbers(nb::handle given, const char* name) {
+    const Array array(given, name);
+    const auto* data = reinterpret_cast<const Int*>(array.dense(Type::i64));
+    return {data, data + array.count()};
 }
 
 RecurrenceInput rows(const Array& array, Type type, Int num_rows, Int width) {

@@ -17,6 +17,7 @@
 #endif
 
 #include "kernels/attention_schedule.hpp"
+#include "kernels/kv_codes.hpp"
 #include "kernels/profile.hpp"
 #include "kernels/thread_pool.hpp"
 
@@ -54,8 +55,22 @@ struct Workspace {
     std::int64_t num_states = 0;
 };
 
-AttentionVariant variant_for(Isa isa, Element element) {
-    const bool bf16 = element == Element::bf16;
+AttentionVariant variant_for_codes(Isa isa) {
+    switch (isa) {
+#if defined(__x86_64__)
+        case Isa::amx_bf16: case Isa::avx512_bf16: case Isa::avx512: return attention_codes_item_avx512;
+        case Isa::avx2: return attention_codes_item_avx2;
+#endif
+#if defined(QUIRE_TEST_KERNELS)
+        case Isa::emulated_amx_bf16: case Isa::emulated_avx512_bf16: case Isa::emulated_avx512: return attention_codes_item_emulated_avx512;
+#endif
+        default: return attention_codes_item_portable;
+    }
+}
+
+AttentionVariant variant_for(Isa isa, const PagedView& view) {
+    if (view.coded) return variant_for_codes(isa);
+    const bool bf16 = view.element == Element::bf16;
     switch (isa) {
 #if defined(__x86_64__)
         case Isa::amx_bf16: return bf16 ? attention_item_amx_bf16 : attention_item_avx512;
@@ -98,6 +113,9 @@ void attention_run(const PagedView& view, const TokenTensor& query, const TokenT
         throw std::invalid_argument("expected heads of 8 to " + std::to_string(kMaxHeadWidth) + " elements, in multiples of 8, got " +
                                     std::to_string(view.k.width) + " for keys and " + std::to_string(view.v.width) + " for values");
     }
+    if (view.k_offset != nullptr && (options.softcap > 0.0f || options.sinks != nullptr)) {
+        throw std::invalid_argument("expected keys as they are for a layer with a soft cap or sinks, which see what is taken off them, got keys with an offset");
+    }
     const AttentionSchedule& schedule = batch.schedules->of(view, batch, options, num_q_heads, isa);
     thread_local Workspace workspace;
     if (workspace.num_states < schedule.num_floats) {
@@ -121,17 +139,42 @@ void attention_run(const PagedView& view, const TokenTensor& query, const TokenT
                            schedule.items.data(),
                            schedule.splits.data(),
                            schedule.runs.data(),
-                           state_stride(view.v.width, sums_by_lanes(isa, view.element)),
+                           state_stride(view.v.width, sums_by_lanes(isa, view)),
                            schedule.shared_tokens.data(),
                            items_done,
                            items_left,
                            workspace.states.get()};
-    const AttentionVariant variant = variant_for(isa, view.element);
+    const AttentionVariant variant = variant_for(isa, view);
     run_on(batch.num_threads, static_cast<std::int64_t>(schedule.items.size()), [&](std::int64_t i) { variant(job, i); });
 }
 
 AttentionTraffic attention_traffic(const PagedView& view, std::int64_t num_q_heads, const AttentionBatch& batch, const AttentionOptions& options) {
     return batch.schedules->of(view, batch, options, num_q_heads, current_isa()).traffic;
+}
+
+void attention_store(const PagedView& view, const PagedTensor& to, const unsigned char* from, std::int64_t slot, std::int64_t head) {
+    const std::int64_t block = slot / view.block_size, offset = slot % view.block_size;
+    unsigned char* target = to.data + (block * to.block_stride + offset * to.token_stride + head * to.head_stride) * view.stored_bytes();
+    if (!view.coded) {
+        std::memcpy(target, from, static_cast<std::size_t>(to.width * view.stored_bytes()));
+        return;
+    }
+    float row[kMaxHeadWidth];
+    const int width = static_cast<int>(to.width);
+    switch (view.element) {
+        case Element::f32: widen_row<float>(from, width, row); break;
+        case Element::bf16: widen_row<bf16>(from, width, row); break;
+        case Element::f16: widen_row<f16>(from, width, row); break;
+    }
+    if (&to == &view.k) {
+        if (view.k_offset != nullptr) {
+            for (int d = 0; d < width; ++d) row[d] -= view.k_offset[head * width + d];
+        }
+        turn(row, width);
+    }
+    bf16 scale;
+    encode(row, width, reinterpret_cast<std::int8_t*>(target), &scale);
+    std::memcpy(target + to.scale, &scale, sizeof scale);
 }
 
 void check_slots(const PagedView& view, const std::int64_t* slots, std::int64_t num_tokens) {
@@ -149,21 +192,17 @@ void attention_write(const PagedView& view, const TokenTensor& k, const TokenTen
     const Span span(Operator::kv_write);
     check_slots(view, slots, num_tokens);
     const std::int64_t bytes = element_bytes(view.element);
-    const auto copy = [&](const TokenTensor& from, const PagedTensor& to, std::int64_t token, std::int64_t block, std::int64_t offset) {
+    const auto store = [&](const TokenTensor& from, const PagedTensor& to, std::int64_t token) {
         const unsigned char* source = from.data + token * from.token_stride * bytes;
-        unsigned char* target = to.data + (block * to.block_stride + offset * to.token_stride) * bytes;
-        for (std::int64_t head = 0; head < view.num_kv_heads; ++head) {
-            std::memcpy(target + head * to.head_stride * bytes, source + head * from.head_stride * bytes, static_cast<std::size_t>(to.width * bytes));
-        }
+        for (std::int64_t head = 0; head < view.num_kv_heads; ++head) attention_store(view, to, source + head * from.head_stride * bytes, slots[token], head);
     };
     constexpr std::int64_t kTaskBytes = 256 * 1024;
-    const std::int64_t token_bytes = view.num_kv_heads * view.token_width() * bytes;
+    const std::int64_t token_bytes = view.num_kv_heads * view.token_bytes();
     const std::int64_t step = std::max<std::int64_t>(1, kTaskBytes / token_bytes);
     run_on(num_threads, (num_tokens + step - 1) / step, [&](std::int64_t task) {
         for (std::int64_t t = task * step; t < std::min(num_tokens, (task + 1) * step); ++t) {
-            const std::int64_t block = slots[t] / view.block_size, offset = slots[t] % view.block_size;
-            copy(k, view.k, t, block, offset);
-            if (!view.values_in_keys()) copy(v, view.v, t, block, offset);
+            store(k, view.k, t);
+            if (!view.values_in_keys()) store(v, view.v, t);
         }
     });
 }

@@ -21,15 +21,21 @@
 namespace quire {
 
 // One layer's keys or values: element (block, head, token, d) at data + block * block_stride + head * head_stride +
-// token * token_stride + d; strides in elements.
+// token * token_stride + d; strides in elements. scale: of codes, the bytes from a row's first code to its scale (bf16).
 struct PagedTensor {
     unsigned char* data;
     std::int64_t block_stride;
     std::int64_t head_stride;
     std::int64_t token_stride;
     std::int64_t width;
+    std::int64_t scale = 0;
+
+    // Elements from a row's first to behind all that is the row's.
+    std::int64_t extent() const { return scale > 0 ? scale + 2 : width; }
 };
 
+// element: of queries, of what is written and of what comes out. coded: keys and values are codes of 8 bits and a scale for each row
+// (kv_codes.hpp), keys turned; else they are of `element` too.
 struct PagedView {
     PagedTensor k;
     PagedTensor v;
@@ -37,11 +43,14 @@ struct PagedView {
     std::int64_t num_blocks;
     std::int64_t num_kv_heads;
     std::int64_t block_size;
+    bool coded = false;
+    const float* k_offset = nullptr;  // [num_kv_heads, k.width], of codes: taken from keys before they are turned; null for none
 
     // Of a latent layer: the values are the first columns of the keys, which hold the bytes of both.
     bool values_in_keys() const { return v.data == k.data; }
-    // Elements that a token of a head takes.
-    std::int64_t token_width() const { return k.width + (values_in_keys() ? 0 : v.width); }
+    std::int64_t stored_bytes() const { return coded ? 1 : element_bytes(element); }
+    // Bytes that a token of a head takes.
+    std::int64_t token_bytes() const { return (k.extent() + (values_in_keys() ? 0 : v.extent())) * stored_bytes(); }
 
     // The heads of a token lie together, not the tokens of a head.
     bool token_major() const { return block_size > 1 && k.head_stride < k.token_stride; }
@@ -91,6 +100,9 @@ struct TokenTensor {
 };
 
 constexpr std::int64_t kMaxHeadWidth = 576;  // a latent of 512 and 64 turned columns
+
+// A head's keys, or values, of a token: `from`, of the view's element, to its slot in view.k or view.v.
+void attention_store(const PagedView& view, const PagedTensor& to, const unsigned char* from, std::int64_t slot, std::int64_t head);
 
 // std::invalid_argument if one of `slots` lies outside the view.
 void check_slots(const PagedView& view, const std::int64_t* slots, std::int64_t num_tokens);

@@ -1,13 +1,13 @@
 // One item of attention: tiles in order, heads within a span of tiles, rows within a head; online softmax and the merge of
 // partials. A template over the two products of a variant (attention_lanes, attention_pairs, attention_tiles):
 //
-//   Simd, Element      the vector layer and the element in memory
+//   Simd, Element, Stored   the vector layer, the element of queries and answers, that of keys and values in memory
 //   kTileTokens        tokens of a tile
 //   kBlockRows         rows of one product
 //   kSoftmaxShares     of the memory to come that `begin` is given, the parts that are asked for in the softmax
 //   kManyRows          from here on the softmax goes many rows at a time
 //   kHeadsTogether     whether all heads' keys and values of a tile in small blocks are asked for before the first one's turn
-//   Products(k width, v width, rows of a head, Scratch&)   takes its scratch memory
+//   Products(PagedView, rows of a head, Scratch&)   takes its scratch memory
 //   query_bytes()      of the packed query rows of a head;  pack_query(packed, row, query)
 //   begin(k, v, ahead, start, stop)  a head's tile: row pointers of its tokens, and memory to come, in a share for each of
 //                                  its 2 kTileTokens rows; only tokens [start, stop) are seen by a query
@@ -42,9 +42,10 @@ template <class Products>
 class AttendItem {
     using S = typename Products::Simd;
     using Element = typename Products::Element;
+    using Stored = typename Products::Stored;
     static constexpr int kTileTokens = Products::kTileTokens;
     static_assert(kMostTileTokens % kTileTokens == 0 && kPartialTokens % kMostTileTokens == 0);
-    using Tokens = ItemTokens<S, Element, kTileTokens>;
+    using Tokens = ItemTokens<S, Stored, kTileTokens>;
     using Tile = typename Tokens::Tile;
 
   public:
@@ -54,7 +55,7 @@ class AttendItem {
           heads_(item.head_stop - item.head_start),
           rows_(job, item),
           tokens_(view_, job.batch->block_tables + item.sequence * job.batch->table_width),
-          products_(view_.k.width, view_.v.width, rows_.count(), scratch_),
+          products_(view_, rows_.count(), scratch_),
           states_(job, item, scratch_),
           scores_(scratch_.take<float>(std::int64_t{kItemRows} * kTileTokens)),
           queries_(scratch_.take<unsigned char>(products_.query_bytes() * heads_)) {}
@@ -72,7 +73,7 @@ class AttendItem {
         while (!tokens_.token_major() && 2 * span * kTileTokens <= view_.block_size && span < kTiles) span *= 2;
         // The heads of a small block too, where that is faster: the next tile is asked for block by block, all heads of it.
         constexpr std::int64_t kMostAhead = 1 << 18;  // bytes, of a second cache of 512 KiB or more
-        const std::int64_t tile_bytes = kTileTokens * (view_.k.width + view_.v.width) * static_cast<std::int64_t>(sizeof(Element));
+        const std::int64_t tile_bytes = kTileTokens * (view_.k.width + view_.v.width) * static_cast<std::int64_t>(sizeof(Stored));
         const int together = (Products::kHeadsTogether || tokens_.token_major()) && span == 1 && heads_ * tile_bytes <= kMostAhead ? heads_ : 1;
 
         ahead_.near = view_.block_size >= 8;

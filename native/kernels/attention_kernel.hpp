@@ -80,8 +80,8 @@ struct AttentionJob {
 constexpr std::int64_t padded_to(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 constexpr std::int64_t value_stride(std::int64_t width) { return padded_to(width, 32); }
 constexpr std::int64_t kSumLanes = 16;
-constexpr bool sums_by_lanes(Isa isa, Element element) {
-    return element == Element::bf16 && (isa == Isa::avx512_bf16 || isa == Isa::emulated_avx512_bf16);
+inline bool sums_by_lanes(Isa isa, const PagedView& view) {
+    return view.element == Element::bf16 && !view.coded && (isa == Isa::avx512_bf16 || isa == Isa::emulated_avx512_bf16);
 }
 constexpr std::int64_t state_stride(std::int64_t width, bool by_lanes) { return value_stride(width) + (by_lanes ? kSumLanes : 0); }
 constexpr std::int64_t state_floats(std::int64_t rows, std::int64_t stride) { return rows * stride + 2 * padded_to(rows, 16); }
@@ -106,6 +106,8 @@ extern const unsigned char kZeroRow[kMaxHeadWidth * 4];
 // Does item `index` of the job; one per variant.
 using AttentionVariant = void (*)(const AttentionJob& job, std::int64_t index);
 
+void attention_codes_item_portable(const AttentionJob& job, std::int64_t index);  // of codes, here and below
+void attention_codes_item_emulated_avx512(const AttentionJob& job, std::int64_t index);
 void attention_item_portable(const AttentionJob& job, std::int64_t index);
 void attention_item_emulated_avx512(const AttentionJob& job, std::int64_t index);
 void attention_item_emulated_avx512_bf16(const AttentionJob& job, std::int64_t index);  // bf16 only
@@ -114,6 +116,8 @@ void attention_item_emulated_amx_bf16(const AttentionJob& job, std::int64_t inde
 template <int kRows>
 void attention_few_rows_emulated_avx512_bf16(const AttentionJob& job, const AttentionItem& item);
 #if defined(__x86_64__)
+void attention_codes_item_avx2(const AttentionJob& job, std::int64_t index);
+void attention_codes_item_avx512(const AttentionJob& job, std::int64_t index);
 void attention_item_avx2(const AttentionJob& job, std::int64_t index);
 void attention_item_avx512(const AttentionJob& job, std::int64_t index);
 void attention_item_avx512_bf16(const AttentionJob& job, std::int64_t index);  // bf16 only

@@ -1,4 +1,4 @@
-// Both products of attention in float32 lanes: portable, AVX2 and AVX-512, for every element type.
+// Both products of attention in float32 lanes: portable, AVX2 and AVX-512, for every element type, and for codes of 8 bits.
 //
 // Scores: lanes of d, kWidth of them, in order; then the fold tree. Values: lanes of d, tokens in order. One row or many
 // compute the same sums; many read keys and values that were widened to float32 once.
@@ -9,18 +9,23 @@
 #pragma once
 
 #include "kernels/attention_item.hpp"
+#include "kernels/kv_codes.hpp"
 
 namespace quire {
 namespace {
 
-template <class S, class T>
+// Of codes: the scale of a key is multiplied into its scores, that of a value into its weights, so a code is widened as it is loaded;
+// queries are turned as the keys are (kv_codes.hpp).
+template <class S, class T, class M = T>
 class LaneProducts {
+    static constexpr bool kCoded = std::is_same_v<M, code8>;
     static constexpr int kWidth = S::kWidth;
     using Vec = typename S::Vec;
 
   public:
     using Simd = S;
     using Element = T;
+    using Stored = M;
     static constexpr int kTileTokens = 32;
     static constexpr int kBlockRows = 6;
     // Not with AVX-512, which multiplies bf16 on Intel without AMX: there a head at a time reads blocks of 1 at 0.63 to 0.80
@@ -32,29 +37,47 @@ class LaneProducts {
     static constexpr int kSoftmaxShares = 0;
     static constexpr int kManyRows = kWidth / 2;
 
-    LaneProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
-        : k_width_(static_cast<int>(k_width)),
-          v_width_(static_cast<int>(v_width)),
-          k_stride_(static_cast<int>(padded_to(k_width, 16))),
-          v_stride_(static_cast<int>(padded_to(v_width, 16))),
+    LaneProducts(const PagedView& view, int rows, Scratch& scratch)
+        : view_(view),
+          k_width_(static_cast<int>(view.k.width)),
+          v_width_(static_cast<int>(view.v.width)),
+          k_stride_(static_cast<int>(padded_to(k_width_, 16))),
+          v_stride_(static_cast<int>(padded_to(v_width_, 16))),
           rows_(rows),
           blocks_(rows, kBlockRows),
-          widened_(many_rows() && sizeof(T) < sizeof(float)),
+          widened_(many_rows() && sizeof(M) < sizeof(float)),
           folds_(scratch.take<float>(kBlockRows * kGroup * kWidth)) {
-        if (widened_ || across()) wide_k_ = scratch.take<float>(kTileTokens * padded_to(k_width, kColumns));
+        if (widened_ || across()) wide_k_ = scratch.take<float>(kTileTokens * padded_to(k_width_, kColumns));
         if (widened_) wide_v_ = scratch.take<float>(std::int64_t{kTileTokens} * v_stride_);
     }
 
     std::int64_t query_bytes() const { return std::int64_t{rows_} * k_stride_ * 4; }
 
     void pack_query(unsigned char* packed, int row, const T* query) const {
-        widen(query, reinterpret_cast<float*>(packed) + std::int64_t{row} * k_stride_, k_width_, k_stride_);
+        float* to = reinterpret_cast<float*>(packed) + std::int64_t{row} * k_stride_;
+        if constexpr (kCoded) {
+            switch (view_.element) {
+                case quire::Element::f32: widen(reinterpret_cast<const float*>(query), to, k_width_, k_stride_); break;
+                case quire::Element::bf16: widen(reinterpret_cast<const bf16*>(query), to, k_width_, k_stride_); break;
+                case quire::Element::f16: widen(reinterpret_cast<const f16*>(query), to, k_width_, k_stride_); break;
+            }
+            turn_query(to, k_width_);
+        } else {
+            widen(query, to, k_width_, k_stride_);
+        }
     }
 
     int block_rows(int row) const { return blocks_.rows_from(row); }
 
-    void begin(const T* const* k, const T* const* v, LinesAhead<S>& ahead, int start, int stop) {
+    void begin(const M* const* k, const M* const* v, LinesAhead<S>& ahead, int start, int stop) {
         k_ = k, v_ = v, ahead_ = &ahead;
+        if constexpr (kCoded) {
+            for (int t = 0; t < kTileTokens; ++t) {
+                const bool seen = t >= start && t < stop;
+                k_scales_[t] = seen ? scale_of(k[t], view_.k) : 0.0f;
+                v_scales_[t] = seen ? scale_of(v[t], view_.v) : 0.0f;
+            }
+        }
         if (!many_rows()) return;
         if constexpr (kCanCross) {
             for (int d = 0; d < k_width_; d += kColumns) {
@@ -81,10 +104,18 @@ class LaneProducts {
         } else {
             scores_of(query, rows, k_, start, stop, s);
         }
+        if constexpr (kCoded) {  // of tokens that no row sees s may be anything
+            for (int r = 0; r < rows; ++r) times_scales(s + r * kTileTokens, k_scales_, s + r * kTileTokens);
+        }
     }
 
     void values(const float* p, int, int rows, int start, int stop, float* o, std::int64_t stride) const {
         fetch_for_block();
+        alignas(64) float scaled[kCoded ? kBlockRows * kTileTokens : 1];
+        if constexpr (kCoded) {
+            for (int r = 0; r < rows; ++r) times_scales(p + r * kTileTokens, v_scales_, scaled + r * kTileTokens);
+            p = scaled;
+        }
         if (widened_) {
             values_of(p, rows, wide_v_rows_, start, stop, o, stride);
         } else {
@@ -93,11 +124,33 @@ class LaneProducts {
     }
 
     void finish(const float* o, float factor, T* out) const {
+        if constexpr (kCoded) {
+            switch (view_.element) {
+                case quire::Element::f32: return finish_as(o, factor, reinterpret_cast<float*>(out));
+                case quire::Element::bf16: return finish_as(o, factor, reinterpret_cast<bf16*>(out));
+                case quire::Element::f16: return finish_as(o, factor, reinterpret_cast<f16*>(out));
+            }
+        } else {
+            finish_as(o, factor, out);
+        }
+    }
+
+  private:
+    template <class E>
+    void finish_as(const float* o, float factor, E* out) const {
         const Vec factors = S::broadcast(factor);
         for (int d = 0; d < v_width_; d += kWidth) store_scaled<S>(S::load(o + d), factors, out + d, v_width_ - d);
     }
 
-  private:
+    static float scale_of(const M* row, const PagedTensor& of) {
+        bf16 scale;
+        std::memcpy(&scale, reinterpret_cast<const unsigned char*>(row) + of.scale, sizeof scale);
+        return to_float(scale);
+    }
+    static void times_scales(const float* from, const float* scales, float* to) {
+        for (int t = 0; t < kTileTokens; t += kWidth) S::store(to + t, S::mul(S::load(from + t), S::load(scales + t)));
+    }
+
     // Many rows: the next tile's memory over the products of this one's row blocks, not all at once.
     void fetch_for_block() const {
         if (many_rows()) ahead_->fetch(ahead_->lines_of(2 * kTileTokens, 2 * blocks_.count()));
@@ -122,7 +175,8 @@ class LaneProducts {
     }
     static constexpr int tile_vectors(int rows) { return tile_tokens(rows); }
 
-    static void widen(const T* from, float* to, int width, int padded) {
+    template <class E>
+    static void widen(const E* from, float* to, int width, int padded) {
         int d = 0;
         for (; d + kWidth <= width; d += kWidth) S::store(to + d, S::load(from + d));
         if constexpr (kTails) {
@@ -331,6 +385,9 @@ class LaneProducts {
         }
     }
 
+    const PagedView& view_;
+    alignas(64) float k_scales_[kCoded ? kTileTokens : 1];
+    alignas(64) float v_scales_[kCoded ? kTileTokens : 1];
     const int k_width_, v_width_;
     const int k_stride_, v_stride_;  // floats of a packed query, of a widened key and value
     const int rows_;
@@ -341,8 +398,8 @@ class LaneProducts {
     float* wide_v_ = nullptr;
     const float* wide_k_rows_[kTileTokens];
     const float* wide_v_rows_[kTileTokens];
-    const T* const* k_ = nullptr;
-    const T* const* v_ = nullptr;
+    const M* const* k_ = nullptr;
+    const M* const* v_ = nullptr;
     LinesAhead<S>* ahead_ = nullptr;
 };
 

@@ -14,6 +14,22 @@ namespace {
 
 constexpr float kLog2E = 1.442695040888963f;
 
+// Stands for the element of queries and answers where a kernel asks the view which it is.
+struct AnyElement {
+    unsigned char byte;
+};
+
+// The element `offset` elements behind data.
+template <class Element, class Byte>
+inline auto element_at(Byte* data, std::int64_t offset, quire::Element element) {
+    using Pointer = std::conditional_t<std::is_const_v<Byte>, const Element*, Element*>;
+    if constexpr (std::is_same_v<Element, AnyElement>) {
+        return reinterpret_cast<Pointer>(data + offset * element_bytes(element));
+    } else {
+        return reinterpret_cast<Pointer>(data) + offset;
+    }
+}
+
 // o times the factors, rounded, to the first `columns` lanes. + 0.0f: a sum of no terms and a sum of zeros are the same zero.
 template <class S, class T>
 inline void store_scaled(typename S::Vec o, typename S::Vec factors, T* out, int columns) {
@@ -63,8 +79,8 @@ class ItemRows {
     Seen seen(int row, int count) const { return {seen_[row].start, seen_[row + count - 1].stop}; }
 
     const Element* query(int head, int row) const {
-        const auto* first = reinterpret_cast<const Element*>(job_.query->data);
-        return first + tokens_[row] * job_.query->token_stride + query_head(head, row) * job_.query->head_stride;
+        const unsigned char* first = job_.query->data;
+        return element_at<Element>(first, tokens_[row] * job_.query->token_stride + query_head(head, row) * job_.query->head_stride, job_.view->element);
     }
 
     // Scores of a tile -> p, by the online softmax; what a row does not see gets p = 0. Leaves the factors for o so far.
@@ -217,7 +233,6 @@ class ItemRows {
 
     template <class Products>
     void write_head(int head, const RowStates& all, const Products& products) const {
-        auto* out = reinterpret_cast<Element*>(job_.out->data);
         for (int row = 0; row < count_; ++row) {
             float l = all.l[row], factor = 1.0f;
             if (options_.sinks != nullptr) {
@@ -225,7 +240,8 @@ class ItemRows {
                 factor = softmax_weight<S>(m, top);
                 l = l * factor + softmax_weight<S>(sink, top);
             }
-            products.finish(all.o + row * all.stride, factor / l, out + tokens_[row] * job_.out->token_stride + query_head(head, row) * job_.out->head_stride);
+            const std::int64_t offset = tokens_[row] * job_.out->token_stride + query_head(head, row) * job_.out->head_stride;
+            products.finish(all.o + row * all.stride, factor / l, element_at<Element>(job_.out->data, offset, job_.view->element));
         }
     }
 

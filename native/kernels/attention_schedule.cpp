@@ -239,8 +239,8 @@ class Partition {
 const AttentionSchedule& AttentionSchedules::of(const PagedView& view, const AttentionBatch& batch, const AttentionOptions& options,
                                                 std::int64_t num_q_heads, Isa isa) {
     const AttentionKind kind{view.num_blocks, view.block_size, view.num_kv_heads, num_q_heads / view.num_kv_heads,
-                             view.token_width() * static_cast<std::int64_t>(element_bytes(view.element)),
-                             state_stride(view.v.width, sums_by_lanes(isa, view.element)),
+                             view.token_bytes(),
+                             state_stride(view.v.width, sums_by_lanes(isa, view)),
                              options.window, options.chunk, view.token_major()};
     const std::lock_guard lock(mutex_);
     for (const auto& kept : kept_) {

@@ -30,6 +30,7 @@ class TileProducts : TilePacking<S> {
   public:
     using Simd = S;
     using Element = bf16;
+    using Stored = bf16;
     using Packing::kTileTokens, Packing::kHeadroom;
     static constexpr int kBlockRows = kSide;
     static constexpr bool kHeadsTogether = false;
@@ -39,11 +40,11 @@ class TileProducts : TilePacking<S> {
     static constexpr int kPackShares = kTileTokens / 2, kScoresShares = kTileTokens * 3 / 4;
     static constexpr int kSoftmaxShares = kTileTokens / 2, kValuesShares = kTileTokens / 4;
 
-    TileProducts(std::int64_t k_width, std::int64_t v_width, int rows, Scratch& scratch)
-        : k_width_(static_cast<int>(k_width)),
-          v_width_(static_cast<int>(v_width)),
-          k_padded_(static_cast<int>(padded_to(k_width, kColumns))),
-          v_tiles_(static_cast<int>(padded_to(v_width, kColumns)) / kSide),
+    TileProducts(const PagedView& view, int rows, Scratch& scratch)
+        : k_width_(static_cast<int>(view.k.width)),
+          v_width_(static_cast<int>(view.v.width)),
+          k_padded_(static_cast<int>(padded_to(k_width_, kColumns))),
+          v_tiles_(static_cast<int>(padded_to(v_width_, kColumns)) / kSide),
           rows_(rows),
           block_bytes_(k_padded_ * kSide * 2),
           keys_(scratch.take<bf16>(std::int64_t{kTileTokens} * k_padded_)),

@@ -74,10 +74,10 @@ class ItemTokens {
             const int count = tokens.stop - tokens.start;
             const int first = tokens.start + count * part / num_heads, last = tokens.start + count * (part + 1) / num_heads;
             for (int t = first; t < last; ++t) {
-                ahead.add(k_ + head * view_.k.head_stride + tokens.k[t], (num_heads - 1) * view_.k.head_stride + view_.k.width);
+                ahead.add(k_ + head * view_.k.head_stride + tokens.k[t], (num_heads - 1) * view_.k.head_stride + view_.k.extent());
             }
             for (int t = first; t < last; ++t) {
-                ahead.add(v_ + head * view_.v.head_stride + tokens.v[t], (num_heads - 1) * view_.v.head_stride + view_.v.width);
+                ahead.add(v_ + head * view_.v.head_stride + tokens.v[t], (num_heads - 1) * view_.v.head_stride + view_.v.extent());
             }
             return ahead.end(kTileShares);
         }
@@ -86,9 +86,9 @@ class ItemTokens {
             const int run = piece / (2 * num_heads), start = tokens.runs[run];
             const std::int64_t at = head + piece / 2 % num_heads, more = tokens.runs[run + 1] - start - 1;
             if (piece % 2 == 0) {
-                ahead.add(k_ + at * view_.k.head_stride + tokens.k[start], more * view_.k.token_stride + view_.k.width);
+                ahead.add(k_ + at * view_.k.head_stride + tokens.k[start], more * view_.k.token_stride + view_.k.extent());
             } else {
-                ahead.add(v_ + at * view_.v.head_stride + tokens.v[start], more * view_.v.token_stride + view_.v.width);
+                ahead.add(v_ + at * view_.v.head_stride + tokens.v[start], more * view_.v.token_stride + view_.v.extent());
             }
         }
         ahead.end(kTileShares);

@@ -6,17 +6,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/layer_half.hpp"
 #include "kernels/profile.hpp"
-#include "kernels/rounding.hpp"
 #include "kernels/scratch.hpp"
-#include "kernels/thread_pool.hpp"
 
 namespace quire {
 
 namespace {
-
-constexpr std::int64_t kSerialElements = 1 << 14;  // below, waking another thread costs more than it saves
-constexpr std::int64_t kRowsAtOnce = 480;  // at most, of an MLP, of the way into attention: bounds the scratch; two passes over the weights anyway
 
 thread_local GrownBuffer layer_scratch, decoder_scratch;
 
@@ -40,88 +36,13 @@ class Buffers {
     unsigned char* next_;
 };
 
-// Rows that go through an MLP, and the way into attention, together: as many each time, in whole tiles of any product.
-std::int64_t rows_at_once(std::int64_t rows) {
-    constexpr std::int64_t kTiles = 32;
-    return std::min(rows, even_part(rows, kRowsAtOnce, kTiles));
-}
-
-// task(row) for every row, on all threads where there is enough to do.
-template <class Task>
-void each_row(std::int64_t rows, std::int64_t row_elements, Task&& task) {
-    const std::int64_t together = std::max<std::int64_t>(1, kSerialElements / 4 / row_elements);
-    if (rows * row_elements < kSerialElements) {
-        for (std::int64_t row = 0; row < rows; ++row) task(row);
-        return;
-    }
-    ThreadPool::instance().run((rows + together - 1) / together, [&](std::int64_t chunk) {
-        for (std::int64_t row = chunk * together; row < std::min(rows, (chunk + 1) * together); ++row) task(row);
-    });
-}
-
-// The products of the rows as the block takes them: normed into `scratch` [rows][input_stride()], or as they are.
-void enter(const Norm& norm, const LinearTarget* targets, std::size_t num_targets, const RowOps& ops, std::int64_t rows, const void* hidden,
-           unsigned char* scratch) {
-    const PackedWeight& weight = *targets[0].weight;
-    const std::int64_t width = weight.num_inputs(), stride = weight.input_stride(), bytes = element_bytes(weight.element());
-    const auto* from = static_cast<const unsigned char*>(hidden);
-    if (norm.kind == Norm::none) return multiply_together(targets, static_cast<int>(num_targets), hidden, rows);
-    each_row(rows, width, [&](std::int64_t row) { ops.norm(from + row * width * bytes, norm, scratch + row * stride * bytes, width); });
-    multiply_together(targets, static_cast<int>(num_targets), scratch, rows, stride);
-}
-
-// The output product of x [rows][input_stride()], its norm and residual. `scratch` has room for its rows where there is a norm.
-void leave(const Surroundings& around, const Product& output, const RowOps& ops, const void* x, std::int64_t rows, const void* hidden, unsigned char* scratch,
-           void* out) {
-    const std::int64_t width = output.weight->num_outputs(), bytes = element_bytes(output.weight->element());
-    const std::int64_t stride = output.weight->input_stride();
-    const auto multiply_to = [&](void* result) {
-        const LinearTarget target{output.weight, output.bias, result};
-        multiply_together(&target, 1, x, rows, stride);
-    };
-    const auto at = [&](std::int64_t row, std::int64_t column) { return (row * width + column) * bytes; };
-    const auto* residual = static_cast<const unsigned char*>(hidden);
-    auto* to = static_cast<unsigned char*>(out);
-    const auto add = [&](std::int64_t row, std::int64_t column, std::int64_t columns, const unsigned char* values) {
-        ops.add(residual + at(row, column), values, around.residual_scale, to + at(row, column), columns);
-    };
-    if (around.after.kind != Norm::none) {
-        multiply_to(scratch);
-        each_row(rows, 2 * width, [&](std::int64_t row) {
-            unsigned char* given = scratch + at(row, 0);
-            ops.norm(given, around.after, around.residual ? given : to + at(row, 0), width);
-            if (around.residual) add(row, 0, width, given);
-        });
-    } else if (around.residual) {
-        const LinearTarget target{output.weight, output.bias, nullptr, [&](const LinearResult& result) {
-            for (std::int64_t r = 0; r < result.rows; ++r) add(result.row + r, result.column, result.columns, result.values[0] + r * result.stride);
-        }};
-        multiply_together(&target, 1, x, rows, stride);
-    } else {
-        multiply_to(out);
-    }
-}
-
-void fit(bool fits, const char* what) {
-    if (!fits) throw std::invalid_argument(std::string("expected a decoder layer whose parts fit together, got ") + what);
-}
-
-void check_products(const std::vector<Product>& inputs, const Product& output) {
-    fit(!inputs.empty() && output.weight != nullptr, "no products");
-    const PackedWeight& last = *output.weight;
-    for (const Product& input : inputs) {
-        fit(input.weight->num_inputs() == inputs[0].weight->num_inputs(), "input products of different widths");
-        fit(input.weight->element() == last.element() && input.weight->isa() == last.isa(), "products of different types");
-    }
-    fit(inputs[0].weight->num_inputs() == last.num_outputs(), "an output of another width than the input");
-}
-
 }  // namespace
 
 void check_parts(const AttentionParts& parts) {
     check_products(parts.qkv, parts.output);
     fit(parts.qkv.size() == 1 || parts.qkv.size() == 3, "neither one product nor three for q, k and v");
     fit(parts.num_q_heads > 0, "no query heads");
+    fit(!parts.gated || (parts.qkv.size() == 3 && (parts.q_norm.kind == Norm::none || parts.norm_heads)), "gates of queries that are no product of their own");
 }
 
 void check_parts(const MlpParts& parts) {
@@ -144,10 +65,11 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
     const std::int64_t q_row = q_heads * k_width, k_row = kv_heads * k_width, v_row = kv_heads * v_width, all = q_row + k_row + v_row;
     const std::int64_t rotary = step.table_width * (parts.rotation == Rotation::halves_short_table ? 2 : 1);
     const bool merged = parts.qkv.size() == 1;
-    const std::int64_t row_widths[3] = {merged ? all : q_row, k_row, v_row};
+    const std::int64_t row_widths[3] = {merged ? all : parts.gated ? 2 * q_row : q_row, k_row, v_row};
     bool given = true;
     for (std::size_t i = 0; i < parts.qkv.size(); ++i) given = given && parts.qkv[i].weight->num_outputs() == row_widths[i];
     fit(view.element == element && given && output.num_inputs() == q_heads * v_width, "products that give other heads than the storage has");
+    fit(!parts.gated || k_width == v_width, "gates of another width than what is attended to");
     fit(parts.rotation == Rotation::none || (rotary > 0 && rotary % 2 == 0 && rotary <= k_width), "a rotary embedding wider than a head");
     check_slots(view, step.slots, rows);
     const std::int64_t num_queries = step.asked == nullptr ? rows : step.asked->count();
@@ -162,8 +84,10 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
     const auto lines = [](std::int64_t size) { return (size + 63) / 64 * 64; };
     const std::int64_t attended_bytes = lines(num_queries * output.input_stride() * bytes), q_bytes = lines(num_queries * std::max(q_row, width) * bytes);
     const std::int64_t normed_bytes = lines(at_once * parts.qkv[0].weight->input_stride() * bytes);
-    unsigned char* attended = layer_scratch.get(static_cast<std::size_t>(attended_bytes + q_bytes + normed_bytes + (by_blocks ? 0 : at_once * all * bytes)));
-    unsigned char *q = attended + attended_bytes, *normed = q + q_bytes, *products = normed + normed_bytes;
+    const std::int64_t gates_bytes = parts.gated ? lines(num_queries * q_row * bytes) : 0;
+    unsigned char* attended =
+        layer_scratch.get(static_cast<std::size_t>(attended_bytes + q_bytes + gates_bytes + normed_bytes + (by_blocks ? 0 : at_once * all * bytes)));
+    unsigned char *q = attended + attended_bytes, *gates = q + q_bytes, *normed = gates + gates_bytes, *products = normed + normed_bytes;
 
     const auto slot = [&](const PagedTensor& tensor, std::int64_t token, std::int64_t head) {
         const std::int64_t block = step.slots[token] / view.block_size, offset = step.slots[token] % view.block_size;
@@ -172,28 +96,40 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
     // A head of a token, of all of q, k and v in this order, from where the product left it to its place.
     const auto place = [&](std::int64_t token, std::int64_t head, unsigned char* x) {
         if (head >= q_heads + kv_heads) {
-            std::copy_n(x, v_width * bytes, slot(view.v, token, head - q_heads - kv_heads));
+            attention_store(view, view.v, x, step.slots[token], head - q_heads - kv_heads);
             return;
         }
         const bool is_query = head < q_heads;
         const std::int64_t query = is_query && step.asked != nullptr ? step.asked->index_of(token) : token;
         if (query < 0) return;
-        unsigned char* to = is_query ? q + (query * q_row + head * k_width) * bytes : slot(view.k, token, head - q_heads);
+        alignas(64) unsigned char turned[kMaxHeadWidth * 4];  // by the embedding; keys that go into codes from there
+        const bool coded = !is_query && view.coded;
+        unsigned char* to = is_query ? q + (query * q_row + head * k_width) * bytes : coded ? turned : slot(view.k, token, head - q_heads);
         const Norm& norm = is_query ? parts.q_norm : parts.k_norm;
         const auto* cos = static_cast<const unsigned char*>(step.cos) + token * step.table_width * bytes;
         const auto* sin = static_cast<const unsigned char*>(step.sin) + token * step.table_width * bytes;
         if (norm.kind != Norm::none && parts.norm_heads) ops.norm(x, norm, x, k_width);
         ops.rotate(x, cos, sin, parts.rotation, rotary, to, k_width);
+        if (coded) attention_store(view, view.k, turned, step.slots[token], head - q_heads);
+    };
+    // A head of the product of q, or the gate behind it.
+    const auto place_gated = [&](std::int64_t token, std::int64_t index, unsigned char* x) {
+        if (index % 2 == 0) return place(token, index / 2, x);
+        const std::int64_t query = step.asked != nullptr ? step.asked->index_of(token) : token;
+        if (query >= 0) std::copy_n(x, v_width * bytes, gates + (query * q_row + index / 2 * v_width) * bytes);
     };
     // A product whose heads go to their places block by block; row r is that of token_of(r).
     const auto taken = [&](std::size_t i, auto token_of) {
         const std::int64_t head_width = i == 2 ? v_width : k_width, first_head = i == 0 ? 0 : i == 1 ? q_heads : q_heads + kv_heads;
         LinearTarget target{parts.qkv[i].weight, parts.qkv[i].bias, nullptr};
         target.unit = head_width;
-        target.take = [=, &place](const LinearResult& result) {
+        const bool has_gates = i == 0 && parts.gated;
+        target.take = [=, &place, &place_gated](const LinearResult& result) {
             for (std::int64_t r = 0; r < result.rows; ++r) {
                 for (std::int64_t column = 0; column < result.columns; column += head_width) {
-                    place(token_of(result.row + r), first_head + (result.column + column) / head_width, result.values[0] + r * result.stride + column * bytes);
+                    const std::int64_t token = token_of(result.row + r), index = (result.column + column) / head_width;
+                    unsigned char* const values = result.values[0] + r * result.stride + column * bytes;
+                    has_gates ? place_gated(token, index, values) : place(token, first_head + index, values);
                 }
             }
         };
@@ -244,6 +180,12 @@ void run_attention(const AttentionParts& parts, const DecoderStep& step, const v
         enter(parts.around.before, &target, 1, ops, std::min(at_once, num_queries - start), static_cast<const unsigned char*>(hidden) + start * width * bytes, normed);
     }
     attention_run(view, {q, q_row, k_width}, {attended, output.input_stride(), v_width}, q_heads, *step.batch, *step.options, output.isa());
+    if (parts.gated) {
+        each_row(num_queries, 2 * q_row, [&](std::int64_t query) {
+            unsigned char* const x = attended + query * output.input_stride() * bytes;
+            ops.gate(x, gates + query * q_row * bytes, x, q_row);
+        });
+    }
     leave(parts.around, parts.output, ops, attended, num_queries, hidden, q, out);
 }
 

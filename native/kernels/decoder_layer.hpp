@@ -45,6 +45,7 @@ struct AttentionParts {
     Rotation rotation = Rotation::none;
     Product output{};
     std::int64_t num_q_heads = 0;
+    bool gated = false;  // behind each head of q its gate, the sigmoid of which multiplies what the head attends to
 };
 
 struct MlpParts {

@@ -56,6 +56,7 @@ struct ScanJob {
     const float* a;
     const float* d;  // or null
     void* out;
+    bool is_wide;  // out is float32, whatever the element
 };
 
 // Gated delta rule, KDA and linear attention.
@@ -71,6 +72,7 @@ struct DeltaJob {
     RecurrenceInput q, k, v;
     RecurrenceInput g, beta;  // float32
     void* out;
+    bool is_wide;  // out is float32, whatever the element
 };
 
 struct LruJob {

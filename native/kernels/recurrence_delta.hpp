@@ -23,8 +23,8 @@ Columns load_columns(const T* from, Int n) {
 }
 
 template <class T>
-void store_columns(T* to, const Columns& columns, Int n) {
-    for (int i = 0; i < kVecs; ++i) store_up_to(to + i * kWidth, columns.v[i], n - i * kWidth);
+void store_columns(const DeltaJob& job, Int at, const Columns& columns, Int n) {
+    for (int i = 0; i < kVecs; ++i) store_result<T>(job.out, job.is_wide, at + i * kWidth, columns.v[i], n - i * kWidth);
 }
 
 // Sums down the columns of a block: row r is added to chain r % kChains.
@@ -205,7 +205,7 @@ void delta_block(const DeltaJob& job, Int sequence, Int head, Int first, Int cou
         sums.clear();
         update(sums, reads_state ? state : own, reads_state ? job.v_dim : kDeltaColumns, writes_state ? state : own,
                writes_state ? job.v_dim : kDeltaColumns, 0, job.k_dim, token, change);
-        store_columns(static_cast<T*>(job.out) + (row * job.num_heads + head) * job.v_dim + first, sums.total(), count);
+        store_columns<T>(job, (row * job.num_heads + head) * job.v_dim + first, sums.total(), count);
         if (row + 1 == stop && !writes_state) copy_out(own, kDeltaColumns, job.k_dim, count, state, job.v_dim);
         while (checkpoints.is_at(row)) copy_out(own, kDeltaColumns, job.k_dim, count, slot(checkpoints.take()), job.v_dim);
     }
@@ -243,8 +243,8 @@ void delta_one(const DeltaJob& job, Int sequence, Int head, Int first, Int last,
             }
         }
     }
-    T* const out = static_cast<T*>(job.out) + (row * job.num_heads + head) * job.v_dim + first;
-    for (Int b = 0; b < num_blocks; ++b) store_columns(out + b * kDeltaColumns, sums[b].total(), kDeltaColumns);
+    const Int out = (row * job.num_heads + head) * job.v_dim + first;
+    for (Int b = 0; b < num_blocks; ++b) store_columns<T>(job, out + b * kDeltaColumns, sums[b].total(), kDeltaColumns);
 }
 
 template <class T>

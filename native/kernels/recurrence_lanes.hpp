@@ -74,6 +74,16 @@ void store_up_to(T* to, Vec v, Int n) {
     }
 }
 
+// The first n lanes to elements `at` and on of a result, of float32 or of T.
+template <class T>
+void store_result(void* out, bool is_wide, Int at, Vec v, Int n) {
+    if (is_wide) {
+        store_up_to(static_cast<float*>(out) + at, v, n);
+    } else {
+        store_up_to(static_cast<T*>(out) + at, v, n);
+    }
+}
+
 // n elements in float32, and zeros up to a whole vector.
 template <class T>
 void widen(const T* from, Int n, float* to) {

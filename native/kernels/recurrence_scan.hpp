@@ -62,7 +62,7 @@ void scan_block(const ScanJob& job, Int sequence, Int head, Int first, Int count
             decay = decay_of(step_size * job.a[head]);
             for (Int i = 0; i < count; i += kWidth) S::store(factor + i, S::mul(S::broadcast(step_size), S::load(x + i)));
         }
-        T* const out = static_cast<T*>(job.out) + (row * job.num_heads + head) * job.head_dim + first;
+        const Int place_out = (row * job.num_heads + head) * job.head_dim + first;
         alignas(64) float sums[kWidth * kWidth];
         for (Int i = 0; i < count; i += kWidth) {
             const Int lanes = std::min(kWidth, count - i);
@@ -78,7 +78,7 @@ void scan_block(const ScanJob& job, Int sequence, Int head, Int first, Int count
                 const Vec skip = kPerChannel ? load_up_to(job.d + first + i, lanes) : S::broadcast(job.d[head]);
                 y = S::fma(skip, S::load(x + i), y);
             }
-            store_up_to(out + i, y, lanes);
+            store_result<T>(job.out, job.is_wide, place_out + i, y, lanes);
         }
         while (checkpoints.is_at(row)) copy_out(h, padded, count, size, slot(checkpoints.take()), size);
     }

@@ -25,6 +25,13 @@ struct Norm {
     float epsilon = 0.0f;
 };
 
+// An RMS norm and a gate, silu of it: norm(x) * silu(gate), or norm(x * silu(gate)).
+struct GatedNorm {
+    const float* weight;  // [width]
+    float epsilon;
+    bool gates_first;
+};
+
 // Which of the first `rotary` dimensions of a head turn together, and where their cosine and sine stand in the table.
 enum class Rotation {
     none,
@@ -43,6 +50,12 @@ struct RowOps {
     void (*rotate)(const void* x, const void* cos, const void* sin, Rotation rotation, std::int64_t rotary, void* out, std::int64_t width);
     // out[i] = activation(gate[i]) * up[i]; up may be null.
     void (*activate)(Activation activation, const void* gate, const void* up, void* out, std::int64_t width);
+    // `norm` of x, float32, which is written over.
+    void (*norm_gated)(float* x, const void* gate, const GatedNorm& norm, void* out, std::int64_t width);
+    // out[i] = x[i] * y[i]
+    void (*multiply)(const void* x, const void* y, void* out, std::int64_t width);
+    // out[i] = x[i] * sigmoid(gate[i])
+    void (*gate)(const void* x, const void* gate, void* out, std::int64_t width);
     // The first index of the largest element, which goes to `best`; of the first NaN where there is one.
     std::int64_t (*argmax)(const void* x, std::int64_t width, float* best);
 };

@@ -204,6 +204,35 @@ void activate(Activation activation, const void* gate, const void* up, void* out
 }
 
 template <class T>
+void norm_gated(float* x, const void* gates, const GatedNorm& norm, void* to, std::int64_t width) {
+    const auto* gate = static_cast<const T*>(gates);
+    auto* out = static_cast<T*>(to);
+    if (norm.gates_first) {
+        map(x, width, [&](auto load) { return S::mul(load(x), activated<Activation::silu>(load(gate))); });
+    }
+    const float squares = sum_of(x, width, [](Vec sum, Vec v, Vec) { return S::fma(v, v, sum); });
+    const Vec factor = S::broadcast(1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + norm.epsilon));
+    const auto normed = [&](auto load) { return S::mul(S::mul(load(x), factor), load(norm.weight)); };
+    if (norm.gates_first) {
+        map(out, width, normed);
+    } else {
+        map(out, width, [&](auto load) { return S::mul(normed(load), activated<Activation::silu>(load(gate))); });
+    }
+}
+
+template <class T>
+void multiply(const void* a, const void* b, void* to, std::int64_t width) {
+    const auto *x = static_cast<const T*>(a), *y = static_cast<const T*>(b);
+    map(static_cast<T*>(to), width, [&](auto load) { return S::mul(load(x), load(y)); });
+}
+
+template <class T>
+void gate(const void* row, const void* gates, void* to, std::int64_t width) {
+    const auto *x = static_cast<const T*>(row), *gate = static_cast<const T*>(gates);
+    map(static_cast<T*>(to), width, [&](auto load) { return S::mul(load(x), sigmoid(load(gate))); });
+}
+
+template <class T>
 std::int64_t first_where(const T* x, std::int64_t start, std::int64_t width, float value) {
     for (std::int64_t i = start; i < width; ++i) {
         if (to_float(x[i]) == value) return i;
@@ -249,7 +278,7 @@ std::int64_t argmax(const void* row, std::int64_t width, float* best) {
 }
 
 template <class T>
-constexpr RowOps kRowOps = {norm<T>, add<T>, rotate<T>, activate<T>, argmax<T>};
+constexpr RowOps kRowOps = {norm<T>, add<T>, rotate<T>, activate<T>, norm_gated<T>, multiply<T>, gate<T>, argmax<T>};
 
 }  // namespace
 

@@ -5,7 +5,7 @@
 //
 //   kWidth            lanes of float32 in a Vec
 //   kRegisters        vector registers there are, for the sizes of register tiles
-//   load, store       float32, bf16 or f16 in memory, float32 in the register; no alignment asked for; stores round to
+//   load, store       float32, bf16, f16 or (loads alone) code8 in memory, float32 in the register; no alignment asked for; stores round to
 //                     nearest even (of bf16 by the processor's own rounding where kHasPairs: subnormals to zero)
 //   load_part, store_part   the first n lanes only, the others zero or untouched: nothing beyond n is read or written
 //   held(v)           v, in a register from here on: one load for several uses
@@ -47,6 +47,11 @@ struct f16 {
     std::uint16_t bits;
 };
 
+// A whole number of -127 to 127, which a scale makes a number of (kv_codes.hpp).
+struct code8 {
+    std::int8_t number;
+};
+
 namespace {
 
 inline std::uint32_t bits_of(float value) {
@@ -72,6 +77,8 @@ inline float to_float(f16 value) {
     const float magnitude = static_cast<float>(rest) * 0x1p-24f;  // subnormal: exact
     return float_of(sign | bits_of(magnitude));
 }
+
+inline float to_float(code8 value) { return static_cast<float>(value.number); }
 
 inline void round_to(float value, float& out) { out = value; }
 

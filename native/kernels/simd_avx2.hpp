@@ -22,6 +22,9 @@ struct Avx2 {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
     }
     static Vec load(const f16* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
+    static Vec load(const code8* from) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+    }
     template <class T>
     static Vec load_part(const T* from, int n) {
         alignas(32) T lanes[kWidth] = {};

@@ -22,9 +22,15 @@ struct Avx512 {
     static Vec load(const float* from) { return _mm512_loadu_ps(from); }
     static Vec load(const bf16* from) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
     static Vec load(const f16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
+    static Vec load(const code8* from) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+    }
     static Vec load_part(const float* from, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), from); }
     static Vec load_part(const bf16* from, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), from)); }
     static Vec load_part(const f16* from, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), from)); }
+    static Vec load_part(const code8* from, int n) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), from)));
+    }
     static Vec held(Vec v) {
         __asm__("" : "+v"(v));
         return v;

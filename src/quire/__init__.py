@@ -15,16 +15,18 @@ from quire.spec import KVSpec
 if TYPE_CHECKING:
     from quire.engine.async_engine import AsyncEngine
     from quire.engine.llm import LLM
+    from quire.engine.plan import plan
     from quire.sampling.params import SamplingParams
 
     __version__: str
 
-__all__ = ["AsyncEngine", "Cache", "KVSpec", "LLM", "SamplingParams"]  # noqa: RUF022 - plainly sorted
+__all__ = ["AsyncEngine", "Cache", "KVSpec", "LLM", "SamplingParams", "plan"]  # noqa: RUF022 - plainly sorted
 
 _HOMES = {
     "AsyncEngine": "quire.engine.async_engine",
     "LLM": "quire.engine.llm",
     "SamplingParams": "quire.sampling.params",
+    "plan": "quire.engine.plan",
 }
 
 

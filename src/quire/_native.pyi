@@ -3,7 +3,7 @@ Quire's native back end: block manager, attention, linear, recurrences.
 """
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -478,6 +478,21 @@ def packed_num_bytes(num_outputs: int, num_inputs: int, dtype: str, isa: str | N
 class PagedView:
     """One layer's keys and values, which it keeps alive."""
 
+    @overload
+    def __init__(
+        self,
+        k: object,
+        v: object,
+        k_scale: object,
+        v_scale: object,
+        dtype: str,
+        k_offset: object | None = None,
+    ) -> None:
+        """
+        k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width): codes of 8 bits as uint8; k_scale and v_scale [num_blocks, num_kv_heads, block_size], bfloat16, behind the codes of their rows. dtype: of what is written and of queries. k_offset: float32 [num_kv_heads, k_width], taken from keys before they are turned, or None.
+        """
+
+    @overload
     def __init__(self, k: object, v: object) -> None:
         """
         k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width), of float32, bfloat16 or float16; the last dimension is dense, other strides are as they are. Where v begins where k does, values are the keys' first columns.
@@ -569,9 +584,10 @@ class AttentionBlock:
         output: PackedWeight,
         output_bias: object | None,
         num_q_heads: int,
+        gated: bool = False,
     ) -> None:
         """
-        qkv: weight and bias (or None) of q, k and v, or of one product that gives them in this order.
+        gated: behind each head of q its gate, the sigmoid of which multiplies what the head attends to. qkv: weight and bias (or None) of q, k and v, or of one product that gives them in this order.
         """
 
     def run(
@@ -712,3 +728,38 @@ def short_convolution(
     """
     Causal convolution of each channel, state [slots, width - 1, channels] of float32; x and out of one type, weight [channels, width] and bias [channels] of float32.
     """
+
+class MixerBlock:
+    """The mixer half of a state layer. It keeps alive what it is made of."""
+
+    def __init__(
+        self,
+        kind: str,
+        around: Surroundings,
+        inputs: Sequence[tuple[PackedWeight, object]],
+        columns: Sequence[Sequence[tuple[int, int, int]]],
+        convolution: object,
+        convolution_bias: object | None,
+        heads: tuple[int, int, int, int],
+        rate: object | None,
+        shift: object | None,
+        skip: object | None,
+        limits: tuple[float, float],
+        factor: float,
+        norm: object | None,
+        epsilon: float,
+        norm_width: int,
+        gates_first: bool,
+        output: PackedWeight,
+        output_bias: object | None,
+    ) -> None:
+        """
+        kind: delta, scan, or convolution, which has neither steps nor a norm: b * x, convolved, times the gate. inputs: weight and bias (or None) of each product. columns: of x (q, k, v or x, b, c), gate, a and b, each a list of (product, column, width). convolution: float32 [channels, width]. heads: their number, their size, that of a key or a state, and the number of heads of q and k, or groups of b and c. rate, shift, skip: float32 [heads]. limits: of a step (scan). factor: of sigmoid(b) (delta). norm: float32, which repeats along a row; norm_width: elements normed together.
+        """
+
+    def run(
+        self, step: RecurrenceStep, convolution: object, state: object | None, hidden: object, out: object
+    ) -> None:
+        """
+        out [rows, width] of hidden [rows, width], which it may be; states, float32 [slots, ...], of the step's slots are updated.
+        """

@@ -39,7 +39,8 @@ from quire.registry import Registry
 from quire.renamed import with_new_names
 from quire.secret_text import named
 from quire.sizes import parse_budget, parse_share, parse_size
-from quire.spec.formats import FORMATS
+from quire.spec.formats import element_formats
+from quire.spec.kv_dtype import kv_dtype_name
 from quire.spec.weight_formats import WeightFormats, parse_rounding, parse_weights
 
 __all__ = [
@@ -197,15 +198,20 @@ def _text_or_secret(name: str, value: Any) -> None:
 
 def _dtype(value: Any) -> str:
     """*raises:* ArgumentError for what is no registered format of keys and values."""
-    *most, last = ("auto", *FORMATS)
+    *most, last = ("auto", *element_formats())
     if (name := str(value).removeprefix("torch.")) not in (*most, last):
         raise ArgumentError(f"expected {', '.join(most)} or {last}, got {name!r} - in `dtype`")
     return name
 
 
+def _kv_dtype(value: Any) -> str:
+    return kv_dtype_name(str(value).removeprefix("torch."))
+
+
 _Size = Annotated[str | int, _checked(lambda name, value: parse_size(value, where=name))]
 _Folder = Annotated[str | os.PathLike[str], _checked(_folder)]
 _DType = Annotated[str, BeforeValidator(_dtype)]
+_KVDType = Annotated[str, BeforeValidator(_kv_dtype)]
 
 
 # -- how it is told ----------------------------------------------------------------------------------
@@ -325,6 +331,11 @@ class EngineConfig:
         None,
         "W",
         "The same for head and embeddings beside `weights`: int8 unless it is said, bf16 beside bf16.",
+    )
+    kv_dtype: _KVDType = option(
+        "auto",
+        "D",
+        "What K and V are kept in: auto, the model's dtype; or int8, half the bytes of 16 bits (docs/kv-formats.md).",
     )
     max_batch_tokens: Annotated[int, _integer(1, 2**20)] = option(2048, "N", "Tokens of a step.")
     max_num_seqs: Annotated[int, _integer(1, 2**16)] = option(256, "N", "Sequences that run at once.")

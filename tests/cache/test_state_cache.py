@@ -109,9 +109,13 @@ def test_a_hit_ends_where_both_are_and_a_branch_is_remembered(backend: str) -> N
     second = cache.open(other)
     assert second.num_cached_tokens == 0  # K and V to 20, no state there
     machine.compute(second)
+    assert cache.stats()["short_hits"] == 1
     third = cache.open([*range(20), *range(200, 220)])
     assert third.num_cached_tokens == 20  # the second left one where they parted
     machine.compute(third)
+    assert cache.stats()["short_hits"] == 1
+    cache.close(cache.open([*range(30), 9]))  # reserved nothing: there may have been no room
+    assert cache.stats()["short_hits"] == 1
     for sequence in (first, second, third):
         cache.close(sequence)
     cache.check()

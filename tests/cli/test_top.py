@@ -159,6 +159,8 @@ def test_states_are_told_without_colours() -> None:
                (("H", "held"), ("F", "in_flight"), ("P", "pinned"), ("C", "cached"), ("·", "free")))  # fmt: skip
     assert "HcFP·" in lines[3] + lines[4]
     state["counts"] |= {"state_slots": 10, "free_state_slots": 3, "checkpoints": 5, "evicted_checkpoints": 7}
+    state["counts"]["short_hits"] = 2
     console.print(frame(state, 100, 10))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "10 states: 2 of sequences, 5 checkpoints, 3 free; 7 checkpoints evicted" in shown
+    assert "2 hits ended early" in shown

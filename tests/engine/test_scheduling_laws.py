@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.at_length import at_length
 from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens, full_spec, window_spec
 from support.faulty_tier import FaultyTier
@@ -174,7 +175,7 @@ def test_who_joins_an_attempt_that_finds_no_room_has_its_swapped_bytes_dropped()
 
 
 @pytest.mark.ci
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=at_length(1500), deadline=None)
 @given(**CASES)
-def test_every_request_gets_the_tokens_it_gets_alone_at_full_size(**case: object) -> None:
+def test_every_request_gets_the_tokens_it_gets_alone_at_length(**case: object) -> None:
     check_case(**case)  # type: ignore[arg-type]

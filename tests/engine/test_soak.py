@@ -26,9 +26,8 @@ def test_everything_is_accounted_for_and_decided_alike_under_a_seed(tmp_path: Pa
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("seed", [5, 6])
-def test_a_longer_one_with_threads_and_a_server(seed: int, tmp_path: Path) -> None:
-    figures = request_soak.soak(tmp_path, 2500, seed, 1500)
+def test_a_longer_one_with_threads_and_a_server(tmp_path: Path) -> None:
+    figures = request_soak.soak(tmp_path, 2500, 5, 1500)
     assert all(figures[name] > 0 for name in _CHECKED), figures
     assert figures["num_swapped"] > 0
     assert figures["num_loaded_tokens"] > 0

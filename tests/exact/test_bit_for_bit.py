@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.architectures import attention_of, randomize
+from support.at_length import at_length
 from support.engine_run import Answer, EngineRun
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -199,8 +200,8 @@ def test_however_it_is_served(name: str, dtype: torch.dtype, case: Case) -> None
 @pytest.mark.ci
 @pytest.mark.parametrize("dtype", [*BOTH, torch.float16])
 @pytest.mark.parametrize("name", [*MODELS, "embedded"])
-def test_however_it_is_served_at_full_size(name: str, dtype: torch.dtype) -> None:
-    @settings(max_examples=25, deadline=None)
+def test_however_it_is_served_at_length(name: str, dtype: torch.dtype) -> None:
+    @settings(max_examples=at_length(25), deadline=None)
     @given(CASES)
     def served(case: Case) -> None:
         check(name, dtype, case)

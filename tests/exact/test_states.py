@@ -220,6 +220,7 @@ def test_states_are_counted() -> None:
         page = Metrics("m").render(stats).decode()
         assert 'quire:state_slots{model_name="m"} 10.0' in page
         assert f'quire:checkpoints{{model_name="m"}} {stats["checkpoints"]}.0' in page
+        assert f'quire:short_hits_total{{model_name="m"}} {stats["short_hits"]}.0' in page
 
 
 def test_memory_of_states_goes_back_to_the_system() -> None:

@@ -177,6 +177,33 @@ def test_a_forged_header_whose_checksums_are_right_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_change("layers", 1, "states", 0, "conv_states", "shape", 0, to=1), "expected states of 2 rows, got 1"),
+        (_change("layers", 1, "states", 0, "recurrent_states", "shape", 0, to=3), "expected states of 2 rows, got 3"),
+        (_change("layers", 0, "states", 0, "conv_states", "shape", 1, to=7), "channels for each row, got 7"),
+        (_change("layers", 0, "states", 0, "recurrent_states", "shape", 1, to=1), "recurrent numbers for each row"),
+        (_change("layers", 0, "states", 0, "conv_kernel_size", to=3), "whose last size is conv_kernel_size"),
+        (_change("layers", 0, "states", 0, "conv_kernel_size", to=None), "whose last size is conv_kernel_size"),
+        (_change("layers", 0, "states", 0, "has_previous_state", to=False), "has_previous_state true, got false"),
+        (
+            _change("layers", 0, "states", 0, to={"has_previous_state": False, "conv_kernel_size": None,
+                                                  "conv_states": None, "recurrent_states": None}),
+            "expected states in every layer that keeps some, got none in layers[0]",
+        ),
+    ],
+)  # fmt: skip
+def test_forged_states_whose_checksums_are_right_are_refused(
+    change: Callable[[Any], Any], told: str, tmp_path: Path
+) -> None:
+    header, _ = _parts(_saved("falcon_h1"))
+    answer = _load(tmp_path / "cache", "falcon_h1", _forged("falcon_h1", change(header)))
+    assert isinstance(answer, str)
+    assert told in answer
+    assert "nothing of it is used" in answer
+
+
+@pytest.mark.parametrize(
     "text",
     [b"", b"{", b"null", b"7", b"[1]", b"\xff\xfe", b"[" * 200_000, b'{"layers": 1' + b"0" * 5000 + b"}"],
 )

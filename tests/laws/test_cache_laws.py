@@ -1,4 +1,4 @@
-"""The laws of the cache: a small run by default, the full one in CI (2000 examples of 50 steps)."""
+"""The laws of the cache: a small run by default, a long one in CI (`at_length`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from laws.pin_rules import PinMachine
+from support.at_length import at_length
 from support.cache_case import BACKENDS
 
 
@@ -33,5 +34,5 @@ def test_the_laws_hold() -> None:
 
 @pytest.mark.ci
 @pytest.mark.timeout(1500)
-def test_the_laws_hold_at_full_size() -> None:
-    run(num_examples=2000, num_steps=50)
+def test_the_laws_hold_at_length() -> None:
+    run(num_examples=at_length(2000), num_steps=50)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from laws.disk_machine import DiskMachine
+from support.at_length import at_length
 from support.faulty_files import FaultyFiles
 from support.tier_values import value
 
@@ -17,7 +18,9 @@ from quire.tiers.disk import DiskTier
 
 
 @pytest.mark.parametrize(
-    ("examples", "steps"), [(40, 40), pytest.param(400, 80, marks=pytest.mark.ci)], ids=["short", "full"]
+    ("examples", "steps"),
+    [(40, 40), pytest.param(at_length(400), 80, marks=pytest.mark.ci)],
+    ids=["short", "at length"],
 )
 def test_laws(examples: int, steps: int) -> None:
     run_state_machine_as_test(

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.at_length import at_length
 from support.simulated_heap import SimulatedBackend
 
 from quire.errors import ArgumentError, CapacityError
@@ -278,5 +279,5 @@ def test_the_laws_hold() -> None:
 
 
 @pytest.mark.ci
-def test_the_laws_hold_at_full_size() -> None:
-    run(num_examples=1500, num_steps=60)
+def test_the_laws_hold_at_length() -> None:
+    run(num_examples=at_length(1500), num_steps=60)

@@ -1,4 +1,4 @@
-"""The laws of storages whose sequences lie in one piece: a small run by default, the full one in CI."""
+"""The laws of storages whose sequences lie in one piece: a small run by default, a long one in CI (`at_length`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from laws.row_machine import RowMachine
+from support.at_length import at_length
 
 
 def run(num_examples: int, num_steps: int) -> None:
@@ -26,5 +27,5 @@ def test_the_laws_of_rows_hold() -> None:
 
 @pytest.mark.ci
 @pytest.mark.timeout(1500)
-def test_the_laws_of_rows_hold_at_full_size() -> None:
-    run(num_examples=2000, num_steps=60)
+def test_the_laws_of_rows_hold_at_length() -> None:
+    run(num_examples=at_length(2000), num_steps=60)

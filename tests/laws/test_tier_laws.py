@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from laws.tier_machine import TierMachine
+from support.at_length import at_length
 
 
 def run(num_examples: int, num_steps: int) -> None:
@@ -27,5 +28,5 @@ def test_the_laws_hold() -> None:
 
 
 @pytest.mark.ci
-def test_the_laws_hold_at_full_size() -> None:
-    run(num_examples=1500, num_steps=50)
+def test_the_laws_hold_at_length() -> None:
+    run(num_examples=at_length(1500), num_steps=50)

@@ -115,7 +115,7 @@ def test_a_forward_that_somebody_replaced_is_left_alone() -> None:
     first = source.model.layers[0]
     hook = first.mlp.__dict__["forward"] = first.mlp.forward
     model = PreparedModel(load((source, None)), backend="native")
-    assert counts(model) == {"norm": 5, "mlp": 1, "attention": 2, "layer": 1}
+    assert counts(model) == {"norm": 5, "mlp": 1, "attention": 2, "mixer": 0, "layer": 1}
     assert first.mlp.forward is hook
     model.restore()
     assert first.mlp.forward is hook

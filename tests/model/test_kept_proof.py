@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import state_layers
 from support.architectures import tiny
 
 from quire.errors import UnsupportedModelError
@@ -81,6 +82,45 @@ def test_a_start_with_a_kept_proof_runs_the_same_and_proves_nothing(
         prepared.restore()
         assert not any("forward" in module.__dict__ for module in prepared._model.modules())
     assert len(starts.proofs()) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_states_are_proved_by_the_first_start_alone(
+    starts: Starts, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve, proved = sys.modules["quire.model.state.serve"], []
+    real = serve.prove_states
+    monkeypatch.setattr(
+        serve, "prove_states", lambda adapters: (proved.append(len(adapters)), real(adapters))
+    )
+    state_layers.tiny_model(name).to(torch.bfloat16).save_pretrained(starts.model)
+    expected = None
+    for num_proved in (1, 1):
+        prepared, _ = starts.start()
+        assert len(proved) == num_proved
+        got = rehearse(prepared)
+        assert expected is None or torch.equal(got, expected)
+        expected = got
+        prepared.restore()
+    monkeypatch.setattr(kept_proof.transformers, "__version__", "5.99.0")
+    starts.start()[0].restore()
+    assert len(proved) == 2
+
+
+def test_states_that_compute_something_else_are_refused_beside_packed_weights(
+    starts: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state_layers.tiny_model("bamba").to(torch.bfloat16).save_pretrained(starts.model)
+    loaded = load(starts.model)
+    mixer = next(module for module in loaded.model.modules() if hasattr(module, "A_log"))
+    real = type(mixer).forward
+    monkeypatch.setattr(type(mixer), "forward", lambda *args, **kwargs: 1.01 * real(*args, **kwargs))
+    with pytest.raises(
+        UnsupportedModelError, match="expected layer 0's BambaMixer to compute what quire knows"
+    ):
+        PreparedModel(loaded, backend="native", packed_weights=starts.kept)
+    assert starts.proofs() == []
+    assert not any("forward" in module.__dict__ for module in loaded.model.modules())
 
 
 def test_sinks_are_proved_at_every_start(starts: Starts) -> None:

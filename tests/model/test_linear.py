@@ -161,6 +161,9 @@ def test_any_shape_of_input() -> None:
     with torch.inference_mode():
         for given in (x[0, :, 0], x.transpose(1, 2), x[:, :, 2], x.transpose(1, 2)[:, :0]):
             torch.testing.assert_close(layer(given), dense(given), rtol=2**-7, atol=1e-2)
+        for shape in ((2, 3, 1, 2, 6), (1, 2, 1, 3, 1, 2, 6), (2, 0, 1, 2, 6)):  # as an image's tiles have
+            given = torch.randn(shape, dtype=torch.bfloat16)
+            assert torch.equal(layer(given), layer(given.reshape(-1, 6)).reshape(*shape[:-1], 4))
 
 
 def test_bad_inputs_get_torch_s_own_errors() -> None:

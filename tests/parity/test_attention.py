@@ -32,6 +32,7 @@ except BackendError as error:
 from quire import _native
 from quire.attention import native as native_module
 
+FORMATS = ("", "int8")  # of K and V
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A variant's own process runs fewer examples: the variants share all but the arithmetic.
 EXAMPLES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "100"))
@@ -83,13 +84,13 @@ def chunks(case: Case, spans: list[tuple[int, int]], **changes: object) -> torch
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(shapes())
+@given(shapes(formats=FORMATS))
 def test_agrees_on_random_batches(shape: Shape) -> None:
     assert_agrees(make_case(shape))
 
 
 @settings(max_examples=EXAMPLES // 8, deadline=None)
-@given(shapes(max_context=3000, max_dim=4), st.integers(1, 5))
+@given(shapes(max_context=3000, max_dim=4, formats=FORMATS), st.integers(1, 5))
 def test_agrees_on_long_contexts(shape: Shape, num_rows: int) -> None:
     lengths = tuple((context, min(new, num_rows)) for context, new in shape.lengths)
     assert_agrees(make_case(replace(shape, lengths=lengths, group=min(shape.group, 4))))
@@ -99,7 +100,7 @@ def test_agrees_on_long_contexts(shape: Shape, num_rows: int) -> None:
 def test_agrees_for_every_width_of_a_head(dtype: torch.dtype) -> None:
     for dim in range(8, 577, 8):
         other = 584 - dim
-        for widths in ({"k_dim": dim, "v_dim": dim}, {"k_dim": dim, "v_dim": other}):
+        for widths in ({"k_dim": dim, "v_dim": dim}, {"k_dim": dim, "v_dim": other, "kv_format": "int8"}):
             lengths = ((37, 1), (19, 5))
             assert_agrees(make_case(Shape(lengths=lengths, dtype=dtype, group=3, seed=dim, **widths)))
 
@@ -181,21 +182,26 @@ def test_agrees_on_extreme_scores(dtype: torch.dtype) -> None:
     assert_agrees(replace(case, options=replace(case.options, scale=-0.1)))
 
 
+@pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_writes_the_references_bits(dtype: torch.dtype) -> None:
+def test_writes_the_references_bits(dtype: torch.dtype, kv_format: str) -> None:
     for size, dim in ((1, 8), (16, 64), (7, 24), (512, 128)):
-        shape = Shape(lengths=((60, 1),), dtype=dtype, block_size=size, k_dim=dim, v_dim=dim + 8)
+        shape = Shape(((60, 1),), dtype=dtype, block_size=size, k_dim=dim, v_dim=dim + 8, kv_format=kv_format)
         ours, theirs = make_case(shape).view, make_case(shape).view
         slots = torch.randperm(ours.num_blocks * size)[:45]
         for tokens in (45, 1):
             # As a model's projections come: heads before tokens, so the rows are not contiguous.
             k = torch.randn(2, tokens, dim).to(dtype).transpose(0, 1)
             v = torch.randn(2, tokens, dim + 8).to(dtype).transpose(0, 1)
+            k[0, 0], k[1:2, 0, 3], v[0, 1, :2] = 0, torch.nan, torch.tensor([torch.inf, 1e-30])
+            v[-1, 0] = 1e-40 * torch.arange(dim + 8)
             native.write(ours, k, v, slots[:tokens])
             reference.write(theirs, k, v, slots[:tokens])
             native.write(ours, k.contiguous(), v.contiguous(), slots[:tokens])
         torch.testing.assert_close(ours.k, theirs.k, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(ours.v, theirs.v, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(ours.k_scale, theirs.k_scale, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(ours.v_scale, theirs.v_scale, rtol=0, atol=0, equal_nan=True)
 
 
 def test_takes_a_query_with_heads_before_tokens_and_writes_into_out() -> None:
@@ -237,7 +243,7 @@ def test_refuses_what_does_not_fit_and_changes_nothing() -> None:
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(shapes(max_context=300, max_sequences=1), st.data())
+@given(shapes(max_context=300, max_sequences=1, formats=FORMATS), st.data())
 def test_a_row_has_the_same_bits_however_it_is_computed(shape: Shape, data: st.DataObject) -> None:
     length = shape.lengths[0][0]
     case = make_case(replace(shape, lengths=((length, length),), num_threads=1))
@@ -260,7 +266,15 @@ def test_a_row_has_the_same_bits_however_it_is_computed(shape: Shape, data: st.D
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "limits", [{}, {"window": 512}, {"chunk": 400}, {"softcap": 5.0, "sinks": True}, {"slopes": True}]
+    "limits",
+    [
+        {},
+        {"window": 512},
+        {"chunk": 400},
+        {"softcap": 5.0, "sinks": True},
+        {"slopes": True},
+        {"kv_format": "int8"},
+    ],
 )
 def test_long_sequences_have_the_same_bits(dtype: torch.dtype, limits: dict) -> None:
     length = LONG
@@ -297,9 +311,12 @@ def test_the_number_of_query_heads_in_a_group_does_not_touch_a_row(dtype: torch.
 def variants() -> list[object]:
     """Variant and examples; all of them in CI, this machine's own at length."""
     ours = _native.isa()
-    runs = [(isa, 8 if isa == "portable" else 24) for isa in _native.supported_isas() if isa != ours] + [
-        (ours, 1500)
+    runs = [
+        (isa, 8 if isa == "portable" or isa.startswith("emulated") else 24)
+        for isa in _native.supported_isas()
+        if isa != ours
     ]
+    runs.append((ours, 400))
     return [pytest.param(isa, examples, marks=pytest.mark.ci, id=isa) for isa, examples in runs]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.at_length import at_length
 from support.preempted import generate_preempted
 from support.real_text import library_text, licence_text, tokens_of
 from support.scorer import model_logprobs, paged_logprobs, perplexity
@@ -17,7 +18,7 @@ from quire.hf import QuireCache, accelerate, restore
 from quire.model import LoadedModel, PreparedModel, load
 from quire.scheduler.request import RequestOutput
 
-NUM_TOKENS = 20_000
+NUM_TOKENS = at_length(20_000)
 WITHIN = 0.002  # of the model's own perplexity
 LENGTHS = [5, 40, 333, 600, 1100]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=3)

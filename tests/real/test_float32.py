@@ -19,7 +19,7 @@ from quire import LLM, SamplingParams
 from quire.hf import QuireCache, accelerate, restore
 from quire.model import LoadedModel, load
 
-LENGTHS = [5, 33, 250, 700, 1500, 4000]
+LENGTHS = [5, 33, 250, 700, 1500]
 NUM_NEW = 16
 GREEDY = SamplingParams(max_tokens=NUM_NEW, temperature=0, ignore_eos=True)
 

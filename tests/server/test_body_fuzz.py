@@ -9,6 +9,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.at_length import at_length
 
 CLIENT = httpx.Client(verify=False, timeout=60)  # one: what httpx.post makes anew costs more than the request
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
@@ -176,8 +177,8 @@ def test_bodies(small_server, kind: str) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", KINDS)
-def test_bodies_at_full_size(small_server, kind: str) -> None:
-    run(small_server[0], kind, 1000, derandomize=settings().derandomize)
+def test_bodies_at_length(small_server, kind: str) -> None:
+    run(small_server[0], kind, at_length(1000), derandomize=settings().derandomize)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from support.at_length import at_length
 
 CHECKS = (
     not_a_server_error,
@@ -68,5 +69,6 @@ def test_every_answer_is_in_the_schema(small_server) -> None:
 
 
 @pytest.mark.ci
-def test_every_answer_is_in_the_schema_at_full_size(small_server) -> None:
-    assert run(small_server[0], 6400, derandomize=settings().derandomize) >= 5000
+def test_every_answer_is_in_the_schema_at_length(small_server) -> None:
+    num_cases = at_length(6400)
+    assert run(small_server[0], num_cases, derandomize=settings().derandomize) >= num_cases * 3 // 4

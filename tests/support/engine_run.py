@@ -21,6 +21,7 @@ from quire.engine.storages import open_storage
 from quire.memory.paged import PagedStorage
 from quire.scheduler.step import ScheduledStep
 from quire.spec import KVSpec
+from quire.spec.kv_dtype import with_kv_dtype
 
 
 @dataclass
@@ -68,6 +69,7 @@ class EngineRun:
     ) -> None:
         self.prompts, self.max_tokens = prompts, max_tokens
         spec = KVSpec.from_config(model.config, dtype=str(model.dtype).removeprefix("torch."))
+        spec = with_kv_dtype(spec, storage_options.get("kv_dtype", "auto"))
         longest = max(map(len, prompts)) + max_tokens
         kv_memory, num_blocks = self._kv_memory(spec, storage, storage_options, longest, block_size, room)
         self.llm = LLM(

@@ -117,6 +117,7 @@ class FakeDevice:
     name = "fake"
     version = "1"
     dtypes = (torch.float32, torch.bfloat16)
+    kv_formats = ()
     is_native = is_host = False
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from hypothesis import strategies as st
 
-from quire.attention import AttentionOptions, AttentionPlan
+from quire.attention import AttentionOptions, AttentionPlan, reference
 from quire.memory import KVView, PagedStorage
 from quire.spec import KVSpec, LayerSpec, Span
 
@@ -36,6 +36,7 @@ class Shape:
     num_threads: int = 1
     seed: int = 0
     latent: bool = False  # values are the keys' first columns
+    kv_format: str = ""  # of codes, in which K and V are stored
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,12 @@ def page(
     size = shape.block_size
     widths = [-(-context // size) for context, _ in shape.lengths]
     num_blocks = sum(widths) + 3
-    layer = LayerSpec(Span(), shape.num_kv_heads, shape.k_dim, shape.v_dim, latent=shape.latent)
+    layer = LayerSpec(
+        *(Span(), shape.num_kv_heads, shape.k_dim, shape.v_dim),
+        latent=shape.latent,
+        k_format=shape.kv_format,
+        v_format=shape.kv_format,
+    )
     spec = KVSpec((layer,), dtype=str(shape.dtype).removeprefix("torch."))
     storage = PagedStorage(spec, num_blocks, size, max_blocks=num_blocks)
     storage.fill(float("nan"))
@@ -103,8 +109,14 @@ def page(
             tables[s, index] = block
             first, last = max(begin, index * size), min(context, (index + 1) * size)
             cells = slice(first - index * size, last - index * size)
+            if shape.kv_format:
+                continue
             view.k[block, :, cells] = k[s][first:last].transpose(0, 1)
             view.v[block, :, cells] = v[s][first:last].transpose(0, 1)
+        if shape.kv_format:
+            positions = torch.arange(begin, context)
+            slots = tables[s, positions // size].long() * size + positions % size
+            reference.write(view, k[s][begin:context], v[s][begin:context], slots)
     starts = torch.tensor([0] + [new for _, new in shape.lengths]).cumsum(0)
     contexts = [context for context, _ in shape.lengths]
     return view, AttentionPlan.build(starts, contexts, tables, size, shape.num_threads)
@@ -151,7 +163,14 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, *, max_context: int = 96, max_sequences: int = 4, max_dim: int = 8) -> Shape:
+def shapes(
+    draw: st.DrawFn,
+    *,
+    max_context: int = 96,
+    max_sequences: int = 4,
+    max_dim: int = 8,
+    formats: tuple[str, ...] = ("",),
+) -> Shape:
     """Random batches; `max_dim` counts multiples of 8."""
 
     def length() -> tuple[int, int]:
@@ -178,4 +197,5 @@ def shapes(draw: st.DrawFn, *, max_context: int = 96, max_sequences: int = 4, ma
         scale=draw(st.sampled_from([None, None, 0.5])),
         num_threads=draw(st.sampled_from([1, 2])),
         seed=draw(st.integers(0, 1000)),
+        kv_format=draw(st.sampled_from(formats)),
     )

@@ -5,6 +5,7 @@ kernels.
 
 Others may use the names below, and
     backends   the back ends by name; home of the names below
+    codecs     K and V as codes
     native     the kernels
 """
 

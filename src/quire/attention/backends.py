@@ -83,6 +83,11 @@ class Backend(AttentionBackend, DeviceMemory, Protocol):
         ...
 
     @property
+    def kv_formats(self) -> tuple[str, ...]:
+        """Formats of codes (`quire.spec.formats`) that it writes and attends to, beside rows of those dtypes."""
+        ...
+
+    @property
     def is_native(self) -> bool:
         """Whether the extension computes: layers are then fused and every operator is made a function of its row."""
         ...

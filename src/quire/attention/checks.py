@@ -54,6 +54,11 @@ def check_run(
         raise ArgumentError(
             f"expected query heads in a multiple of the {view.num_kv_heads} KV heads, got {num_q_heads}"
         )
+    if view.k_offset is not None and (options.softcap or options.sinks is not None):
+        raise ArgumentError(
+            "expected keys as they are for a layer with a soft cap or sinks, which see what is taken off them, got "
+            "keys with an offset"
+        )
     if plan.block_size != view.block_size:
         raise ArgumentError(f"expected a plan of block size {view.block_size}, got {plan.block_size}")
     for name, tensor in (("sinks", options.sinks), ("slopes", options.slopes)):

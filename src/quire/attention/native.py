@@ -54,14 +54,14 @@ def batch_handle(plan: AttentionPlan) -> Any:
 
 
 def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store new keys and values in their slots, rounded to the storage's dtype.
+    """Store new keys and values in their slots, rounded to the storage's dtype, or as codes of what that gives.
 
     Args:
         k: [T, num_kv_heads, k_head_dim]; v: [T, num_kv_heads, v_head_dim].
         slot_mapping: int64 [T], distinct.
     """
     handle = view.__dict__.get(_HANDLE) or _view(view)
-    if k.dtype is not view.k.dtype or v.dtype is not view.k.dtype:
+    if k.dtype is not view.dtype or v.dtype is not view.dtype:
         k, v = k.to(view.dtype), v.to(view.dtype)
     if k.stride()[-1:] != (1,) or v.stride()[-1:] != (1,):
         k, v = k.contiguous(), v.contiguous()
@@ -106,7 +106,7 @@ def run(
         or (options.slopes is not None and options.slopes.numel() != shape[1])
     ):
         check_run(view, query, plan, options, out)
-    if query.dtype is not view.k.dtype:
+    if query.dtype is not view.dtype:
         raise ArgumentError(
             f"expected a query of the dtype of the keys and values, {view.dtype}, got {query.dtype}"
         )
@@ -159,7 +159,14 @@ def _view(view: KVView) -> Any:
     if k.device.type != "cpu":
         raise ArgumentError(f"expected keys and values on the CPU, got {k.device}")
     try:
-        handle = _native.PagedView(k, v)
+        if view.k_scale is None:
+            handle = _native.PagedView(k, v)
+        else:
+            codes = k.view(torch.uint8), v.view(torch.uint8)
+            handle = _native.PagedView(
+                *(*codes, view.k_scale, view.v_scale, str(view.dtype).removeprefix("torch.")),
+                k_offset=None if view.k_offset is None else view.k_offset.contiguous(),
+            )
     except ValueError as error:
         raise ArgumentError(str(error)) from None
     object.__setattr__(view, "_native_shape", (view.num_kv_heads, view.k_head_dim, view.v_head_dim))
@@ -191,6 +198,7 @@ class NativeBackend(HostMemory):
     name = "native"
     version = _native.isa()
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    kv_formats = ("int8",)
     is_native = True
     pack = None
     write = staticmethod(write)

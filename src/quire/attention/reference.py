@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from quire.attention.checks import check_run, check_write
+from quire.attention.codecs import codec_of, turned, turned_query
 from quire.attention.options import AttentionOptions
 from quire.attention.plan import AttentionPlan
 from quire.errors import ArgumentError
@@ -25,7 +26,7 @@ _PIECE = 256  # query rows computed together: bounds the score matrix
 
 
 def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store new keys and values in their slots, rounded to the storage's dtype.
+    """Store new keys and values in their slots, rounded to the storage's dtype, or as codes of what that gives.
 
     Args:
         k: [T, num_kv_heads, k_head_dim]; v: [T, num_kv_heads, v_head_dim].
@@ -33,8 +34,16 @@ def write(view: KVView, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Te
     """
     check_write(view, k, v, slot_mapping)
     blocks, offsets = slot_mapping // view.block_size, slot_mapping % view.block_size
-    view.k[blocks, :, offsets] = k.to(view.dtype)
-    view.v[blocks, :, offsets] = v.to(view.dtype)
+    k, v = k.to(view.dtype), v.to(view.dtype)
+    if view.k_scale is not None and view.v_scale is not None:
+        of_keys, of_values = codec_of(view.k_format), codec_of(view.v_format)
+        k = k.float() if view.k_offset is None else k.float() - view.k_offset
+        k, k_scale = of_keys.encode(turned(k) if of_keys.turns_keys else k)
+        v, v_scale = of_values.encode(v.float())
+        view.k_scale[blocks, :, offsets] = k_scale
+        view.v_scale[blocks, :, offsets] = v_scale
+    view.k[blocks, :, offsets] = k
+    view.v[blocks, :, offsets] = v
 
 
 def run(
@@ -57,6 +66,7 @@ def run(
     check_run(view, query, plan, options, out)
     if out is None:
         out = query.new_empty(plan.num_tokens, query.shape[1], view.v_head_dim)
+    turns = view.k_scale is not None and codec_of(view.k_format).turns_keys
     starts, contexts = plan.query_start.tolist(), plan.context_lengths.tolist()
     for sequence, context in enumerate(contexts):
         end = starts[sequence + 1]
@@ -67,12 +77,15 @@ def run(
             stop = position + last - first
             begin = options.first_visible(position)
             k, v = _gather(view, plan.block_tables[sequence], begin, stop)
-            out[first:last] = _attend(query[first:last].float(), k, v, begin, position, options)
+            rows = query[first:last].float()
+            rows = turned_query(rows) if turns else rows
+            out[first:last] = _attend(rows, k, v, begin, position, options)
     return out
 
 
 def _gather(view: KVView, table: torch.Tensor, begin: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of positions [begin, stop) as float32 [num_kv_heads, stop - begin, head_dim]."""
+    """Keys and values of positions [begin, stop) as float32 [num_kv_heads, stop - begin, head_dim]; keys as they were
+    turned."""
     size = view.block_size
     blocks = table[begin // size : -(-stop // size)].long()
     low, high = (int(bound) for bound in torch.aminmax(blocks))
@@ -84,10 +97,13 @@ def _gather(view: KVView, table: torch.Tensor, begin: int, stop: int) -> tuple[t
     positions = torch.arange(begin, stop)
     of_position, offsets = blocks[positions // size - begin // size], positions % size
 
-    def rows(pool: torch.Tensor) -> torch.Tensor:
-        return pool[of_position, :, offsets].transpose(0, 1).float()
+    def rows(pool: torch.Tensor, scales: torch.Tensor | None, name: str) -> torch.Tensor:
+        found = pool[of_position, :, offsets].transpose(0, 1)
+        if scales is None:
+            return found.float()
+        return codec_of(name).decode(found, scales[of_position, :, offsets].transpose(0, 1))
 
-    return rows(view.k), rows(view.v)
+    return rows(view.k, view.k_scale, view.k_format), rows(view.v, view.v_scale, view.v_format)
 
 
 def _attend(
@@ -132,6 +148,7 @@ class ReferenceBackend(HostMemory):
     name = "python"
     version = ""
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    kv_formats = ("int8",)
     is_native = False
     pack = None
     write = staticmethod(write)

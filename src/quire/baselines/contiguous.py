@@ -52,14 +52,14 @@ class ContiguousStorage:
         self.row_tokens = row_tokens
         self._offsets: dict[
             int, tuple[int, int]
-        ] = {}  # first element of K and V of each layer that stores KV
+        ] = {}  # first element of rows of K and of V of each layer that stores KV
         elements = widest = 0
         for index, layer in enumerate(spec.layers):
             if layer.stores_kv:
-                k_elements = layer.num_kv_heads * layer.k_head_dim * num_tokens
-                self._offsets[index] = (elements, elements + k_elements)
-                elements += k_elements + layer.num_kv_heads * layer.stored_v_dim * num_tokens
-                widest = max(widest, layer.k_head_dim, layer.v_head_dim)
+                k, *v = layer.row_elements(spec.dtype_bytes)
+                self._offsets[index] = (elements, elements + layer.num_kv_heads * k * num_tokens)
+                elements += layer.num_kv_heads * (k + sum(v)) * num_tokens
+                widest = max(widest, k, *v)
         self._num_elements = elements
         self._heap = Heap((elements + row_tokens * widest) * self.dtype.itemsize)  # N1
         self._heap.prefer_huge_pages(0, elements * self.dtype.itemsize)
@@ -81,15 +81,17 @@ class ContiguousStorage:
         """The keys and values of decoder layer `layer` (of the layer whose KV it shares), a row for each entry."""
         owner = self.spec.stored_in(layer)
         shape, elements = self.spec.layers[owner], self._heap.tensor(self.dtype)
-        k, *v = (
+        rows = [
             elements.as_strided(
                 (self.num_blocks, shape.num_kv_heads, self.row_tokens, dim),
                 (dim, self.num_blocks * dim, dim, 1),
                 offset,
             )
-            for dim, offset in zip(shape.stored_dims, self._offsets[owner], strict=False)
-        )
-        return KVView(k, v[0] if v else k[..., : shape.v_head_dim], self.row_tokens)
+            for dim, offset in zip(
+                shape.row_elements(self.spec.dtype_bytes), self._offsets[owner], strict=False
+            )
+        ]
+        return KVView.of_rows(rows, shape)
 
     def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
         """The plan's own table: memory comes as it is written."""

@@ -40,8 +40,9 @@ _SPACE = 8  # address space, in multiples of what memory can fill: room for rang
 def granule(layer: LayerSpec, itemsize: int) -> tuple[int, int]:
     """The fewest tokens that fill whole pages in each line of a layer, and the pages they take over all its lines."""
     page = mmap.PAGESIZE
-    tokens = math.lcm(*(page // math.gcd(page, dim * itemsize) for dim in layer.stored_dims))
-    return tokens, layer.num_kv_heads * sum(layer.stored_dims) * itemsize * tokens // page
+    rows = layer.row_elements(itemsize)
+    tokens = math.lcm(*(page // math.gcd(page, dim * itemsize) for dim in rows))
+    return tokens, layer.num_kv_heads * sum(rows) * itemsize * tokens // page
 
 
 class GrowingStorage:
@@ -84,10 +85,10 @@ class GrowingStorage:
             )
             # At least one granule more than the pages hold, whatever the rounding.
             self.buffer_tokens.append(max(buffer_tokens, tokens))
-            k_elements = shape.num_kv_heads * shape.k_head_dim * self.buffer_tokens[-1]
-            self._lines.append((elements, elements + k_elements))
-            elements += k_elements + shape.num_kv_heads * shape.stored_v_dim * self.buffer_tokens[-1]
-            widest = max(widest, shape.k_head_dim, shape.v_head_dim)
+            k, *v = shape.row_elements(itemsize)
+            self._lines.append((elements, elements + shape.num_kv_heads * k * self.buffer_tokens[-1]))
+            elements += shape.num_kv_heads * (k + sum(v)) * self.buffer_tokens[-1]
+            widest = max(widest, k, *v)
         self._heap = Heap((elements + row_tokens * widest) * itemsize)  # G3
 
     @property
@@ -143,22 +144,22 @@ class GrowingStorage:
 
     def _view(self, layer: int, row_tokens: int) -> KVView:
         owner = self.spec.stored_in(layer)
-        k, *v = (
+        rows = [
             lines.as_strided(
                 (lines.shape[1], lines.shape[0], row_tokens, lines.shape[2]),
                 (lines.stride(1), lines.stride(0), lines.stride(1), 1),
             )
             for lines in self._tensors(self._table_of[owner])
-        )
-        return KVView(k, v[0] if v else k[..., : self.spec.layers[owner].v_head_dim], row_tokens)
+        ]
+        return KVView.of_rows(rows, self.spec.layers[owner])
 
     def _tensors(self, table: int) -> tuple[torch.Tensor, ...]:
-        """K and V of a layer: [kv_head, buffer_tokens, head_dim]; K alone of a latent one."""
+        """Rows of K and V of a layer: [kv_head, buffer_tokens, row elements]; of K alone of a latent one."""
         shape, buffer_tokens = self.spec.layers[self.layers[table]], self.buffer_tokens[table]
         elements = self._heap.tensor(self.dtype)
         return tuple(
             elements[first : first + shape.num_kv_heads * buffer_tokens * dim].view(-1, buffer_tokens, dim)
-            for first, dim in zip(self._lines[table], shape.stored_dims, strict=False)
+            for first, dim in zip(self._lines[table], shape.row_elements(self.spec.dtype_bytes), strict=False)
         )
 
     def _byte_ranges(self, table: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -166,7 +167,7 @@ class GrowingStorage:
         shape, buffer_tokens = self.spec.layers[self.layers[table]], self.buffer_tokens[table]
         tokens = self.granules[table][0]
         stop = -(-stop // tokens) * tokens
-        for first, dim in zip(self._lines[table], shape.stored_dims, strict=False):
+        for first, dim in zip(self._lines[table], shape.row_elements(self.spec.dtype_bytes), strict=False):
             token_bytes = dim * self.dtype.itemsize
             for head in range(shape.num_kv_heads):
                 line = first * self.dtype.itemsize + head * buffer_tokens * token_bytes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quire.cache import arguments
 from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_size
 from quire.spec import KVGroup, KVSpec
 
-__all__ = ["UNBOUNDED", "max_tokens_for", "num_blocks_for", "num_blocks_in"]
+__all__ = ["UNBOUNDED", "blocks_with_prefix", "max_tokens_for", "num_blocks_for", "num_blocks_in"]
 
 DEFAULT_MEMORY = "256MiB"
 
@@ -31,6 +33,24 @@ def max_tokens_for(spec: KVSpec, num_blocks: int, block_size: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+def blocks_with_prefix(
+    groups: Iterable[KVGroup], num_tokens: int, num_shared: int, block_size: int
+) -> tuple[int, int]:
+    """Blocks (held once, held by each) of sequences of `num_tokens` whose first `num_shared` tokens are the same.
+
+    Whole blocks are shared, a partial one is copied, and the last token of a prompt is always computed. Of a group that
+    forgets, each sequence goes on to hold a whole window of its own; the prefix's last window stays for the next one.
+    """
+    whole = min(num_shared, num_tokens - 1) // block_size
+    once = each = 0
+    for group in groups:
+        alone = _group_blocks(group, num_tokens, block_size)
+        forgets = alone < -(-num_tokens // block_size)
+        once += min(whole, alone)
+        each += alone if forgets else alone - whole
+    return once, each
 
 
 def _group_blocks(group: KVGroup, num_tokens: int, block_size: int) -> int:

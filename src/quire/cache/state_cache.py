@@ -61,6 +61,7 @@ class _Held:
     wanted: list[int]  # positions of which it shall leave a checkpoint, ascending
     cache_priority: int = NORMAL
     source: Checkpoint | None = None  # pinned: what its state begins with; None: with nothing
+    is_short: bool = False  # whether its prompt's K and V go beyond `source`, until it has reserved
     slot: int | None = None  # since it has reserved, or was forked
     under_way: int | None = None  # tokens that are computed once the step reserved for it is committed
     made: list[tuple[int, int]] = field(default_factory=list)  # (tokens, slot) of that step's checkpoints
@@ -77,7 +78,7 @@ class StateCache(Cache):
         self.num_state_slots = arguments.count(num_state_slots, "num_state_slots", 2)
         self.checkpoint_every = arguments.count(checkpoint_every, "checkpoint_every", 0)
         self.checkpoints = Checkpoints()
-        self.num_evicted_checkpoints = 0
+        self.num_evicted_checkpoints = self.num_short_hits = 0
         self.keeps_boundaries = False
         """Whether a prompt leaves a checkpoint at its last block boundary too, beyond which tiers have no K and V."""
         self.on_going: Callable[[Checkpoint], None] = lambda checkpoint: None
@@ -137,9 +138,11 @@ class StateCache(Cache):
         prompt = arguments.prompt(token_ids, namespace, extra_keys)
         owner = arguments.owner_and_cache_priority(owner_id, cache_priority)
         stored = most = self._manager.match(*prompt) if self.prefix_caching else 0
+        is_short = False
         while True:
             source = self._deepest(prompt, most) if most and self._may_pin() else None
             wanted_hit = 0 if source is None else source.num_tokens
+            is_short |= wanted_hit < most
             sequence_id = self._manager.open(*prompt, *owner, wanted_hit)
             hit = self._manager.num_cached_tokens(sequence_id)
             if hit == wanted_hit:
@@ -152,7 +155,9 @@ class StateCache(Cache):
             self.checkpoints.use(source)
             source.cache_priority = max(source.cache_priority, cache_priority)
         wanted = self._wanted(len(prompt[0]), hit, stored)
-        self._held[sequence_id] = _Held(prompt[1], _extra_keys(prompt), wanted, cache_priority, source)
+        self._held[sequence_id] = _Held(
+            prompt[1], _extra_keys(prompt), wanted, cache_priority, source, is_short=is_short
+        )
         return self._opened(sequence_id)
 
     def _wanted(self, num_tokens: int, num_hit: int, num_stored: int) -> list[int]:
@@ -241,6 +246,9 @@ class StateCache(Cache):
             return None
         for one in held:
             if one.slot is None:
+                self.num_short_hits += (
+                    one.is_short
+                )  # here, since `open` is called again where there is no room
                 self._begin(one)
         checkpoints: list[tuple[int, int]] = []
         stops, rows = plan.context_lengths.tolist(), plan.query_start.tolist()
@@ -374,6 +382,7 @@ class StateCache(Cache):
             "free_state_slots": len(self._free),
             "checkpoints": len(self.checkpoints),
             "evicted_checkpoints": self.num_evicted_checkpoints,
+            "short_hits": self.num_short_hits,
         }
 
     def check(self) -> None:

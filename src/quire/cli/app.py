@@ -19,6 +19,7 @@ from quire.cli.compare import compare
 from quire.cli.explain import explain
 from quire.cli.generate import generate
 from quire.cli.limits import limit_behind
+from quire.cli.plan import plan
 from quire.cli.serve import serve
 from quire.cli.top import top
 from quire.errors import ArgumentError, CapacityError, QuireError
@@ -53,6 +54,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(compare)
 app.command()(explain)
+app.command()(plan)
 app.add_typer(cache)
 app.command()(serve)
 app.command()(top)
@@ -89,6 +91,8 @@ def main() -> None:
     except UsageError as error:
         fail(f"{error.format_message()} (see `quire --help`)", 2)  # pyright: ignore[reportAttributeAccessIssue]
     except (ArgumentError, CapacityError) as error:
+        for note in getattr(error, "__notes__", ()):  # the plan of a start that would not fit
+            print(note, file=sys.stderr)
         fail(str(error), 2)
     except QuireError as error:
         fail(str(error), 1)

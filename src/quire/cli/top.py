@@ -136,7 +136,8 @@ def _recurrent_states(counts: dict[str, int]) -> str:
     checkpoints, free = counts["checkpoints"], counts["free_state_slots"]
     return (
         f"{counts['state_slots']:,} states: {counts['state_slots'] - checkpoints - free:,} of sequences, "
-        f"{checkpoints:,} checkpoints, {free:,} free; {counts['evicted_checkpoints']:,} checkpoints evicted"
+        f"{checkpoints:,} checkpoints, {free:,} free; {counts['evicted_checkpoints']:,} checkpoints evicted; "
+        f"{counts.get('short_hits', 0):,} hits ended early for lack of a state"
     )
 
 

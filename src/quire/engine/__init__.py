@@ -5,6 +5,7 @@ Others may use
     async_conversation          a conversation that is awaited
     llm_tenants                 the tenants of an `LLM`
     core, driver, engine        what both run on: its parts, its thread, its step
+    plan                        what fits, before anything is loaded
     storages                    storage and cache by name
     profile, recompute          where a step's time goes; a disk cache computed again and compared
 """

@@ -14,6 +14,7 @@ Cost: loading and preparing the model, and address space for the cache.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from quire.engine.capacity import free_memory_bytes, kv_memory_bytes
 from quire.engine.engine import Engine
 from quire.engine.kv_budget import KVBudget
 from quire.engine.monitor import CacheMonitor
+from quire.engine.plan import refuse_if_none_fits, require_room
 from quire.engine.profile import Profile
 from quire.engine.storages import open_storage
 from quire.errors import ArgumentError, UnsupportedModelError
@@ -38,12 +40,16 @@ from quire.offload.waiting import InEngine
 from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
 from quire.sessions.transcript import Reader, Transcript
 from quire.sizes import format_size
+from quire.spec import KVSpec
+from quire.spec.kv_dtype import with_kv_dtype
 
 if TYPE_CHECKING:
     from quire.memory.storage import Storage
     from quire.model.huge_pages import HugePageMove
 
 __all__ = ["EngineCore"]
+
+_log = logging.getLogger("quire")
 
 
 @contextmanager
@@ -70,6 +76,21 @@ def _writable(name: str | os.PathLike[str]) -> Path:
     return folder
 
 
+def _check_formats(spec: KVSpec, name: str | None) -> None:
+    """*raises:* ArgumentError: the back end cannot attend to the formats that K and V are to have."""
+    from quire.attention import backend
+
+    device = backend(name)
+    wanted = {found for layer in spec.layers for found in (layer.k_format, layer.v_format) if found}
+    for found in sorted(wanted):
+        if found not in device.kv_formats:
+            raise ArgumentError(
+                f"expected a format of K and V that backend {device.name!r} attends to, "
+                f"{', '.join(device.kv_formats) or 'the model dtype alone'}, got {found} - in `kv_dtype`; take auto, "
+                'or backend="python", slow, which has them all'
+            )
+
+
 class EngineCore:
     """See the module's text.
 
@@ -90,12 +111,15 @@ class EngineCore:
         from quire.attention import backend
         from quire.engine.model_changes import ModelChanges
         from quire.engine.runner import Runner
-        from quire.model.fingerprint import engine_fingerprint
+        from quire.memory.heap import give_back_freed
+        from quire.model.fingerprint import engine_fingerprint, stored_fingerprint
         from quire.model.load import load
         from quire.model.own_forward import prepare
+        from quire.model.plain_weights import dense_parameters
         from quire.model.quantized import coded_weights, tell_weights
 
         backend(config.backend)  # an unknown one is refused here
+        require_room(config)
         self.num_threads: int = (
             config.num_threads or torch.get_num_threads()
         )  # torch's, of the driver's thread
@@ -110,12 +134,13 @@ class EngineCore:
                 weights=config.weight_formats,
                 widened=packed_folder is not None,  # which keeps 16-bit panels
             )
+        spec = with_kv_dtype(loaded.spec, config.kv_dtype)
+        _check_formats(spec, config.backend)
         fingerprint = engine_fingerprint(loaded, config.backend) if config.has_tiers else b""
         self.weight_bytes = tell_weights(loaded.model)
         self.has_codes = bool(coded_weights(loaded.model))
         self.name: str = loaded.name
         self.tokenizer: Any = loaded.tokenizer
-        self.spec = loaded.spec
         self.vocab_size: int = loaded.vocab_size
         with _naming_what_runs():
             self.prepared = prepare(
@@ -124,18 +149,32 @@ class EngineCore:
                 max_model_len=config.max_model_len,
                 packed_weights=packed_folder,
             )
+        if loaded.mapped is not None:
+            loaded.mapped.release_read(dense_parameters(loaded.model))
+        give_back_freed()  # what the proof took, before the budget is made
         self.storage: Storage | None = None
         self.tiers: OpenTiers | None = None
         self.monitor: CacheMonitor | None = None
         self._move: HugePageMove | None = None
         try:
+            if self.prepared.by_own_forward and spec.kv_dtype != spec.dtype:
+                raise ArgumentError(
+                    f"expected K and V in the model's dtype, {spec.dtype}, for a model that runs by its own forward "
+                    f"({loaded.model_type}), which reads them as they are stored, got {spec.kv_dtype} - in `kv_dtype`; "
+                    "take auto"
+                )
+            spec = self._fitted(spec, config.kv_dtype)
+            fingerprint = (
+                stored_fingerprint(fingerprint, spec, self.prepared.key_offsets) if fingerprint else b""
+            )
+            self.spec = spec
             if not loaded.spec.stores_kv and config.has_tiers:
                 raise ArgumentError(
                     "expected no tiers (host, disk, remote) for a model of states alone "
                     f"({loaded.model_type}), which has no keys and values that they keep, got some; leave them out"
                 )
             self.max_model_len: int = config.max_model_len or self.prepared.max_model_len
-            opened = open_storage(config, loaded.spec, self.max_model_len)
+            opened = open_storage(config, spec, self.max_model_len)
             self.storage_name = opened.name
             self.storage = opened.storage
             self.cache = opened.cache
@@ -180,6 +219,7 @@ class EngineCore:
                     snapshots.count_files()
                     self.tiers.describe_roots(loaded.name, snapshots.settle)
             self.budget = KVBudget(opened, self.engine, config, max_model_len=self.max_model_len)
+            refuse_if_none_fits(self.budget.fit, config, self.max_model_len)
             self.changes = ModelChanges(self.prepared, self.engine, opened, self.tiers, config.backend)
             self.engine.on_work = self.changes.follow
             if packed_folder is not None:
@@ -188,6 +228,21 @@ class EngineCore:
         except BaseException:
             self.close()
             raise
+
+    def _fitted(self, spec: KVSpec, kv_dtype: str) -> KVSpec:
+        """`spec`, with what has to be taken off keys for its codes, and without codes where that cannot be."""
+        if spec.plain is spec:
+            return spec
+        from quire.model.key_offsets import measure_key_offsets
+
+        self.prepared.key_offsets, left_out = measure_key_offsets(self.prepared, spec)
+        if left_out:
+            _log.warning(
+                "%s: layers %s keep K and V in %s: their keys have channels far from zero, which cannot be taken off "
+                "beside sinks or a soft cap",
+                *(self.name, ", ".join(map(str, sorted(left_out))), spec.dtype),
+            )
+        return with_kv_dtype(spec.plain, kv_dtype, but=left_out)
 
     @property
     def bytes_committed(self) -> int:

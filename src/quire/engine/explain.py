@@ -124,7 +124,7 @@ class Explanation:
         if self.reason == "other namespace":
             return f"{where}: it is in another namespace ({self.elsewhere})"
         if self.reason == "other fingerprint":
-            return f"{where}: a tier has it of another model, dtype or build ({self.elsewhere})"
+            return f"{where}: a tier has it of another model, dtype, format of K and V, or build ({self.elsewhere})"
         if self.reason == "differs":
             assert self.differs_at is not None
             at, on_disk = self.differs_at, " on disk" if self.differs_on_disk else ""

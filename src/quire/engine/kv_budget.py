@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
+from quire.engine.kv_fit import KVFit, KVLayout
 from quire.engine.storages import OpenStorage, num_blocks_within
 from quire.errors import ArgumentError
 from quire.sizes import format_size, parse_share
@@ -45,6 +46,15 @@ class KVBudget:
         self._config = config
         self._max_model_len = max_model_len
         self.num_blocks: int = opened.cache.num_blocks
+        self._layout = KVLayout(
+            opened.name,
+            opened.cache.spec,
+            self.block_size,
+            opened.cache.block_bytes,
+            opened.cache.block_name,
+            opened.cache.blocks_alone,
+            shares_blocks=opened.storage.capabilities.shares_prefix,
+        )
         self._limit_pins()
 
     @property
@@ -55,8 +65,12 @@ class KVBudget:
     @property
     def max_num_full_sequences(self) -> int:
         """Sequences of `max_model_len` tokens that the cache holds at once."""
-        found = self.num_blocks // self._cache.blocks_alone(self._max_model_len)
-        return found if self._states is None else min(found, self._states.num_slots)
+        return self.fit.max_num_sequences(self._max_model_len)
+
+    @property
+    def fit(self) -> KVFit:
+        """What is held, by the arithmetic of a plan."""
+        return KVFit(self._layout, self.num_blocks, 0 if self._states is None else self._states.num_slots)
 
     @property
     def max_num_tokens(self) -> int:
@@ -73,8 +87,10 @@ class KVBudget:
             blocks += f" of {self.block_size} tokens"
         if self._states is not None:
             blocks += f", {self._states.num_slots} states of {format_size(self._states.bytes_per_slot)}"
+        spec = self._cache.spec
+        kept = f" in {spec.kv_dtype}" if spec.kv_dtype != spec.dtype else ""
         return (
-            f"KV cache of {format_size(self.num_bytes)}, {self._name}, {blocks}; "
+            f"KV cache of {format_size(self.num_bytes)}{kept}, {self._name}, {blocks}; "
             f"holds {self.max_num_tokens} tokens, {self.max_num_full_sequences} sequences of the maximum of "
             f"{self._max_model_len} tokens"
         )

@@ -19,7 +19,7 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.errors import ArgumentError, QuireError
-from quire.model.fingerprint import engine_fingerprint
+from quire.model.fingerprint import engine_fingerprint, stored_fingerprint
 from quire.model.load import LoadedModel, load
 from quire.model.prepare import PreparedModel
 from quire.model.prove.stamp import Stamp
@@ -83,7 +83,9 @@ class ModelChanges:
             loaded = load((model, before.tokenizer), dtype=dtype)
             self._check(loaded, reason)
             if self._tiers is not None:
-                self._tiers.renew(engine_fingerprint(loaded, self._backend))
+                found = engine_fingerprint(loaded, self._backend)
+                offsets = self._prepared.key_offsets
+                self._tiers.renew(stored_fingerprint(found, self._storage.spec, offsets))
             self._prepared.prepare_again(loaded, self._storage)
         except QuireError as error:
             self._failure = error

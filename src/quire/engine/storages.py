@@ -14,24 +14,29 @@ from typing import TYPE_CHECKING, Any
 
 from quire.backends import is_host_backend
 from quire.baselines.arena import Arena
-from quire.baselines.buffers import STEP_TOKENS, Buffers, LayerBuffer
 from quire.baselines.row_cache import RowCache
-from quire.cache.block_counts import num_blocks_for
 from quire.cache.cache import Cache
 from quire.cache.protocol import KVCache
 from quire.cache.state_cache import StateCache
-from quire.config import REGISTERED_STORAGES, EngineConfig, parse_growth
-from quire.engine.capacity import kv_memory_bytes
+from quire.config import REGISTERED_STORAGES, EngineConfig
+from quire.engine.kv_fit import KVFit, blocks_within, fit_within, growing_buffers, kv_layout, layout_of_blocks
 from quire.errors import ArgumentError
 from quire.memory.state_slots import StateSlots
 from quire.registry import Registry
-from quire.sizes import parse_size
 from quire.spec import KVSpec
 
 if TYPE_CHECKING:
     from quire.memory.device import DeviceMemory
 
-__all__ = ["OpenStorage", "num_blocks_within", "open_storage", "register", "unregister"]
+__all__ = [
+    "OpenStorage",
+    "device_of",
+    "num_blocks_within",
+    "open_storage",
+    "register",
+    "storage_of",
+    "unregister",
+]
 
 _log = logging.getLogger("quire")
 
@@ -51,6 +56,12 @@ def open_storage(config: EngineConfig, spec: KVSpec, max_model_len: int) -> Open
     Storage "auto" is virtual, or paged (said once) where this machine cannot map memory at will.
     *raises:* ArgumentError, CapacityError, BackendError; nothing is kept then.
     """
+    name = storage_of(config, spec)
+    return OpenStorage(name, *_MAKERS[name](config, spec, max_model_len))
+
+
+def storage_of(config: EngineConfig, spec: KVSpec) -> str:
+    """The storage's name, "auto" resolved. *raises:* ArgumentError: one that this back end cannot reach."""
     name = config.storage
     if not is_host_backend(config.backend):
         if name not in ("paged", "auto"):
@@ -58,10 +69,10 @@ def open_storage(config: EngineConfig, spec: KVSpec, max_model_len: int) -> Open
                 f'expected storage="paged" on backend {config.backend!r}, got {name!r}, which needs memory that any '
                 "code reaches - in `storage`"
             )
-        name = "paged"
-    elif name == "auto":
-        name = _chosen() if spec.stores_kv else "paged"
-    return OpenStorage(name, *_MAKERS[name](config, spec, max_model_len))
+        return "paged"
+    if name == "auto":
+        return _chosen() if spec.stores_kv else "paged"
+    return name
 
 
 def num_blocks_within(
@@ -76,106 +87,53 @@ def num_blocks_within(
 ) -> int:
     """Blocks of `block_bytes` within `kv_memory`, beside `state_bytes` of state slots. own_bytes: memory the cache has
     already, as good as free."""
-    num_blocks = num_blocks_for(spec, max_model_len, block_size)
-    least = num_blocks_for(spec, 1, block_size)  # one token: one block in every group
-    found = _num_blocks(
+    return blocks_within(
         config,
-        config.max_num_seqs * num_blocks * block_bytes,
-        block_bytes,
-        least,
-        f"block{'s' * (least > 1)} for the first {block_size} tokens",
-        own_bytes,
-        state_bytes,
+        layout_of_blocks(config.storage, spec, block_size, block_bytes),
+        max_model_len,
+        free_bytes=device_of(config).free_bytes() + own_bytes,
+        state_bytes=state_bytes,
     )
-    if spec.stores_kv:
-        return found
-    # Blocks of a model of states alone stand for tokens and hold nothing: not as many as their bytes allow.
-    return min(found, max(1 << 16, min(1 << 20, 2 * num_blocks)))
 
 
-def num_state_slots(config: EngineConfig, spec: KVSpec, most_kv_bytes: int) -> int:
-    """Slots for states within `kv_memory`: two for each sequence that may run, one to compute in and one checkpoint, or
-    fewer: at most half of the budget. most_kv_bytes: what K and V could use at most.
-
-    *raises:* ArgumentError: the budget holds no two slots beside a half for K and V.
-    """
-    wanted = 2 * config.max_num_seqs + 2
-    each = spec.bytes_per_state
-    budget = kv_memory_bytes(
-        config.kv_memory,
-        most_useful_bytes=most_kv_bytes + wanted * each,
-        free_bytes=_device(config).free_bytes(),
-    )
-    found = min(wanted, budget // 2 // each)
-    if found < 2:
-        raise ArgumentError(
-            f"expected a kv_memory of at least {4 * each} bytes (half of it for two states of {each} bytes), got "
-            f"{config.kv_memory!r}, {budget} bytes - in `kv_memory`"
-        )
-    return found
+def _fit(name: str, config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVFit:
+    layout = kv_layout(name, config, spec, max_model_len)
+    return fit_within(config, layout, max_model_len, device_of(config).free_bytes())
 
 
 def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
-    from quire.memory.paged import PagedStorage, paged_block_bytes
+    from quire.memory.paged import PagedStorage
 
-    block_size, block_bytes = config.block_size, paged_block_bytes(spec, config.block_size)
-    states = _states(config, spec, max_model_len, block_size, block_bytes)
-    num_blocks = num_blocks_within(
-        config,
-        spec,
-        max_model_len,
-        block_size=block_size,
-        block_bytes=block_bytes,
-        state_bytes=0 if states is None else states.num_bytes,
-    )
-    storage = PagedStorage(spec, num_blocks, block_size, device=_device(config))
+    fit = _fit("paged", config, spec, max_model_len)
+    states = StateSlots(spec, fit.num_state_slots) if spec.states else None
+    storage = PagedStorage(spec, fit.num_blocks, config.block_size, device=device_of(config))
     storage.states = states
-    return _with_cache(config, storage, num_blocks)
-
-
-def _states(
-    config: EngineConfig, spec: KVSpec, max_model_len: int, block_size: int, block_bytes: int
-) -> StateSlots | None:
-    """Of a model with state layers."""
-    if not spec.states:
-        return None
-    most_kv_bytes = config.max_num_seqs * num_blocks_for(spec, max_model_len, block_size) * block_bytes
-    return StateSlots(spec, num_state_slots(config, spec, most_kv_bytes))
+    return _with_cache(config, storage, fit.num_blocks)
 
 
 def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
-    from quire.memory.virtual.storage import VirtualStorage, virtual_block_size
+    from quire.memory.virtual.storage import VirtualStorage
 
-    if not spec.stores_kv:
-        raise ArgumentError(
-            f"expected storage paged for a model of states alone ({spec.name}), which has no keys and values to map, "
-            "got 'virtual' - in `storage`"
-        )
-    block_size = virtual_block_size(spec, parse_size(config.piece_size, where="piece_size"))
+    layout = kv_layout("virtual", config, spec, max_model_len)
     storage = VirtualStorage(
         spec,
         1,
-        block_size,
+        layout.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         # With a prefix cache a parked row that is adopted whole is worth more than a short one.
         step_tokens=None if config.prefix_caching else config.max_batch_tokens,
     )
     try:
-        storage.states = _states(config, spec, max_model_len, block_size, storage.block_bytes)
-        num_blocks = num_blocks_within(
-            config,
-            spec,
-            max_model_len,
-            block_size=block_size,
-            block_bytes=storage.block_bytes,
-            state_bytes=0 if storage.states is None else storage.states.num_bytes,
-        )
-        storage.resize(num_blocks)
+        # What the rows' addresses leave, where those are limited.
+        fit = fit_within(config, layout, max_model_len, device_of(config).free_bytes())
+        if spec.states:
+            storage.states = StateSlots(spec, fit.num_state_slots)
+        storage.resize(fit.num_blocks)
     except BaseException:
         storage.close()
         raise
-    return _with_cache(config, storage, num_blocks)
+    return _with_cache(config, storage, fit.num_blocks)
 
 
 def _with_cache(config: EngineConfig, storage: Any, num_blocks: int) -> tuple[Any, Any]:
@@ -203,76 +161,25 @@ def _with_cache(config: EngineConfig, storage: Any, num_blocks: int) -> tuple[An
     return storage, cache
 
 
-def _refuse_states(spec: KVSpec, name: str) -> None:
-    if spec.states:
-        raise ArgumentError(
-            f"expected storage paged or virtual for a model with state layers ({len(spec.states)} of {spec.name}), got "
-            f"{name!r} - in `storage`"
-        )
-
-
 def _contiguous(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
     from quire.baselines.contiguous import ContiguousStorage
 
-    _refuse_states(spec, "contiguous")
-    block_bytes = spec.bytes_per_token
-    most_useful_bytes = config.max_num_seqs * max_model_len * block_bytes
-    num_tokens = _num_blocks(config, most_useful_bytes, block_bytes, 1, "token")
-    space = Arena(num_tokens, max_model_len, config.reservation)
-    cache = RowCache(spec, space, row_tokens=max_model_len, block_bytes=block_bytes)
-    return ContiguousStorage(spec, num_tokens, max_model_len), cache
+    fit = _fit("contiguous", config, spec, max_model_len)
+    space = Arena(fit.num_blocks, max_model_len, config.reservation)
+    cache = RowCache(spec, space, row_tokens=max_model_len, block_bytes=fit.layout.block_bytes)
+    return ContiguousStorage(spec, fit.num_blocks, max_model_len), cache
 
 
 def _growing(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
-    from quire.baselines.growing import GrowingStorage, granule
+    from quire.baselines.growing import GrowingStorage
 
-    _refuse_states(spec, "growing")
-    growth, step = parse_growth(config.growth)
-
-    def buffers(buffer_tokens: list[int], num_pages: int) -> Buffers:
-        layers = [layer for layer in spec.layers if layer.stores_kv]
-        layer_buffers = [
-            LayerBuffer(tokens, *granule(layer, spec.dtype_bytes))
-            for tokens, layer in zip(buffer_tokens, layers, strict=True)
-        ]
-        return Buffers(layer_buffers, num_pages, max_model_len, growth, step or STEP_TOKENS)
-
-    num_layers = sum(layer.stores_kv for layer in spec.layers)
-    wanted = buffers([0] * num_layers, 0)  # for its arithmetic
-    block_bytes = GrowingStorage.block_bytes
-    most_useful_bytes = config.max_num_seqs * wanted.blocks_alone(max_model_len) * block_bytes
-    num_pages = _num_blocks(
-        config, most_useful_bytes, block_bytes, wanted.blocks_alone(1), "pages for the first tokens"
-    )
-    storage = GrowingStorage(spec, num_pages, max_model_len)
-    space = buffers(storage.buffer_tokens, num_pages)
-    return storage, RowCache(spec, space, row_tokens=max_model_len, block_bytes=block_bytes)
+    fit = _fit("growing", config, spec, max_model_len)
+    storage = GrowingStorage(spec, fit.num_blocks, max_model_len)
+    space = growing_buffers(config, spec, max_model_len, storage.buffer_tokens, fit.num_blocks)
+    return storage, RowCache(spec, space, row_tokens=max_model_len, block_bytes=fit.layout.block_bytes)
 
 
-def _num_blocks(
-    config: EngineConfig,
-    most_useful_bytes: int,
-    block_bytes: int,
-    least: int,
-    what: str,
-    own_bytes: int = 0,
-    state_bytes: int = 0,
-) -> int:
-    budget = kv_memory_bytes(
-        config.kv_memory,
-        most_useful_bytes=most_useful_bytes + state_bytes,
-        free_bytes=_device(config).free_bytes() + own_bytes,
-    )
-    budget -= state_bytes
-    if budget < least * block_bytes:
-        raise ArgumentError(
-            f"expected a kv_memory of at least {least * block_bytes} bytes ({least} {what} of {block_bytes} bytes "
-            f"each), got {config.kv_memory!r}, {budget} bytes - in `kv_memory`"
-        )
-    return min(budget // block_bytes, 2**31 - 1)
-
-
-def _device(config: EngineConfig) -> DeviceMemory:
+def device_of(config: EngineConfig) -> DeviceMemory:
     """Whose memory it is."""
     from quire.attention import backend
 

@@ -1,7 +1,8 @@
 """A cache for `model.generate(..., past_key_values=QuireCache(model.config))` whose keys and values grow in place.
 
 It is a `transformers.DynamicCache` to whoever uses it: same calls, same shapes, same tokens. Underneath, every layer
-that keeps keys and values has them in `rows`, all rows of one memory with one limit.
+that keeps keys and values has them in `rows`, all rows of one memory with one limit; states (`state_layers`) count
+against it.
 Not an engine: one batch, whose rows are equally long; padding is `generate`'s own.
 Threads: one cache is used by one thread at a time, its forks each by another one; between two steps several may fork it
 at once. In a child of `os.fork` a `virtual` cache is refused, the others go on by themselves.
@@ -10,11 +11,12 @@ Invariants
     Q1  between two steps all layers on rows hold the same number of tokens.
     Q2  a step that does not fit raises CapacityError and leaves the cache as it was before it. Where the model also
         keeps states (Mamba and the like) and has advanced them in that step, the cache is empty afterwards if it was
-        empty before, and refuses to go on otherwise.
+        empty before, and refuses to go on otherwise. What states take is known from the first step on, so that only a
+        first step, or one whose past is recorded, can find no room for them.
     Q3  a fork and what it was forked from never see each other's tokens.
 
 Cost: `update` about 15 us a layer beside writing the new tokens; `fork` of a `virtual` cache some microseconds a layer
-and piece run, of the others a copy.
+and piece run, of the others a copy; states are copied.
 """
 
 from __future__ import annotations
@@ -28,16 +30,17 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from quire.attention import Backend
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.hf.dense import DenseMemory
-from quire.hf.layer_kinds import StateAndRows, row_layer
+from quire.hf.layer_kinds import bound_layer
 from quire.hf.layers import RowLayer
 from quire.hf.owner import calling_model, wants_dense
 from quire.hf.rows import LayerBuffer, Need, RowMemory
+from quire.hf.state_layers import BoundStates, StateCharge
 from quire.hf.stored_shape import StoredShape, check_tokens
 from quire.hf.unbound import import_modelling, tell_unbound
 from quire.sizes import parse_size
@@ -112,12 +115,13 @@ class QuireCache(DynamicCache):
             if not import_modelling(config):
                 raise
             super().__init__(config=config)
-        self._adopt([row_layer(layer, self, index) for index, layer in enumerate(self.layers)])
+        self._adopt([bound_layer(layer, self, index) for index, layer in enumerate(self.layers)])
         tell_unbound(self.layers, config)
 
     def _adopt(self, layers: list[Any]) -> None:
         self.layers = layers
         self.row_layers: list[RowLayer] = [layer for layer in layers if isinstance(layer, RowLayer)]
+        self.state_layers: list[BoundStates] = [layer for layer in layers if isinstance(layer, BoundStates)]
         self.filled_by: weakref.ref[PreTrainedModel] | None = None
         self._broken = False
         self._dense = False  # whether the model is given copies of the views (`wants_dense`)
@@ -125,7 +129,7 @@ class QuireCache(DynamicCache):
 
     @property
     def used_bytes(self) -> int:
-        """Memory that this cache and its forks take now, of `kv_memory`."""
+        """Memory that this cache and its forks take now, states included, of `kv_memory`."""
         return self.memory.used_bytes
 
     # A step.
@@ -136,9 +140,34 @@ class QuireCache(DynamicCache):
             self._refuse_own_forward()
         self.check_whole()
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        states = self._reserve_states(query_length)
         if isinstance(layer, RowLayer) and layer.is_initialized and layer.length + query_length > layer.ready:
-            self.prepare(query_length, layer.length)
+            try:
+                self.prepare(query_length, layer.length)
+            except CapacityError:
+                self._give_back(states)
+                raise
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def _reserve_states(self, num_new: int) -> list[tuple[StateCharge, int]]:
+        """Count what states grow by in a step whose past is recorded. Returns what was counted before. All or none."""
+        before: list[tuple[StateCharge, int]] = []
+        for layer in self.state_layers:
+            if (num_bytes := layer.bytes_behind(num_new)) > layer.charge.num_bytes:
+                before.append((layer.charge, layer.charge.num_bytes))
+                try:
+                    layer.charge.resize(
+                        num_bytes, f"the states of layer {layer.index} behind {num_new} tokens more"
+                    )
+                except CapacityError:
+                    self._give_back(before)
+                    raise
+        return before
+
+    @staticmethod
+    def _give_back(before: list[tuple[StateCharge, int]]) -> None:
+        for charge, num_bytes in before:
+            charge.resize(num_bytes)
 
     def prepare(self, num_new: int, length: int) -> None:
         """Have memory for `num_new` tokens in every layer that holds `length` of them. All or nothing."""
@@ -196,13 +225,7 @@ class QuireCache(DynamicCache):
         self, layer: RowLayer, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`RowLayer.update`: checks, takes memory where that is not done, writes."""
-        if torch.compiler.is_compiling():
-            raise ArgumentError(
-                "expected a model that is not compiled; torch.compile cannot trace a QuireCache, whose buffers are "
-                "memory that it maps itself: call the model eagerly, or use a StaticCache"
-            )
-        if not self.backend.is_host:
-            self._refuse_own_forward()
+        self._check_forward()
         check_tokens(key_states, value_states, layer.shape if layer.is_initialized else None, layer.index)
         self.check_whole()
         length, num_new = layer.length, key_states.shape[2]
@@ -221,6 +244,38 @@ class QuireCache(DynamicCache):
             raise
         keys, values = layer.store(key_states, value_states)
         return (keys.contiguous(), values.contiguous()) if self._dense else (keys, values)
+
+    def check_state_step(self, layer: BoundStates) -> None:
+        """Whether a forward may go on with the states of `layer`.
+
+        Raises:
+            ArgumentError: a compiled forward, one for a device's cache, or a step behind one that was left half done.
+        """
+        self._check_forward()
+        self.check_whole()
+        if self.filled_by is None and not self.row_layers and layer is self.state_layers[0]:
+            self.filled_by = calling_model(self)
+
+    def state_refused(self, layer: BoundStates, *, is_first: bool) -> None:
+        """A step ends at the states of `layer`, for want of memory (Q2). is_first: they have none before it."""
+        behind = self.layers[layer.index + 1 :]
+        if is_first and not any(
+            (isinstance(other, RowLayer) and other.length)
+            or (isinstance(other, BoundStates) and other.has_states)
+            for other in behind
+        ):
+            self.reset()
+        else:
+            self._broken = True
+
+    def _check_forward(self) -> None:
+        if torch.compiler.is_compiling():
+            raise ArgumentError(
+                "expected a model that is not compiled; torch.compile cannot trace a QuireCache, whose buffers are "
+                "memory that it maps itself: call the model eagerly, or use a StaticCache"
+            )
+        if not self.backend.is_host:
+            self._refuse_own_forward()
 
     def _refuse_own_forward(self) -> NoReturn:
         """A forward that is none of Quire's would need views of a device's memory."""
@@ -280,22 +335,45 @@ class QuireCache(DynamicCache):
             {
                 name: value
                 for name, value in self.__dict__.items()
-                if name not in ("layers", "row_layers", "detachers")
+                if name not in ("layers", "row_layers", "state_layers", "detachers")
             }
         )
-        filled = [layer for layer in self.row_layers if layer.is_initialized]
-        rows = self.memory.select(self._contents(filled), range(self._num_rows()))
-        layers = []
-        for index, layer in enumerate(self.layers):
-            forked = row_layer(layer, new, index) if isinstance(layer, RowLayer) else copy.deepcopy(layer)
-            if isinstance(layer, StateAndRows):
-                forked.copy_states(layer)
-            layers.append(forked)
+        new._adopt(
+            [
+                bound_layer(layer, new, index)
+                if isinstance(layer, RowLayer | BoundStates)
+                else copy.deepcopy(layer)
+                for index, layer in enumerate(self.layers)
+            ]
+        )
+        try:
+            self._copy_states_to(new)
+            filled = [layer for layer in self.row_layers if layer.is_initialized]
+            rows = self.memory.select(self._contents(filled), range(self._num_rows()))
+        except BaseException:
+            new.reset()  # now, and not when whoever holds the error lets go of it
+            raise
         for number, layer in enumerate(filled):
-            layers[layer.index].take_over(layer, rows[2 * number : 2 * number + 2])
-        new._adopt(layers)
+            new.layers[layer.index].take_over(layer, rows[2 * number : 2 * number + 2])
         new.filled_by, new._dense = self.filled_by, self._dense
         return new
+
+    def _copy_states_to(self, new: QuireCache) -> None:
+        """*raises:* CapacityError: no room for the copies; some may have been made."""
+        charge = StateCharge(self.memory)
+        charge.resize(
+            sum(layer.state_bytes for layer in self.state_layers),
+            f"a fork's own states of {len(self.state_layers)} layers",
+        )
+        try:
+            for ours, theirs in zip(self.state_layers, new.state_layers, strict=True):
+                theirs.copy_states(ours, charge.split(ours.state_bytes))
+        except RuntimeError as error:
+            raise CapacityError(
+                f"cannot take memory from the operating system for a fork's own states: {str(error).splitlines()[0]}"
+            ) from error
+        finally:
+            charge.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuireCache:
         new = self.fork()
@@ -312,10 +390,9 @@ class QuireCache(DynamicCache):
             self.memory.reorder(self._contents(filled), order)
             for layer in filled:
                 layer.ready = 0
-        for layer in self.layers:  # behind the rows, for which there may be no room
-            if isinstance(layer, StateAndRows):
-                layer.reorder_states(beam_idx)
-            elif not isinstance(layer, RowLayer):
+            self._choose_states(order)  # behind the rows, for which there may be no room
+        for layer in self.layers:
+            if not isinstance(layer, RowLayer | BoundStates):
                 layer.reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -325,23 +402,10 @@ class QuireCache(DynamicCache):
             ArgumentError: a positive count, more tokens than there are, a window or a state whose past was not
                 recorded, or a recurrent state, which no cache can take back.
         """
-        for layer in self.layers:
-            if isinstance(layer, LinearAttentionLayer) and not layer.record_past:
-                raise ArgumentError(
-                    "expected past recording where a model with states is cropped: call activate_past_recording() first"
-                )
-            if isinstance(layer, LinearAttentionLayer) and tokens_to_remove:
-                if any(layer.is_recurrent_states_initialized.values()):
-                    raise ArgumentError(
-                        "expected no recurrent states in a cache that is cropped, which hold all tokens in one; fork() "
-                        "the cache before the tokens, and go on with the fork"
-                    )
-                if not all(layer.is_conv_states_initialized.values()):
-                    raise ArgumentError(
-                        "expected a filled cache to crop, got one whose states are not there yet"
-                    )
-            if isinstance(layer, RowLayer):
-                layer.check_crop(tokens_to_remove)
+        for layer in self.state_layers:
+            layer.check_crop_states(tokens_to_remove)
+        for layer in self.row_layers:
+            layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -352,10 +416,11 @@ class QuireCache(DynamicCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only the rows of `indices`, int [n] or bool [B], in that order. All layers or none."""
-        others = [layer for layer in self.layers if not isinstance(layer, RowLayer)]
-        if self._has_states:
+        others = [layer for layer in self.layers if not isinstance(layer, RowLayer | BoundStates)]
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in others):
             raise ArgumentError(
-                "expected layers without states for a choice of rows; transformers' state layers do not offer it"
+                "expected layers whose states Quire keeps for a choice of rows; layers of the model's own do not "
+                "offer it"
             )
         order = self._order(torch.arange(self._num_rows())[indices])
         self._choose(order)
@@ -368,28 +433,54 @@ class QuireCache(DynamicCache):
 
     def _choose(self, order: list[int]) -> None:
         self._detach()
+        before = self._reserve_rows(len(order))
         filled = [layer for layer in self.row_layers if layer.is_initialized]
-        rows = self.memory.select(self._contents(filled), order)
+        try:
+            rows = self.memory.select(self._contents(filled), order)
+        except BaseException:
+            self._give_back(before)
+            raise
         for number, layer in enumerate(filled):
             layer.replace(rows[2 * number : 2 * number + 2])
+        self._choose_states(order)
+
+    def _reserve_rows(self, num_rows: int) -> list[tuple[StateCharge, int]]:
+        """Count what more rows of states take. Returns what was counted before. All or none."""
+        before: list[tuple[StateCharge, int]] = []
+        for layer in self.state_layers:
+            if (have := layer.num_state_rows) and num_rows > have:
+                before.append((layer.charge, layer.charge.num_bytes))
+                try:
+                    layer.charge.resize(
+                        layer.state_bytes // have * num_rows,
+                        f"{num_rows} rows of the states of layer {layer.index}",
+                    )
+                except CapacityError:
+                    self._give_back(before)
+                    raise
+        return before
+
+    def _choose_states(self, order: list[int]) -> None:
+        """Layer by layer, so that no more than one layer's states exist twice."""
+        try:
+            for layer in self.state_layers:
+                layer.choose_states(order)
+        except RuntimeError as error:
+            self._broken = True
+            raise CapacityError(
+                f"cannot take memory from the operating system for {len(order)} rows of states: "
+                f"{str(error).splitlines()[0]}; reset() the cache and compute the prompt again"
+            ) from error
 
     def _num_rows(self) -> int:
-        return next((layer.shape.num_rows for layer in self.row_layers if layer.is_initialized), 0)
-
-    def _num_state_rows(self) -> int:
-        """Of a model of states alone; 0 before there are any."""
-        states = (
-            state
-            for layer in self.layers
-            if isinstance(layer, LinearAttentionLayer)
-            for state in (*layer.conv_states.values(), *layer.recurrent_states.values())
-            if state is not None
-        )
-        return next((len(state) for state in states), 0)
+        """Of the batch; 0 before there is one."""
+        rows = (layer.shape.num_rows for layer in self.row_layers if layer.is_initialized)
+        states = (count for layer in self.state_layers if (count := layer.num_state_rows))
+        return next(rows, 0) or next(states, 0)
 
     def _order(self, indices: torch.Tensor) -> list[int]:
         order = [int(row) for row in indices.tolist()]
-        num_rows = self._num_rows() or self._num_state_rows()
+        num_rows = self._num_rows()
         if num_rows and (not order or min(order) < 0 or max(order) >= num_rows):
             raise ArgumentError(f"expected rows of 0 to {num_rows - 1}, got {order}")
         return order

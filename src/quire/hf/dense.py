@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.errors import CapacityError
-from quire.hf.rows import LayerBuffer, Need, Rows
+from quire.hf.rows import LayerBuffer, Need, Rows, refuse_state
 from quire.memory.device import DeviceMemory
 from quire.memory.device_buffer import DeviceBuffer, read, write
 from quire.process import ForkSafeLock
@@ -121,6 +121,14 @@ class DenseMemory:
                     write(self.device, target[row], source[chosen])
         found: list[Rows] = [new for new, _, _ in selected]
         return found
+
+    def take_state(self, num_bytes: int, what: str) -> None:
+        with self._lock:
+            refuse_state(what, num_bytes, self.used_bytes, self.limit_bytes)
+            self.used.add(num_bytes)
+
+    def give_state(self, num_bytes: int) -> None:
+        self.used.add(-num_bytes)
 
     def _check(self, more_bytes: int, num_tokens: int, num_rows: int) -> None:
         """Raises CapacityError if `more_bytes` would go beyond the limit."""

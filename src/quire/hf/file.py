@@ -7,7 +7,8 @@
     payload    the tensors' bytes, in the header's order; nothing before, between or behind them
 
 Keys and values lie token after token, row after row, as in memory; of a layer with a window, those that can still be
-seen. Nothing is executed or unpickled; every byte of the file is covered by a checksum or compared.
+seen. States lie as the next step needs them, without what is recorded for `crop`. Nothing is executed or unpickled;
+every byte of the file is covered by a checksum or compared.
 
 Invariants
     C1  `save` leaves the old file or the whole new one under the path, whenever it is interrupted.
@@ -28,16 +29,19 @@ from typing import Any, BinaryIO, Protocol
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from quire.errors import ArgumentError, LoadError
-from quire.hf.file_header import STATES, BadHeaderError, StoredHeader, StoredState, check_layers, parse
+from quire.errors import ArgumentError, CapacityError, LoadError
+from quire.hf.file_header import BadHeaderError, StoredHeader, StoredLayer, check_layers, parse
+from quire.hf.file_states import check_states
 from quire.hf.layers import RowLayer
 from quire.hf.rows import bytes_of_row
+from quire.hf.state_layers import STATES, BoundStates
 from quire.hf.stored_shape import StoredShape
 from quire.memory.device_buffer import read, write
 from quire.model.fingerprint import fingerprint
 from quire.new_file import NewFile
+from quire.sizes import format_size
 
 __all__ = ["load", "save"]
 
@@ -50,6 +54,7 @@ class _Cache(Protocol):
     """What is used of a `QuireCache`, where its members are described."""
 
     layers: list[Any]
+    config: Any
 
     def open_all(self, shapes: dict[int, StoredShape]) -> None: ...
     def prepare_for(self, positions: dict[int, tuple[int, int]]) -> None: ...
@@ -67,6 +72,7 @@ def save(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
     if path.is_dir():
         raise ArgumentError(f"expected the name of a file to save a cache in, got the folder {path}")
     foretold = cache.foretold(1, torch.float32)
+    _check_states(cache.layers)
     layers = [_describe(layer, index, foretold.get(index)) for index, layer in enumerate(cache.layers)]
     header: dict[str, Any] = {"fingerprint": fingerprint(model), "layers": [entry for entry, _ in layers]}
     payload = [part for _, tensors in layers for tensor in tensors for part in tensor]
@@ -84,6 +90,7 @@ def load(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
             header = _read_header(file, path)
             _check_model(header, path, model)
             check_layers(header.layers, cache.layers, cache.foretold(1, torch.float32), _dtypes(model))
+            check_states(header.layers, cache.layers, cache.config, _dtypes(model))
             _fill(cache, file, header, path)
     except BadHeaderError as error:
         cache.reset()
@@ -97,6 +104,21 @@ def load(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
 
 
 # What is written.
+
+
+def _check_states(layers: list[Any]) -> None:
+    holds = any(isinstance(layer, RowLayer) and layer.length for layer in layers)
+    missing = [
+        index
+        for index, layer in enumerate(layers)
+        if holds and isinstance(layer, BoundStates) and not layer.has_states
+    ]
+    if missing:
+        raise ArgumentError(
+            f"expected states in every layer that keeps some, got none in layers {missing}; a model that keeps them in "
+            "its own modules (RecurrentGemma) cannot be gone on with from a file"
+        )
+
 
 _Parts = list[torch.Tensor]  # uint8, contiguous, one after another
 
@@ -124,7 +146,7 @@ def _describe(layer: Any, index: int, foretold: StoredShape | None) -> tuple[dic
             parts = [read(device, place) for place in _rows_of(layer, which, first, layer.length)]
             entry["rows"]["sha256"].append(_digest(parts))
             tensors.append(parts)
-    if isinstance(layer, LinearAttentionLayer):
+    if isinstance(layer, BoundStates):
         states: list[dict[str, Any]] = []
         for state in range(layer.number_of_states):
             described: dict[str, Any] = {
@@ -132,7 +154,7 @@ def _describe(layer: Any, index: int, foretold: StoredShape | None) -> tuple[dic
                 "conv_kernel_size": layer.conv_kernel_size[state],
             }
             for name in STATES:
-                tensor = getattr(layer, name)[state]
+                tensor = layer.saved(name, state)
                 described[name] = None
                 if tensor is not None:
                     parts = [_bytes_of(tensor.detach().contiguous())]
@@ -229,6 +251,9 @@ def _fill(cache: _Cache, file: BinaryIO, header: StoredHeader, path: Path) -> No
     cache.open_all({index: rows.shape for index, rows in filled.items()})
     # All memory first, so that what does not fit is found before anything is read.
     cache.prepare_for({index: (rows.first, rows.length) for index, rows in filled.items()})
+    for layer, entry in zip(cache.layers, header.layers, strict=True):
+        if entry.states is not None:
+            layer.charge.resize(entry.state_bytes, f"the saved states of layer {layer.index}")
     for index, (layer, entry) in enumerate(zip(cache.layers, header.layers, strict=True)):
         if (rows := filled.get(index)) is not None:
             for which in (0, 1):
@@ -241,19 +266,27 @@ def _fill(cache: _Cache, file: BinaryIO, header: StoredHeader, path: Path) -> No
                         write(device, place, part)
             layer.filled(rows.first, rows.length)
         if entry.states is not None:
-            _fill_states(layer, file, entry.states, path)
+            _fill_states(layer, file, entry, path)
 
 
-def _fill_states(layer: Any, file: BinaryIO, states: tuple[StoredState, ...], path: Path) -> None:
-    for index, state in enumerate(states):
+def _fill_states(layer: BoundStates, file: BinaryIO, entry: StoredLayer, path: Path) -> None:
+    for number, state in enumerate(entry.states or ()):
+        tensors: dict[str, torch.Tensor] = {}
         for name, stored in state.tensors.items():
-            tensor = torch.empty(stored.shape, dtype=stored.dtype)
-            _read_into(file, [_bytes_of(tensor)], stored.sha256, path)
-            getattr(layer, name)[index] = tensor
-            getattr(layer, f"is_{name}_initialized")[index] = True
-            layer.dtype, layer.device = tensor.dtype, tensor.device
-        layer.has_previous_state[index] = state.has_previous_state
-        layer.conv_kernel_size[index] = state.conv_kernel_size
+            try:
+                tensors[name] = torch.empty(stored.shape, dtype=stored.dtype)
+            except RuntimeError as error:
+                raise CapacityError(
+                    f"cannot take {format_size(stored.num_bytes)} from the operating system for a saved state: "
+                    f"{str(error).splitlines()[0]}"
+                ) from error
+            _read_into(file, [_bytes_of(tensors[name])], stored.sha256, path)
+        layer.fill_state(
+            number,
+            tensors,
+            has_previous_state=state.has_previous_state,
+            conv_kernel_size=state.conv_kernel_size,
+        )
 
 
 def _read_into(file: BinaryIO, parts: _Parts, digest: str, path: Path) -> None:

@@ -5,7 +5,8 @@ checked here before anything is made from it, so that neither a size nor a type 
 
 Invariants
     F1  `parse` returns a header of which every field has its type and its range, or raises BadHeaderError.
-    F2  `check_layers` passes only what the layers of this cache can be filled with, to be gone on from.
+    F2  `check_layers`, and `file_states` behind it, pass only what the layers of this cache can be filled with, to be
+        gone on from.
 
 Cost: some 10 us a layer.
 """
@@ -20,14 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionLayer
 
 from quire.errors import QuireError
 from quire.hf.layers import RowLayer
+from quire.hf.state_layers import STATES, BoundStates
 from quire.hf.stored_shape import StoredShape
 
 __all__ = [
-    "STATES",
     "BadHeaderError",
     "StoredHeader",
     "StoredLayer",
@@ -37,7 +37,6 @@ __all__ = [
     "parse",
 ]
 
-STATES = ("conv_states", "recurrent_states")
 _FINGERPRINT = ("config", "weights", "behaviour")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MOST_ROWS, _MOST_TOKENS, _MOST_SIZE, _MOST_DIMENSIONS = 1 << 20, (1 << 31) - 1, 1 << 31, 8
@@ -93,6 +92,10 @@ class StoredLayer:
     rows: StoredRows | None
     states: tuple[StoredState, ...] | None
 
+    @property
+    def state_bytes(self) -> int:
+        return sum(tensor.num_bytes for state in self.states or () for tensor in state.tensors.values())
+
 
 @dataclass(frozen=True)
 class StoredHeader:
@@ -111,8 +114,7 @@ def _sizes(layers: tuple[StoredLayer, ...]) -> Iterator[int]:
     for layer in layers:
         if layer.rows is not None:
             yield layer.rows.num_bytes
-        for state in layer.states or ():
-            yield from (tensor.num_bytes for tensor in state.tensors.values())
+        yield layer.state_bytes
 
 
 def parse(text: bytes) -> StoredHeader:
@@ -265,7 +267,7 @@ def check_layers(
                     f"expected {num_rows} rows of {length} tokens in every layer, got {rows.shape.num_rows} of "
                     f"{rows.length} - in {where}.rows"
                 )
-        num_states = layer.number_of_states if isinstance(layer, LinearAttentionLayer) else None
+        num_states = layer.number_of_states if isinstance(layer, BoundStates) else None
         got = None if entry.states is None else len(entry.states)
         if got != num_states:
             raise BadHeaderError(
@@ -275,14 +277,6 @@ def check_layers(
     missing = [index for index in foretold if num_rows is not None and stored[index].rows is None]
     if missing:
         raise BadHeaderError(f"expected keys and values in every layer, got none in layers {missing}")
-    for index, entry in enumerate(stored):
-        for state in entry.states or ():
-            for name, tensor in state.tensors.items():
-                _check_width(tensor.dtype, dtypes, f"layers[{index}].states, {name}")
-                if num_rows is not None and tensor.shape[0] != num_rows:
-                    raise BadHeaderError(
-                        f"expected states of {num_rows} rows, got {tensor.shape[0]} - in layers[{index}].states, {name}"
-                    )
 
 
 def _check_rows(
@@ -307,9 +301,3 @@ def _check_rows(
     if dtypes and shape.dtype not in dtypes and not is_autocast:
         told = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise BadHeaderError(f"expected {told}, got {shape.dtype} - in {where}.dtype")
-
-
-def _check_width(dtype: torch.dtype, dtypes: frozenset[torch.dtype], where: str) -> None:
-    """Of states, which models keep in float32 or as their weights are."""
-    if dtypes and dtype.itemsize > max(4, *(one.itemsize for one in dtypes)):
-        raise BadHeaderError(f"expected at most 4 bytes a number, got {dtype} - in {where}")

@@ -1,16 +1,15 @@
-"""Each kind of transformers' attention layers, with its keys and values on rows.
+"""Each kind of transformers' layers, with its keys and values on rows and its states counted.
 
 full        all tokens
 sliding     those a window (or a chunk) can still see; more while the past is recorded for `crop`
-and state   either of them, beside a state (Mamba, convolutions, delta-net), which stays transformers' own
+state       a state alone (Mamba, convolutions, delta-net)
+and state   full or sliding, beside a state
 """
 
 from __future__ import annotations
 
-import copy
-from typing import Any, cast
+from typing import Any, NoReturn, Protocol, cast
 
-import torch
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -19,15 +18,15 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from quire.errors import ArgumentError
 from quire.hf.layers import LayerOwner, RowLayer
+from quire.hf.state_layers import BoundStates, StateOwner
 
-__all__ = ["StateAndRows", "row_layer"]
+__all__ = ["bound_layer"]
 
-# What `LinearAttentionLayer` keeps, beside its number of states.
-_STATE_FIELDS = (
-    "conv_states", "recurrent_states", "is_conv_states_initialized", "is_recurrent_states_initialized",
-    "has_previous_state", "conv_kernel_size", "device", "dtype", "record_past",
-)  # fmt: skip
+
+class _Owner(LayerOwner, StateOwner, Protocol):
+    """A cache of all kinds of layers."""
 
 
 class FullRowLayer(RowLayer, DynamicLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -38,66 +37,103 @@ class SlidingRowLayer(RowLayer, DynamicSlidingWindowLayer):  # pyright: ignore[r
     """`DynamicSlidingWindowLayer` on rows."""
 
 
-class StateAndRows(RowLayer):
-    """A layer that keeps a state beside its keys and values: the state is `LinearAttentionLayer`'s."""
+class StateLayer(BoundStates, LinearAttentionLayer):
+    """`LinearAttentionLayer`, counted."""
+
+    def attach(self, cache: StateOwner, index: int, window: int) -> None:
+        """Makes it layer `index` of `cache`; a state has no window."""
+        self.attach_states(cache, index)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        self.open_states(*args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop_states(tokens_to_remove)
+        self.crop_states(tokens_to_remove)
+
+    def reset(self) -> None:
+        self.reset_states()
+
+    def reorder_cache(self, beam_idx: Any) -> NoReturn:
+        raise ArgumentError(
+            "expected reorder_cache of the whole QuireCache: its layers share one memory; got one layer"
+        )
+
+    def offload(self) -> NoReturn:
+        raise ArgumentError("expected a cache that stays where it is; QuireCache cannot be offloaded")
+
+    prefetch = offload
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ArgumentError(
+            "expected a copy of the whole QuireCache: a layer's memory belongs to its cache; use fork()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ArgumentError("expected no pickling of a QuireCache's layers; use QuireCache.save and load")
+
+
+class StateAndRows(BoundStates, RowLayer):
+    """A layer that keeps a state beside its keys and values."""
+
+    def attach(self, cache: _Owner, index: int, window: int) -> None:  # type: ignore[override]
+        RowLayer.attach(self, cache, index, window)
+        self.attach_states(cache, index)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         if len(args) == 2:  # keys and values
             RowLayer.lazy_initialization(self, *args)
         else:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)  # type: ignore[arg-type]
+            self.open_states(**kwargs)
 
     def activate_past_recording(self) -> None:
         RowLayer.activate_past_recording(self)
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        self.check_crop_states(tokens_to_remove)
+        RowLayer.check_crop(self, tokens_to_remove)
+
     def crop(self, tokens_to_remove: int) -> None:
-        LinearAttentionLayer.crop(self, tokens_to_remove)  # type: ignore[arg-type]
         RowLayer.crop(self, tokens_to_remove)
+        self.crop_states(tokens_to_remove)
 
     def reset(self) -> None:
-        LinearAttentionLayer.reset(self)  # type: ignore[arg-type]
+        self.reset_states()
         RowLayer.reset(self)
-
-    def reorder_states(self, beam_idx: torch.LongTensor) -> None:
-        """`reorder_cache` of the states alone."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-
-    def copy_states(self, other: StateAndRows) -> None:
-        """Have copies of the states of `other`."""
-        for name in _STATE_FIELDS:
-            setattr(self, name, copy.deepcopy(getattr(other, name)))
 
 
 class FullRowAndStateLayer(StateAndRows, LinearAttentionAndFullAttentionLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """`LinearAttentionAndFullAttentionLayer` on rows."""
+    """`LinearAttentionAndFullAttentionLayer` on rows, its state counted."""
 
 
 class SlidingRowAndStateLayer(StateAndRows, LinearAttentionAndSlidingWindowAttentionLayer):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """`LinearAttentionAndSlidingWindowAttentionLayer` on rows."""
+    """`LinearAttentionAndSlidingWindowAttentionLayer` on rows, its state counted."""
 
 
 _KINDS: dict[type, Any] = {
     DynamicLayer: FullRowLayer,
     DynamicSlidingWindowLayer: SlidingRowLayer,
+    LinearAttentionLayer: StateLayer,
     LinearAttentionAndFullAttentionLayer: FullRowAndStateLayer,
     LinearAttentionAndSlidingWindowAttentionLayer: SlidingRowAndStateLayer,
 }
 
 
-def row_layer(layer: Any, cache: LayerOwner, index: int) -> Any:
-    """What serves in the place of `layer` of a DynamicCache: on rows where it keeps keys and values, else itself.
+def bound_layer(layer: Any, cache: _Owner, index: int) -> Any:
+    """What serves in the place of `layer` of a DynamicCache: of these kinds, or itself if it is of another.
 
-    Given a layer on rows, another empty one of its kind.
+    Given a layer of these kinds, another empty one, which records the past as that one does.
     """
-    kind = type(layer) if isinstance(layer, RowLayer) else _KINDS.get(type(layer))
+    kind: Any = type(layer) if isinstance(layer, RowLayer | BoundStates) else _KINDS.get(type(layer))
     if kind is None:
         return layer
     options: dict[str, Any] = {}
-    if issubclass(kind, StateAndRows):
+    if issubclass(kind, StateLayer | StateAndRows):
         options["number_of_states"] = cast(Any, layer).number_of_states
     window = int(getattr(layer, "sliding_window", 0) or 0)
     if window:
         options["sliding_window"] = window
     new = kind(**options)
     new.attach(cache, index, window)
+    new.record_past = getattr(layer, "record_past", False)
     return new

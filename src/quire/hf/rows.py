@@ -3,8 +3,8 @@
 A `Rows` holds `num_rows` rows of one batch, token after token, `token_bytes` each; position `p` of row `r` begins at
 byte `(r * row_tokens + p - origin) * token_bytes` of `buffer`. So one tensor [num_rows, heads, tokens, head_dim] is a
 view of it, for any number of tokens, and nothing is moved when a token is added. All rows have the same length, as
-the batches of `generate` have. A `RowMemory` opens them, and counts what they take against one limit; what changes
-several of them is one call, for all or for none.
+the batches of `generate` have. A `RowMemory` opens them, and counts what they take against one limit, with what states
+(`state_layers`) take; what changes several of them is one call, for all or for none.
 
     dense.py     `growing`: one buffer, replaced by a larger one when it is full; `contiguous`: one of full length; of
                  any device
@@ -29,9 +29,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from quire.errors import CapacityError
 from quire.memory.device import DeviceMemory
+from quire.sizes import format_size
 
-__all__ = ["LayerBuffer", "Need", "RowMemory", "Rows", "bytes_of_row"]
+__all__ = ["LayerBuffer", "Need", "RowMemory", "Rows", "bytes_of_row", "refuse_state"]
 
 
 class LayerBuffer(NamedTuple):
@@ -120,3 +122,24 @@ class RowMemory(Protocol):
             CapacityError: no room for a copy, where the memory copies.
         """
         ...
+
+    def take_state(self, num_bytes: int, what: str) -> None:
+        """Count bytes of states, which are ordinary tensors, against the limit.
+
+        Raises:
+            CapacityError: it would be more than the limit; the numbers, and `what`, are in its text.
+        """
+        ...
+
+    def give_state(self, num_bytes: int) -> None:
+        """Count them no more. From any thread, and from a finalizer."""
+        ...
+
+
+def refuse_state(what: str, num_bytes: int, used_bytes: int, limit_bytes: int) -> None:
+    """Raises CapacityError if `num_bytes` more of states would go beyond the limit."""
+    if used_bytes + num_bytes > limit_bytes:
+        raise CapacityError(
+            f"expected {what} to fit into kv_memory of {format_size(limit_bytes)}, with {format_size(used_bytes)} in "
+            f"use they need {format_size(num_bytes)} more; raise kv_memory, or drop forks that are not needed"
+        )

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from quire.hf.layers import RowLayer
+from quire.hf.state_layers import BoundStates
 
 __all__ = ["import_modelling", "tell_unbound"]
 
@@ -32,7 +33,7 @@ def import_modelling(config: PreTrainedConfig) -> bool:
 
 
 def tell_unbound(layers: Sequence[Any], config: PreTrainedConfig) -> None:
-    """A warning, once for what it says, that names the layers which keep more than keys and values on rows."""
+    """A warning, once for what it says, that names the layers which keep more than rows and states."""
     kinds: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
         if (what := _unbound(layer)) is not None:
@@ -48,14 +49,14 @@ def tell_unbound(layers: Sequence[Any], config: PreTrainedConfig) -> None:
 
 
 def _unbound(layer: Any) -> str | None:
-    """What of the layer is not on rows."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return "states, which do not grow"
-    if isinstance(layer, RowLayer) or not isinstance(layer, CacheLayerMixin):
+    """What of the layer is neither on rows nor a state."""
+    if isinstance(layer, RowLayer | BoundStates) or not isinstance(
+        layer, CacheLayerMixin | LinearAttentionCacheLayerMixin
+    ):
         return None
     if hasattr(layer, "update_indexer"):
         return "keys, values and an indexer's keys, which grow with every token"
-    return f"what {type(layer).__name__} keeps, which grows with the tokens"
+    return f"what {type(layer).__name__} keeps"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

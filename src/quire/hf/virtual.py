@@ -35,11 +35,12 @@ import numpy as np
 import torch
 
 from quire.errors import ArgumentError, BackendError, CapacityError
-from quire.hf.rows import LayerBuffer, Need, Rows
+from quire.hf.rows import LayerBuffer, Need, Rows, refuse_state
 from quire.memory.device import HOST, DeviceMemory
 from quire.memory.placement import AddressRange, PlacementHeap, why_not
 from quire.process import OwnProcess
 from quire.sizes import format_size
+from quire.tally import Tally
 
 __all__ = ["VirtualMemory", "VirtualRows"]
 
@@ -72,6 +73,7 @@ class VirtualMemory:
         self.max_length = max_length
         self.piece_bytes = piece_bytes
         self._heaps: dict[tuple[int, ...], PlacementHeap] = {}  # by bytes of a token in each layer buffer
+        self._states = Tally()  # bytes
         self._ended: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self.process = OwnProcess(
@@ -81,7 +83,8 @@ class VirtualMemory:
 
     @property
     def used_bytes(self) -> int:
-        return sum(heap.num_used * heap.block_bytes for heap in list(self._heaps.values()))
+        rows = sum(heap.num_used * heap.block_bytes for heap in list(self._heaps.values()))
+        return rows + self._states.value
 
     def open(self, num_rows: int, layer_buffers: Sequence[LayerBuffer]) -> list[Rows]:
         of_layer: dict[int, list[int]] = {}
@@ -129,6 +132,14 @@ class VirtualMemory:
         with self._changing():
             new = {id(group): group.select(order, stop) for group, _, _, stop in _grouped(needs)}
         return [VirtualRows(new[id(_rows(need).group)], _rows(need).place) for need in needs]
+
+    def take_state(self, num_bytes: int, what: str) -> None:
+        with self._changing():
+            refuse_state(what, num_bytes, self.used_bytes, self.limit_bytes)
+            self._states.add(num_bytes)
+
+    def give_state(self, num_bytes: int) -> None:
+        self._states.add(-num_bytes)
 
     def take(self, heap: PlacementHeap, count: int, after: int, what: str) -> np.ndarray:
         """`count` blocks, held once, of `heap`, as near behind block `after` as there are."""

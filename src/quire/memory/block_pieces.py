@@ -105,7 +105,7 @@ class BlockPieces:
         """[kinds, layers, heads, blocks, 5], as if token 0 of each block lay at address 0; or [1, layers, 1, 1, 5]."""
         itemsize, origin = self.layout.dtype_bytes, origins[group.index]
         heads = np.arange(group.num_kv_heads)[:, None]
-        dims = group.stored_dims
+        dims = group.row_elements
         head_bytes = sum(dims) * itemsize
         starts_of = self.layout.layer_starts(total, origins)
         layers = np.array([starts_of[layer] for layer in group.layers])[:, None, None]
@@ -126,7 +126,7 @@ class BlockPieces:
         table = np.empty((len(dims), len(group.layers), len(heads), len(starts), 5), np.int64)
         for kind, dim in enumerate(dims):
             row_bytes, stride = dim * itemsize, places.token_strides[kind]
-            own = group.k_head_dim * itemsize * kind  # values lie behind the keys of their head
+            own = dims[0] * itemsize * kind  # values lie behind the keys of their head
             pieces = table[kind]
             pieces[..., 0] = (
                 layers + (total - origin) * (heads * head_bytes + own) + (starts - origin) * row_bytes

@@ -65,7 +65,7 @@ def _block_elements(spec: KVSpec, block_size: int) -> int:
     """Elements that one block takes in a slot."""
     layers_of_slot = {group.index: group.most_layers // _num_slots(spec) for group in spec.groups}
     return block_size * max(
-        layers_of_slot[group.index] * group.num_kv_heads * sum(group.stored_dims) for group in spec.groups
+        layers_of_slot[group.index] * group.num_kv_heads * sum(group.row_elements) for group in spec.groups
     )
 
 
@@ -176,8 +176,7 @@ class PagedStorage(BlockStorage):
         The view covers `num_blocks` as of now: ask again after `resize`.
         """
         group, place = self._home[self.spec.stored_in(layer)]
-        k, *v = (part[place] for part in self._tensors(group))
-        return KVView(k, v[0] if v else k[..., : group.v_head_dim], self.block_size)
+        return KVView.of_rows([part[place] for part in self._tensors(group)], group.layer)
 
     def block_places(self, group: KVGroup, block_ids: np.ndarray) -> BlockPlaces:
         """Where blocks of a group lie, for `quire.memory.block_bytes`."""
@@ -324,11 +323,11 @@ class PagedStorage(BlockStorage):
         return [(slot * self._slot_bytes, block_bytes) for slot in range(self.num_slots)]
 
     def _tensors(self, group: KVGroup) -> tuple[torch.Tensor, ...]:
-        """K and V of all layers of a group: [num_layers, num_blocks, num_kv_heads, block_size, head_dim]; K alone of
-        latent layers."""
+        """Rows of K and V of all layers of a group: [num_layers, num_blocks, num_kv_heads, block_size, row elements];
+        of K alone of latent layers."""
         itemsize = self.dtype.itemsize
         elements = self._heap.tensor(self.dtype)
-        dims, tokens = group.stored_dims, self.block_size
+        dims, tokens = group.row_elements, self.block_size
         layer_elements = group.num_kv_heads * tokens * sum(dims)
         layer_stride = self._slot_bytes // itemsize if self.num_slots > 1 else layer_elements
         return tuple(

@@ -3,10 +3,12 @@
 Others may use the names below, and
     cache_keyword, paged_cache   what a forward is given for a cache
     fingerprint                  which model it is
-    linear                       packed linear layers
     quantized                    modules that compute from codes
+    linear, weight_rows          packed linear layers, and what weights take as they are held
+    key_offsets                  what is taken off keys that are kept in codes
     load, prepare, step          homes of the names below
     huge_pages                   weights moved to huge pages
+    plain_weights                the memory of weights that are held in another form
     own_forward                  a model prepared, by the fast path or by its own forward
     missing                      why a model cannot be run, and how it attends
     model_lock, overlay          one holder of a model, and forwards laid over its own

@@ -35,7 +35,7 @@ from quire.model.plain_weights import plain
 from quire.model.prove.alike import kind_of
 from quire.model.prove.yardstick import decide, no_farther
 
-__all__ = ["PackedExperts", "WidenedExperts", "is_experts", "loop_of", "pack_experts"]
+__all__ = ["PackedExperts", "WidenedExperts", "expert_projections", "is_experts", "loop_of", "pack_experts"]
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts", "_apply_gate")
 
@@ -54,7 +54,7 @@ def pack_experts(model: nn.Module) -> Callable[[], None]:
     proved: dict[Hashable, bool] = {}
     try:
         for module in model.modules():
-            if (names := _projections(module)) is None:
+            if (names := expert_projections(module)) is None:
                 continue
             kind = kind_of(module)
             if kind not in proved:
@@ -145,8 +145,9 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in _FLAGS)
 
 
-def _projections(module: nn.Module) -> tuple[str, str] | None:
-    """The names of the two projections of an experts module that can be packed; None for any other module."""
+def expert_projections(module: nn.Module, device: str = "cpu") -> tuple[str, str] | None:
+    """The names of the two projections of an experts module on `device` that can be packed; None for any other
+    module."""
     if not is_experts(module) or getattr(module, "_is_expert_parallel", False):
         return None
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
@@ -157,7 +158,7 @@ def _projections(module: nn.Module) -> tuple[str, str] | None:
             and weight.dim() == 3
             and len(weight) == module.num_experts
             and weight.numel() > 0
-            and weight.device.type == "cpu"
+            and weight.device.type == device
             and choose_packing(weight.dtype) == "native"
         )
         if weight is None or not serves:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,9 @@ from quire.model.quantized import coded_weights
 from quire.model.sources import LiveSource, WeightSource
 from quire.new_file import NewFile
 from quire.quantized import rounding
+from quire.spec import KVSpec
 
-__all__ = ["engine_fingerprint", "fingerprint"]
+__all__ = ["engine_fingerprint", "fingerprint", "stored_fingerprint"]
 
 _DIGESTS = "quire-sha256.json"  # beside the files it is about
 _LEAST_KEPT = 64 << 20  # bytes of a file whose digest is worth keeping
@@ -56,7 +58,7 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
     To be asked for before the model is prepared.
     """
     files, device = loaded.source.files, attention_backend(backend)
-    parts = {
+    parts: dict[str, Any] = {
         "config": _config_digest(loaded.model),
         "weights": _files_digest(files) if files else _weights_digest(loaded.source),
         "dtype": loaded.spec.dtype,
@@ -75,6 +77,18 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
     elif not device.is_host:
         parts["kernels"] = device.version
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def stored_fingerprint(fingerprint: bytes, spec: KVSpec, key_offsets: Mapping[int, torch.Tensor]) -> bytes:
+    """`engine_fingerprint` of K and V as `spec` keeps them, with what is taken off keys, by layer; the same where they
+    are kept in the model's dtype."""
+    if spec.plain is spec:
+        return fingerprint
+    formats = [[layer.k_format, layer.v_format] for layer in spec.layers]
+    digest = hashlib.sha256(fingerprint + json.dumps(formats).encode())
+    for layer, offset in sorted(key_offsets.items()):
+        digest.update(layer.to_bytes(4, "little") + bytes_of(offset))
+    return digest.digest()
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """What the proof of a model found out, kept beside its packed weights, so that the next start need not prove it again.
 
 The proof (`prepare`) costs three small forwards and their comparisons, a second for half a billion weights; what it
-finds is a few names: which modules run fused, and how, whose forward is replaced, whether the decoder is one call.
+finds is a few names: which modules run fused, and how, whose forward is replaced, whether the decoder is one call. That
+there are findings says too that the adapters of state layers were proved (`quire.model.state.proof`).
 Not a proof of anything else than what it was made for: the key names all that the findings follow from.
 
     file   _MAGIC, SHA-256 of the rest, then JSON: {"key": ..., "found": ...}

@@ -55,12 +55,14 @@ __all__ = [
     "is_transposed",
     "pack_linears",
     "packed_class",
+    "planned_packing",
     "weights_to_pack",
 ]
 
 Packing = Literal["native", "onednn", "device", "watched"]
 
 # The dtypes the kernels compute in, as they call them.
+_MOST_DIMENSIONS = 4  # of what a packed weight multiplies
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -219,6 +221,9 @@ class PackedLinear(PackedModule, nn.Linear):  # pyright: ignore[reportIncompatib
             # Torch's own answer or error; with a gradient asked for, its own graph.
             weight = self._weight()
             return F.linear(input, weight.t() if self._transposed else weight, self.bias)
+        if input.dim() > _MOST_DIMENSIONS:
+            rows = packed.multiply(input.flatten(0, -2), self.bias)
+            return rows.view(*input.shape[:-1], rows.shape[-1])
         return packed.multiply(input, self.bias)
 
 
@@ -306,8 +311,21 @@ def weights_to_pack(model: nn.Module) -> list[torch.Tensor]:
     return [weight.t() if transposed else weight for weight, transposed in dense]
 
 
+def planned_packing(
+    model: nn.Module, packing: Packing | None = None
+) -> list[tuple[nn.Parameter, tuple[int, int], Packing, bool]]:
+    """What `pack_linears` would pack if `model`, on torch's meta device, had memory: each weight, its (num_outputs,
+    num_inputs), what packs it ("watched": nothing), and whether it is an embedding's alone."""
+    found = []
+    for parameter, modules, kind in _packable(model, packing, "meta"):
+        num_outputs, num_inputs = parameter.shape[::-1] if is_transposed(modules[0]) else parameter.shape
+        is_embedding = not any(_is_linear(module) for module in modules)
+        found.append((parameter, (num_outputs, num_inputs), kind, is_embedding))
+    return found
+
+
 def _packable(
-    model: nn.Module, packing: Packing | None
+    model: nn.Module, packing: Packing | None, device: str = "cpu"
 ) -> list[tuple[nn.Parameter, list[nn.Module], Packing]]:
     """The weights to pack, with the modules that hold each and what packs it."""
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -325,7 +343,7 @@ def _packable(
         if not (
             len(linears) + len(embeddings) == len(held)
             and all(name == "weight" for _, name in held)
-            and parameter.device.type == "cpu"
+            and parameter.device.type == device
             and type(parameter) is nn.Parameter
             and parameter.dim() == 2
             and parameter.numel() > 0
@@ -339,7 +357,7 @@ def _packable(
             and not (embeddings and kind == "onednn")
             and len({is_transposed(module) for module in modules}) == 1
             and parameter.dtype in DTYPE_NAMES
-            and all(_has_plain_bias(module, parameter.dtype) for module in linears)
+            and all(_has_plain_bias(module, parameter.dtype, device) for module in linears)
         )
         if serves and kind is not None:
             groups.append((parameter, modules, kind))
@@ -404,6 +422,6 @@ def _gathers_rows(module: nn.Embedding) -> bool:
     return module.max_norm is None and not module.sparse
 
 
-def _has_plain_bias(module: nn.Module, dtype: torch.dtype) -> bool:
+def _has_plain_bias(module: nn.Module, dtype: torch.dtype, device: str) -> bool:
     bias = module._parameters.get("bias")
-    return bias is None or (bias.dtype == dtype and bias.is_contiguous() and bias.device.type == "cpu")
+    return bias is None or (bias.dtype == dtype and bias.is_contiguous() and bias.device.type == device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -38,10 +39,10 @@ from quire.model.load_quantized import load_quantized, quantization_of
 from quire.model.mapped_weights import MappedWeights
 from quire.model.quantized import quantize_model
 from quire.model.sources import GGUFSource, LiveSource, SafetensorsSource, WeightSource, is_gguf
-from quire.spec import FORMATS, KVFormat, KVSpec, format_of
+from quire.spec import KVFormat, KVSpec, element_formats, format_of
 from quire.spec.weight_formats import WeightFormats
 
-__all__ = ["EMBEDDED", "LoadedModel", "load"]
+__all__ = ["EMBEDDED", "LoadedModel", "UnloadedModel", "load", "without_weights"]
 
 EMBEDDED = Path(__file__).parent / "embedded"
 
@@ -319,9 +320,9 @@ def _describe(
             f"model type {model_type}: {reason}; dequantize the model, or use model.generate"
         )
     dtype = wanted.name if wanted else str(model.dtype).removeprefix("torch.")
-    if dtype not in FORMATS:
+    if dtype not in element_formats():
         raise UnsupportedModelError(
-            f"model type {model_type}: expected weights of {', '.join(sorted(FORMATS))}, got {dtype}"
+            f"model type {model_type}: expected weights of {', '.join(sorted(element_formats()))}, got {dtype}"
         )
     spec = KVSpec.from_config(config, dtype=dtype)
     embeddings = model.get_output_embeddings() or model.get_input_embeddings()
@@ -498,8 +499,8 @@ def _format(dtype: str | torch.dtype) -> KVFormat | None:
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
         return None
-    if name not in FORMATS:
-        raise ArgumentError(f"expected dtype auto, {', '.join(sorted(FORMATS))}, got {name!r}")
+    if name not in element_formats():
+        raise ArgumentError(f"expected dtype auto, {', '.join(sorted(element_formats()))}, got {name!r}")
     return format_of(name)
 
 
@@ -510,3 +511,116 @@ def _shown(source: Any, where: str) -> str:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+@dataclass(frozen=True, eq=False)
+class UnloadedModel:
+    """A model as `load` would give it, from its config and the headers of its files; no weight is read.
+
+    Args:
+        model: on torch's meta device: names and shapes of its parameters, no memory.
+        spec, name, model_type, max_model_len, vocab_size: as of `LoadedModel`.
+        stored_bytes: of the tensors in its files; 0 where they are not there.
+    """
+
+    model: PreTrainedModel
+    spec: KVSpec
+    name: str
+    model_type: str
+    max_model_len: int
+    vocab_size: int
+    stored_bytes: int = 0
+
+
+def without_weights(
+    source: str | Path | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> UnloadedModel:
+    """What `load` would give, its weights left out. A Hub id must be in the local cache; a folder need have no weights.
+
+    Raises:
+        ArgumentError, LoadError, ConfigError, UnsupportedModelError: as `load`, as far as config and headers tell.
+    """
+    wanted = _format(dtype)
+    if (file := _gguf_file(source)) is not None:
+        stored = GGUFSource(file)
+        config = gguf_config(stored)
+        return _unloaded(
+            config, wanted.torch_dtype if wanted else stored.dtype, file.stem, file.stat().st_size
+        )
+    where, local = _locate(source)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    if not local:
+        options["revision"] = revision
+    elif not (Path(where) / "config.json").is_file():
+        raise LoadError(f"expected a model folder, {where} has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(where, **options)
+    except Exception as error:  # transformers and the Hub client raise many kinds
+        hint = "" if local else " (it is not in the local cache, perhaps; nothing is fetched)"
+        raise LoadError(
+            f"cannot read the config of {_shown(source, where)}{hint}: {_one_line(error)}"
+        ) from error
+    text = config.get_text_config(decoder=True)
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        method = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        )
+        raise UnsupportedModelError(
+            f"model type {config.model_type}: its weights are quantized by {getattr(method, 'value', method)}, which "
+            "Quire does not compute with yet; dequantize the model, or use model.generate"
+        )
+    header = SafetensorsSource.of_checkpoint(where, None if local else revision)
+    tensors = [] if header is None else list(header)
+    stored_dtype = config.dtype or text.dtype
+    if stored_dtype is None:
+        stored_dtype = next((one.stored for one in tensors if one.stored in _FLOATS), torch.float32)
+    sizes = [
+        math.prod(one.shape) * one.stored.itemsize for one in tensors if isinstance(one.stored, torch.dtype)
+    ]
+    name = "embedded" if source is None else Path(where).name if local else where
+    return _unloaded(
+        config,
+        wanted.torch_dtype if wanted else stored_dtype,
+        name,
+        sum(sizes),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _unloaded(config: Any, dtype: Any, name: str, stored_bytes: int, **options: Any) -> UnloadedModel:
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    kind = _auto_class(config)
+    options |= {"dtype": dtype, **_attention(config)}
+    model: Any
+    with torch.device("meta"):
+        try:
+            model = kind.from_config(config, **options)
+        except ImportError:  # as `_text_part`
+            text = config.get_text_config(decoder=True)
+            if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+                raise
+            if getattr(config, "tie_word_embeddings", None) is not None:
+                text.tie_word_embeddings = config.tie_word_embeddings
+            config, model = text, AutoModelForCausalLM.from_config(text, **options)
+    dtype_name = str(dtype).removeprefix("torch.")
+    if dtype_name not in element_formats():
+        raise UnsupportedModelError(
+            f"model type {config.model_type}: expected weights of {', '.join(sorted(element_formats()))}, got {dtype_name}"
+        )
+    spec = KVSpec.from_config(config, dtype=dtype_name)
+    embeddings = model.get_output_embeddings() or model.get_input_embeddings()
+    weight = getattr(embeddings, "weight", None)
+    return UnloadedModel(
+        model=model,
+        spec=spec,
+        name=name,
+        model_type=str(config.get_text_config(decoder=True).model_type or config.model_type),
+        max_model_len=spec.max_model_len or 2**20,
+        vocab_size=int(weight.shape[0]) if isinstance(weight, torch.Tensor) else spec.vocab_size or 0,
+        stored_bytes=stored_bytes,
+    )

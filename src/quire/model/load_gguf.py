@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,9 @@ class WidenedWeights:
 
     def release(self, weight: torch.Tensor) -> None:
         """Nothing: its memory is the model's own and goes with it."""
+
+    def release_read(self, kept: Iterable[torch.Tensor]) -> None:
+        """Nothing, as `release`."""
 
     def origins(self, weights: Sequence[torch.Tensor]) -> list[Origin | None]:
         """As of `MappedWeights`; None where it is in no tensor of the file alone."""

@@ -16,6 +16,7 @@ import bisect
 import ctypes
 import mmap
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,22 @@ class MappedWeights:
         if start < stop:
             # A failure leaves the pages where they are: more memory, nothing wrong.
             _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+    def release_read(self, kept: Iterable[torch.Tensor]) -> None:
+        """Gives the pages of the files back that `kept`, all that is left of the model's tensors, were read beside.
+
+        Experts that were stacked from a file's tensors leave those tensors' pages in the process, though nobody reads
+        them again. What is kept is read from the files when it is next looked at. A file that was written to stays.
+        """
+        unwritten = _unwritten(_SUFFIX)
+        held = {region for tensor in kept if (region := self._region_of(tensor)) is not None}
+        for region in held & set(_mapped_files(_SUFFIX)):  # a tensor lies there: nobody unmaps it meanwhile
+            if region.start in unwritten:
+                _libc.madvise(
+                    ctypes.c_void_p(region.start),
+                    ctypes.c_size_t(region.stop - region.start),
+                    mmap.MADV_DONTNEED,
+                )
 
     def origins(self, weights: list[torch.Tensor]) -> list[Origin | None]:
         """Where the bytes of each weight (dense in memory, in any order) stand in a file; None where that is not

@@ -15,7 +15,7 @@ Cost: one back end write per layer and forward.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ class PagedCache(Cache):
         self.latents: dict[torch.nn.Module, Any] = {}  # of `attention_function`: the heads of latent modules
         self._tags = [KVTag(self, layer) for layer in range(len(spec.layers))]
         self._table_of = {layer: storage.table_of(layer) for group in spec.groups for layer in group.layers}
+        self.key_offsets: Mapping[int, torch.Tensor] = {}  # by layer, of keys in codes: see `KVView.k_offset`
         self.compiled: Any = None  # what `FusedDecoder` has made over the views of this
         self._views: dict[int, KVView] = {}  # by layer that attends
         self._generation = -1
@@ -116,11 +117,15 @@ class PagedCache(Cache):
         if not self._views or self._generation != self.storage.generation:
             self._generation = self.storage.generation
             self._views = {
-                number: self.storage.view(number)
+                number: self._with_offset(self.storage.view(number), number)
                 for number, layer in enumerate(self.spec.layers)
                 if layer.attends
             }
         self._step, self.num_attended = step, 0
+
+    def _with_offset(self, view: KVView, layer: int) -> KVView:
+        offset = self.key_offsets.get(self.spec.stored_in(layer)) if view.k_scale is not None else None
+        return view if offset is None else replace(view, k_offset=offset)
 
     def end(self) -> None:
         """Forget the step."""

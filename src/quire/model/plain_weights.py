@@ -6,10 +6,11 @@ Cost: unpacking, for each call of what is returned.
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from quire.model.held_weight import HeldParameter
 
-__all__ = ["is_packed", "plain"]
+__all__ = ["dense_parameters", "is_packed", "plain"]
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
@@ -20,3 +21,9 @@ def is_packed(tensor: torch.Tensor) -> bool:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The weight, dense, for reading."""
     return tensor.held.read() if isinstance(tensor, HeldParameter) else tensor.detach()
+
+
+def dense_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """The memory of all parameters that have some, as it is; those held in another form have none."""
+    found = (one.held.dense if isinstance(one, HeldParameter) else one.detach() for one in model.parameters())
+    return [tensor for tensor in found if tensor is not None]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ from quire.model.huge_pages import HugePageMove
 from quire.model.kept_proof import KeptProof
 from quire.model.latent import install_latents
 from quire.model.linear import choose_packing, pack_linears, weights_to_pack
-from quire.model.load import LoadedModel
+from quire.model.load import LoadedModel, UnloadedModel
 from quire.model.missing import what_is_missing, why_not_called
 from quire.model.model_lock import hold, let_go
 from quire.model.overlay import below, install
@@ -58,7 +58,8 @@ from quire.model.prove.probe import Probe, rehearse
 from quire.model.prove.replaced import first_of_each, unproved
 from quire.model.prove.stamp import Stamp, facts
 from quire.model.routed import Routed, has_biases, route
-from quire.model.state.serve import serve_states
+from quire.model.state import StateAdapter
+from quire.model.state.serve import find_states, serve_states
 from quire.model.step import ForwardStep, on_device
 from quire.model.watch import Record, watch_attention, watch_linears
 from quire.process import ForkSafeLock
@@ -67,7 +68,7 @@ from quire.torch_threads import one_torch_thread
 if TYPE_CHECKING:
     from quire.model.fused import Fused, FusedDecoder
 
-__all__ = ["PreparedModel"]
+__all__ = ["PreparedModel", "resolve_length"]
 
 _IMPLEMENTATION = "_attn_implementation_internal"  # where transformers' configs keep the attention's name
 
@@ -117,8 +118,10 @@ class PreparedModel:
     def _prepare(self, loaded: LoadedModel, packed_weights: Path | None) -> None:
         self.loaded = loaded
         self.spec = loaded.spec
+        # By layer, what is taken off keys that are kept in codes (`quire.model.key_offsets`).
+        self.key_offsets: dict[int, torch.Tensor] = {}
         self.vocab_size = loaded.vocab_size
-        self.max_model_len = _resolve_length(loaded, self._asked_length)
+        self.max_model_len = resolve_length(loaded, self._asked_length)
         self._model: PreTrainedModel = loaded.model
         self._watch: row_invariant.Watch | None = None
         self._proof: KeptProof | None = None
@@ -126,6 +129,7 @@ class PreparedModel:
         self.packed_check: PackedCheck | None = None
         self._undo: list[Callable[[], None]] = []
         self._latents: dict[torch.nn.Module, Any] = {}  # of all caches; see `PagedCache.latents`
+        self._adapters: Mapping[int, StateAdapter] = {}  # of state layers, by layer
         self.fused: Fused | None = None
         self.decoder: FusedDecoder | None = None
         self.routed: Routed | None = None
@@ -213,13 +217,13 @@ class PreparedModel:
         self.check_storage(storage)
         states = storage.states if isinstance(storage, BlockStorage) else None
         made = paged_cache_class(self.loaded.model)
-        cache = made(self.spec, storage, self.backend, self.loaded.model_type, states)
-        cache.latents = self._latents
+        cache = made(storage.spec, storage, self.backend, self.loaded.model_type, states)
+        cache.latents, cache.key_offsets = self._latents, self.key_offsets
         return cache
 
     def check_storage(self, storage: Storage) -> None:
-        """*raises:* ArgumentError: it is of another spec than this model's."""
-        if storage.spec.layers != self.spec.layers:
+        """*raises:* ArgumentError: it is of another spec than this model's; formats are the storage's own."""
+        if storage.spec.plain.layers != self.spec.layers:
             raise ArgumentError("expected a storage built from this model's spec, got one of another spec")
         if self.spec.states and not (isinstance(storage, BlockStorage) and storage.states):
             raise ArgumentError("expected a storage with state slots for a model with state layers, got none")
@@ -355,7 +359,7 @@ class PreparedModel:
                 f"{len(layers)}, layer {layers[0]} first, that choose them by an indexer (DSA)"
             )
         if self.spec.states:
-            self._undo.append(serve_states(self.loaded, self.spec, self.backend))
+            self._adapters = find_states(self.loaded, self.spec, self.backend)
         self._undo.append(rope.freeze(model, self.max_model_len))
         if self.backend.pack is not None:
             release = None if self.loaded.mapped is None else self.loaded.mapped.release
@@ -371,6 +375,9 @@ class PreparedModel:
                 self.packed_check = kept.check
                 if kept.holds_all and self.backend.is_native:
                     self._proof = KeptProof.of(kept.path, self.loaded, self.max_model_len)
+        if self._adapters:
+            are_proved = self._proof is not None and self._proof.found is not None
+            self._undo.append(serve_states(self.loaded, self._adapters, are_proved=are_proved))
         if self.backend.is_native:
             self._undo.append(pack_experts(model))
         if (routed := route(model)) is not None:
@@ -394,7 +401,7 @@ class PreparedModel:
         if self.backend.is_native and choose_packing(self.loaded.dtype) == "native":
             from quire.model.fused import fuse
 
-            self.fused = fuse(self, attended)
+            self.fused = fuse(self, attended, self._adapters)
             self._undo.append(self.fused.restore)
         replaced = self._probe(model)
         fused = None if self.fused is None else self.fused.found(model)
@@ -410,7 +417,7 @@ class PreparedModel:
         """Serve as an earlier proof of this very model has found."""
         from quire.model.fused import fuse_again, match_decoder
 
-        self.fused = fuse_again(model, self.loaded.dtype, found["fused"])
+        self.fused = fuse_again(model, self.loaded.dtype, found["fused"], self._adapters)
         self._undo.append(self.fused.restore)
         if replaced := [model.get_submodule(name) for name in found["replaced"]]:
             self._undo.append(row_invariant.replace(model, replaced))
@@ -546,7 +553,7 @@ def _forward_parameters(loaded: LoadedModel, needs: frozenset[str]) -> tuple[fro
     return parameters, keyword
 
 
-def _resolve_length(loaded: LoadedModel, asked: int | None) -> int:
+def resolve_length(loaded: LoadedModel | UnloadedModel, asked: int | None) -> int:
     """The longest sequence to prepare for; checks what was asked for against what the model can."""
     most = loaded.max_model_len
     unswitched = rope.original_length(loaded.model)

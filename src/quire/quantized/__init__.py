@@ -1,8 +1,8 @@
 """Weights as codes of a few bits, and the product with one without widening a whole one.
 
 Others may use the names below, and
-    readers     weights of quantized checkpoints and of GGUF files as codes
     rounding    the version of the rounding
+    readers     weights of quantized checkpoints and of GGUF files as codes
 """
 
 from quire.quantized.panels import CodedWeight

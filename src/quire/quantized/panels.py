@@ -22,14 +22,20 @@ __all__ = ["CodedWeight"]
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _SMALLEST_GROUP = 16
-_NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8)  # that panels hold as they are
+_NUMBERS = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint8,
+    torch.int8,
+)  # that panels hold as they are
 
 
 class CodedWeight:
     """A packed weight [num_outputs, num_inputs] that is read and computed with in `dtype`.
 
-    isa: a variant of the extension's kernels, for tests; None is the one in use. label: the format's name. num_bytes: of
-    its codes and what belongs to them. native: the extension's form; None where the twin computes.
+    isa: a variant of the extension's kernels, for tests; None is the one in use. label: the format's name. num_bytes:
+    of its codes and what belongs to them. native: the extension's form; None where the twin computes.
 
     *raises:* ArgumentError: there is no such product, with the format's name.
     """

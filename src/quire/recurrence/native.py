@@ -28,7 +28,7 @@ from quire.recurrence.checks import (
 )
 from quire.recurrence.step import RecurrenceStep
 
-__all__ = ["BACKEND", "NativeBackend"]
+__all__ = ["BACKEND", "NativeBackend", "handle_of"]
 
 
 class NativeBackend:
@@ -197,14 +197,17 @@ def _run(
         check()
     target = torch.empty(like.shape, dtype=like.dtype) if out is None else out
     try:
-        run(step.native_handle or _handle(step), target)
+        run(handle_of(step), target)
     except ValueError as error:
         check()
         raise ArgumentError(str(error)) from None
     return target
 
 
-def _handle(step: RecurrenceStep) -> Any:
+def handle_of(step: RecurrenceStep) -> Any:
+    """The step as the kernels take it, which it keeps."""
+    if step.native_handle is not None:
+        return step.native_handle
     rows, slots = ([pair[i] for pair in step.checkpoints] for i in (0, 1))
     step.native_handle = _native.RecurrenceStep(
         torch.tensor(step.starts, dtype=torch.int64),

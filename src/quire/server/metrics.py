@@ -37,6 +37,10 @@ _COUNTERS = {
     "copied_blocks": ("quire:copied_blocks", "Blocks copied on write."),
     "deduplicated_blocks": ("quire:deduplicated_blocks", "Blocks found to be there already at commit."),
     "evicted_checkpoints": ("quire:evicted_checkpoints", "Checkpoints of states that were given up."),
+    "short_hits": (
+        "quire:short_hits",
+        "Prompts whose hit ended before their K and V did, for lack of a state.",
+    ),
     "num_steps": ("quire:steps", "Steps of the engine."),
     "num_prompt_tokens": ("vllm:prompt_tokens", "Tokens of prompts that were begun."),
     "num_generated_tokens": ("vllm:generation_tokens", "Tokens generated."),

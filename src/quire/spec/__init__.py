@@ -3,6 +3,7 @@
 Others may use the names below, and
     config      what a model's config says
     formats     the formats of keys and values
+    kv_dtype    a model's layers in a format
     payload, state_payload   where the bytes of tokens, and of a state, lie when they leave the pool
     state_spec  what state layers keep for each sequence
     weight_formats   how weights of a plain checkpoint are rounded
@@ -11,11 +12,21 @@ Others may use the names below, and
 import warnings
 from typing import Any
 
-from quire.spec.formats import FORMATS, KVFormat, format_of
+from quire.spec.formats import FORMATS, KVFormat, element_formats, format_of
 from quire.spec.kv_spec import KVGroup, KVSpec
 from quire.spec.layer_spec import KINDS, LayerSpec, Span
 
-__all__ = ["FORMATS", "KINDS", "KVFormat", "KVGroup", "KVSpec", "LayerSpec", "Span", "format_of"]
+__all__ = [
+    "FORMATS",
+    "KINDS",
+    "KVFormat",
+    "KVGroup",
+    "KVSpec",
+    "LayerSpec",
+    "Span",
+    "element_formats",
+    "format_of",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, LoadError, UnsupportedModelError
-from quire.spec.formats import FORMATS
+from quire.spec.formats import element_formats
 from quire.spec.layer_spec import LayerSpec, Span
 from quire.spec.state_spec import state_specs
 
@@ -113,10 +113,10 @@ def dtype_of(config: Any) -> str:
         value = getattr(part, "dtype", None)
         if value is not None:
             name = str(value).removeprefix("torch.")
-            if name not in FORMATS:
+            if name not in element_formats():
                 raise ConfigError(
-                    f"expected dtype of {sorted(FORMATS)} in the config of {model_type_of(config)}, got {name!r}; "
-                    "pass dtype= for the KV cache"
+                    f"expected dtype of {sorted(element_formats())} in the config of {model_type_of(config)}, got "
+                    f"{name!r}; pass dtype= for the KV cache"
                 )
             return name
     return "float32"

@@ -6,7 +6,7 @@ A `KVSpec` knows no tensors and no blocks in use; it is arithmetic over a model'
 Invariants
     K1  every layer that stores KV belongs to exactly one group; a layer that reads another layer's KV
         (`shares_kv_with`), or keeps a state alone, belongs to none and costs nothing per token.
-    K2  the layers of a group have one span rule and one shape.
+    K2  the layers of a group have one span rule, one shape, and one format of K and one of V.
     K3  `block_bytes(block_size)` is the largest `bytes_per_block` of any group, so that one pool of blocks of
         that size serves them all.
     K4  what blocks of K3 take beyond the tokens in them (a group's token may be smaller than another's) is at most
@@ -17,7 +17,7 @@ Cost: every call is O(number of layers), but for the first that asks for `groups
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,8 +37,8 @@ from quire.spec.state_spec import StateSpec, state_specs
 
 __all__ = ["KVGroup", "KVSpec"]
 
-# Span, KV heads, widths of K and V, whether V is a part of K.
-_Kind: TypeAlias = tuple[Span, int, int, int, bool]
+# Span, KV heads, widths of K and V, whether V is a part of K, formats of K and V.
+_Kind: TypeAlias = tuple[Span, int, int, int, bool, str, str]
 
 MAX_PADDING = 0.05
 MAX_GROUPS = 16
@@ -61,15 +61,35 @@ class KVGroup:
     v_head_dim: int
     dtype_bytes: int
     latent: bool = False
+    k_format: str = ""
+    v_format: str = ""
+
+    @property
+    def layer(self) -> LayerSpec:
+        """What each of the layers is."""
+        return LayerSpec(
+            self.span,
+            self.num_kv_heads,
+            self.k_head_dim,
+            self.v_head_dim,
+            latent=self.latent,
+            k_format=self.k_format,
+            v_format=self.v_format,
+        )
 
     @property
     def stored_dims(self) -> tuple[int, ...]:
         """As `LayerSpec.stored_dims`."""
         return (self.k_head_dim,) if self.latent else (self.k_head_dim, self.v_head_dim)
 
+    @cached_property
+    def row_elements(self) -> tuple[int, ...]:
+        """As `LayerSpec.row_elements`, of the model's dtype."""
+        return self.layer.row_elements(self.dtype_bytes)
+
     @property
     def bytes_per_token(self) -> int:
-        return max(1, len(self.layers)) * self.num_kv_heads * sum(self.stored_dims) * self.dtype_bytes
+        return max(1, len(self.layers)) * self.num_kv_heads * sum(self.row_elements) * self.dtype_bytes
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.bytes_per_token * block_size
@@ -149,7 +169,10 @@ class KVSpec:
         kinds: dict[_Kind, list[int]] = {}
         for index, layer in enumerate(self.layers):
             if layer.stores_kv:
-                kind = (layer.span, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim, layer.latent)
+                kind = (
+                    *(layer.span, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim, layer.latent),
+                    *(layer.k_format, layer.v_format),
+                )
                 kinds.setdefault(kind, []).append(index)
         if not kinds:
             return (_tokens_alone(self.dtype_bytes),)
@@ -157,7 +180,7 @@ class KVSpec:
         full_first = sorted(kinds.items(), key=lambda item: item[0][0].kind != "full")
         groups: list[KVGroup] = []
         for kind, members in full_first:
-            span, num_kv_heads, k_head_dim, v_head_dim, latent = kind
+            span, num_kv_heads, k_head_dim, v_head_dim, latent, k_format, v_format = kind
             for start in range(0, len(members), sizes[kind]):
                 groups.append(
                     KVGroup(
@@ -170,6 +193,8 @@ class KVSpec:
                         v_head_dim=v_head_dim,
                         dtype_bytes=self.dtype_bytes,
                         latent=latent,
+                        k_format=k_format,
+                        v_format=v_format,
                     )
                 )
         return tuple(groups)
@@ -177,7 +202,7 @@ class KVSpec:
     def _group_sizes(self, num_layers: dict[_Kind, int]) -> dict[_Kind, int]:
         """Layers of a group, for each kind of layer: of the sizes that keep K4 those with the fewest groups, else those
         with the least padding, where a group more (a table more in each step) counts as much as 1/2 % of padding."""
-        widths = {kind: kind[1] * (kind[2] + (0 if kind[4] else kind[3])) for kind in num_layers}
+        widths = {kind: self._width(kind) for kind in num_layers}
         found: list[tuple[bool, float, int, dict[_Kind, int]]] = []
         for block_width in sorted(
             {count * widths[kind] for kind in num_layers for count in range(1, num_layers[kind] + 1)}
@@ -198,6 +223,14 @@ class KVSpec:
             is_dense = padding <= 1 + MAX_PADDING and count <= MAX_GROUPS
             found.append((not is_dense, 0.0 if is_dense else padding + count / 200, count, sizes))
         return min(found, key=lambda one: one[:3])[3]
+
+    def _width(self, kind: _Kind) -> int:
+        """Elements that a token of a layer takes as it is stored."""
+        span, num_kv_heads, k_head_dim, v_head_dim, latent, k_format, v_format = kind
+        shape = LayerSpec(
+            *(span, num_kv_heads, k_head_dim, v_head_dim), latent=latent, k_format=k_format, v_format=v_format
+        )
+        return num_kv_heads * sum(shape.row_elements(self.dtype_bytes))
 
     def stored_in(self, layer: int) -> int:
         """The layer whose KV decoder layer `layer` reads: itself, or the one it shares with.
@@ -227,6 +260,25 @@ class KVSpec:
     @property
     def dtype_bytes(self) -> int:
         return format_of(self.dtype).num_bytes
+
+    @property
+    def plain(self) -> KVSpec:
+        """The same with K and V in the model's dtype."""
+        if not any(layer.k_format or layer.v_format for layer in self.layers):
+            return self
+        return replace(self, layers=tuple(replace(one, k_format="", v_format="") for one in self.layers))
+
+    @property
+    def kv_dtype(self) -> str:
+        """What K and V are stored in: the dtype's name, or formats' where layers have others, in layers' order: "int8",
+        "int8 and bfloat16"."""
+        names = [
+            name or self.dtype
+            for layer in self.layers
+            if layer.stores_kv
+            for name in (layer.k_format, layer.v_format)
+        ]
+        return " and ".join(dict.fromkeys(names)) or self.dtype
 
     @property
     def bytes_per_token(self) -> int:

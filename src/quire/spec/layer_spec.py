@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.errors import ArgumentError
+from quire.spec.formats import format_of
 
 __all__ = ["KINDS", "LayerSpec", "Span"]
 
@@ -72,6 +73,8 @@ class LayerSpec:
     the turned part of the keys behind it, V the latent).
     index_of: this is no decoder layer, but the keys by which the indexer of that one chooses tokens (DSA): one head, K
     alone. Such layers stand behind the decoder's.
+    k_format, v_format: names of the formats that rows of K and of V are stored in (`quire.spec.formats`); empty for the
+    model's own dtype.
     """
 
     span: Span
@@ -81,6 +84,8 @@ class LayerSpec:
     shares_kv_with: int | None = None
     latent: bool = False
     index_of: int | None = None
+    k_format: str = ""
+    v_format: str = ""
 
     def __post_init__(self) -> None:
         if self.latent and self.v_head_dim > self.k_head_dim:
@@ -97,6 +102,14 @@ class LayerSpec:
     def stored_dims(self) -> tuple[int, ...]:
         """Elements of a head's K and of its V; of K alone where V is a part of it."""
         return (self.k_head_dim,) if self.latent else (self.k_head_dim, self.v_head_dim)
+
+    def row_elements(self, dtype_bytes: int) -> tuple[int, ...]:
+        """What a stored row of a head's K, and of its V, takes: in elements of the model's dtype, of so many bytes,
+        whatever the format, so that storages know rows of one kind of element."""
+        return tuple(
+            -(-format_of(name).row_bytes(dim) // dtype_bytes) if name else dim
+            for name, dim in zip((self.k_format, self.v_format), self.stored_dims, strict=False)
+        )
 
     @property
     def given_dims(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ block size or layout the tokens came from. One of T tokens holds
     for each layer that stores KV, in the order of layers
         for each of its KV heads
             the keys [T, k_head_dim], then the values [T, v_head_dim], little endian; of a latent layer, whose values
-            are a part of its keys, the keys alone
+            are a part of its keys, the keys alone; of a layer of another format the rows as they are stored
 
 It may begin later in some groups (`origins`, a token for each group): layers of such a group have T less so many tokens
 in it. Not the copying: `memory.block_bytes` does that. Not what is needed to trust a payload: `tiers.segment` writes
@@ -29,18 +29,21 @@ __all__ = ["PayloadLayout", "StoredLayer"]
 
 class StoredLayer(NamedTuple):
     """A layer that stores KV. number: of the model's layers. group: whose block table it has. stored_v_dim: see
-    `LayerSpec`."""
+    `LayerSpec`. row_elements: see there too. formats: of K and V."""
 
     number: int
     group: int
     num_kv_heads: int
     k_head_dim: int
     stored_v_dim: int
+    row_elements: tuple[int, ...]
+    formats: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """What the payloads of one model have in common. dtype: of the elements, as `KVSpec.dtype` has it."""
+    """What the payloads of one model have in common. dtype: what rows are stored in, as `KVSpec.kv_dtype` has it.
+    dtype_bytes: of an element that rows are counted in."""
 
     dtype: str
     dtype_bytes: int
@@ -50,23 +53,29 @@ class PayloadLayout:
     def of(cls, spec: KVSpec) -> PayloadLayout:
         group_of = {layer: group.index for group in spec.groups for layer in group.layers}
         layers = (
-            StoredLayer(number, group_of[number], one.num_kv_heads, one.k_head_dim, one.stored_v_dim)
+            StoredLayer(
+                *(number, group_of[number], one.num_kv_heads, one.k_head_dim, one.stored_v_dim),
+                one.row_elements(spec.dtype_bytes),
+                (one.k_format, one.v_format),
+            )
             for number, one in enumerate(spec.layers)
             if one.stores_kv
         )
-        return cls(spec.dtype, spec.dtype_bytes, tuple(layers))
+        return cls(spec.kv_dtype, spec.dtype_bytes, tuple(layers))
 
     @cached_property
-    def shapes(self) -> list[list[int]]:
-        """(num_kv_heads, k_head_dim, stored_v_dim) of each layer: what tells models apart."""
-        return [[one.num_kv_heads, one.k_head_dim, one.stored_v_dim] for one in self.layers]
+    def shapes(self) -> list[list[int | str]]:
+        """(num_kv_heads, k_head_dim, stored_v_dim) of each layer, and its formats where it has others than the dtype:
+        what tells models apart."""
+        return [
+            [one.num_kv_heads, one.k_head_dim, one.stored_v_dim, *(one.formats if any(one.formats) else ())]
+            for one in self.layers
+        ]
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of a token in each layer."""
-        return tuple(
-            one.num_kv_heads * (one.k_head_dim + one.stored_v_dim) * self.dtype_bytes for one in self.layers
-        )
+        return tuple(one.num_kv_heads * sum(one.row_elements) * self.dtype_bytes for one in self.layers)
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -102,7 +111,7 @@ class PayloadLayout:
         """In order: a layer's number, and where the keys, or the values, of one of its heads lie: [tokens, width]."""
         start = 0
         for one in self.layers:
-            for dim in (one.k_head_dim, one.stored_v_dim) * one.num_kv_heads:
+            for dim in one.row_elements * one.num_kv_heads:
                 if not dim:
                     continue
                 stop = start + num_tokens * dim * self.dtype_bytes

@@ -101,11 +101,11 @@ class RowPlaces:
 
     def view(self, slot: int) -> KVView:
         """Keys and values of the group's layer in `slot`: [entries, kv_heads, row_tokens, head_dim]."""
-        k, *v = (
+        rows = [
             self._tensor(self._buffer_of[2 * slot + kind], dim)
-            for kind, dim in enumerate(self.group.stored_dims)
-        )
-        return KVView(k, v[0] if v else k[..., : self.group.v_head_dim], self.row_tokens)
+            for kind, dim in enumerate(self.group.row_elements)
+        ]
+        return KVView.of_rows(rows, self.group.layer)
 
     def _tensor(self, layer_buffer: int, dim: int) -> torch.Tensor:
         heads = self.group.num_kv_heads

@@ -12,7 +12,14 @@ from quire.errors import ArgumentError
 from quire.memory.placement import DEFAULT_PIECE_BYTES
 from quire.spec import KVGroup, KVSpec
 
-__all__ = ["check_block_size", "piece_bytes_of", "run_blocks", "virtual_block_size"]
+__all__ = [
+    "check_block_size",
+    "layer_buffer_bytes",
+    "piece_bytes_of",
+    "run_blocks",
+    "virtual_block_bytes",
+    "virtual_block_size",
+]
 
 
 def virtual_block_size(
@@ -60,6 +67,18 @@ def piece_bytes_of(group: KVGroup, num_slots: int, block_size: int) -> list[int]
     return sizes * len(group.layers) + [0, 0] * (num_slots - len(group.layers))
 
 
+def layer_buffer_bytes(spec: KVSpec, block_size: int) -> list[int]:
+    """Of keys and values of a block in each slot, those of the group that takes most there; 0 where none has any."""
+    num_slots = max(len(group.layers) for group in spec.groups)
+    piece_bytes = [piece_bytes_of(group, num_slots, block_size) for group in spec.groups]
+    return [max(sizes) for sizes in zip(*piece_bytes, strict=True)]
+
+
+def virtual_block_bytes(spec: KVSpec, block_size: int) -> int:
+    """Bytes that a block of a `VirtualStorage` takes at most: its pieces in every slot."""
+    return sum(layer_buffer_bytes(spec, block_size))
+
+
 def run_blocks(layer_buffers: list[int]) -> int:
     """The power of two of blocks whose pieces, of these bytes in each layer buffer, have 2 MiB in the smallest layer
     buffer.
@@ -72,7 +91,7 @@ def run_blocks(layer_buffers: list[int]) -> int:
 def _token_bytes(group: KVGroup) -> tuple[int, ...]:
     """Bytes of a token's keys and of its values in one layer; of latent layers of its keys alone."""
     head_bytes = group.num_kv_heads * group.dtype_bytes
-    return tuple(head_bytes * dim for dim in group.stored_dims)
+    return tuple(head_bytes * dim for dim in group.row_elements)
 
 
 def _least_block_size(spec: KVSpec, page_bytes: int) -> int:

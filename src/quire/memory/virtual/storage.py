@@ -41,7 +41,13 @@ from quire.memory.view import KVView
 from quire.memory.virtual.row_map import RowMap
 from quire.memory.virtual.row_places import RowShape, placements
 from quire.memory.virtual.rows import Rows
-from quire.memory.virtual.sizes import check_block_size, piece_bytes_of, run_blocks, virtual_block_size
+from quire.memory.virtual.sizes import (
+    check_block_size,
+    layer_buffer_bytes,
+    piece_bytes_of,
+    run_blocks,
+    virtual_block_size,
+)
 from quire.memory.virtual.window_ring import places_for
 from quire.spec import KVGroup, KVSpec, format_of
 
@@ -113,7 +119,7 @@ class VirtualStorage(BlockStorage):
         # none for values where only latent layers lie there.
         num_slots = max(len(group.layers) for group in spec.groups)
         piece_bytes = [piece_bytes_of(group, num_slots, block_size) for group in spec.groups]
-        largest = [max(sizes) for sizes in zip(*piece_bytes, strict=True)]
+        largest = layer_buffer_bytes(spec, block_size)
         used = [lane for lane, size in enumerate(largest) if size]
         self._buffer_of = {lane: index for index, lane in enumerate(used)}
         layer_buffers = [largest[lane] for lane in used]
@@ -213,7 +219,7 @@ class VirtualStorage(BlockStorage):
     def block_places(self, group: KVGroup, block_ids: np.ndarray) -> BlockPlaces:
         """Where blocks of a group lie in the heap, for `quire.memory.block_bytes`; `run_copies` has put memory
         there."""
-        sizes = tuple(dim * self.dtype.itemsize for dim in group.stored_dims)
+        sizes = tuple(dim * self.dtype.itemsize for dim in group.row_elements)
         addresses = np.stack(
             [
                 [

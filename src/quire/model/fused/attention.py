@@ -1,9 +1,10 @@
 """Attention in one native call: q, k and v, their norms, rotary embedding, K and V to their slots, attention, output.
 
 Matched by structure: q, k, v and output as packed linear layers (or q, k and v as one), norms named for q and k, and a
-forward that names nothing beyond the usual. How the embedding turns (halves, pairs, not at all) is what is left open:
-the proof finds one of `rotations` (`fuse`). The layer's number and settings (scale, window, soft cap, sinks) are those
-of the original's own call of the attention function (`PagedCache.attended`).
+forward that names nothing beyond the usual; where it names a sigmoid, a gate lies behind each head of q. How the
+embedding turns (halves, pairs, not at all) is what is left open: the proof finds one of `rotations` (`fuse`). The
+layer's number and settings (scale, window, soft cap, sinks) are those of the original's own call of the attention
+function (`PagedCache.attended`).
 Cost of a call: the products, the attention, and about 8 us.
 """
 
@@ -38,6 +39,7 @@ _FORWARD_NAMES = frozenset({
     "shape", "size", "view", "reshape", "transpose", "contiguous", "cat", "torch", "getattr",
     "training", "attention_dropout", "residual_dropout", "dropout", "functional", "nn",
 })  # fmt: skip
+_GATE_NAMES = frozenset({"chunk", "sigmoid"})
 
 
 # cos and sin [1, rows, width] of a call, or two None where nothing turns.
@@ -70,6 +72,9 @@ class FusedAttention:
     output: PackedLayer
     q_norm: RowNorm | None
     k_norm: RowNorm | None
+    gated: bool = (
+        False  # behind each head of q its gate, the sigmoid of which multiplies what the head attends to
+    )
 
     def __post_init__(self) -> None:
         self.rotation: str | None = None  # how the embedding turns, once it is proved
@@ -125,6 +130,7 @@ class FusedAttention:
             rotation,
             *self.output.product,
             self.num_q_heads,
+            self.gated,
         )
 
     def run(self, block: Any, hidden: torch.Tensor, cache: PagedCache, table: RotaryTable) -> torch.Tensor:
@@ -176,9 +182,10 @@ class FusedAttention:
     def fit(self, layer: int, options: AttentionOptions, shape: LayerSpec) -> bool:
         """Take the layer's number and settings; False, and nothing is taken, if the parts do not fit its shape."""
         kv_width = shape.num_kv_heads * (shape.k_head_dim + shape.v_head_dim)
-        num_q_heads, rest = divmod(self._all_width() - kv_width, shape.k_head_dim)
+        num_q_heads, rest = divmod(self._all_width() - kv_width, shape.k_head_dim * (2 if self.gated else 1))
         if (
             rest
+            or (self.gated and (len(self.qkv) != 3 or shape.k_head_dim != shape.v_head_dim))
             or num_q_heads < 1
             or num_q_heads % shape.num_kv_heads
             or self.output.num_inputs != num_q_heads * shape.v_head_dim
@@ -205,8 +212,10 @@ def match_attention(
 
     norms: what stands for norms, of q and k among them. found: what an earlier proof of the same module found.
     """
-    layers = packed_layers(module)
-    if len(layers) not in (2, 4) or forward_names(module) - set(layers) - _FORWARD_NAMES:
+    layers, names_used = packed_layers(module), forward_names(module)
+    gated = "sigmoid" in names_used
+    known = _FORWARD_NAMES | _GATE_NAMES if gated else _FORWARD_NAMES
+    if len(layers) not in (2, 4) or names_used - set(layers) - known:
         return None
     names = next((pair for pair in _NORM_NAMES if all(hasattr(module, name) for name in pair)), ())
     own_norms = {
@@ -231,7 +240,7 @@ def match_attention(
     if any(layer.num_inputs != output.num_outputs for layer in layers.values()):
         return None  # it reads something beside the residual
     q_norm, k_norm = matched if len(matched) == 2 else (None, None)
-    attention = FusedAttention(list(layers.values()), output, q_norm, k_norm)
+    attention = FusedAttention(list(layers.values()), output, q_norm, k_norm, gated)
     if found is not None:
         attention.take(found)
     return attention

@@ -21,6 +21,7 @@ from torch import nn
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.attention.native import batch_handle, handles
 from quire.model.cache_keyword import CACHE_KEYWORDS
+from quire.model.fused.attention import FusedAttention
 from quire.model.fused.fuse import Fused
 from quire.model.fused.layer import FusedLayer
 from quire.model.fused.norm import RowNorm
@@ -70,7 +71,7 @@ class FusedDecoder:
         is_plain = type(embedding) is PackedEmbedding and isinstance(packed, NativeWeight)
         self._packed_embedding = packed if is_plain else None
         self._rotary = rotary
-        self._layers = [layer.attention for layer in layers]
+        self._layers = [layer.attention for layer in layers if isinstance(layer.attention, FusedAttention)]
         self._blocks = [layer.blocks for layer in layers]
 
     def __call__(self, step: ForwardStep, cache: PagedCache) -> torch.Tensor | None:
@@ -135,7 +136,11 @@ def match_decoder(model: nn.Module, fused: Fused) -> FusedDecoder | None:
     norm, head = fused.part_of(base.get_submodule("norm")), packed_layer(model.get_submodule("lm_head"))
     if not isinstance(norm, RowNorm) or head is None or head.dtype is not norm.dtype:
         return None
-    found = [layer for layer in layers if isinstance(layer, FusedLayer)]
+    found = [
+        layer
+        for layer in layers
+        if isinstance(layer, FusedLayer) and isinstance(layer.attention, FusedAttention)
+    ]
     rotary = RotaryRows(base.get_submodule("rotary_emb"), norm.dtype)
     if len(found) != len(layers) or not found or not rotary.is_proved():
         return None

@@ -13,18 +13,28 @@ from quire.attention import AttentionOptions
 from quire.model.cache_keyword import cache_keyword, given_cache
 from quire.model.fused.attention import FusedAttention, match_attention, rotary_table
 from quire.model.fused.layer import FusedLayer, match_layer
+from quire.model.fused.mixer import FusedMixer, mixer_candidates
 from quire.model.fused.mlp import FusedMlp, mlp_candidates
 from quire.model.fused.norm import RowNorm, norm_candidates
 from quire.model.fused.proof import Findings, Proof
+from quire.model.fused.state_proof import StateProof
 from quire.model.overlay import below, install
 from quire.model.prove.alike import kind_of
 from quire.model.prove.calls import record
 from quire.model.prove.hooks import may_be_replaced
 from quire.model.prove.model import ModelToProve
+from quire.model.state import StateAdapter
 
 __all__ = ["Fused", "fuse", "fuse_again"]
 
-_KINDS = {"norm": RowNorm, "mlp": FusedMlp, "attention": FusedAttention, "layer": FusedLayer}
+_KINDS = {
+    "norm": RowNorm,
+    "mlp": FusedMlp,
+    "attention": FusedAttention,
+    "mixer": FusedMixer,
+    "layer": FusedLayer,
+}
+_Part = FusedAttention | FusedMixer | FusedLayer | FusedMlp | RowNorm
 _Answer = TypeVar("_Answer")
 
 
@@ -36,7 +46,7 @@ class Fused:
 
     def __init__(self) -> None:
         self._here = threading.local()
-        self._installed: list[tuple[nn.Module, FusedAttention | FusedLayer | FusedMlp | RowNorm]] = []
+        self._installed: list[tuple[nn.Module, _Part]] = []
         self._undo: dict[nn.Module, Callable[[], None]] = {}
 
     @property
@@ -53,7 +63,7 @@ class Fused:
             name: sum(isinstance(part, kind) for _, part in self._installed) for name, kind in _KINDS.items()
         }
 
-    def part_of(self, module: nn.Module) -> FusedAttention | FusedLayer | FusedMlp | RowNorm | None:
+    def part_of(self, module: nn.Module) -> _Part | None:
         """What serves for `module`."""
         return next((part for owner, part in self._installed if owner is module), None)
 
@@ -79,12 +89,13 @@ class Fused:
         norms: Mapping[nn.Module, RowNorm],
         mlps: Mapping[nn.Module, FusedMlp],
         attentions: Mapping[nn.Module, FusedAttention],
+        mixers: Mapping[nn.Module, FusedMixer],
         layers: Mapping[nn.Module, FusedLayer],
     ) -> None:
         """These parts, proved, serve for those modules."""
         for module, part in [*norms.items(), *mlps.items()]:
             self._install_rows(module, part)
-        for module, part in [*attentions.items(), *layers.items()]:
+        for module, part in [*attentions.items(), *mixers.items(), *layers.items()]:
             self._install_attending(module, part)
 
     def _install_rows(self, module: nn.Module, part: RowNorm | FusedMlp) -> None:
@@ -98,11 +109,13 @@ class Fused:
 
         self._install(module, part, forward)
 
-    def _install_attending(self, module: nn.Module, part: FusedAttention | FusedLayer) -> None:
+    def _install_attending(self, module: nn.Module, part: FusedAttention | FusedMixer | FusedLayer) -> None:
         """`part` serves for `module`: hidden rows in, and the cache among the keywords."""
         original = below(module, "forward")
         keyword = cache_keyword(original)
         pair = isinstance(part, FusedAttention)  # it answers (rows, no weights)
+        within = part.attention if isinstance(part, FusedLayer) else part
+        turns = isinstance(within, FusedAttention)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if len(args) == 1 and "hidden_states" not in kwargs:
@@ -111,7 +124,8 @@ class Fused:
             if not self.active or args or not part.serves(hidden, cache, kwargs.get("attention_mask")):
                 return original(*args, **kwargs)
             # None where the table is not one it was proved for.
-            table = rotary_table(kwargs.get("position_embeddings"), hidden.shape[1], hidden.dtype)  # type: ignore[union-attr]
+            embeddings = kwargs.get("position_embeddings") if turns else None
+            table = rotary_table(embeddings, hidden.shape[1], hidden.dtype)  # type: ignore[union-attr]
             if table is None:
                 return original(**kwargs)
             rows = part(hidden, cache, table)  # type: ignore[arg-type]
@@ -128,16 +142,22 @@ class Fused:
         self._installed.remove((module, part))
 
 
-def fuse(prepared: ModelToProve, attended: Mapping[nn.Module, tuple[int, AttentionOptions]]) -> Fused:
+def fuse(
+    prepared: ModelToProve,
+    attended: Mapping[nn.Module, tuple[int, AttentionOptions]],
+    adapters: Mapping[int, StateAdapter],
+) -> Fused:
     """Installs a fused forward on every module of the model that has a known structure and is proved (`proof`).
 
-    attended: of each module that called attention, its layer and settings.
+    attended: of each module that called attention, its layer and settings. adapters: of state layers, by layer.
     """
     model, dtype = prepared.loaded.model, prepared.loaded.dtype
     modules = [module for module in model.modules() if may_be_replaced(module)]
     norms = [module for module in modules if norm_candidates(module, dtype)]
     mlps = [module for module in modules if module not in norms and mlp_candidates(module)]
     around = [module for module in modules if any(child in attended for child in module.children())]
+    mixers = {one.module: layer for layer, one in adapters.items() if may_be_replaced(one.module)}
+    stateful = [module for module in modules if any(child in mixers for child in module.children())]
     layers_of = {module: layer for module, (layer, _) in attended.items()}
     settings_of = dict(attended.values())
     for module in around:
@@ -151,7 +171,14 @@ def fuse(prepared: ModelToProve, attended: Mapping[nn.Module, tuple[int, Attenti
         beside = (settings.scale, settings.window, settings.chunk, settings.softcap, settings.sinks is None)
         return kind_of(module, prepared.spec.layers[layer], *beside)
 
-    asked = [*norms, *mlps, *(module for module in modules if module in attended), *around]
+    asked = [
+        *norms,
+        *mlps,
+        *(module for module in modules if module in attended),
+        *around,
+        *mixers,
+        *stateful,
+    ]
     first_of = {kind(module): module for module in reversed(asked)}
     near, far = record(prepared, first_of.values(), layers_of)
     proof, found = Proof(prepared, near, far), Findings()
@@ -177,16 +204,30 @@ def fuse(prepared: ModelToProve, attended: Mapping[nn.Module, tuple[int, Attenti
         candidates[module].rotation = rotation
         found.attentions[module] = candidates[module]
     fused_mlps = {module: mlp_candidates(module)[order] for module, order in found.mlps.items()}
+    states = StateProof(prepared, near)
+    gates = _known(each(mixers, lambda module: states.mixer(adapters[mixers[module]], mixers[module])))
+    fused_mixers = {
+        module: mixer_candidates(adapters[mixers[module]], mixers[module])[gates[module]] for module in gates
+    }
     layers = {}
-    for module in around:
-        if (part := match_layer(module, found.attentions, fused_mlps, row_norms)) is not None:
+    for module in dict.fromkeys([*around, *stateful]):
+        part = match_layer(module, {**found.attentions, **fused_mixers}, fused_mlps, row_norms)
+        if part is not None:
             layers[module] = part
-    proved = each(layers, lambda module: proof.layer(module, found))
+
+    def is_proved(module: nn.Module) -> bool:
+        mixer = layers[module].attention
+        if isinstance(mixer, FusedMixer):
+            return states.layer(module, mixer, found.norms, found.mlps)
+        return proof.layer(module, found)
+
+    proved = each(layers, is_proved)
     fused = Fused()
     fused.install(
         row_norms,
         fused_mlps,
         found.attentions,
+        fused_mixers,
         {module: layer for module, layer in layers.items() if proved[module]},
     )
     return fused
@@ -196,7 +237,12 @@ def _known(answers: Mapping[nn.Module, _Answer | None]) -> dict[nn.Module, _Answ
     return {module: answer for module, answer in answers.items() if answer is not None}
 
 
-def fuse_again(model: nn.Module, dtype: torch.dtype, found: Mapping[str, Mapping[str, Any]]) -> Fused:
+def fuse_again(
+    model: nn.Module,
+    dtype: torch.dtype,
+    found: Mapping[str, Mapping[str, Any]],
+    adapters: Mapping[int, StateAdapter],
+) -> Fused:
     """The same modules fused as they were, from what `Fused.found` gave after the proof of this very model."""
     modules = dict(model.named_modules())
 
@@ -210,7 +256,13 @@ def fuse_again(model: nn.Module, dtype: torch.dtype, found: Mapping[str, Mapping
     norms = matched("norm", lambda module, what: norm_candidates(module, dtype).get(what))
     mlps = matched("mlp", lambda module, what: mlp_candidates(module).get(what))
     attentions = matched("attention", lambda module, what: match_attention(module, norms, what))
-    layers = matched("layer", lambda module, _: match_layer(module, attentions, mlps, norms))
+    layer_of = {one.module: layer for layer, one in adapters.items()}
+    mixers = matched(
+        "mixer",
+        lambda module, what: mixer_candidates(adapters[layer_of[module]], layer_of[module]).get(what),
+    )
+    attending = {**attentions, **mixers}
+    layers = matched("layer", lambda module, _: match_layer(module, attending, mlps, norms))
     fused = Fused()
-    fused.install(norms, mlps, attentions, layers)
+    fused.install(norms, mlps, attentions, mixers, layers)
     return fused

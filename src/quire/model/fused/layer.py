@@ -1,5 +1,6 @@
 """A whole decoder layer: norm, attention, norm, residual; norm, MLP, norm, residual. Two native calls.
 
+In a state layer a mixer stands where the attention is.
 Matched by structure: an attention and an MLP that are fused each, norms whose names say where they stand, perhaps a
 factor on what is added to the residual, dropouts, nothing else. The proof compares what it adds to the residual, on
 rows no larger than that, so that the residual does not hide it (`proof`).
@@ -17,6 +18,7 @@ from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.model.fused.attention import FusedAttention, RotaryTable
+from quire.model.fused.mixer import FusedMixer
 from quire.model.fused.mlp import FusedMlp
 from quire.model.fused.norm import RowNorm
 from quire.model.fused.structure import forward_names
@@ -32,20 +34,26 @@ _PLACES: dict[tuple[str, ...], tuple[str | None, str | None, str | None, str | N
         ("attention_layernorm", None, "feedforward_layernorm", None),
         ("input_layernorm", None, "pre_feedforward_layernorm", None),
         ("ln_1", None, "ln_2", None),
+        ("operator_norm", None, "ffn_norm", None),
         (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
         ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
         ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
         ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     )
 }  # fmt: skip
-_FORWARD_NAMES = frozenset({"residual_multiplier", "use_parallel_residual"})
+_FORWARD_NAMES = frozenset({
+    "residual_multiplier", "use_parallel_residual",
+    # What a layer of a hybrid model asks and calls: of which kind it is, and the parts of the other kinds.
+    "block_type", "layer_type", "linear_attn", "self_attn", "mamba", "conv", "is_attention_layer", "has_experts",
+    "block_sparse_moe",
+})  # fmt: skip
 
 
 @dataclass
 class FusedLayer:
     """The parts of a decoder layer."""
 
-    attention: FusedAttention
+    attention: FusedAttention | FusedMixer
     mlp: FusedMlp
     norms: tuple[RowNorm | None, RowNorm | None, RowNorm | None, RowNorm | None]
     residual_scale: float
@@ -85,7 +93,7 @@ class FusedLayer:
 
 def match_layer(
     module: nn.Module,
-    attention: Mapping[nn.Module, FusedAttention],
+    attention: Mapping[nn.Module, FusedAttention | FusedMixer],
     mlps: Mapping[nn.Module, FusedMlp],
     norms: Mapping[nn.Module, RowNorm],
 ) -> FusedLayer | None:

@@ -1,7 +1,8 @@
 """An MLP in one native call: gate and up, activation, down; or up, activation, down.
 
-Matched by structure: two or three packed linear layers whose widths fit, one activation the kernels know, nothing else
-but dropouts. Gate before up or up before gate is what is left open: the candidates, of which `proof` finds one.
+Matched by structure: two or three packed linear layers whose widths fit, one activation the kernels know (a child, or
+silu by that name in the forward), nothing else but dropouts. Gate before up or up before gate is what is left open: the
+candidates, of which `proof` finds one.
 Cost of a call: the products, and about 3 us.
 """
 
@@ -26,9 +27,11 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
 }
-_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
 # Beside its own children; dropouts do nothing outside of training.
-_FORWARD_NAMES = frozenset({"chunk", "nn", "functional", "dropout", "residual_dropout", "training"})
+_FORWARD_NAMES = frozenset(
+    {"chunk", "nn", "functional", "F", "silu", "dropout", "residual_dropout", "training"}
+)
 
 
 class FusedMlp:
@@ -104,6 +107,8 @@ def mlp_candidates(module: nn.Module) -> dict[bool, FusedMlp]:
 def _activation_of(module: nn.Module) -> str | None:
     """The kernels' name of the module's activation, by its values in float32."""
     activation = next((getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name)), None)
+    if activation is None:
+        return "silu" if "silu" in forward_names(module) else None
     if not callable(activation):
         return None
     x = torch.linspace(-12.0, 12.0, 481)

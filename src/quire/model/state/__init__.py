@@ -9,7 +9,7 @@ from quire.model.state.adapter import StateAdapter
 from quire.model.state.install import install_states
 from quire.model.state.proof import prove_states
 from quire.model.state.registry import adapter_of, state_adapters
-from quire.model.state.step import StateSource, StateStep
+from quire.model.state.step import StateSource, StateStep, state_source
 
 __all__ = [
     "StateAdapter",
@@ -19,4 +19,5 @@ __all__ = [
     "install_states",
     "prove_states",
     "state_adapters",
+    "state_source",
 ]

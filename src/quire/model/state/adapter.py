@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from quire.errors import ArgumentError
+from quire.model.state.parts import MixerParts
 from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
 
@@ -95,6 +96,10 @@ class StateAdapter(ABC):
     @abstractmethod
     def first_projection(self) -> Any:
         """A linear layer that the rows go through first."""
+
+    def parts(self) -> MixerParts | None:
+        """What one native call would need to run the mixer; None where it is of no such kind."""
+        return None
 
     def own(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the mixer's own forward answers to the rows of one text [num_rows, hidden_size], without a cache."""

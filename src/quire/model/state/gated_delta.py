@@ -25,6 +25,7 @@ from quire.model.state.adapter import (
     has_parts,
     is_silu,
 )
+from quire.model.state.parts import Columns, MixerParts, widths_in_turn
 from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
 
@@ -93,6 +94,47 @@ class GatedDeltaNet(StateAdapter):
 
     def own(self, hidden: torch.Tensor) -> torch.Tensor:
         return _token_by_token(self.module, hidden)
+
+    def parts(self) -> MixerParts:
+        own = self.module
+        inputs, (x, gate, a, b) = self._columns()
+        is_first = hasattr(own, "norm")
+        return MixerParts(
+            kind="delta",
+            inputs=inputs,
+            x=x,
+            gate=gate,
+            a=a,
+            b=b,
+            conv=own.conv1d,
+            heads=(own.num_v_heads, own.head_v_dim, own.head_k_dim, own.num_k_heads),
+            a_log=own.A_log,
+            dt_bias=own.dt_bias,
+            norm=own.norm if is_first else own.o_norm,
+            norm_width=own.head_v_dim,
+            output=own.out_proj if is_first else own.o_proj,
+            factor=2.0 if getattr(own, "allow_neg_eigval", False) else 1.0,
+        )
+
+    def _columns(self) -> tuple[tuple[Any, ...], tuple[Columns, Columns, Columns, Columns]]:
+        """The projections, and where in what they give q, k and v lie, the gate, a and b."""
+        own = self.module
+        keys, values, heads = own.key_dim, own.value_dim, own.num_v_heads
+        if hasattr(own, "q_proj"):
+            x = ((0, 0, keys), (1, 0, keys), (2, 0, values))
+            inputs = (own.q_proj, own.k_proj, own.v_proj, own.g_proj, own.a_proj, own.b_proj)
+            return inputs, (x, ((3, 0, values),), ((4, 0, heads),), ((5, 0, heads),))
+        if hasattr(own, "in_proj_qkv"):
+            inputs = (own.in_proj_qkv, own.in_proj_z, own.in_proj_a, own.in_proj_b)
+            x = ((0, 0, 2 * keys + values),)
+            return inputs, (x, ((1, 0, values),), ((2, 0, heads),), ((3, 0, heads),))
+        # In one projection q, k, v and z of the first key head, then those of the second, and so on; b and a alike.
+        k_heads, served = own.num_k_heads, own.num_v_heads // own.num_k_heads
+        key, value = own.head_k_dim, served * own.head_v_dim
+        qkvz = [widths_in_turn(0, *[key, key, value, value] * k_heads)[index::4] for index in range(4)]
+        ba = [widths_in_turn(1, *[served, served] * k_heads)[index::2] for index in range(2)]
+        q, k, v, z, b, a = (tuple(piece for one in each for piece in one) for each in (*qkvz, *ba))
+        return (own.in_proj_qkvz, own.in_proj_ba), ((*q, *k, *v), z, a, b)
 
     def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
         own, num_rows = self.module, hidden.shape[0]

@@ -25,6 +25,7 @@ from quire.model.state.adapter import (
     has_parts,
     is_silu,
 )
+from quire.model.state.parts import MixerParts, widths_in_turn
 from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
 
@@ -68,6 +69,30 @@ class Mamba2(StateAdapter):
     @property
     def first_projection(self) -> Any:
         return self.module.in_proj
+
+    def parts(self) -> MixerParts | None:
+        own = self.module
+        if hasattr(own, "ssm_in_multiplier") or not getattr(own, "mamba_rms_norm", True):
+            return None
+        width, states = own.intermediate_size, own.n_groups * own.ssm_state_size
+        gate, x, a = widths_in_turn(0, width, width + 2 * states, own.num_heads)
+        return MixerParts(
+            kind="scan",
+            inputs=(own.in_proj,),
+            x=x,
+            gate=gate,
+            a=a,
+            b=(),
+            conv=own.conv1d,
+            heads=(own.num_heads, own.head_dim, own.ssm_state_size, own.n_groups),
+            a_log=own.A_log,
+            dt_bias=own.dt_bias,
+            d=own.D,
+            norm=own.norm,
+            norm_width=getattr(own.norm, "group_size", width),
+            output=own.out_proj,
+            limits=(float(own.time_step_limit[0]), float(own.time_step_limit[1])),
+        )
 
     def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
         own, num_rows, width = self.module, hidden.shape[0], self.module.intermediate_size

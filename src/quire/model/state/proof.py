@@ -12,6 +12,7 @@ Cost, for each kind: a copy of a mixer in float32, and its forward over 1, 8 and
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 
@@ -51,7 +52,7 @@ def distance(adapter: StateAdapter, num_rows: int) -> float:
     return float(beyond.max().clamp(min=0.0) / expected.square().mean().sqrt())
 
 
-def prove_states(adapters: dict[int, StateAdapter]) -> None:
+def prove_states(adapters: Mapping[int, StateAdapter]) -> None:
     """Each adapter computes what its mixer does: one of those that are alike is asked.
 
     Raises:

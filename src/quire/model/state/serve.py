@@ -1,29 +1,31 @@
 """The state layers of a loaded model made to serve an engine: found, held against the config, proved, installed.
 
-Cost: `prove_states`, of each kind of mixer a copy in float32 and a few forwards of it.
+Cost: `prove_states`, of each kind of mixer a copy in float32 and a few forwards of it; nothing of it where an earlier
+proof of this very model is kept (`quire.model.kept_proof`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from quire import recurrence
 from quire.attention import Backend
 from quire.errors import UnsupportedModelError
 from quire.model.load import LoadedModel
+from quire.model.state.adapter import StateAdapter
 from quire.model.state.install import install_states
 from quire.model.state.proof import prove_states
 from quire.model.state.registry import state_adapters
 from quire.spec import KVSpec
 
-__all__ = ["serve_states"]
+__all__ = ["find_states", "serve_states"]
 
 
-def serve_states(loaded: LoadedModel, spec: KVSpec, backend: Backend) -> Callable[[], None]:
-    """Have every state layer run over the engine's rows; returns the undoing.
+def find_states(loaded: LoadedModel, spec: KVSpec, backend: Backend) -> dict[int, StateAdapter]:
+    """What can serve for each state layer, by layer.
 
-    *raises:* UnsupportedModelError: mixers that are not known, or not the config's, or that compute something else; or
-    a device whose memory the recurrences cannot reach. The model is as it was then.
+    *raises:* UnsupportedModelError: mixers that are not known, or not the config's; or a device whose memory the
+    recurrences cannot reach.
     """
     what = f"model type {loaded.model_type}"
     if not backend.is_host:
@@ -44,8 +46,21 @@ def serve_states(loaded: LoadedModel, spec: KVSpec, backend: Backend) -> Callabl
             f"{what}: expected a mixer in layer {layer} that keeps {expected.get(layer, 'nothing')}, as its config "
             f"says, got {found.get(layer, 'none that is known')}"
         )
-    try:
-        prove_states(adapters)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{what}: {error}") from error
+    return adapters
+
+
+def serve_states(
+    loaded: LoadedModel, adapters: Mapping[int, StateAdapter], *, are_proved: bool
+) -> Callable[[], None]:
+    """Have every state layer run over the engine's rows; returns the undoing.
+
+    are_proved: whether a kept proof of this very model says that they compute what its mixers do.
+
+    *raises:* UnsupportedModelError: mixers that compute something else. The model is as it was then.
+    """
+    if not are_proved:
+        try:
+            prove_states(adapters)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"model type {loaded.model_type}: {error}") from error
     return install_states(adapters)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quire.model.state.adapter import CONVOLUTION, StateAdapter, convolution_field, has_parts
+from quire.model.state.parts import MixerParts, widths_in_turn
 from quire.model.state.step import StateStep
 from quire.recurrence import RecurrenceBackend
 
@@ -35,6 +36,21 @@ class ShortConvolution(StateAdapter):
     @property
     def first_projection(self) -> Any:
         return self.module.in_proj
+
+    def parts(self) -> MixerParts:
+        own, width = self.module, self.module.conv.in_channels
+        b, gate, x = widths_in_turn(0, width, width, width)
+        return MixerParts(
+            kind="convolution",
+            inputs=(own.in_proj,),
+            x=x,
+            gate=gate,
+            a=(),
+            b=b,
+            conv=own.conv,
+            heads=(1, width, 1, 1),
+            output=own.out_proj,
+        )
 
     def rows(self, hidden: torch.Tensor, states: Mapping[str, torch.Tensor], step: StateStep) -> torch.Tensor:
         b, c, x = self.module.in_proj(hidden).chunk(3, dim=-1)

@@ -54,6 +54,7 @@ _STATE_COUNTS = (
     "free_state_slots",
     "checkpoints",
     "evicted_checkpoints",
+    "short_hits",
 )  # where there are states
 
 

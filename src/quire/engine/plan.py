@@ -1,0 +1,461 @@
+"""`plan`: what an engine of a model takes and holds, told before any weight is loaded; the start asks it too.
+
+    weights   as they will be held (`quire.model.weight_rows`)
+    kv        what the asked requests hold of keys and values, by kind of layer
+    states    what they hold of states
+    scratch   what a step takes beside them: activations of its tokens, logits
+    runtime   Python, torch, transformers and this model's code, as this process has them
+
+Config and headers are read, a model without memory is made, and the allocator's own arithmetic asked (`kv_fit`):
+blocks, their padding, state slots, the budget that `kv_memory` gives of what the weights leave free. `Plan.fits` is the
+verdict
+of a start with the same options; a start that would fail for want of memory has the plan's lines as notes of its
+error.
+
+Not a promise of speed. Not known ahead: what another process takes meanwhile.
+
+Cost: importing torch and transformers; then 0.05 to 0.6 s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cache.block_counts import blocks_with_prefix
+from quire.config import EngineConfig
+from quire.engine.kv_fit import KVFit, KVLayout, fit_within, kv_layout
+from quire.errors import ArgumentError, CapacityError, QuireError
+from quire.sizes import format_size, parse_budget, parse_size
+from quire.spec import KVGroup, KVSpec
+
+if TYPE_CHECKING:
+    from quire.model.load import UnloadedModel
+
+__all__ = ["Plan", "PlanRow", "plan", "refuse_if_none_fits", "require_room"]
+
+_WEIGHTS = {
+    "linear": "linear layers, packed",
+    "experts": "experts, packed",
+    "latents": "latent heads, packed",
+    "embeddings": "embeddings",
+    "dense": "norms and others, dense",
+}
+_KEPT_BYTES = (
+    None,
+    "auto",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "float16",
+    "fp32",
+    "float32",
+)  # what every engine has
+_LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """part: weights, kv, states, scratch or runtime. name: what of it. note: how it comes about."""
+
+    part: str
+    name: str
+    num_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a start with these options takes and holds; bytes are integers, lengths are tokens.
+
+    Attributes:
+        model, model_type, dtype, storage, block_size: what starts, and in what blocks (1: not blocks of tokens).
+        rows: the parts of `total_bytes`.
+        context, concurrency, shared_prefix: the requests that the rows are of: asked for, or the most that is held.
+        max_context: of each of `concurrency` requests; 0: not one token. max_concurrency: requests of `context`.
+        fits: whether a start holds them. reason: why it does not.
+        memory_bytes: what the process may have in all: of `memory`, or what it has and what is free.
+        budget_bytes: what `kv_memory` gives to keys, values and states. needed_bytes: what the requests need of it.
+        num_blocks, num_state_slots: of that budget.
+    """
+
+    model: str
+    model_type: str
+    dtype: str
+    storage: str
+    block_size: int
+    context: int
+    concurrency: int
+    shared_prefix: int
+    fits: bool
+    reason: str
+    max_context: int
+    max_concurrency: int
+    memory_bytes: int
+    budget_bytes: int
+    needed_bytes: int
+    num_blocks: int
+    num_state_slots: int
+    rows: tuple[PlanRow, ...] = field(repr=False)
+
+    def num_bytes(self, part: str) -> int:
+        """Of all rows of a part."""
+        return sum(row.num_bytes for row in self.rows if row.part == part)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the process, while it holds these requests."""
+        return sum(row.num_bytes for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, and `total_bytes`."""
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+    def lines(self) -> list[str]:
+        """The rows as a table, the verdict, and why it is so where it does not fit."""
+        shown = [(row.part, row.name, format_size(row.num_bytes), row.note) for row in self.rows]
+        shown.append(("total", "", format_size(self.total_bytes), f"of {format_size(self.memory_bytes)}"))
+        widths = [max(len(row[column]) for row in shown) for column in range(3)]
+        lines = [f"{self.model} ({self.model_type}), {self.dtype}, storage {self.storage}"]
+        before = ""
+        for part, name, size, note in shown:
+            first = part if part != before else ""
+            before = part
+            cells = f"{first:{widths[0]}}  {name:{widths[1]}}  {size:>{widths[2]}}  {note}"
+            lines.append(cells.rstrip())
+        lines.append(
+            f"kv_memory {format_size(self.budget_bytes)}: {self.num_blocks} blocks"
+            + (f", {self.num_state_slots} states" * bool(self.num_state_slots))
+            + f"; {self.requests} need {format_size(self.needed_bytes)}"
+        )
+        lines.append(self.verdict)
+        if self.reason:
+            lines.append(f"why: {self.reason}")
+        return lines
+
+    @property
+    def requests(self) -> str:
+        """What the plan is of, in words."""
+        shared = f" (the first {self.shared_prefix} shared)" * bool(self.shared_prefix)
+        return f"{self.concurrency} request{'s' * (self.concurrency != 1)} of {self.context} tokens{shared}"
+
+    @property
+    def verdict(self) -> str:
+        """Whether that fits, and the most that does, in one line."""
+        most = f"{self.max_concurrency} of {self.context} tokens, or {self.concurrency} of {self.max_context} tokens"
+        if self.fits:
+            return f"fits: {self.requests}; the most: {most}"
+        return f"does not fit: {self.requests}; the most: {most}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def plan(
+    model: Any = None,
+    *,
+    context: int | None = None,
+    concurrency: int | None = None,
+    shared_prefix: int = 0,
+    memory: str | int | None = None,
+    kv_dtype: str | None = None,
+    weights: str | None = None,
+    **options: Any,
+) -> Plan:
+    """What an engine of `model` with these options takes and holds, before anything is loaded.
+
+    Args:
+        model: None (the embedded one), a folder (config.json is enough), a GGUF file, a Hub id in the local cache.
+        context: tokens of a request, prompt and answer together; the most that fits if not given.
+        concurrency: requests at once; the most that fit if not given.
+        shared_prefix: tokens at the beginning that all of them have in common.
+        memory: what the machine or container has, in place of what is free to this process.
+        kv_dtype, weights: forms of keys and values and of weights that the engine has.
+        options: as of `LLM` (`config=`: all of them at once).
+
+    Raises:
+        ArgumentError: a wrong option, or a form that the engine does not have. LoadError, ConfigError,
+        UnsupportedModelError: the model, as far as its config and headers tell.
+    """
+    config = _with_forms(EngineConfig.of(model, options), kv_dtype, weights)
+    for name, value, least in (
+        ("context", context, 1),
+        ("concurrency", concurrency, 1),
+        ("shared_prefix", shared_prefix, 0),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ArgumentError(f"expected an integer of at least {least}, got {value!r} - in `{name}`")
+    if config.model is not None and not isinstance(config.model, str | Path):
+        raise ArgumentError(
+            f"expected a model as None, folder, GGUF file or Hub id to plan for, got {type(config.model).__name__} - "
+            "in `model`"
+        )
+
+    from quire.model.load import without_weights
+
+    unloaded = without_weights(
+        config.model,
+        dtype=config.dtype,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return _plan_of(config, unloaded, context, concurrency, shared_prefix, memory)
+
+
+def require_room(config: EngineConfig) -> None:
+    """For a start that asks for a length or a size, before it loads: whether there will be room.
+
+    *raises:* CapacityError, ArgumentError: what the start would say once all is loaded; the plan's lines are its notes.
+    """
+    is_of_files = config.model is None or isinstance(config.model, str | Path)
+    is_explicit = isinstance(parse_budget(config.kv_memory, where="kv_memory"), int)
+    if not is_of_files or not (is_explicit or config.max_model_len is not None):
+        return
+    from quire.model.load import without_weights
+
+    try:
+        unloaded = without_weights(
+            config.model,
+            dtype=config.dtype,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except QuireError:
+        return  # `load` says it, or fetches what is not there
+    found = _plan_of(config, unloaded, config.max_model_len, None, 0, None)
+    if not found.fits:
+        raise _refusal(found, config)
+
+
+def refuse_if_none_fits(fit: KVFit, config: EngineConfig, max_model_len: int) -> None:
+    """The same once all is loaded. *raises:* CapacityError: the cache holds no request of the length asked for."""
+    if (reason := _why_not(fit, config, max_model_len)) is not None:
+        raise CapacityError(reason)
+
+
+def _refusal(found: Plan, config: EngineConfig) -> QuireError:
+    if config.max_model_len is None and found.memory_bytes > found.total_bytes:
+        return ArgumentError(found.reason)  # of `kv_memory` alone
+    error = CapacityError(found.reason)
+    for line in found.lines()[:-1]:  # the last one is the error's
+        error.add_note(line)
+    return error
+
+
+def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None:
+    """Why a start is refused, the verdict that plan and start share: a length that was asked for must be held once."""
+    if config.max_model_len is None or fit.max_num_sequences(max_model_len) >= 1:
+        return None
+    layout, most = fit.layout, fit.max_num_tokens(1, max_model_len)
+    needed = layout.num_blocks(max_model_len) * layout.block_bytes + layout.spec.bytes_per_state
+    return (
+        f"expected a KV cache that holds a request of max_model_len {max_model_len} tokens, which needs "
+        f"{format_size(needed)}, got one of {format_size(fit.kv_bytes + fit.state_bytes)} ({fit.num_blocks} "
+        f"{layout.block_name}s), which holds {most} tokens; raise kv_memory or lower max_model_len to at most {most} - "
+        "in `max_model_len`"
+    )
+
+
+def _with_forms(config: EngineConfig, kv_dtype: str | None, weights: str | None) -> EngineConfig:
+    """config with the forms as its own options, where the engine has such options.
+
+    *raises:* ArgumentError: a form that the engine does not have.
+    """
+    known = EngineConfig.options()
+    for name, value in (("kv_dtype", kv_dtype), ("weights", weights)):
+        if name in known:
+            config = config if value is None else replace(config, **{name: value})
+        elif value not in _KEPT_BYTES:
+            raise ArgumentError(
+                f"expected {name} auto, bfloat16, float16 or float32, which this engine has, got {value!r} - in "
+                f"`{name}`"
+            )
+        elif value not in (None, "auto"):
+            wanted = _LONG_NAMES.get(value, value)
+            if config.dtype not in ("auto", wanted):
+                raise ArgumentError(
+                    f"expected {name} of the model's own dtype {config.dtype}, in which this engine computes and keeps "
+                    f"keys and values, got {value!r} - in `{name}`"
+                )
+            config = replace(config, dtype=wanted)
+    return config
+
+
+# -- how ----------------------------------------------------------------------------------------------------
+
+
+def _plan_of(
+    config: EngineConfig,
+    unloaded: UnloadedModel,
+    context: int | None,
+    concurrency: int | None,
+    shared_prefix: int,
+    memory: str | int | None,
+) -> Plan:
+    from quire.engine.storages import device_of, storage_of
+    from quire.model.prepare import resolve_length
+
+    spec = unloaded.spec
+    if context is not None:
+        if config.max_model_len is not None and context > config.max_model_len:
+            raise ArgumentError(
+                f"expected a context within max_model_len {config.max_model_len}, got {context} - in `context`"
+            )
+        config = replace(config, max_model_len=max(2, context))
+    max_model_len = resolve_length(unloaded, config.max_model_len)
+    layout = kv_layout(storage_of(config, spec), config, spec, max_model_len)
+    weights = _weight_rows(config, unloaded)
+    scratch = _scratch_rows(config, unloaded)
+    runtime_bytes = _own_bytes()
+    weight_bytes = sum(row.num_bytes for row in weights)
+    free_bytes = device_of(config).free_bytes()
+    if memory is not None:
+        free_bytes = max(0, parse_size(memory, where="memory") - runtime_bytes)
+    left_bytes = free_bytes - weight_bytes
+    fit, reason = _fit(config, layout, max_model_len, left_bytes, weight_bytes)
+
+    asked = context or max_model_len
+    if fit is None:
+        max_concurrency = max_context = 0
+    else:
+        if context is None:
+            # As the start: a model's own length need not be held in full.
+            asked = max(1, fit.max_num_tokens(concurrency or 1, max_model_len, shared_prefix))
+        shared_prefix = min(shared_prefix, asked - 1)
+        max_concurrency = min(fit.max_num_sequences(asked, shared_prefix), config.max_num_seqs)
+        wanted = concurrency or max(1, max_concurrency)
+        max_context = (
+            fit.max_num_tokens(wanted, unloaded.max_model_len, shared_prefix)
+            if wanted <= config.max_num_seqs
+            else 0
+        )
+    wanted = concurrency or max(1, max_concurrency)
+    fits = fit is not None and max_concurrency >= wanted
+    needed_blocks = layout.num_blocks(asked, wanted, shared_prefix)
+    num_slots = (wanted + bool(shared_prefix)) if spec.states else 0
+    needed_bytes = needed_blocks * layout.block_bytes + num_slots * spec.bytes_per_state
+    if fit is not None and not fits:
+        reason = _why_not(fit, config, max_model_len) or _why_so_few(fit, config, wanted, needed_bytes)
+    return Plan(
+        model=unloaded.name,
+        model_type=unloaded.model_type,
+        dtype=spec.dtype,
+        storage=layout.storage,
+        block_size=layout.block_size,
+        context=asked,
+        concurrency=wanted,
+        shared_prefix=shared_prefix,
+        fits=fits,
+        reason="" if fits else reason,
+        max_context=max_context,
+        max_concurrency=max_concurrency,
+        memory_bytes=free_bytes + runtime_bytes,
+        budget_bytes=0 if fit is None else fit.kv_bytes + fit.state_bytes,
+        needed_bytes=needed_bytes,
+        num_blocks=0 if fit is None else fit.num_blocks,
+        num_state_slots=0 if fit is None else fit.num_state_slots,
+        rows=(
+            *weights,
+            *_kv_rows(layout, asked, wanted, shared_prefix),
+            *_state_rows(spec, num_slots),
+            *scratch,
+            PlanRow(
+                "runtime", "python, torch, transformers", runtime_bytes, "this process after its imports"
+            ),
+        ),
+    )
+
+
+def _fit(
+    config: EngineConfig, layout: KVLayout, max_model_len: int, left_bytes: int, weight_bytes: int
+) -> tuple[KVFit | None, str]:
+    if left_bytes < 0:
+        free = format_size(left_bytes + weight_bytes)
+        return (
+            None,
+            f"expected memory for weights of {format_size(weight_bytes)}, got {free} free to this process",
+        )
+    try:
+        return fit_within(config, layout, max_model_len, left_bytes), ""
+    except (ArgumentError, CapacityError) as error:
+        return None, str(error)
+
+
+def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int) -> str:
+    if wanted > config.max_num_seqs:
+        return f"max_num_seqs is {config.max_num_seqs}"
+    slots = ""
+    if fit.layout.spec.states and fit.num_state_slots < wanted:
+        slots = f", {fit.num_state_slots} states of {format_size(fit.layout.spec.bytes_per_state)}"
+    return (
+        f"{format_size(needed_bytes)} needed, kv_memory is {format_size(fit.kv_bytes + fit.state_bytes)} "
+        f"({fit.num_blocks} {fit.layout.block_name}s{slots})"
+    )
+
+
+def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
+    from quire.attention import backend
+    from quire.model.linear import choose_packing
+    from quire.model.weight_rows import planned_weights
+    from quire.spec import format_of
+
+    device, dtype = backend(config.backend), format_of(unloaded.spec.dtype).torch_dtype
+    packing = None
+    if device.pack is not None:
+        packing = "device"
+    elif not device.is_native and choose_packing(dtype) == "native":
+        packing = "watched"  # as `PreparedModel` chooses
+    return [
+        PlanRow("weights", _WEIGHTS[row.kind], row.num_bytes, f"{row.num_tensors} tensors")
+        for row in planned_weights(unloaded.model, packing=packing)
+    ]
+
+
+def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: int) -> list[PlanRow]:
+    """Of each kind of layer, what the requests hold, padding included."""
+    spec = layout.spec
+    if not spec.stores_kv:
+        num_blocks = layout.num_blocks(context, concurrency, shared_prefix)
+        return [PlanRow("kv", "tokens", 0, f"{num_blocks} blocks that hold nothing")]
+    if not layout.shares_blocks:
+        num_blocks = layout.num_blocks(context, concurrency)
+        note = f"{num_blocks} {layout.block_name}s of {format_size(layout.block_bytes)}, nothing is shared"
+        return [PlanRow("kv", "all layers", num_blocks * layout.block_bytes, note)]
+    kinds: dict[str, list[KVGroup]] = {}
+    for group in spec.groups:
+        name = "full attention" if group.span.kind == "full" else f"{group.span.kind} of {group.span.size}"
+        kinds.setdefault(f"latents, {name}" if group.latent else name, []).append(group)
+    rows = []
+    for name, groups in kinds.items():
+        once, each = blocks_with_prefix(groups, context, shared_prefix, layout.block_size)
+        num_blocks = once + concurrency * each
+        used = sum(group.bytes_per_block(layout.block_size) for group in groups) / len(groups)
+        padding = 1 - used / layout.block_bytes
+        note = f"{sum(len(group.layers) for group in groups)} layers, {num_blocks} blocks of {layout.block_size} tokens"
+        if once and shared_prefix:
+            note += f", {once} of them shared"
+        if padding >= 0.0005:
+            note += f", {padding:.1%} padding"
+        rows.append(PlanRow("kv", name, num_blocks * layout.block_bytes, note))
+    return rows
+
+
+def _state_rows(spec: KVSpec, num_slots: int) -> list[PlanRow]:
+    if not spec.states:
+        return []
+    each = spec.bytes_per_state
+    return [PlanRow("states", "state slots", num_slots * each, f"{num_slots} of {format_size(each)}")]
+
+
+def _scratch_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
+    return []
+
+
+def _own_bytes() -> int:
+    """Proportional resident bytes of this process; where there is no smaps_rollup, resident ones."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))

@@ -1,0 +1,360 @@
+"""The state half of a layer of a transformers cache: states (Mamba, convolutions, delta nets) that `kv_memory` binds.
+
+What a state is, and how it goes on, is `LinearAttentionLayer`'s. Here it is counted against the limit that the cache
+and its forks have together, before its memory is taken; forked, chosen row by row, and given back.
+Not an owner of memory: the tensors are ordinary ones of the host, `RowMemory` counts them. Not yet a layer of
+transformers': `layer_kinds` makes those of it.
+
+Invariants
+    S1  what is counted for a layer is at least what its states take, and as much between two calls of `crop` where the
+        past is recorded, after each update where it is not.
+    S2  the tensors are the layer's own: none keeps a larger one alive, and no fork has them too.
+    S3  a call that is refused before it computes leaves the states as they were; one that finds no memory tells the
+        cache, which then is empty or refuses to go on (Q2).
+
+Threads: as the cache's; counting is under the memory's lock, giving back under none (a finalizer does it).
+
+Cost: some 8 us an update beside transformers' own; a fork copies the states.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+from quire.errors import ArgumentError, CapacityError
+from quire.hf.rows import RowMemory
+from quire.sizes import format_size
+
+__all__ = ["STATES", "BoundStates", "StateCharge", "StateOwner"]
+
+STATES = ("conv_states", "recurrent_states")
+
+
+class StateOwner(Protocol):
+    """The cache that states belong to, as they see it: `QuireCache`, where its methods are described."""
+
+    memory: RowMemory
+
+    def check_state_step(self, layer: BoundStates) -> None: ...
+
+    def state_refused(self, layer: BoundStates, *, is_first: bool) -> None: ...
+
+
+class StateCharge:
+    """Bytes of a `RowMemory`'s limit that states take, given back when this goes."""
+
+    def __init__(self, memory: RowMemory) -> None:
+        self._memory = memory
+        self.num_bytes = 0
+
+    def resize(self, num_bytes: int, what: str = "states") -> None:
+        """Count so many. *raises:* CapacityError: no room, said with `what`; nothing was changed."""
+        more = num_bytes - self.num_bytes
+        if more > 0:
+            self._memory.take_state(more, what)
+        elif more < 0:
+            self._memory.give_state(-more)
+        self.num_bytes = num_bytes
+
+    def split(self, num_bytes: int) -> StateCharge:
+        """Another one, of `num_bytes` of these."""
+        other = StateCharge(self._memory)
+        self.num_bytes -= num_bytes
+        other.num_bytes = num_bytes
+        return other
+
+    def close(self) -> None:
+        self.resize(0)
+
+    __del__ = close
+
+
+class BoundStates:
+    """See the module's text; mixed into each kind of transformers' layers with states (`layer_kinds`).
+
+    conv_states, recurrent_states: by number of the state, [B, ..., width] and [B, ...], None before there is one.
+    """
+
+    index: int
+    number_of_states: int
+    conv_states: dict[int, torch.Tensor | None]
+    recurrent_states: dict[int, torch.Tensor | None]
+    is_conv_states_initialized: dict[int, bool]
+    is_recurrent_states_initialized: dict[int, bool]
+    has_previous_state: dict[int, bool]
+    conv_kernel_size: dict[int, int | None]
+    device: Any
+    dtype: Any
+    record_past: bool
+
+    def attach_states(self, cache: StateOwner, index: int) -> None:
+        """Makes its states those of layer `index` of `cache`."""
+        self.index = index
+        self._owner_of_states = weakref.ref(cache)
+        self.charge = StateCharge(cache.memory)
+        # Whether columns before the first of a convolution's are gone, which a `crop` may need.
+        self._is_cut = dict.fromkeys(range(self.number_of_states), False)
+
+    # What is there.
+
+    def tensors(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Those of `STATES` that there are: name, number of the state, tensor."""
+        for name in STATES:
+            for number, state in getattr(self, name).items():
+                if state is not None:
+                    yield name, number, state
+
+    @property
+    def has_states(self) -> bool:
+        return any(True for _ in self.tensors())
+
+    @property
+    def num_state_rows(self) -> int:
+        """Rows of the batch; 0 before there is a state."""
+        return next((len(state) for _, _, state in self.tensors()), 0)
+
+    @property
+    def state_bytes(self) -> int:
+        """What the states take."""
+        return sum(state.nbytes for _, _, state in self.tensors())
+
+    def bytes_behind(self, num_new: int) -> int:
+        """What they take when `num_new` more tokens are behind them: more where the past is recorded."""
+        if not self.record_past:
+            return self.state_bytes
+        row = sum(_column_bytes(state) for name, _, state in self.tensors() if name == "conv_states")
+        return self.state_bytes + num_new * row
+
+    def saved(self, name: str, number: int) -> torch.Tensor | None:
+        """A state without what is recorded for `crop`: what the next step needs, in the shape that is stored."""
+        state = getattr(self, name)[number]
+        width = self.conv_kernel_size[number]
+        if state is None or name != "conv_states" or width is None:
+            return state
+        kept = state[..., -width:]
+        return torch.nn.functional.pad(kept, (width - kept.shape[-1], 0))
+
+    # A step.
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """As transformers': put [B, ..., T] behind the state. Returns the state before it and it, [B, ..., width + T].
+
+        Raises:
+            ArgumentError: another batch, channels or device than is stored, a gradient asked for, or a cache whose last
+                step was not whole.
+            CapacityError: no memory for it (S3).
+        """
+        is_first = not self.has_previous_state[state_idx]
+        self._check_step(conv_states, "conv_states", state_idx, -1)
+        try:
+            if self.record_past:
+                old = self.conv_states[state_idx]
+                more = conv_states.nbytes - (0 if old is None or not is_first else old.nbytes)
+                self._reserve(self.state_bytes + more)
+            full = LinearAttentionLayer.update_conv_state(
+                self,  # type: ignore[arg-type]
+                conv_states,
+                state_idx,
+                conv_kernel_size=conv_kernel_size,
+                **kwargs,
+            )
+            if self.record_past:
+                self.conv_states[state_idx] = _own(full)
+                self._is_cut[state_idx] &= not is_first
+            else:
+                self._is_cut[state_idx] = True
+        except (CapacityError, RuntimeError) as error:
+            self._refused(error, is_first=is_first)
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """As transformers': replace the state by [B, ...]. Returns the stored one. *raises:* as `update_conv_state`."""
+        is_first = not self.is_recurrent_states_initialized[state_idx]
+        self._check_step(recurrent_states, "recurrent_states", state_idx, None)
+        try:
+            return LinearAttentionLayer.update_recurrent_state(
+                self,  # type: ignore[arg-type]
+                recurrent_states,
+                state_idx,
+                **kwargs,
+            )
+        except (CapacityError, RuntimeError) as error:
+            self._refused(error, is_first=is_first)
+
+    def open_states(
+        self,
+        conv_states: torch.Tensor | None = None,
+        recurrent_states: torch.Tensor | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> None:
+        """`LinearAttentionLayer.lazy_initialization`: zeros for the like of these. *raises:* CapacityError."""
+        for name, given in zip(STATES, (conv_states, recurrent_states), strict=True):
+            if given is None:
+                continue
+            shape = given.shape
+            if name == "conv_states":
+                width = shape[-1] if conv_kernel_size is None else conv_kernel_size
+                shape = (*shape[:-1], width)
+                self.conv_kernel_size[state_idx] = width
+            num_bytes = given.dtype.itemsize
+            for size in shape:
+                num_bytes *= size
+            self._reserve(self.state_bytes + num_bytes)
+            self._set(name, state_idx, torch.zeros(shape, dtype=given.dtype))
+
+    def _set(self, name: str, number: int, state: torch.Tensor) -> None:
+        getattr(self, name)[number] = state
+        getattr(self, f"is_{name}_initialized")[number] = True
+        if self.device is None:
+            self.dtype, self.device = state.dtype, state.device
+
+    def _check_step(self, given: torch.Tensor, name: str, number: int, stop: int | None) -> None:
+        """*raises:* ArgumentError: `given` cannot be put into the state; its shape counts up to `stop`."""
+        owner = self._owner_of_states()
+        if owner is None:
+            raise ArgumentError("expected a layer of a QuireCache that is in use; its cache is gone")
+        where = f"layer {self.index} of a QuireCache"
+        if given.device.type != "cpu":
+            raise ArgumentError(
+                f"expected {name} on the CPU in {where}, got {given.device}; its memory is the CPU's: move the model "
+                "with model.to('cpu')"
+            )
+        if given.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(
+                f"expected {name} without a gradient in {where}; it writes in place: run the model under "
+                "torch.no_grad()"
+            )
+        state = getattr(self, name)[number]
+        if state is not None and given.shape[:stop] != state.shape[:stop]:
+            raise ArgumentError(
+                f"expected {name} {_shown(state, stop)} in {where}, what it was filled with, got "
+                f"{_shown(given, stop)}; reset() the cache, make one for this model, or fork it for each batch"
+            )
+        owner.check_state_step(self)
+
+    def _reserve(self, num_bytes: int) -> None:
+        if num_bytes > self.charge.num_bytes:
+            self.charge.resize(num_bytes, f"the states of layer {self.index}")
+
+    def _refused(self, error: Exception, *, is_first: bool) -> NoReturn:
+        """Tell the cache that a step ends here, and raise why."""
+        owner = self._owner_of_states()
+        if owner is not None:
+            owner.state_refused(self, is_first=is_first)
+        if isinstance(error, CapacityError) or "allocate" not in str(error):
+            raise error
+        raise CapacityError(
+            f"cannot take memory from the operating system for the states of layer {self.index} of a QuireCache "
+            f"({format_size(self.state_bytes)} in use there): {str(error).splitlines()[0]}"
+        ) from error
+
+    # What one does with a cache.
+
+    def check_crop_states(self, tokens_to_remove: int) -> None:
+        """*raises:* ArgumentError: `crop_states` cannot do that; nothing was changed."""
+        if not self.record_past:
+            raise ArgumentError(
+                "expected past recording where a model with states is cropped: call activate_past_recording() first"
+            )
+        if tokens_to_remove > 0:
+            raise ArgumentError(
+                f"expected a count of 0 or below for crop, -n forgets the last n tokens, got {tokens_to_remove}"
+            )
+        if not tokens_to_remove:
+            return
+        if any(self.is_recurrent_states_initialized.values()):
+            raise ArgumentError(
+                "expected no recurrent states in a cache that is cropped, which hold all tokens in one; fork() "
+                "the cache before the tokens, and go on with the fork"
+            )
+        for number, state in self.conv_states.items():
+            if state is None:
+                raise ArgumentError("expected a filled cache to crop, got one whose states are not there yet")
+            left = state.shape[-1] + tokens_to_remove
+            if left < (self._width(number) if self._is_cut[number] else 0):
+                raise ArgumentError(
+                    f"expected to crop at most the {max(0, left - tokens_to_remove - self._width(number))} tokens that "
+                    f"the state of layer {self.index} has recorded since the last crop, got {tokens_to_remove}; fork() "
+                    "the cache before the tokens, and go on with the fork"
+                )
+
+    def crop_states(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, and what was recorded for this."""
+        for number, state in self.conv_states.items():
+            if state is None:
+                continue
+            stop = state.shape[-1] + tokens_to_remove
+            start = max(0, stop - self._width(number))
+            if (start, stop) != (0, state.shape[-1]):
+                self.conv_states[number] = _own(state[..., start:stop])
+                self._is_cut[number] |= start > 0
+        self.charge.resize(self.state_bytes)
+
+    def _width(self, number: int) -> int:
+        return self.conv_kernel_size[number] or 0
+
+    def reset_states(self) -> None:
+        """Forget them and give their memory back."""
+        for number in range(self.number_of_states):
+            self.conv_states[number] = self.recurrent_states[number] = self.conv_kernel_size[number] = None
+            self.is_conv_states_initialized[number] = self.is_recurrent_states_initialized[number] = False
+            self.has_previous_state[number] = self._is_cut[number] = False
+        self.charge.close()
+
+    def choose_states(self, order: Sequence[int]) -> None:
+        """Row r becomes what row `order[r]` was. What more rows take is in `charge` already."""
+        rows = torch.tensor(order, dtype=torch.int64)
+        for name, number, state in list(self.tensors()):
+            getattr(self, name)[number] = state.index_select(0, rows)
+        self.charge.resize(self.state_bytes)
+
+    def copy_states(self, other: BoundStates, charge: StateCharge) -> None:
+        """Have copies of the states of `other`, counted in `charge`."""
+        self.charge = charge
+        for name, number, state in other.tensors():
+            self._set(name, number, _own(state))
+        self.has_previous_state = dict(other.has_previous_state)
+        self.conv_kernel_size = dict(other.conv_kernel_size)
+        self._is_cut = dict(other._is_cut)
+
+    def fill_state(
+        self,
+        number: int,
+        tensors: dict[str, torch.Tensor],
+        *,
+        has_previous_state: bool,
+        conv_kernel_size: int | None,
+    ) -> None:
+        """Have these tensors, by their names in `STATES`, the layer's own and counted in `charge` already."""
+        for name, state in tensors.items():
+            self._set(name, number, state)
+        self.has_previous_state[number] = has_previous_state
+        self.conv_kernel_size[number] = conv_kernel_size
+        self._is_cut[number] = True
+
+
+def _own(state: torch.Tensor) -> torch.Tensor:
+    """A tensor of these numbers that shares its memory with none (S2)."""
+    return state.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _column_bytes(state: torch.Tensor) -> int:
+    return state.nbytes // state.shape[-1] if state.shape[-1] else 0
+
+
+def _shown(state: torch.Tensor, stop: int | None) -> str:
+    return f"[{', '.join(map(str, state.shape[:stop]))}{', tokens' if stop else ''}]"

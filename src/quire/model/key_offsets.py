@@ -1,0 +1,117 @@
+"""Constant offsets of keys' channels, measured once where K is kept in codes: real models have channels whose mean is
+hundreds of times their spread, which would take all of a code's range.
+
+A key less a vector that is the same for every token of a head: all scores of a query fall by one number, which the
+softmax does not see, so nothing is added back when codes are read. A learned sink and a soft cap do see it: a layer
+with one of these has no offset, and where its keys need one it stays in the model's dtype.
+Not a calibration: keys without such channels have no offset, and values never have.
+
+Cost: one forward of 512 tokens of a text in the package, and a storage for them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from quire.attention import AttentionPlan
+from quire.attention.codecs import codec_of, turned
+from quire.memory.paged import PagedStorage
+from quire.memory.state_slots import StateSlots
+from quire.model.prepare import PreparedModel
+from quire.model.prove.calls import text_tokens
+from quire.model.state.step import StateStep
+from quire.model.step import ForwardStep
+from quire.recurrence import RecurrenceStep
+from quire.spec import KVSpec
+from quire.spec.state_spec import ZERO_STATE
+
+__all__ = ["KeyOffsets", "measure_key_offsets"]
+
+_NUM_TOKENS = 512
+_BLOCK_SIZE = 16
+_WORTH = 0.75  # offsets are taken where the codes of some head are finer by this factor with them
+
+
+class KeyOffsets(NamedTuple):
+    """taken: float32 [num_kv_heads, k_head_dim] by layer. left_out: layers whose keys need one and cannot have it."""
+
+    taken: dict[int, torch.Tensor]
+    left_out: frozenset[int]
+
+
+def measure_key_offsets(prepared: PreparedModel, spec: KVSpec) -> KeyOffsets:
+    """Of the layers that `spec` keeps in codes. Nothing of the model is changed.
+
+    *raises:* CapacityError: no memory for the tokens; and what a forward raises.
+    """
+    keys = _keys(prepared)
+    sees_them = _sees_offsets(prepared)
+    taken: dict[int, torch.Tensor] = {}
+    left_out: set[int] = set()
+    for number, layer in enumerate(spec.layers):
+        if not layer.stores_kv or not layer.k_format:
+            continue
+        offset = keys[number].mean(0)
+        fine, coarse = _steps(keys[number] - offset, layer.k_format), _steps(keys[number], layer.k_format)
+        if (fine < _WORTH * coarse).any():
+            if sees_them:
+                left_out.add(number)
+            else:
+                taken[number] = offset
+    return KeyOffsets(taken, frozenset(left_out))
+
+
+def _steps(keys: torch.Tensor, name: str) -> torch.Tensor:
+    """float32 [heads]: the mean step of the codes of keys [T, heads, width]."""
+    codec = codec_of(name)
+    _, scales = codec.encode(turned(keys) if codec.turns_keys else keys)
+    return scales.float().mean(0)
+
+
+def _sees_offsets(prepared: PreparedModel) -> bool:
+    """Whether some layer's attention is no softmax over its scores alone."""
+    model = prepared.loaded.model
+    text = model.config.get_text_config(decoder=True)
+    return bool(getattr(text, "attn_logit_softcapping", None)) or any(
+        isinstance(getattr(module, "sinks", None), torch.Tensor) for module in model.modules()
+    )
+
+
+def _keys(prepared: PreparedModel) -> dict[int, torch.Tensor]:
+    """By layer, float32 [T, num_kv_heads, k_head_dim]: keys as they are when the model serves."""
+    spec = prepared.spec
+    tokens = text_tokens(prepared, min(_NUM_TOKENS, prepared.max_model_len))
+    count = tokens.numel()
+    each = -(-count // _BLOCK_SIZE)  # blocks of a group, one behind the other
+    num_blocks = each * len(spec.groups)
+    storage = PagedStorage(spec, num_blocks, _BLOCK_SIZE, max_blocks=num_blocks, device=prepared.backend)
+    positions = torch.arange(count)
+    states = None
+    if spec.states:
+        storage.states = StateSlots(spec, 1)
+        storage.states.apply([(ZERO_STATE, 0)])
+        states = StateStep(RecurrenceStep([0, count], [0]), positions)
+    firsts = [group * each for group in range(len(spec.groups))]
+    tables = [torch.arange(first, first + each, dtype=torch.int32)[None] for first in firsts]
+    step = ForwardStep(
+        input_ids=tokens,
+        position_ids=positions,
+        plans=tuple(AttentionPlan.build([0, count], [count], table, _BLOCK_SIZE) for table in tables),
+        slot_mappings=tuple(first * _BLOCK_SIZE + positions for first in firsts),
+        logits_rows=positions[-1:],
+        states=states,
+    )
+    cache = prepared.cache_over(storage)
+    try:
+        prepared.forward(step, cache)
+        found: dict[int, torch.Tensor] = {}
+        for group, first in zip(spec.groups, firsts, strict=True):
+            for layer in group.layers:
+                blocks = storage.view(layer).k[first : first + each].transpose(1, 2).flatten(0, 1)
+                found[layer] = blocks[:count].float()
+        return found
+    finally:
+        cache.close()
+        storage.close()

@@ -1,0 +1,166 @@
+"""How the weights of a model are held once it serves, in bytes, by kind: told ahead, and of a model that serves.
+
+    linear        packed panels of linear layers, padding included; one that is the embedding too is here, once
+    experts       packed panels of experts
+    latents       kv_b_proj of latent layers once more, head by head, as it is multiplied into queries and results
+    embeddings    dense embeddings that no linear layer shares
+    dense         all else: norms, convolutions, routers, layers that stay as they are; buffers
+
+`planned_weights` takes a model without memory, on torch's meta device, and asks what chooses the packing (`linear`,
+`experts`) the same questions; `held_weights` looks at the packed model. What a packed weight takes is asked of
+`WEIGHT_FORMS`, where a form that weights are held in is registered by its name.
+
+Not here: small copies that a model's own forward leaves (a router packed beside its weight).
+
+Cost: O(modules and parameters); no weight is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from quire.attention.backends import PackedWeight
+from quire.backends import native_module
+from quire.model.experts import expert_projections
+from quire.model.held_weight import HeldParameter
+from quire.model.latent import LatentHeads, is_latent
+from quire.model.linear import DTYPE_NAMES, NativeWeight, Packing, choose_packing, planned_packing
+from quire.registry import Registry
+
+__all__ = ["WEIGHT_FORMS", "WeightRow", "held_weights", "planned_weights", "register_form"]
+
+_KINDS = ("linear", "experts", "latents", "embeddings", "dense")
+
+WeightForm = Callable[[int, int, torch.dtype, str], int]
+"""(num_outputs, num_inputs, dtype that the model computes in, what follows the colon of its name) -> bytes."""
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """Weights that are held alike. kind: see the module's text."""
+
+    kind: str
+    num_tensors: int
+    num_bytes: int
+
+
+def _native_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, _: str) -> int:
+    native = cast(Any, native_module())
+    return native.packed_num_bytes(num_outputs, num_inputs, DTYPE_NAMES[dtype])
+
+
+def _dense_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, _: str) -> int:
+    return num_outputs * num_inputs * dtype.itemsize
+
+
+# By the name of a packing (`linear.Packing`), and of a format of quantized weights, "int4" for "int4:64" too.
+WEIGHT_FORMS: Registry[WeightForm] = Registry(
+    "a form of weights",
+    "weights",
+    {"native": _native_bytes, "onednn": _dense_bytes, "device": _dense_bytes, "watched": _dense_bytes},
+)
+
+
+def register_form(name: str, num_bytes: WeightForm) -> None:
+    """Have plans know what weights take in the form `name`. *raises:* ArgumentError: the name is taken by another."""
+    WEIGHT_FORMS.register(name, num_bytes)
+
+
+def planned_weights(
+    model: nn.Module,
+    *,
+    packing: Packing | None = None,
+    form_of: Callable[[str], str | None] = lambda name: None,
+) -> tuple[WeightRow, ...]:
+    """What `model`, all of it on the meta device, will hold; kinds of which it has none are left out.
+
+    packing: as of `pack_linears`. form_of: of a packed parameter's name, the form in which its weight is held; None:
+    as the packing has it.
+    """
+    rows = _Rows()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    packed: set[int] = set()
+
+    def form_bytes(parameter: nn.Parameter, shape: tuple[int, int], kind: str) -> int:
+        form, _, rest = (form_of(names[id(parameter)]) or kind).partition(":")
+        return WEIGHT_FORMS[form](*shape, parameter.dtype, rest)
+
+    for parameter, shape, kind, is_embedding in planned_packing(model, packing):
+        packed.add(id(parameter))
+        row = "embeddings" if is_embedding else "dense" if kind == "watched" else "linear"
+        rows.add(row, form_bytes(parameter, shape, kind))
+    packs_experts = packing is None and native_module() is not None
+    for module in model.modules():
+        if packs_experts and (projections := expert_projections(module, "meta")) is not None:
+            for name in projections:
+                parameter = cast(nn.Parameter, module._parameters[name])
+                packed.add(id(parameter))
+                num_experts, *shape = parameter.shape
+                shape = shape[::-1] if getattr(module, "is_transposed", False) else shape
+                rows.add("experts", num_experts * form_bytes(parameter, (shape[0], shape[1]), "native"))
+        if is_latent(module):
+            _add_latent(rows, cast(Any, module), packing)
+    dense = [parameter for parameter in model.parameters() if id(parameter) not in packed]
+    for tensor in (*dense, *model.buffers()):
+        rows.add("dense", tensor.numel() * tensor.itemsize)
+    return rows.all()
+
+
+def held_weights(model: nn.Module, latents: Iterable[LatentHeads] = ()) -> tuple[WeightRow, ...]:
+    """What `model`, prepared to serve, holds now. latents: of its latent modules, once they have attended."""
+    rows = _Rows()
+    for name, parameter in model.named_parameters():
+        held = parameter.held if isinstance(parameter, HeldParameter) else None
+        packed = None if held is None else held.packed
+        if isinstance(packed, list):
+            rows.add("experts", sum(map(_packed_bytes, packed)))
+        elif packed is not None:
+            rows.add("linear", _packed_bytes(packed))
+        if packed is None or (held is not None and held.dense is not None):  # lent: both
+            is_embedding = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+            rows.add("embeddings" if is_embedding else "dense", parameter.numel() * parameter.itemsize)
+    for heads in latents:
+        rows.add("latents", sum(map(_packed_bytes, (*heads.into_latent, *heads.out_of_latent))))
+    for buffer in model.buffers():
+        rows.add("dense", buffer.numel() * buffer.itemsize)
+    return rows.all()
+
+
+class _Rows:
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        self._counts[kind] += 1
+        self._bytes[kind] += num_bytes
+
+    def all(self) -> tuple[WeightRow, ...]:
+        return tuple(
+            WeightRow(kind, self._counts[kind], self._bytes[kind]) for kind in _KINDS if self._counts[kind]
+        )
+
+
+def _add_latent(rows: _Rows, module: Any, packing: Packing | None) -> None:
+    """The heads that `LatentHeads` will pack of this module."""
+    weight = module.kv_b_proj.weight
+    kept, v_dim, rank = module.qk_nope_head_dim, module.v_head_dim, weight.shape[1]
+    form = WEIGHT_FORMS[
+        "native" if packing is None and choose_packing(weight.dtype) == "native" else "watched"
+    ]
+    each = form(rank, kept, weight.dtype, "") + form(v_dim, rank, weight.dtype, "")
+    rows.add("latents", weight.shape[0] // (kept + v_dim) * each)
+
+
+def _packed_bytes(packed: PackedWeight) -> int:
+    if isinstance(packed, NativeWeight):
+        return packed.native.num_bytes
+    if (num_bytes := getattr(packed, "num_bytes", None)) is not None:
+        return num_bytes
+    return packed.num_outputs * packed.num_inputs * packed.dtype.itemsize

@@ -1,0 +1,129 @@
+"""`kv_dtype=`: K and V in another format than the model computes in, on every storage and through the tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.architectures import tiny
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quire import LLM, SamplingParams
+from quire.attention import backends
+from quire.attention.reference import ReferenceBackend
+from quire.errors import ArgumentError
+from quire.spec import KVSpec, LayerSpec, Span
+from quire.spec.kv_dtype import with_kv_dtype
+
+PROMPT = [(7 * i) % 60 + 2 for i in range(100)]
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def _llm(model: Any, **options: Any) -> LLM:
+    return LLM((model, None), **{"kv_memory": "2MiB", "backend": "python", "max_model_len": 256, **options})
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_budget_holds_nearly_twice_the_tokens_of_16_bits(head_dim: int) -> None:
+    spec = KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=head_dim)
+    coded = with_kv_dtype(spec, "int8")
+    assert spec.bytes_per_token >= 1.9 * coded.bytes_per_token
+    assert coded.kv_dtype == "int8"
+    assert coded.plain == spec
+    assert spec == with_kv_dtype(spec, "auto") == with_kv_dtype(spec, "bf16")
+
+
+@pytest.mark.parametrize("storage", ["paged", "contiguous", "growing", "virtual"])
+def test_it_serves_on_every_storage(storage: str) -> None:
+    model = tiny("qwen3")
+    with _llm(model, storage=storage) as llm:
+        [exact] = llm.generate([PROMPT], PARAMS)
+    with _llm(model, storage=storage, kv_dtype="int8") as llm:
+        assert llm.core.storage is not None
+        llm.core.storage.fill(float("nan"))
+        [got] = llm.generate([PROMPT], PARAMS)
+        assert " in int8, " in llm.capacity
+        assert llm.monitor.stats()["kv_dtype"] == "int8"
+    assert got.outputs[0].token_ids == exact.outputs[0].token_ids
+
+
+def test_bytes_are_those_that_the_system_tells_of() -> None:
+    with _llm(tiny("qwen3"), kv_dtype="int8", prefault=True) as llm:
+        stats = llm.monitor.stats()
+    assert stats["kv_committed_bytes"] == pytest.approx(stats["kv_memory_bytes"], rel=0.01)
+
+
+def test_a_tier_tells_formats_apart(tmp_path: Path) -> None:
+    model, found = tiny("qwen3"), []
+    for kv_dtype in ("int8", "auto", "int8"):
+        with _llm(model, kv_dtype=kv_dtype, disk_cache=tmp_path, cache_write="through") as llm:
+            [answer] = llm.generate([PROMPT], PARAMS)
+            found.append((answer.outputs[0].token_ids, answer.num_cached_tokens))
+    assert [cached for _, cached in found] == [0, 0, 96]
+    assert found[0][0] == found[2][0]
+
+
+def test_what_cannot_have_it_is_refused_with_what_runs() -> None:
+    spec = KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=64, dtype="float32")
+    with pytest.raises(ArgumentError, match="expected K and V in the model's dtype, float32"):
+        with_kv_dtype(spec, "bf16")
+    latent = KVSpec((LayerSpec(Span(), 1, 40, 32, latent=True),), name="deepseek_v3")
+    with pytest.raises(ArgumentError, match=r"got deepseek_v3 with latents \(layer 0\).*take auto"):
+        with_kv_dtype(latent, "int8")
+    with pytest.raises(ArgumentError, match=r"heads of 20 elements \(layer 0\), no multiple of 8"):
+        with_kv_dtype(KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=20), "int8")
+    config = AutoConfig.for_model(
+        *("gpt_neo",),
+        hidden_size=32,
+        num_layers=1,
+        num_heads=4,
+        vocab_size=64,
+        attention_types=[[["global"], 1]],
+    )
+    with pytest.raises(ArgumentError, match=r"own forward \(gpt_neo\).*take auto"):
+        _llm(AutoModelForCausalLM.from_config(config).eval(), kv_dtype="int8")
+
+
+def test_a_back_end_that_does_not_know_the_format_is_refused() -> None:
+    class Plain(ReferenceBackend):
+        name = "plain"
+        kv_formats = ()
+
+    backends.register("plain", Plain)
+    try:
+        with pytest.raises(
+            ArgumentError, match="backend 'plain' attends to, the model dtype alone, got int8"
+        ):
+            _llm(tiny("qwen3"), kv_dtype="int8", backend="plain")
+    finally:
+        backends.unregister("plain")
+
+
+def _with_far_keys(name: str) -> Any:
+    """A tiny model of which one channel of keys, in the slowest rotary pair, is 145 on average in every head."""
+    model = tiny(name)
+    keys = model.model.layers[0].self_attn.k_proj
+    heads = keys.bias.data.view(model.config.num_key_value_heads, -1)
+    heads[:, heads.shape[1] // 2 - 1] += 145
+    return model
+
+
+def test_what_all_keys_have_in_common_is_taken_off_them() -> None:
+    model = _with_far_keys("qwen2")
+    with _llm(model) as llm:
+        [exact] = llm.generate([PROMPT], PARAMS)
+    with _llm(model, kv_dtype="int8") as llm:
+        assert [*llm.core.prepared.key_offsets] == [0]
+        [got] = llm.generate([PROMPT], PARAMS)
+    assert got.outputs[0].token_ids == exact.outputs[0].token_ids
+
+
+def test_a_layer_with_sinks_stays_as_it_is_where_its_keys_need_that(caplog: pytest.LogCaptureFixture) -> None:
+    with _llm(_with_far_keys("gpt_oss"), kv_dtype="int8") as llm:
+        assert not llm.core.prepared.key_offsets
+        assert llm.spec.kv_dtype == "float32 and int8"
+        assert "in float32 and int8" in llm.capacity
+        assert "layers 0 keep K and V in float32" in caplog.text
+        [got] = llm.generate([PROMPT], PARAMS)
+        assert len(got.outputs[0].token_ids) == PARAMS.max_tokens
