@@ -18,7 +18,7 @@ from quire.errors import ArgumentError, LoadError
 from quire.model import fingerprint as fingerprint_module
 from quire.model import load
 from quire.model.fingerprint import engine_fingerprint
-from quire.model.load import config_of
+from quire.model.load import config_of, without_weights
 from quire.model.quantized import coded_weights
 from quire.spec import KVSpec
 
@@ -70,6 +70,7 @@ def test_codes_outlive_loading_each_tensor_in_its_own_type(tmp_path: Path) -> No
         *KINDS[:3]
     }
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    assert without_weights(file).has_codes  # so that a start waits for what they take
     widened = load(file, widened=True)
     assert not coded_weights(widened.model)
     for name, weight in theirs.state_dict().items():

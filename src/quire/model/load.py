@@ -521,6 +521,7 @@ class UnloadedModel:
         model: on torch's meta device: names and shapes of its parameters, no memory.
         spec, name, model_type, max_model_len, vocab_size: as of `LoadedModel`.
         stored_bytes: of the tensors in its files; 0 where they are not there.
+        has_codes: some of them are quantized, so that `model` is larger than what will be held of it.
     """
 
     model: PreTrainedModel
@@ -530,6 +531,7 @@ class UnloadedModel:
     max_model_len: int
     vocab_size: int
     stored_bytes: int = 0
+    has_codes: bool = False
 
 
 def without_weights(
@@ -548,9 +550,10 @@ def without_weights(
     if (file := _gguf_file(source)) is not None:
         stored = GGUFSource(file)
         config = gguf_config(stored)
-        return _unloaded(
+        found = _unloaded(
             config, wanted.torch_dtype if wanted else stored.dtype, file.stem, file.stat().st_size
         )
+        return replace(found, has_codes=any(tensor.is_quantized for tensor in stored))
     where, local = _locate(source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     if not local:
@@ -570,8 +573,8 @@ def without_weights(
             quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         )
         raise UnsupportedModelError(
-            f"model type {config.model_type}: its weights are quantized by {getattr(method, 'value', method)}, which "
-            "Quire does not compute with yet; dequantize the model, or use model.generate"
+            f"model type {config.model_type}: its weights are quantized by {getattr(method, 'value', method)}, and "
+            "what codes will take is not told before they are loaded yet; start the model, it says so"
         )
     header = SafetensorsSource.of_checkpoint(where, None if local else revision)
     tensors = [] if header is None else list(header)
@@ -610,7 +613,8 @@ def _unloaded(config: Any, dtype: Any, name: str, stored_bytes: int, **options: 
     dtype_name = str(dtype).removeprefix("torch.")
     if dtype_name not in element_formats():
         raise UnsupportedModelError(
-            f"model type {config.model_type}: expected weights of {', '.join(sorted(element_formats()))}, got {dtype_name}"
+            f"model type {config.model_type}: expected weights of {', '.join(sorted(element_formats()))}, got "
+            f"{dtype_name}"
         )
     spec = KVSpec.from_config(config, dtype=dtype_name)
     embeddings = model.get_output_embeddings() or model.get_input_embeddings()
