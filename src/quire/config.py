@@ -324,11 +324,13 @@ class EngineConfig:
             None,
             "W",
             "Round the linear layers' weights as the checkpoint is loaded: int8, int4 (groups of 128), int4:64, or by "
-            "pattern of names: *.mlp.*=int4,*=int8.",
+            "pattern of names: *.mlp.*=int4,*=int8. bf16 widens those of a quantized checkpoint.",
         )
     )
-    head: Annotated[str, _checked(lambda _, value: parse_rounding(value, "head"))] = option(
-        "int8", "W", "The same for head and embeddings beside `weights`; bf16 leaves them as they are."
+    head: Annotated[str | None, _checked(lambda _, value: parse_rounding(value, "head"))] = option(
+        None,
+        "W",
+        "The same for head and embeddings beside `weights`: int8 unless it is said, bf16 beside bf16.",
     )
     kv_dtype: _KVDType = option(
         "auto",
@@ -447,9 +449,9 @@ class EngineConfig:
             self._refuse("remote_secret", "remote_cache, whose values are signed with it")
         if self.cache_write != "eviction" and not self.has_tiers:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written so")
-        if self.head != "int8" and self.weights is None:
+        if self.head is not None and self.weights is None:
             self._refuse("head", "weights, of whose rounding it says a part")
-        if self.packed_weights is not None and self.weights is not None:
+        if self.packed_weights is not None and self.weight_formats is not None and self.weight_formats.rounds:
             raise ArgumentError(
                 f"expected packed_weights without weights, got both; weights rounded to codes ({self.weights!r}) "
                 "are not kept in a folder yet - in `packed_weights`"

@@ -18,7 +18,8 @@ from quire.errors import ArgumentError, LoadError
 from quire.model import fingerprint as fingerprint_module
 from quire.model import load
 from quire.model.fingerprint import engine_fingerprint
-from quire.model.load import config_of
+from quire.model.load import config_of, without_weights
+from quire.model.quantized import coded_weights
 from quire.spec import KVSpec
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -47,7 +48,37 @@ def test_it_is_what_transformers_makes_of_it(file: Path) -> None:
     assert ours.model.generation_config.to_dict() == theirs.generation_config.to_dict()
 
 
-def test_weights_are_widened_to_bfloat16(file: Path) -> None:
+KINDS = ["Q4_0", "Q5_1", "Q8_0", "F16"]  # of those that the package can write
+
+
+def test_codes_outlive_loading_each_tensor_in_its_own_type(tmp_path: Path) -> None:
+    """Llama's writer orders the rows of queries and keys in another way; the head is the embedding."""
+    kinds: dict[str, str] = {}
+
+    def kind_of(name: str) -> str:
+        kinds[name] = KINDS[len(kinds) % len(KINDS)]
+        return kinds[name]
+
+    model = gguf_case.tiny(kind="llama", tied=True)
+    file = gguf_case.write(tmp_path / "tiny.gguf", model, architecture="llama", quantized=kind_of)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.bfloat16)
+    loaded = load(file)
+    held = {name + ".weight": packed.label for name, packed in coded_weights(loaded.model).items()}
+    linear = {name: kind for name, kind in kinds.items() if theirs.state_dict()[name].dim() == 2}
+    assert held == {name: kind for name, kind in linear.items() if kind != "F16"}
+    assert {kinds["model.embed_tokens.weight"], kinds["model.layers.0.self_attn.q_proj.weight"]} <= {
+        *KINDS[:3]
+    }
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    assert without_weights(file).has_codes  # so that a start waits for what they take
+    widened = load(file, widened=True)
+    assert not coded_weights(widened.model)
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(weight, loaded.model.state_dict()[name]), name
+        assert torch.equal(weight, widened.model.state_dict()[name]), name
+
+
+def test_weights_are_those_of_the_codes_in_bfloat16(file: Path) -> None:
     loaded = load(str(file))
     assert (loaded.name, loaded.model_type, loaded.dtype) == ("tiny-q8_0", "qwen3", torch.bfloat16)
     assert loaded.vocab_size == len(gguf_case.WORDS)

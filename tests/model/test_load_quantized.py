@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.errors import LoadError
 from quire.model import load
+from quire.model.quantized import coded_weights
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 17, 80, 3], [44, 9, 1, 60, 61, 62, 12]]
@@ -41,9 +44,64 @@ def test_weights_are_what_the_codes_stand_for(name: str, tmp_path: Path) -> None
     assert len(loaded.source.files) == 2
 
 
-def test_weights_are_rounded_once_to_the_dtype(tmp_path: Path) -> None:
+def test_codes_outlive_loading_unless_they_are_to_be_widened(tmp_path: Path) -> None:
     expected = saved(tmp_path, "w4a16")
-    same_weights(load(tmp_path, dtype="bfloat16").model, expected, torch.bfloat16)
+    linears = {name for name, module in expected.named_modules() if name.endswith("_proj")}
+    loaded = load(tmp_path, dtype="bfloat16")
+    assert {name: packed.label for name, packed in coded_weights(loaded.model).items()} == dict.fromkeys(
+        linears, "int4:32"
+    )
+    same_weights(loaded.model, expected, torch.bfloat16)
+    loaded = load(tmp_path, dtype="bfloat16", widened=True)
+    assert not coded_weights(loaded.model)
+    same_weights(loaded.model, expected, torch.bfloat16)
+
+
+@pytest.mark.ci
+def test_options_that_widen(tmp_path: Path) -> None:
+    saved(tmp_path, "w4a16")
+    asked: list[tuple[dict[str, Any], set[str]]] = [
+        ({}, {"int4:32", "float32"}),
+        ({"weights": "bf16"}, {"float32"}),
+        ({"weights": "bf16", "packed_weights": tmp_path / "packed"}, {"float32"}),
+        ({"packed_weights": tmp_path / "packed"}, {"float32"}),
+        ({"weights": "int8"}, {"int8", "float32"}),
+    ]
+    for options, formats in asked:
+        with LLM(tmp_path, kv_memory="1MiB", **options) as llm:
+            assert llm.stats()["weight_bytes"].keys() == formats, options
+
+
+def test_groups_that_have_no_product_are_widened(tmp_path: Path) -> None:
+    plain = quantized_checkpoints.tiny()
+    config, _ = quantized_checkpoints.FORMATS["awq"]
+
+    def pack(weight: np.ndarray) -> quantized_checkpoints.Module:
+        rounded = packing.round_weight(weight, 4, 8, half=True)
+        return packing.awq(rounded), rounded.values
+
+    expected = quantized_checkpoints.save(tmp_path, plain, {**config, "group_size": 8}, pack)
+    loaded = load(tmp_path)
+    assert not coded_weights(loaded.model)
+    same_weights(loaded.model, expected, torch.float32)
+
+
+@pytest.mark.parametrize("widened", [False, True])
+def test_weights_that_lie_transposed(widened: bool, tmp_path: Path) -> None:
+    """GPT-2's: a plain checkpoint has them as [num_inputs, num_outputs], GPTQ's codes are those of its own kind."""
+    plain = quantized_checkpoints.tiny("gpt2", n_embd=128, n_head=4)
+    plain.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    config, pack = quantized_checkpoints.FORMATS["gptq"]
+    for name in [name for name in state if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))]:
+        tensors, values = pack(state.pop(name).T.numpy())
+        state |= {name.removesuffix("weight") + key: tensor.clone() for key, tensor in tensors.items()}
+        plain.get_parameter(name).data.copy_(torch.from_numpy(values.T))
+    quantized_checkpoints.write(tmp_path, [state], config)
+    loaded = load(tmp_path, widened=widened)
+    assert len(coded_weights(loaded.model)) == (0 if widened else 8)
+    same_weights(loaded.model, plain, torch.float32)
 
 
 @pytest.mark.parametrize(

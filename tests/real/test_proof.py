@@ -15,8 +15,8 @@ from quire.model.prove.calls import record
 
 
 def test_a_real_model_opens_as_it_comes_and_runs_fused(checkpoint: Path) -> None:
-    """As a user opens it: every option at its default, bfloat16 for a quantized GGUF file."""
-    with LLM(checkpoint, kv_memory="256MiB") as llm:
+    """As a user opens it: bfloat16 for a quantized GGUF file, widened, since layers of codes are not fused."""
+    with LLM(checkpoint, weights="bf16", kv_memory="256MiB") as llm:
         fused = llm.core.prepared.fused
         assert fused is not None
         assert sum(fused.counts.values()) > 0, "no module runs fused"
@@ -29,7 +29,7 @@ def test_a_real_model_opens_as_it_comes_and_runs_fused(checkpoint: Path) -> None
 def test_every_module_is_what_one_of_its_kind_was_found_to_be(checkpoint: Path) -> None:
     """A start asks one module of all that are alike. Here each is asked, with its own weights and activations: F1 finds
     the same for it, and its kernel loses no more than the module's own forward does (F2)."""
-    prepared = PreparedModel(load(checkpoint), backend="native")
+    prepared = PreparedModel(load(checkpoint, widened=True), backend="native")
     model, fused = prepared.loaded.model, prepared.fused
     assert fused is not None
     parts = {module: part for module in model.modules() if (part := fused.part_of(module)) is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -17,20 +18,26 @@ END, TURN = len(WORDS) - 2, len(WORDS) - 1
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}<|turn|>{% endfor %}"
 
 
-def tiny(seed: int = 0) -> PreTrainedModel:
+def tiny(seed: int = 0, kind: str = "qwen3", *, tied: bool = False) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        "qwen3", hidden_size=64, intermediate_size=96, num_hidden_layers=NUM_LAYERS, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=128, vocab_size=len(WORDS), max_position_embeddings=256,
-        tie_word_embeddings=False, initializer_range=0.2,
+        kind, hidden_size=64, intermediate_size=96, num_hidden_layers=NUM_LAYERS, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=128 if kind == "qwen3" else 32, vocab_size=len(WORDS),
+        max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.2,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def write(
-    path: Path, model: PreTrainedModel, *, architecture: str = "qwen3", quantized: bool = True, parts: int = 1
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    architecture: str = "qwen3",
+    quantized: bool | Callable[[str], str] = True,
+    parts: int = 1,
 ) -> Path:
-    """Linear weights and embeddings in Q8_0 where `quantized`, everything else in float32."""
+    """Linear weights and embeddings in Q8_0 where `quantized`, or in what it says of their names; everything else in
+    float32."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
@@ -54,11 +61,16 @@ def write(
     writer.add_eos_token_id(END)
     writer.add_eot_token_id(TURN)
     writer.add_chat_template(TEMPLATE)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, NUM_LAYERS)
-    for name, weight in model.state_dict().items():
+    kind_of_model = gguf.MODEL_ARCH.LLAMA if architecture == "llama" else gguf.MODEL_ARCH.QWEN3
+    names = gguf.get_tensor_name_map(kind_of_model, NUM_LAYERS)
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    for name, weight in state.items():
         values = weight.numpy()
         stored = names.get_name(name, try_suffixes=(".weight",))
-        kind = gguf.GGMLQuantizationType.Q8_0 if quantized and values.ndim == 2 else None
+        said = quantized(name) if callable(quantized) else "Q8_0"
+        kind = gguf.GGMLQuantizationType[said] if quantized and values.ndim == 2 else None
         data = values if kind is None else gguf.quantize(values, kind)
         writer.add_tensor(stored, np.ascontiguousarray(data), raw_dtype=kind)
     writer.write_header_to_file()

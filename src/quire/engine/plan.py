@@ -219,6 +219,8 @@ def require_room(config: EngineConfig) -> None:
         )
     except QuireError:
         return  # `load` says it, or fetches what is not there
+    if unloaded.has_codes or (config.weight_formats is not None and config.weight_formats.rounds):
+        return  # what codes take is known once they are held
     found = _plan_of(config, unloaded, config.max_model_len, None, 0, None)
     if not found.fits:
         raise _refusal(found, config)

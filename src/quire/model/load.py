@@ -99,6 +99,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: WeightFormats | None = None,
+    widened: bool = False,
 ) -> LoadedModel:
     """Load a model for causal language modelling.
 
@@ -108,14 +109,16 @@ def load(
             "float16".
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: whether code of the checkpoint may run.
-        weights: how its weights are rounded to codes; None: they stay as they are.
+        weights: how its weights are rounded to codes, those of a quantized checkpoint after they were widened; None:
+            they stay as they are, in the codes of the checkpoint where it has some.
+        widened: no codes are kept of a quantized checkpoint, nor where `weights` is given.
 
     Raises:
         ArgumentError: an argument of the wrong form, or no such folder.
         LoadError: files missing or broken, or no such model.
         ConfigError, UnsupportedModelError: its config cannot be understood or served.
     """
-    wanted = _format(dtype)
+    wanted, widened = _format(dtype), widened or weights is not None
     if isinstance(source, tuple):
         if weights is not None:
             raise ArgumentError(
@@ -129,7 +132,7 @@ def load(
             f"{type(source).__name__}"
         )
     if (file := _gguf_file(source)) is not None:
-        return _load_gguf(file, wanted, weights)
+        return _load_gguf(file, wanted, weights, widened)
     where, local = _locate(source)
     if local:
         _check_folder(Path(where))
@@ -140,7 +143,7 @@ def load(
         options["revision"] = revision
     try:
         config = AutoConfig.from_pretrained(where, **options)
-        read = _from_pretrained(where, config, None if local else revision)
+        read = _from_pretrained(where, config, None if local else revision, widened=widened)
         loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
         loaded: Any
@@ -167,8 +170,11 @@ def load(
     return replace(loaded_model, source=stored or loaded_model.source, mapped=mapped)
 
 
-def _from_pretrained(where: str, config: Any, revision: str | None) -> Callable[..., Any]:
-    """What makes (model, report) of a class and options: transformers, or Quire where weights are quantized."""
+def _from_pretrained(where: str, config: Any, revision: str | None, *, widened: bool) -> Callable[..., Any]:
+    """What makes (model, report) of a class and options: transformers, or Quire where weights are quantized.
+
+    widened: of quantized weights no codes are kept.
+    """
     if quantization_of(config) is None:
         return lambda kind, **options: kind.from_pretrained(where, **options)
     source = SafetensorsSource.of_checkpoint(where, revision, may_download=True)
@@ -178,7 +184,7 @@ def _from_pretrained(where: str, config: Any, revision: str | None) -> Callable[
         dtype = options.pop("dtype")
         if dtype == "auto":
             dtype = whole.dtype or whole.get_text_config(decoder=True).dtype or torch.bfloat16
-        return load_quantized(kind, where, source, whole, dtype, **options)
+        return load_quantized(kind, where, source, whole, dtype, widened=widened, **options)
 
     return read
 
@@ -205,10 +211,13 @@ def _text_part(
     return loaded
 
 
-def _load_gguf(path: Path, wanted: KVFormat | None, rounded: WeightFormats | None) -> LoadedModel:
+def _load_gguf(
+    path: Path, wanted: KVFormat | None, rounded: WeightFormats | None, widened: bool
+) -> LoadedModel:
     source = GGUFSource(path)
     try:
-        model, report, weights = load_gguf_model(source, wanted.torch_dtype if wanted else source.dtype)
+        dtype = wanted.torch_dtype if wanted else source.dtype
+        model, report, weights = load_gguf_model(source, dtype, widened=widened)
         tokenizer = load_gguf_tokenizer(source, model.config)
     except LoadError:
         raise
@@ -514,6 +523,7 @@ class UnloadedModel:
         spec, name, model_type, max_model_len, vocab_size: as of `LoadedModel`.
         stored_bytes: of the tensors in its files; 0 where they are not there.
         has_experts: whether it is a mixture of experts.
+        has_codes: some of them are quantized, so that `model` is larger than what will be held of it.
     """
 
     model: PreTrainedModel
@@ -524,6 +534,7 @@ class UnloadedModel:
     vocab_size: int
     stored_bytes: int = 0
     has_experts: bool = False
+    has_codes: bool = False
 
 
 def without_weights(
@@ -542,9 +553,10 @@ def without_weights(
     if (file := _gguf_file(source)) is not None:
         stored = GGUFSource(file)
         config = gguf_config(stored)
-        return _unloaded(
+        found = _unloaded(
             config, wanted.torch_dtype if wanted else stored.dtype, file.stem, file.stat().st_size
         )
+        return replace(found, has_codes=any(tensor.is_quantized for tensor in stored))
     where, local = _locate(source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     if not local:
@@ -564,8 +576,8 @@ def without_weights(
             quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         )
         raise UnsupportedModelError(
-            f"model type {config.model_type}: its weights are quantized by {getattr(method, 'value', method)}, which "
-            "Quire does not compute with yet; dequantize the model, or use model.generate"
+            f"model type {config.model_type}: its weights are quantized by {getattr(method, 'value', method)}, and "
+            "what codes will take is not told before they are loaded yet; start the model, it says so"
         )
     header = SafetensorsSource.of_checkpoint(where, None if local else revision)
     tensors = [] if header is None else list(header)

@@ -1,12 +1,15 @@
-"""A model and its tokenizer out of one GGUF file, its weights widened to a type torch computes in.
+"""A model and its tokenizer out of one GGUF file, its weights as the file's codes, or widened.
 
 transformers knows which architecture of a GGUF file is which of its models, how the tensors are called there, and what
 the file's writer did to them; here they only pass through one at a time. Its own way (`gguf_file=`) reads the whole
 vocabulary three times and holds the largest tensor in float32 three times: 50 s and 3.1 GB for Gemma 3 270M.
-Where transformers itself reads a file lazily (its newer architectures) its way is taken.
-Not a loader of quantized models: codes do not outlive loading.
+Where transformers itself reads a file lazily (its newer architectures) its way is taken, which widens.
 
-Cost: the model in `dtype`, and while it is loaded once more its largest tensor in float32.
+Codes are kept of linear layers, heads and embeddings whose type has a reader (`quire.quantized.readers`), each in its
+own, if all that the writer did to them was to order their rows: that is undone on the rows of codes.
+
+Cost: the codes as the kernels take them, and while it is loaded those of one weight more. Of what is widened the
+weights in `dtype`, and while it is loaded once more its largest tensor in float32.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +28,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import __version__ as transformers_version
 
 from quire.errors import LoadError
-from quire.model.mapped_weights import Origin
-from quire.model.sources import GGUFSource, reckoned_by, widen
+from quire.model.linear import is_transposed
+from quire.model.mapped_weights import MappedWeights, Origin
+from quire.model.sources import GGUFSource, StoredTensor, reckoned_by, widen
+from quire.model.unread_weights import UnreadWeights, may_hold
+from quire.quantized import QuantizedWeight
+from quire.quantized.readers import GGUF_TYPES, read_gguf
 
 __all__ = ["WidenedWeights", "end_ids", "gguf_config", "load_gguf_model", "load_gguf_tokenizer"]
 
 _log = logging.getLogger("quire")
+_COLUMNS = (
+    8  # of the weight that tells what a processor does: more than one, so that a change of columns shows
+)
 
 
 class WidenedWeights:
@@ -70,9 +81,11 @@ def gguf_config(source: GGUFSource) -> Any:
 
 
 def load_gguf_model(
-    source: GGUFSource, dtype: torch.dtype
+    source: GGUFSource, dtype: torch.dtype, *, widened: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Any], WidenedWeights]:
     """The model in `dtype`, transformers' report of the loading, and where its weights come from.
+
+    widened: no codes are kept.
 
     *raises:* LoadError: as `gguf_config`; others as transformers raises them.
     """
@@ -85,7 +98,8 @@ def load_gguf_model(
     else:
         with torch.device("meta"):
             shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        tensors = _widened(source, shape, fields, dtype, weights)
+        unread = None if widened else UnreadWeights()
+        tensors = _tensors(source, shape, fields, dtype, weights, unread)
         loaded: Any = type(shape).from_pretrained(
             None,
             config=config,
@@ -102,6 +116,8 @@ def load_gguf_model(
                 f"that transformers {transformers_version} makes of it: the first, {name}, is {list(stored)} instead "
                 f"of {list(expected)}"
             )
+        if unread is not None:
+            unread.read_into(model)
     model.config.name_or_path = str(source.path)
     return model, report, weights
 
@@ -149,14 +165,15 @@ def _config(source: GGUFSource) -> tuple[Any, dict[str, Any]]:
     return AutoConfig.for_model(**fields), fields
 
 
-def _widened(
+def _tensors(
     source: GGUFSource,
     shape: PreTrainedModel,
     fields: dict[str, Any],
     dtype: torch.dtype,
     weights: WidenedWeights,
+    unread: UnreadWeights | None,
 ) -> dict[str, torch.Tensor]:
-    """The state dict of the model `shape`."""
+    """The state dict of the model `shape`, with stand-ins for what `unread` takes."""
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
         TensorProcessor,
@@ -167,7 +184,14 @@ def _widened(
     names = get_gguf_hf_weights_map(shape, processor)
     tensors: dict[str, torch.Tensor] = {}
     unknown = []
+    mapped = MappedWeights(str(source.path.resolve()))
     for tensor in source:
+        place = names.get(tensor.name)
+        rows = None if unread is None or place is None else _rows(tensor, place, shape, processor, names)
+        if unread is not None and place is not None and rows is not None:
+            read = partial(_read, tensor, rows, mapped)
+            tensors[place] = unread.stand_in(place, shape.get_parameter(place).shape, dtype, read)
+            continue
         result = processor.process(
             weights=widen(tensor).numpy(),
             name=tensor.name,
@@ -193,6 +217,47 @@ def _widened(
             unknown[0],
         )
     return tensors
+
+
+def _rows(
+    tensor: StoredTensor, place: str, shape: PreTrainedModel, processor: Any, names: dict[str, str]
+) -> torch.Tensor | None:
+    """In which order the model wants the tensor's rows, if its codes can be the weight at `place`; else None.
+
+    transformers says what the file's writer did to a tensor only by undoing it to values: here to numbers of rows.
+    """
+    if tensor.stored not in GGUF_TYPES or len(tensor.shape) != 2 or not may_hold(shape, place, *tensor.shape):
+        return None
+    asked = np.arange(tensor.shape[0] * _COLUMNS, dtype=np.float64).reshape(-1, _COLUMNS)
+    try:
+        found = processor.process(
+            weights=asked.copy(),
+            name=tensor.name,
+            tensor_key_mapping=names,
+            parsed_parameters={"tensors": {}, "config": {}},
+        )
+    except (ValueError, IndexError):  # it counts on the weight's own columns
+        return None
+    values = found.weights
+    if found.name != tensor.name or values is None:
+        return None
+    if is_transposed(shape.get_submodule(place.rpartition(".")[0])):
+        values = values.T
+    if values.shape != asked.shape:
+        return None
+    rows = values[:, 0] // _COLUMNS
+    if not np.array_equal(values, asked[rows.astype(np.int64)]) or len(np.unique(rows)) != len(rows):
+        return None
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def _read(tensor: StoredTensor, rows: torch.Tensor, mapped: MappedWeights) -> QuantizedWeight:
+    data = tensor.read()
+    data = data.reshape(-1, data.shape[-1])
+    is_ordered = torch.equal(rows, torch.arange(len(rows)))
+    weight = read_gguf(str(tensor.stored), data if is_ordered else data[rows])
+    mapped.release(data)
+    return weight
 
 
 def _load_lazily(source: GGUFSource, dtype: torch.dtype) -> Any:

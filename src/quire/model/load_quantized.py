@@ -1,17 +1,19 @@
 """A model out of a checkpoint whose weights are quantized in safetensors files, made without the tools that wrote it.
 
 transformers knows how a checkpoint's tensors are called in its models and which of them it merges; here it is given
-the checkpoint as if it were plain. A quantized weight is unpacked when transformers asks for it (`quire.quantized`),
-one at a time, and widened to the dtype that the model computes in. transformers' own quantizers would want the package
-of each tool, and most of them a GPU.
+the checkpoint as if it were plain. Linear layers, heads and embeddings get their codes once the model is made
+(`unread_weights`). Weights that transformers merges (experts), and all where that is asked for, are widened to the
+dtype that the model computes in, one at a time, when transformers asks for them. transformers' own quantizers would
+want the package of each tool, and most of them a GPU.
 
 Not here: GGUF files (`load_gguf`), and models that a quantizer of transformers' has loaded (`load.not_plain`).
 
 Invariants
-    W1  a weight is the format's own dequantization, rounded once from float32 to the dtype.
+    W1  a weight is the format's own dequantization, rounded once from float32 where it is widened.
     W2  every tensor of the checkpoint is plain, a part of a quantized weight, or refused by name.
 
-Cost: the model in `dtype`, and while it is loaded the codes and the float32 form of one weight, or of one expert.
+Cost: the codes as the kernels take them, and while it is loaded those of one weight more. Of what is widened the
+weights in `dtype`, and the float32 form of one weight, or of one expert.
 """
 
 from __future__ import annotations
@@ -19,16 +21,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from quire.errors import LoadError
+from quire.model.linear import is_transposed
 from quire.model.mapped_weights import MappedWeights
 from quire.model.sources import SafetensorsSource
+from quire.model.unread_weights import UnreadWeights, may_hold
+from quire.quantized import QuantizedWeight
 from quire.quantized.readers import StoredWeight, method_of, stored_weights
 
 __all__ = ["load_quantized", "quantization_of"]
@@ -43,12 +51,20 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def load_quantized(
-    kind: Any, where: str, source: SafetensorsSource | None, config: Any, dtype: torch.dtype, **options: Any
+    kind: Any,
+    where: str,
+    source: SafetensorsSource | None,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    widened: bool = False,
+    **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model in `dtype`, and transformers' report of the loading.
 
     kind: the class of transformers that makes it, an auto class or a model's. where: the folder or Hub id, for what is
-    said of generation there. config: of the model; not changed. options: as `from_pretrained` takes them.
+    said of generation there. config: of the model; not changed. widened: no codes are kept. options: as
+    `from_pretrained` takes them.
 
     *raises:* LoadError: its weights are no safetensors files, or not understood; others as transformers raises them.
     """
@@ -61,7 +77,9 @@ def load_quantized(
     with torch.device("meta"):
         if hasattr(kind, "from_config"):
             trusted = {"trust_remote_code": options.get("trust_remote_code", False)}
-            kind = type(kind.from_config(config, dtype=dtype, **trusted))
+            shape = kind.from_config(config, dtype=dtype, **trusted)
+        else:
+            shape = kind(config)
     tensors = {tensor.name: tensor for tensor in source}
     with ExitStack() as files:
         opened: dict[Path, Any] = {
@@ -71,8 +89,20 @@ def load_quantized(
         found = stored_weights(quantization, tensors, reading.tensor)
         plain = tensors.keys() - found.names
         state = {name: opened[reading.paths[name]].get_slice(name) for name in sorted(plain)}
-        state |= {weight.name: _Widened(weight, reading, dtype) for weight in found.weights}
-        model, report = kind.from_pretrained(
+        places = _places(shape, [weight.name for weight in found.weights], options.get("key_mapping"))
+        unread = UnreadWeights()
+        for weight in found.weights:
+            place = places.get(weight.name)
+            if place is None or len(weight.shape) != 2 or not may_hold(shape, place, *weight.shape):
+                state[weight.name] = _Widened(weight, reading, dtype)
+            elif widened:
+                transposed = is_transposed(shape.get_submodule(place.rpartition(".")[0]))
+                state[weight.name] = _Widened(weight, reading, dtype, transposed)
+            else:
+                of_place = shape.get_parameter(place).shape
+                state[weight.name] = unread.stand_in(place, of_place, dtype, partial(reading.weight, weight))
+        loaded: Any = type(shape)
+        model, report = loaded.from_pretrained(
             None,
             config=config,
             state_dict=state,
@@ -80,6 +110,7 @@ def load_quantized(
             output_loading_info=True,
             **_passed_on(options),
         )
+        unread.read_into(model)
     model.config.name_or_path = where
     _read_generation_config(model, where, options)
     return model, report
@@ -96,6 +127,12 @@ class _Reading:
     def tensor(self, name: str) -> torch.Tensor:
         return self._opened[self.paths[name]].get_tensor(name)
 
+    def weight(self, weight: StoredWeight) -> QuantizedWeight:
+        """That of one module. Pages of its tensors are given back."""
+        (read,) = weight.read(self.tensor)
+        self.release(weight.parts)
+        return read
+
     def release(self, names: Mapping[str, str]) -> None:
         """Give back the pages of tensors that are not read again."""
         for name in names.values():
@@ -105,8 +142,10 @@ class _Reading:
 class _Widened:
     """A quantized weight as transformers takes tensors that are not read yet: `[...]` reads it."""
 
-    def __init__(self, weight: StoredWeight, reading: _Reading, dtype: torch.dtype) -> None:
-        self._weight, self._reading, self._dtype = weight, reading, dtype
+    def __init__(
+        self, weight: StoredWeight, reading: _Reading, dtype: torch.dtype, transposed: bool = False
+    ) -> None:
+        self._weight, self._reading, self._dtype, self._transposed = weight, reading, dtype, transposed
 
     def __getitem__(self, _: Any) -> torch.Tensor:
         with (
@@ -114,7 +153,21 @@ class _Widened:
         ):  # transformers asks from several threads, and would have several weights in float32
             widened = self._weight.widened(self._reading.tensor, self._dtype)
             self._reading.release(self._weight.parts)
-        return widened
+        return widened.t().contiguous() if self._transposed else widened
+
+
+def _places(shape: PreTrainedModel, names: list[str], key_mapping: Any) -> dict[str, str]:
+    """The parameters that tensors of a checkpoint become; none for those that transformers merges or splits."""
+    entries = get_model_conversion_mapping(shape, key_mapping)
+    renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
+    state = shape.state_dict()
+    found: dict[str, str] = {}
+    for name in names:
+        place, converter = rename_source_key(name, renamings, converters, shape.base_model_prefix, state)
+        if converter is None and place in state:
+            found[name] = place
+    return found
 
 
 def _plain_config(config: Any) -> Any:

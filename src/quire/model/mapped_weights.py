@@ -28,10 +28,11 @@ _SUFFIX = ".safetensors"
 
 
 class MappedWeights:
-    """The safetensors files mapped into this process now; none where the kernel does not tell (not Linux)."""
+    """The files mapped into this process now whose paths end so; none where the kernel does not tell (not Linux)."""
 
-    def __init__(self) -> None:
-        self._regions = _mapped_files(_SUFFIX)
+    def __init__(self, suffix: str = _SUFFIX) -> None:
+        self._suffix = suffix
+        self._regions = _mapped_files(suffix)
         self._starts = [region.start for region in self._regions]
 
     def release(self, weight: torch.Tensor) -> None:
@@ -65,7 +66,7 @@ class MappedWeights:
     def origins(self, weights: list[torch.Tensor]) -> list[Origin | None]:
         """Where the bytes of each weight (dense in memory, in any order) stand in a file; None where that is not
         certain: not in a mapping, written to since, or the file is no longer the one that is mapped."""
-        unwritten = _unwritten(_SUFFIX)
+        unwritten = _unwritten(self._suffix)
         stamps: dict[_Region, tuple[int, ...] | None] = {}
         found: list[Origin | None] = []
         for weight in weights:

@@ -2,7 +2,7 @@
 
     int8       one scale for each output          int8:64    groups of 64 inputs
     int4       groups of 128 inputs               int4:32    groups of 32 inputs
-    bf16       as it is in the checkpoint, whatever type that is
+    bf16       in the type that the model computes in, whatever that is; codes of a quantized checkpoint are widened
 
 Not the rounding itself (`quire.quantized.rounding`). Imports no torch: options are checked before anything is loaded.
 """
@@ -49,6 +49,11 @@ class WeightFormats:
     by_pattern: tuple[tuple[str, Rounding | None], ...]
     head: Rounding | None
 
+    @property
+    def rounds(self) -> bool:
+        """Whether any weight is rounded."""
+        return self.head is not None or any(rounding is not None for _, rounding in self.by_pattern)
+
     def of(self, name: str) -> Rounding | None:
         """That of the linear layer `name`; one that no pattern fits is left as it is."""
         return next((found for pattern, found in self.by_pattern if fnmatch.fnmatchcase(name, pattern)), None)
@@ -71,9 +76,9 @@ def parse_rounding(text: str, where: str = "weights") -> Rounding | None:
     return Rounding(bits, int(found[2]) if found[2] is not None else 128 if bits == 4 else None)
 
 
-def parse_weights(weights: str | Mapping[str, str], head: str = "int8") -> WeightFormats:
+def parse_weights(weights: str | Mapping[str, str], head: str | None = None) -> WeightFormats:
     """weights: one format for all linear layers, or formats by pattern of names, as a mapping or as
-    "*.mlp.*=int4,*=int8". head: of head and embeddings.
+    "*.mlp.*=int4,*=int8". head: of head and embeddings; None: int8, or bf16 where no linear layer is rounded.
 
     *raises:* ArgumentError: it is something else.
     """
@@ -83,4 +88,6 @@ def parse_weights(weights: str | Mapping[str, str], head: str = "int8") -> Weigh
     if not by_pattern or not all(isinstance(name, str) and name for name in by_pattern):
         raise ArgumentError(f"expected formats by pattern of layers' names, got {weights!r} - in `weights`")
     found = tuple((name, parse_rounding(text)) for name, text in by_pattern.items())
+    if head is None:
+        head = "int8" if any(rounding for _, rounding in found) else _AS_IT_IS
     return WeightFormats(found, parse_rounding(head, "head"))
