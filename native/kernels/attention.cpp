@@ -55,22 +55,24 @@ struct Workspace {
     std::int64_t num_states = 0;
 };
 
-AttentionVariant variant_for_codes(Isa isa) {
+AttentionVariant variant_for_codes(Isa isa, bool bf16) {
     switch (isa) {
 #if defined(__x86_64__)
-        case Isa::amx_bf16: case Isa::avx512_bf16: case Isa::avx512: return attention_codes_item_avx512;
+        case Isa::amx_bf16: return bf16 ? attention_codes_item_amx_bf16 : attention_codes_item_avx512;
+        case Isa::avx512_bf16: case Isa::avx512: return attention_codes_item_avx512;
         case Isa::avx2: return attention_codes_item_avx2;
 #endif
 #if defined(QUIRE_TEST_KERNELS)
-        case Isa::emulated_amx_bf16: case Isa::emulated_avx512_bf16: case Isa::emulated_avx512: return attention_codes_item_emulated_avx512;
+        case Isa::emulated_amx_bf16: return bf16 ? attention_codes_item_emulated_amx_bf16 : attention_codes_item_emulated_avx512;
+        case Isa::emulated_avx512_bf16: case Isa::emulated_avx512: return attention_codes_item_emulated_avx512;
 #endif
         default: return attention_codes_item_portable;
     }
 }
 
 AttentionVariant variant_for(Isa isa, const PagedView& view) {
-    if (view.coded) return variant_for_codes(isa);
     const bool bf16 = view.element == Element::bf16;
+    if (view.coded) return variant_for_codes(isa, bf16);
     switch (isa) {
 #if defined(__x86_64__)
         case Isa::amx_bf16: return bf16 ? attention_item_amx_bf16 : attention_item_avx512;

@@ -1,6 +1,7 @@
 // Attention over keys and values in codes of 8 bits (kv_codes.hpp), compiled once per variant, with that variant's flags and
-// -DQUIRE_VARIANT_<name> (attention.cmake).
+// -DQUIRE_VARIANT_<name> (attention.cmake): in float32 lanes, or by AMX tiles for queries of bf16.
 #include "kernels/attention_lanes.hpp"
+#include "kernels/attention_tiles.hpp"
 
 #if defined(QUIRE_VARIANT_portable)
 #include "kernels/simd_portable.hpp"
@@ -18,12 +19,24 @@
 #include "kernels/simd_emulated.hpp"
 #define QUIRE_ATTEND attention_codes_item_emulated_avx512
 #define QUIRE_SIMD Emulated512
+#elif defined(QUIRE_VARIANT_amx_bf16)
+#include "kernels/simd_avx512.hpp"
+#define QUIRE_ATTEND attention_codes_item_amx_bf16
+#define QUIRE_PRODUCTS TileProducts<Avx512Bf16, Tiles, code8>
+#elif defined(QUIRE_VARIANT_emulated_amx_bf16)
+#include "kernels/simd_emulated.hpp"
+#define QUIRE_ATTEND attention_codes_item_emulated_amx_bf16
+#define QUIRE_PRODUCTS TileProducts<Emulated512Bf16, EmulatedTiles, code8>
 #else
 #error "attention.cmake names the variant"
 #endif
 
+#if !defined(QUIRE_PRODUCTS)
+#define QUIRE_PRODUCTS LaneProducts<QUIRE_SIMD, AnyElement, code8>
+#endif
+
 namespace quire {
 
-void QUIRE_ATTEND(const AttentionJob& job, std::int64_t index) { AttendItem<LaneProducts<QUIRE_SIMD, AnyElement, code8>>(job, job.items[index]).run(); }
+void QUIRE_ATTEND(const AttentionJob& job, std::int64_t index) { AttendItem<QUIRE_PRODUCTS>(job, job.items[index]).run(); }
 
 }  // namespace quire

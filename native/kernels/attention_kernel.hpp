@@ -108,6 +108,7 @@ using AttentionVariant = void (*)(const AttentionJob& job, std::int64_t index);
 
 void attention_codes_item_portable(const AttentionJob& job, std::int64_t index);  // of codes, here and below
 void attention_codes_item_emulated_avx512(const AttentionJob& job, std::int64_t index);
+void attention_codes_item_emulated_amx_bf16(const AttentionJob& job, std::int64_t index);  // queries of bf16 only
 void attention_item_portable(const AttentionJob& job, std::int64_t index);
 void attention_item_emulated_avx512(const AttentionJob& job, std::int64_t index);
 void attention_item_emulated_avx512_bf16(const AttentionJob& job, std::int64_t index);  // bf16 only
@@ -118,6 +119,7 @@ void attention_few_rows_emulated_avx512_bf16(const AttentionJob& job, const Atte
 #if defined(__x86_64__)
 void attention_codes_item_avx2(const AttentionJob& job, std::int64_t index);
 void attention_codes_item_avx512(const AttentionJob& job, std::int64_t index);
+void attention_codes_item_amx_bf16(const AttentionJob& job, std::int64_t index);  // queries of bf16 only
 void attention_item_avx2(const AttentionJob& job, std::int64_t index);
 void attention_item_avx512(const AttentionJob& job, std::int64_t index);
 void attention_item_avx512_bf16(const AttentionJob& job, std::int64_t index);  // bf16 only

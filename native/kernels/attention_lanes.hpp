@@ -74,8 +74,8 @@ class LaneProducts {
         if constexpr (kCoded) {
             for (int t = 0; t < kTileTokens; ++t) {
                 const bool seen = t >= start && t < stop;
-                k_scales_[t] = seen ? scale_of(k[t], view_.k) : 0.0f;
-                v_scales_[t] = seen ? scale_of(v[t], view_.v) : 0.0f;
+                k_scales_[t] = seen ? code_scale(k[t], view_.k.scale) : 0.0f;
+                v_scales_[t] = seen ? code_scale(v[t], view_.v.scale) : 0.0f;
             }
         }
         if (!many_rows()) return;
@@ -142,11 +142,6 @@ class LaneProducts {
         for (int d = 0; d < v_width_; d += kWidth) store_scaled<S>(S::load(o + d), factors, out + d, v_width_ - d);
     }
 
-    static float scale_of(const M* row, const PagedTensor& of) {
-        bf16 scale;
-        std::memcpy(&scale, reinterpret_cast<const unsigned char*>(row) + of.scale, sizeof scale);
-        return to_float(scale);
-    }
     static void times_scales(const float* from, const float* scales, float* to) {
         for (int t = 0; t < kTileTokens; t += kWidth) S::store(to + t, S::mul(S::load(from + t), S::load(scales + t)));
     }

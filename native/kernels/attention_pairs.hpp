@@ -31,10 +31,12 @@ class InterleavedValues {
             S::store_pairs(to + 2 * d + kColumns, high);
         }
     }
-    static void load_interleaved(const bf16* a, const bf16* b, int d, int width, Pairs& low, Pairs& high) {
+    template <class E>
+    static void load_interleaved(const E* a, const E* b, int d, int width, Pairs& low, Pairs& high) {
         S::interleave(load_columns(a, d, width), load_columns(b, d, width), low, high);
     }
-    static Pairs load_columns(const bf16* row, int d, int width) {
+    template <class E>
+    static Pairs load_columns(const E* row, int d, int width) {
         return width - d >= kColumns ? S::load_pairs(row + d) : S::load_pairs_part(row + d, width - d);
     }
     static void finish(const float* o, float factor, int width, bf16* out) {

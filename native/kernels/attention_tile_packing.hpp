@@ -38,8 +38,8 @@ class TilePacking : protected InterleavedValues<S> {
 
     // Values of tokens [first, last), even numbers -> [32 tokens][16 columns][16 pairs of tokens][16 columns][2], in the order
     // of an interleave. between() before each pair of tokens.
-    template <class Between>
-    static void pack_values(const bf16* const* v, int first, int last, int width, bf16* values, Between&& between) {
+    template <class E, class Between>
+    static void pack_values(const E* const* v, int first, int last, int width, bf16* values, Between&& between) {
         const int wide = static_cast<int>(padded_to(width, kColumns));
         for (int t = first; t < last; t += 2) {
             between();

@@ -1,4 +1,4 @@
-// Both products of attention by AMX tiles (tdpbf16ps), for bf16 keys and values; one row or sixteen.
+// Both products of attention by AMX tiles (tdpbf16ps), for bf16 keys and values, and for codes of 8 bits; one row or sixteen.
 //
 // Scores transposed: A = 16 tokens x 32 of K as they lie in memory, B = 16 query rows packed in pairs of d, C = 16 tokens x
 // 16 rows, 32 of d after the other. Values: A = p rounded to bf16, rows x 32 tokens; B = 32 tokens x 16 columns, pairs of
@@ -14,23 +14,27 @@
 
 #include "kernels/amx.hpp"
 #include "kernels/attention_tile_packing.hpp"
+#include "kernels/kv_codes.hpp"
 
 namespace quire {
 namespace {
 
-template <class S, class TileSet>
+// M: of keys and values in memory. Codes are widened to bf16, which holds them exactly, as a tile is packed; their scales are multiplied
+// into the scores, and into the weights before these are rounded. Queries are turned as the keys are (kv_codes.hpp), then rounded.
+template <class S, class TileSet, class M = bf16>
 class TileProducts : TilePacking<S> {
     using Packing = TilePacking<S>;
     using Values = InterleavedValues<S>;
     using Pairs = typename S::Pairs;
     using Vec = typename S::Vec;
     using Packing::kColumns, Packing::kSide, Packing::kTileElements;
+    static constexpr bool kCoded = std::is_same_v<M, code8>;
     static constexpr int kTogether = 2 * kSide;        // tokens of one product of values
 
   public:
     using Simd = S;
     using Element = bf16;
-    using Stored = bf16;
+    using Stored = M;
     using Packing::kTileTokens, Packing::kHeadroom;
     static constexpr int kBlockRows = kSide;
     static constexpr bool kHeadsTogether = false;
@@ -41,7 +45,8 @@ class TileProducts : TilePacking<S> {
     static constexpr int kSoftmaxShares = kTileTokens / 2, kValuesShares = kTileTokens / 4;
 
     TileProducts(const PagedView& view, int rows, Scratch& scratch)
-        : k_width_(static_cast<int>(view.k.width)),
+        : view_(view),
+          k_width_(static_cast<int>(view.k.width)),
           v_width_(static_cast<int>(view.v.width)),
           k_padded_(static_cast<int>(padded_to(k_width_, kColumns))),
           v_tiles_(static_cast<int>(padded_to(v_width_, kColumns)) / kSide),
@@ -53,7 +58,9 @@ class TileProducts : TilePacking<S> {
           values_(scratch.take<bf16>(std::int64_t{kTileTokens / kTogether} * v_tiles_ * kTileElements)),
           tiles_(config(block_rows(0))),
           configured_rows_(block_rows(0)),
-          columns_(columns_of(configured_rows_)) {}
+          columns_(columns_of(configured_rows_)) {
+        if constexpr (kCoded) turned_ = scratch.take<bf16>(std::int64_t{kSide} * k_padded_);
+    }
 
     std::int64_t query_bytes() const { return padded_to(rows_, kSide) / kSide * block_bytes_; }
 
@@ -61,6 +68,14 @@ class TileProducts : TilePacking<S> {
     void pack_query(unsigned char* packed, int row, const bf16* query) {
         auto* to = reinterpret_cast<bf16*>(packed + row / kSide * std::int64_t{block_bytes_});
         unpacked_[row % kSide] = query;
+        if constexpr (kCoded) {
+            float wide[kMaxHeadWidth];
+            widen_row<bf16>(reinterpret_cast<const unsigned char*>(query), k_width_, wide);
+            turn_query(wide, k_width_);
+            bf16* to_row = turned_ + row % kSide * k_padded_;
+            for (int d = 0; d < k_width_; ++d) round_to(wide[d], to_row[d]);
+            unpacked_[row % kSide] = to_row;
+        }
         if (row % kSide != kSide - 1 && row != rows_ - 1) return;
         for (int i = row % kSide + 1; i < kSide; ++i) unpacked_[i] = reinterpret_cast<const bf16*>(kZeroRow);
         Packing::pack_pairs(unpacked_, k_width_, to, [] {});
@@ -68,8 +83,15 @@ class TileProducts : TilePacking<S> {
 
     int block_rows(int row) const { return rows_ - row < kSide ? rows_ - row : kSide; }
 
-    void begin(const bf16* const* k, const bf16* const* v, LinesAhead<S>& ahead, int start, int stop) {
+    void begin(const M* const* k, const M* const* v, LinesAhead<S>& ahead, int start, int stop) {
         ahead_ = &ahead;
+        if constexpr (kCoded) {
+            for (int t = 0; t < kTileTokens; ++t) {
+                const bool seen = t >= start && t < stop;
+                k_scales_[t] = seen ? code_scale(k[t], view_.k.scale) : 0.0f;
+                v_scales_[t] = seen ? code_scale(v[t], view_.v.scale) : 0.0f;
+            }
+        }
         // All tokens of a product are multiplied: those that no row sees must be zero, not left over.
         const int first = start / kTogether * kTogether, last = static_cast<int>(padded_to(stop, kTogether));
         num_steps_ = (last - first) / kTogether;
@@ -90,6 +112,7 @@ class TileProducts : TilePacking<S> {
             if (rows == kSide && stop - t > kTogether) {
                 four_scores(query, t / kSide, 4 * lines);
                 transpose_scores<4>(rows, s + t);
+                times_scales(t, 2 * kTogether, rows, s);
                 t += kTogether;
                 continue;
             }
@@ -101,11 +124,16 @@ class TileProducts : TilePacking<S> {
                 case 8: unzip_scores<8>(s + t); break;
                 default: transpose_scores<2>(rows, s + t);
             }
+            times_scales(t, kTogether, rows, s);
         }
     }
 
     // Of 2 x 16 tokens of row r of the block under way.
     void keep_weights(int r, int vector, Vec first, Vec second) {
+        if constexpr (kCoded) {
+            first = S::mul(first, S::load(v_scales_ + vector * kSide));
+            second = S::mul(second, S::load(v_scales_ + (vector + 1) * kSide));
+        }
         S::store_pairs(rounded_ + (vector / 2 * kSide + r) * kTogether, S::to_bf16(first, second));
     }
 
@@ -122,6 +150,17 @@ class TileProducts : TilePacking<S> {
     void finish(const float* o, float factor, bf16* out) const { Values::finish(o, factor, v_width_, out); }
 
   private:
+    // Scores of `count` tokens from t on.
+    void times_scales(int t, int count, int rows, float* s) const {
+        if constexpr (!kCoded) return;
+        for (int r = 0; r < rows; ++r) {
+            for (int i = t; i < t + count; i += kSide) {
+                float* at = s + r * kTileTokens + i;
+                S::store(at, S::mul(S::load(at), S::load(k_scales_ + i)));
+            }
+        }
+    }
+
     static int columns_of(int rows) { return rows > 8 ? 16 : rows > 4 ? 8 : rows > 2 ? 4 : rows; }
     static TileConfig config(int rows) {
         TileConfig config;
@@ -251,15 +290,17 @@ class TileProducts : TilePacking<S> {
     }
 
     // Sixteen keys as a tile's rows: in place where they lie at one stride and fill their last 32 columns, else a copy.
-    void find_keys(const bf16* const* k, int half, int start, int stop) {
+    void find_keys(const M* const* k, int half, int start, int stop) {
         const int first = half * kSide;
-        const std::int64_t stride = k[first + 1] - k[first];
-        bool in_place = k_width_ == k_padded_ && start <= first && stop >= first + kSide;
-        for (int t = first + 1; in_place && t < first + kSide; ++t) in_place = k[t] - k[t - 1] == stride;
-        if (in_place) {
-            key_base_[half] = k[first];
-            key_stride_[half] = stride * 2;
-            return;
+        if constexpr (!kCoded) {
+            const std::int64_t stride = k[first + 1] - k[first];
+            bool in_place = k_width_ == k_padded_ && start <= first && stop >= first + kSide;
+            for (int t = first + 1; in_place && t < first + kSide; ++t) in_place = k[t] - k[t - 1] == stride;
+            if (in_place) {
+                key_base_[half] = k[first];
+                key_stride_[half] = stride * 2;
+                return;
+            }
         }
         for (int t = first; t < first + kSide; ++t) {
             for (int d = 0; d < k_padded_; d += kColumns) S::store_pairs(keys_ + t * k_padded_ + d, Values::load_columns(k[t], d, k_width_));
@@ -268,6 +309,10 @@ class TileProducts : TilePacking<S> {
         key_stride_[half] = k_padded_ * 2;
     }
 
+    const PagedView& view_;
+    alignas(64) float k_scales_[kCoded ? kTileTokens : 1];
+    alignas(64) float v_scales_[kCoded ? kTileTokens : 1];
+    bf16* turned_ = nullptr;  // [16][k_padded_], of codes: queries
     const int k_width_, v_width_;
     const int k_padded_;
     const int v_tiles_;  // of sixteen columns, an even number

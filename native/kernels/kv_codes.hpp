@@ -59,6 +59,13 @@ inline void encode(const float* row, int width, std::int8_t* codes, bf16* scale)
     for (int d = 0; d < width; ++d) codes[d] = static_cast<std::int8_t>(static_cast<int>((row[d] / step + shift) - shift));
 }
 
+// Of the row that begins with `code`, so many bytes behind it.
+inline float code_scale(const code8* code, std::int64_t distance) {
+    bf16 scale;
+    std::memcpy(&scale, reinterpret_cast<const unsigned char*>(code) + distance, sizeof scale);
+    return to_float(scale);
+}
+
 template <class T>
 inline void widen_row(const unsigned char* from, int width, float* to) {
     for (int d = 0; d < width; ++d) {

@@ -20,6 +20,40 @@ inline void stage_counted_bf16(const void* row, std::int64_t count, void* staged
     std::memset(to + count, 0, static_cast<std::size_t>(padded - count) * 2);
 }
 
+// stage_sums of bf16 rows, sixteen blocks side by side where the instructions can turn them: one after the other it would take longer
+// than the products of a prompt's rows.
+template <class S>
+void stage_sums_of_pairs(void* staged, std::int64_t padded, float* sums) {
+    std::int64_t done = 0;
+#if defined(__AVX512F__)
+    const auto* x = static_cast<const std::uint16_t*>(staged);
+    for (; done + 512 <= padded; done += 512) {
+        __m512i rows[16];
+        for (int i = 0; i < 16; ++i) rows[i] = _mm512_loadu_si512(x + done + i * 32);
+        S::transpose(rows);
+        const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+        __m512 even = S::zero(), odd = S::zero(), later_even = S::zero(), later_odd = S::zero(), first = S::zero();
+        for (int p = 0; p < 16; ++p) {
+            const __m512 a = _mm512_castsi512_ps(_mm512_slli_epi32(rows[p], 16)), b = _mm512_castsi512_ps(_mm512_and_si512(rows[p], upper));
+            even = S::add(even, a), odd = S::add(odd, b);
+            if (p == 7) first = S::add(even, odd);
+            if (p >= 8) later_even = S::add(later_even, a), later_odd = S::add(later_odd, b);
+        }
+        S::store(sums + done / 32, S::add(even, odd));
+        float halves[2][16];
+        S::store(halves[0], first);
+        S::store(halves[1], S::add(later_even, later_odd));
+        for (int i = 0; i < 32; ++i) sums[padded / 32 + done / 16 + i] = halves[i % 2][i / 2];
+    }
+#endif
+    const auto* rest = static_cast<const bf16*>(staged);
+    for (const int block : {32, 16}) {
+        for (std::int64_t start = done; start < padded; start += block) {
+            sums[(block == 16 ? padded / 32 : 0) + start / block] = sum_of_block(rest + start, block);
+        }
+    }
+}
+
 template <class S, class Unit, class Widen>
 struct QuantizedAmx {
     using Vec = typename S::Vec;
@@ -83,21 +117,38 @@ struct QuantizedAmx {
             S::store(acc + r * 16, total);
         }
     }
-    template <bool lower, bool right, bool minimums>
-    static void add_all(const Square& square, std::int64_t group) {
-        const float* tiles = square.scratch->tiles;
-        const std::int64_t upper_rows = square.rows < kTileRows ? square.rows : kTileRows;
-        add_scaled<minimums>(square, tiles, 0, 0, upper_rows, group);
-        if constexpr (right) add_scaled<minimums>(square, tiles + 256, 1, 0, upper_rows, group);
-        if constexpr (lower) add_scaled<minimums>(square, tiles + 512, 0, kTileRows, square.rows - kTileRows, group);
-        if constexpr (lower && right) add_scaled<minimums>(square, tiles + 768, 1, kTileRows, square.rows - kTileRows, group);
-    }
+
+    // A group's sums that are stored and not added yet: some of them after each block of the next group, while its products run.
+    struct Stored {
+        const float* tiles;
+        std::int64_t group;
+        int next = 4;  // tile that is added next
+
+        template <bool lower, bool right>
+        void add(const Square& square, int count) {
+            for (; count > 0 && next < 4; --count, ++next) {
+                const bool is_lower = next >= 2;
+                const int panel = next % 2;
+                if ((is_lower && !lower) || (panel == 1 && !right)) continue;
+                const std::int64_t upper_rows = square.rows < kTileRows ? square.rows : kTileRows, first = is_lower ? kTileRows : 0;
+                const std::int64_t rows = is_lower ? square.rows - kTileRows : upper_rows;
+                if (square.form->has_minimums()) {
+                    add_scaled<true>(square, tiles + next * 256, panel, first, rows, group);
+                } else {
+                    add_scaled<false>(square, tiles + next * 256, panel, first, rows, group);
+                }
+            }
+        }
+    };
 
     template <bool lower, bool right, int inputs>
     static void range(Unit& unit, const Square& square, std::int64_t index, std::int64_t num_blocks) {
         const QuantizedForm& form = *square.form;
         const std::int64_t each = form.group / inputs;
         std::int64_t group = index / each, within = index % each;
+        const int added_a_block = each >= 4 ? 1 : each >= 2 ? 2 : 4;
+        float* tiles = square.scratch->tiles;
+        Stored stored{tiles, 0};
         const unsigned char* x = square.x;
         const bf16* left = square.wide;
         const bf16* panel = left + square.wide_stride;
@@ -108,40 +159,40 @@ struct QuantizedAmx {
                 begin_all<lower, right, true>(unit, square);
             }
             unit.template load<6>(left, 64);
-            unit.template load<4>(x, square.stride);
+            unit.template load_streamed<4>(x, square.stride);
             unit.template dot_bf16<0, 4, 6>();
             if constexpr (right) {
                 unit.template load<7>(panel, 64);
                 unit.template dot_bf16<1, 4, 7>();
             }
             if constexpr (lower) {
-                unit.template load<5>(x + kTileRows * square.stride, square.stride);
+                unit.template load_streamed<5>(x + kTileRows * square.stride, square.stride);
                 unit.template dot_bf16<2, 5, 6>();
                 if constexpr (right) unit.template dot_bf16<3, 5, 7>();
             }
+            stored.template add<lower, right>(square, added_a_block);
             x += inputs * 2;
             left += inputs * 16;
             panel += inputs * 16;
             if (++within == each) {
-                store_all<lower, right>(unit, square.scratch->tiles, 256, 512);
-                if (form.has_minimums()) {
-                    add_all<lower, right, true>(square, group);
-                } else {
-                    add_all<lower, right, false>(square, group);
-                }
+                store_all<lower, right>(unit, tiles, 256, 512);
+                stored = Stored{tiles, group, 0};
+                tiles = tiles == square.scratch->tiles ? tiles + 4 * 256 : square.scratch->tiles;
                 within = 0;
                 ++group;
             } else if (b + 1 == num_blocks) {
                 store_all<lower, right>(unit, square.parts, square.panel_stride, kTileRows * 16);
             }
         }
+        stored.template add<lower, right>(square, 4);
     }
 
     template <int inputs>
     static void multiply_by(const LinearBlock& block) {
         const QuantizedForm& form = *block.form;
-        const std::int64_t most = widened_inputs(form), padded_rows = (block.rows + kTileRows - 1) / kTileRows * kTileRows;
-        const QuantizedScratch scratch(form, block.wide, most, padded_rows);
+        const std::int64_t most = block.rows <= 2 * kTileRows ? kWidenedForFew : kWidenedForTiles;
+        const std::int64_t padded_rows = (block.rows + kTileRows - 1) / kTileRows * kTileRows;
+        const QuantizedScratch scratch(form, block.wide, padded_rows);
         if (form.has_minimums()) sum_groups(form, block, scratch.sums_of_x);
         auto* wide = reinterpret_cast<bf16*>(scratch.wide);
         int upper = block.rows < kTileRows ? static_cast<int>(block.rows) : kTileRows, lower = upper;
@@ -192,8 +243,9 @@ constexpr LinearKernel amx_quantized_kernel() {
     using Own = QuantizedAmx<S, Unit, Widen>;
     LinearKernel kernel = quantized_kernel(Own::kTileRows, 2);
     kernel.pass_rows = 480;
+    kernel.pass_bytes = 1 << 20;
     kernel.stage = stage_counted_bf16;
-    kernel.stage_sums = stage_sums<bf16>;
+    kernel.stage_sums = stage_sums_of_pairs<S>;
     kernel.multiply = Own::multiply;
     return kernel;
 }

@@ -29,16 +29,19 @@ void stage_counted(const void* row, std::int64_t count, void* staged, std::int64
     for (std::int64_t i = count; i < padded; ++i) to[i] = 0.0f;
 }
 
+template <class Staged>
+float sum_of_block(const Staged* x, int inputs) {
+    float even = 0.0f, odd = 0.0f;
+    for (int k = 0; k < inputs; k += 2) even += to_float(x[k]), odd += to_float(x[k + 1]);
+    return even + odd;
+}
+
 // Sums of each 32 inputs, then of each 16, of a staged row: [padded / 32], [padded / 16].
 template <class Staged>
 void stage_sums(void* staged, std::int64_t padded, float* sums) {
     const auto* x = static_cast<const Staged*>(staged);
     for (const int block : {32, 16}) {
-        for (std::int64_t start = 0; start < padded; start += block) {
-            float even = 0.0f, odd = 0.0f;
-            for (int k = 0; k < block; k += 2) even += to_float(x[start + k]), odd += to_float(x[start + k + 1]);
-            *sums++ = even + odd;
-        }
+        for (std::int64_t start = 0; start < padded; start += block) *sums++ = sum_of_block(x + start, block);
     }
 }
 
@@ -50,20 +53,20 @@ struct QuantizedScratch {
     float* minimums;
     float* parts;     // [panels][rows][16]: sums of a group under way
     float* sums_of_x; // [rows][groups]
-    float* tiles;     // [4][256]
+    float* tiles;     // [2][4][256]
 
-    QuantizedScratch(const QuantizedForm& form, float* from, std::int64_t range, std::int64_t rows) {
+    QuantizedScratch(const QuantizedForm& form, float* from, std::int64_t rows) {
         const auto take = [&](std::int64_t count) {
             float* at = from;
             from += (count + 15) / 16 * 16;
             return at;
         };
-        wide = take(kPanelsTogether * range * 16);
+        wide = take(kPanelsTogether * kWidenedForTiles / 2 * 16);
         scales = take(kPanelsTogether * form.num_groups * 16);
         zeros = take(kPanelsTogether * form.num_groups * 16);
         minimums = take(kPanelsTogether * form.num_groups * 16);
         parts = take(kPanelsTogether * rows * 16);
-        tiles = take(4 * 256);
+        tiles = take(8 * 256);
         sums_of_x = take(rows * form.num_groups);
     }
 };
@@ -130,9 +133,6 @@ inline void sum_groups(const QuantizedForm& form, const LinearBlock& block, floa
         }
     }
 }
-
-// Inputs that are widened at a time: whole groups where there are several.
-inline std::int64_t widened_inputs(const QuantizedForm& form) { return form.depth < kWidenedInputs ? form.depth : kWidenedInputs; }
 
 // Where in its group a block of sums is.
 struct GroupPlace {
@@ -246,8 +246,8 @@ struct QuantizedTiles {
     template <int inputs, bool exact>
     static void multiply_by(const LinearBlock& block, Finish finish_panel) {
         const QuantizedForm& form = *block.form;
-        const std::int64_t most = widened_inputs(form), padded_rows = (block.rows + kRows - 1) / kRows * kRows;
-        const QuantizedScratch scratch(form, block.wide, most, padded_rows);
+        const std::int64_t most = block.rows <= kRows ? kWidenedForFew : kWidenedForMany, padded_rows = (block.rows + kRows - 1) / kRows * kRows;
+        const QuantizedScratch scratch(form, block.wide, padded_rows);
         if (form.has_minimums()) sum_groups(form, block, scratch.sums_of_x);
         for (std::int64_t panel = 0; panel < block.num_panels; ++panel) {
             const unsigned char* from = block.panels + panel * block.panel_stride;

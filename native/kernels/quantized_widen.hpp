@@ -20,7 +20,7 @@ using Values = QuantizedForm::Values;
 
 constexpr float kShift = 0x1p23f;           // a float whose last bit is 1
 constexpr std::uint32_t kShiftBits = 0x4b000000u;
-constexpr std::int64_t kAheadOfCodes = 4096;  // bytes that codes are asked for ahead of their use
+constexpr std::int64_t kAheadOfCodes = 2048;  // bytes that codes are asked for ahead of their use
 
 // Zeros as they are taken off, of one column in `zeros`: 2^23 + zero of whole ones, else the zero.
 inline float taken_off(const QuantizedForm& form, float zero) { return form.values == Values::integer ? kShift + zero : zero; }

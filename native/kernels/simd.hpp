@@ -25,7 +25,7 @@
 // and where kWidth is 16
 //   widen_columns(rows, first, width, to, stride)   columns [first, first + 32) of sixteen rows of `width`, zeros beyond, in
 //                     float32: to[column * stride + row]
-// and where kHasPairs, products of bf16 pairs (vdpbf16ps): Pairs (2 kWidth bf16), load_pairs, load_pairs_part, store_pairs,
+// and where kHasPairs, products of bf16 pairs (vdpbf16ps): Pairs (2 kWidth bf16), load_pairs, load_pairs_part (of code8 too), store_pairs,
 // stream_pairs (to a whole line past the caches; other threads see it after end_streams), broadcast_pair, transpose, interleave, natural_order, dot, to_bf16; unzip (the even and the odd lanes of two Vecs); and fold in two halves, of vectors in registers: fold_four, fold_parts.
 //
 // All headers of this family have internal linkage: each variant keeps its own copy, because the linker would merge

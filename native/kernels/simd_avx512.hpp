@@ -198,6 +198,10 @@ struct Avx512Bf16 : Avx512 {
     static Pairs load_pairs_part(const bf16* from, int n) {
         return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((std::uint64_t{1} << n) - 1u), from);
     }
+    static Pairs load_pairs(const code8* from) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
+    static Pairs load_pairs_part(const code8* from, int n) {
+        return widen(_mm256_maskz_loadu_epi8(static_cast<__mmask32>((std::uint64_t{1} << n) - 1u), from));
+    }
     using Avx512::held;
     static Pairs held(Pairs v) {
         __asm__("" : "+v"(v));
@@ -253,6 +257,10 @@ struct Avx512Bf16 : Avx512 {
     static Pairs to_bf16(Vec low, Vec high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)); }
 
   private:
+    static Pairs widen(__m256i codes) {  // bf16 holds every code
+        const Vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
+        return to_bf16(low, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1))));
+    }
     using Line = char[64];  // what an operation reads itself, at any address
     static __m256i rounded(Vec v) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)); }
 };

@@ -182,6 +182,12 @@ struct Emulated512Bf16 : Emulated512 {
         std::memcpy(v.element, from, static_cast<std::size_t>(n) * sizeof(bf16));
         return v;
     }
+    QUIRE_EMULATED Pairs load_pairs(const code8* from) { return load_pairs_part(from, 32); }
+    QUIRE_EMULATED Pairs load_pairs_part(const code8* from, int n) {
+        Pairs v{};
+        for (int i = 0; i < n; ++i) round_to(to_float(from[i]), v.element[i]);
+        return v;
+    }
     using Emulated512::held;
     static Pairs held(const Pairs& v) { return v; }
     QUIRE_EMULATED void store_pairs(bf16* to, const Pairs& v) { std::memcpy(to, v.element, sizeof v.element); }

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quire import LLM, SamplingParams
 from quire.attention import backends
 from quire.attention.reference import ReferenceBackend
+from quire.engine.plan import plan
 from quire.errors import ArgumentError
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.kv_dtype import with_kv_dtype
@@ -127,3 +128,18 @@ def test_a_layer_with_sinks_stays_as_it_is_where_its_keys_need_that(caplog: pyte
         assert "layers 0 keep K and V in float32" in caplog.text
         [got] = llm.generate([PROMPT], PARAMS)
         assert len(got.outputs[0].token_ids) == PARAMS.max_tokens
+
+
+def test_the_plan_counts_what_the_start_has() -> None:
+    options: dict[str, Any] = {
+        "kv_dtype": "int8",
+        "kv_memory": "2MiB",
+        "backend": "python",
+        "max_model_len": 256,
+    }
+    found = plan(None, **options)
+    with LLM(None, **options) as llm:
+        assert (found.num_blocks, found.budget_bytes) == (llm.num_blocks, llm.kv_memory_bytes)
+    assert "K and V in int8" in str(found)
+    with pytest.raises(ArgumentError, match=r"model's dtype, bfloat16.*got float32"):
+        plan(None, **{**options, "kv_dtype": "fp32"})

@@ -109,10 +109,18 @@ def test_same_states_after_any_operations(seed: int, storage: str, name: str) ->
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", *STATES])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("seed", range(100, 160))
 def test_same_contents_after_many_operations(seed: int, storage: str, name: str) -> None:
+    _walk(seed, storage, name, num_steps=80)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_same_states_after_many_operations(seed: int, storage: str, name: str) -> None:
     _walk(seed, storage, name, num_steps=80)
 
 

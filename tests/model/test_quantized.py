@@ -16,7 +16,17 @@ from quire import LLM, SamplingParams
 from quire.errors import ArgumentError
 from quire.model.fingerprint import fingerprint
 from quire.model.linear import pack_linears
-from quire.model.quantized import coded_weights, hold_quantized, quantize_model, tell_weights
+from quire.model.load import load
+from quire.model.prepare import PreparedModel
+from quire.model.prove.probe import rehearse
+from quire.model.quantized import (
+    coded_weights,
+    hold_quantized,
+    planned_forms,
+    quantize_model,
+    tell_weights,
+)
+from quire.model.weight_rows import held_weights, planned_weights
 from quire.quantized import CodedWeight, Factor, QuantizedWeight, multiply
 from quire.spec.weight_formats import parse_weights
 
@@ -162,6 +172,43 @@ def test_it_is_served(backend: str, tmp_path: Any) -> None:
         assert "weights int8" in llm.capacity
         assert llm.stats()["weight_bytes"]["int8"] > 0
     assert together == alone
+
+
+def test_a_plan_knows_what_it_weighs() -> None:
+    model, formats = tiny(tied=False), parse_weights({"*.mlp.*": "int4:32", "*.q_proj": "bf16", "*": "int8"})
+    with torch.device("meta"):
+        unloaded = tiny(tied=False)
+    planned = planned_weights(unloaded, form_of=planned_forms(unloaded, formats).get)
+    quantize_model(model, formats)
+    undo = pack_linears(model)
+    held = held_weights(model)
+    undo()
+    assert sum(row.num_bytes for row in planned) == sum(row.num_bytes for row in held)
+
+
+def decode(weights: Any, tmp_path: Any) -> tuple[bool, torch.Tensor]:
+    """Whether the whole decoder is fused, and the probe's logits."""
+    loaded = load(str(tmp_path), dtype="bfloat16", weights=parse_weights(weights))
+    prepared = PreparedModel(loaded, backend="native")
+    try:
+        return prepared.decoder is not None, rehearse(prepared)
+    finally:
+        prepared.restore()
+
+
+def test_fused_layers_take_codes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny().save_pretrained(tmp_path)
+    is_fused, logits = decode("int4:32", tmp_path)
+    assert is_fused
+    monkeypatch.setattr("quire.model.fused.structure.native_weight", lambda module: None)
+    is_fused, by_modules = decode("int4:32", tmp_path)
+    assert not is_fused
+    assert (logits - by_modules).norm() <= 0.02 * by_modules.norm()
+
+
+def test_codes_beside_dense_weights_are_not_fused(tmp_path: Any) -> None:
+    tiny().save_pretrained(tmp_path)
+    assert not decode({"*.q_proj": "bf16", "*": "int8"}, tmp_path)[0]
 
 
 def test_a_loaded_model_is_not_rounded() -> None:

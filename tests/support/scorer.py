@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from quire.attention import AttentionPlan
 from quire.memory.paged import PagedStorage
 from quire.model import ForwardStep, PreparedModel
+from quire.spec import KVSpec
 
 __all__ = ["model_logprobs", "paged_logprobs", "perplexity", "windows"]
 
@@ -46,12 +47,15 @@ def windows(tokens: list[int]) -> Iterator[tuple[list[int], int]]:
             return
 
 
-def paged_logprobs(prepared: PreparedModel) -> Scorer:
-    """By Quire: chunks of ROWS tokens on paged storage; logits only of rows whose next token is scored."""
+def paged_logprobs(prepared: PreparedModel, spec: KVSpec | None = None) -> Scorer:
+    """By Quire: chunks of ROWS tokens on paged storage; logits only of rows whose next token is scored.
+
+    spec: what K and V are kept in, else the model's own dtype."""
+    kept = spec or prepared.spec
 
     def score(window: list[int], first: int) -> torch.Tensor:
-        num_blocks = -(-len(window) // _BLOCK) * len(prepared.spec.groups)
-        storage = PagedStorage(prepared.spec, num_blocks, _BLOCK, max_blocks=num_blocks)
+        num_blocks = -(-len(window) // _BLOCK) * len(kept.groups)
+        storage = PagedStorage(kept, num_blocks, _BLOCK, max_blocks=num_blocks)
         prepared.attach(storage)
         try:
             return torch.cat([_score_chunk(prepared, storage, window, first, at) for at in _chunks(window)])

@@ -12,8 +12,11 @@ from support.architectures import tiny
 from support.tiers_case import SHAPE, DictTier, chain, filled
 
 from quire import LLM, SamplingParams
+from quire.spec import KVSpec
+from quire.spec.kv_dtype import with_kv_dtype
+from quire.spec.payload import PayloadLayout
 from quire.tiers.by_url import register, unregister
-from quire.tiers.finite import is_finite
+from quire.tiers.finite import is_finite, is_payload_finite
 from quire.tiers.segment import Segment, encode
 from quire.tiers.signed import SignedTier
 from quire.tiers.stack import TierStack
@@ -165,3 +168,17 @@ def test_an_engine_takes_no_keys_that_are_not_finite(kept: dict[bytes, bytes]) -
         )
     found = _run(None)
     assert (found[0], found[1], found[2] > 0) == (tokens, 0, True)
+
+
+def test_of_codes_the_scales_are_looked_at() -> None:
+    spec = KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+    layout = PayloadLayout.of(with_kv_dtype(spec, "int8", but={1}))
+    payload = np.zeros(layout.num_bytes(3), np.uint8)
+    codes = payload[: 2 * 2 * 3 * 18].reshape(2, 2, 3, 18)  # of layer 0; bfloat16 behind them
+    codes[..., :16] = 255  # codes are never looked at
+    assert is_payload_finite(payload, layout)
+    for place in (codes[1, 0, 2, 16:], payload[-2:]):
+        place.view(np.uint16)[:] = 0x7FC0
+        assert not is_payload_finite(payload, layout)
+        place[:] = 0
+    assert is_payload_finite(payload, layout)

@@ -32,6 +32,7 @@ __all__ = [
     "fit_within",
     "growing_buffers",
     "kv_layout",
+    "kv_memory_for",
     "layout_of_blocks",
 ]
 
@@ -100,6 +101,15 @@ class KVFit:
             else:
                 high = middle - 1
         return low
+
+
+def kv_memory_for(config: EngineConfig, layout: KVLayout, num_blocks: int, num_state_slots: int) -> int:
+    """The least `kv_memory` that gives so many blocks and state slots: states have at most half of it."""
+    kv_bytes, each = num_blocks * layout.block_bytes, layout.spec.bytes_per_state
+    if not layout.spec.states:
+        return kv_bytes
+    most_state_bytes = (2 * config.max_num_seqs + 2) * each
+    return max(2 * max(2, num_state_slots) * each, min(2 * kv_bytes, most_state_bytes + kv_bytes))
 
 
 # -- what a block is -------------------------------------------------------------------------------------

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cache.block_counts import blocks_with_prefix
 from quire.config import EngineConfig
-from quire.engine.kv_fit import KVFit, KVLayout, fit_within, kv_layout
+from quire.engine.kv_fit import KVFit, KVLayout, fit_within, kv_layout, kv_memory_for
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.sizes import format_size, parse_budget, parse_size
 from quire.spec import KVGroup, KVSpec
+from quire.spec.kv_dtype import with_kv_dtype
 
 if TYPE_CHECKING:
     from quire.model.load import UnloadedModel
@@ -42,17 +43,8 @@ _WEIGHTS = {
     "embeddings": "embeddings",
     "dense": "norms and others, dense",
 }
-_KEPT_BYTES = (
-    None,
-    "auto",
-    "bf16",
-    "bfloat16",
-    "fp16",
-    "float16",
-    "fp32",
-    "float32",
-)  # what every engine has
-_LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_ENGINE_BYTES = 36 << 20  # threads, buffers of the kernels, what the proof leaves
+_COPIES = 4  # of a layer's outputs, where torch computes between the products
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class Plan:
     """What a start with these options takes and holds; bytes are integers, lengths are tokens.
 
     Attributes:
-        model, model_type, dtype, storage, block_size: what starts, and in what blocks (1: not blocks of tokens).
+        model, model_type, dtype, kv_dtype, storage, block_size: what starts, in what blocks (1: not blocks of tokens).
         rows: the parts of `total_bytes`.
         context, concurrency, shared_prefix: the requests that the rows are of: asked for, or the most that is held.
         max_context: of each of `concurrency` requests; 0: not one token. max_concurrency: requests of `context`.
@@ -83,6 +75,7 @@ class Plan:
     model: str
     model_type: str
     dtype: str
+    kv_dtype: str
     storage: str
     block_size: int
     context: int
@@ -117,7 +110,8 @@ class Plan:
         shown = [(row.part, row.name, format_size(row.num_bytes), row.note) for row in self.rows]
         shown.append(("total", "", format_size(self.total_bytes), f"of {format_size(self.memory_bytes)}"))
         widths = [max(len(row[column]) for row in shown) for column in range(3)]
-        lines = [f"{self.model} ({self.model_type}), {self.dtype}, storage {self.storage}"]
+        kept = f", K and V in {self.kv_dtype}" * (self.kv_dtype != self.dtype)
+        lines = [f"{self.model} ({self.model_type}), {self.dtype}{kept}, storage {self.storage}"]
         before = ""
         for part, name, size, note in shown:
             first = part if part != before else ""
@@ -178,7 +172,9 @@ def plan(
         ArgumentError: a wrong option, or a form that the engine does not have. LoadError, ConfigError,
         UnsupportedModelError: the model, as far as its config and headers tell.
     """
-    config = _with_forms(EngineConfig.of(model, options), kv_dtype, weights)
+    config = EngineConfig.of(model, options)
+    forms = {"kv_dtype": kv_dtype, "weights": weights}
+    config = replace(config, **{name: value for name, value in forms.items() if value is not None})
     for name, value, least in (
         ("context", context, 1),
         ("concurrency", concurrency, 1),
@@ -223,7 +219,7 @@ def require_room(config: EngineConfig) -> None:
         )
     except QuireError:
         return  # `load` says it, or fetches what is not there
-    if unloaded.has_codes or (config.weight_formats is not None and config.weight_formats.rounds):
+    if unloaded.has_codes and config.weight_formats is None and config.packed_weights is None:
         return  # what codes take is known once they are held
     found = _plan_of(config, unloaded, config.max_model_len, None, 0, None)
     if not found.fits:
@@ -250,38 +246,13 @@ def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None
     if config.max_model_len is None or fit.max_num_sequences(max_model_len) >= 1:
         return None
     layout, most = fit.layout, fit.max_num_tokens(1, max_model_len)
-    needed = layout.num_blocks(max_model_len) * layout.block_bytes + layout.spec.bytes_per_state
+    needed = kv_memory_for(config, layout, layout.num_blocks(max_model_len), 1)
     return (
         f"expected a KV cache that holds a request of max_model_len {max_model_len} tokens, which needs "
         f"{format_size(needed)}, got one of {format_size(fit.kv_bytes + fit.state_bytes)} ({fit.num_blocks} "
         f"{layout.block_name}s), which holds {most} tokens; raise kv_memory or lower max_model_len to at most {most} - "
         "in `max_model_len`"
     )
-
-
-def _with_forms(config: EngineConfig, kv_dtype: str | None, weights: str | None) -> EngineConfig:
-    """config with the forms as its own options, where the engine has such options.
-
-    *raises:* ArgumentError: a form that the engine does not have.
-    """
-    known = EngineConfig.options()
-    for name, value in (("kv_dtype", kv_dtype), ("weights", weights)):
-        if name in known:
-            config = config if value is None else replace(config, **{name: value})
-        elif value not in _KEPT_BYTES:
-            raise ArgumentError(
-                f"expected {name} auto, bfloat16, float16 or float32, which this engine has, got {value!r} - in "
-                f"`{name}`"
-            )
-        elif value not in (None, "auto"):
-            wanted = _LONG_NAMES.get(value, value)
-            if config.dtype not in ("auto", wanted):
-                raise ArgumentError(
-                    f"expected {name} of the model's own dtype {config.dtype}, in which this engine computes and keeps "
-                    f"keys and values, got {value!r} - in `{name}`"
-                )
-            config = replace(config, dtype=wanted)
-    return config
 
 
 # -- how ----------------------------------------------------------------------------------------------------
@@ -298,7 +269,7 @@ def _plan_of(
     from quire.engine.storages import device_of, storage_of
     from quire.model.prepare import resolve_length
 
-    spec = unloaded.spec
+    spec = with_kv_dtype(unloaded.spec, config.kv_dtype)
     if context is not None:
         if config.max_model_len is not None and context > config.max_model_len:
             raise ArgumentError(
@@ -308,7 +279,6 @@ def _plan_of(
     max_model_len = resolve_length(unloaded, config.max_model_len)
     layout = kv_layout(storage_of(config, spec), config, spec, max_model_len)
     weights = _weight_rows(config, unloaded)
-    scratch = _scratch_rows(config, unloaded)
     runtime_bytes = _own_bytes()
     weight_bytes = sum(row.num_bytes for row in weights)
     free_bytes = device_of(config).free_bytes()
@@ -336,13 +306,16 @@ def _plan_of(
     fits = fit is not None and max_concurrency >= wanted
     needed_blocks = layout.num_blocks(asked, wanted, shared_prefix)
     num_slots = (wanted + bool(shared_prefix)) if spec.states else 0
-    needed_bytes = needed_blocks * layout.block_bytes + num_slots * spec.bytes_per_state
+    needed_bytes = kv_memory_for(config, layout, needed_blocks, num_slots)
+    spare_blocks = max(0, fit.num_blocks - needed_blocks) if fit is not None else 0
+    spare_slots = max(0, fit.num_state_slots - num_slots) if fit is not None else 0
     if fit is not None and not fits:
         reason = _why_not(fit, config, max_model_len) or _why_so_few(fit, config, wanted, needed_bytes)
     return Plan(
         model=unloaded.name,
         model_type=unloaded.model_type,
         dtype=spec.dtype,
+        kv_dtype=spec.kv_dtype,
         storage=layout.storage,
         block_size=layout.block_size,
         context=asked,
@@ -360,8 +333,9 @@ def _plan_of(
         rows=(
             *weights,
             *_kv_rows(layout, asked, wanted, shared_prefix),
-            *_state_rows(spec, num_slots),
-            *scratch,
+            *_prompt_rows(config, layout, asked, wanted, spare_blocks),
+            *_state_rows(config, spec, num_slots, asked, wanted, spare_slots),
+            *_scratch_rows(config, unloaded, asked, wanted),
             PlanRow(
                 "runtime", "python, torch, transformers", runtime_bytes, "this process after its imports"
             ),
@@ -399,6 +373,7 @@ def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int
 def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
     from quire.attention import backend
     from quire.model.linear import choose_packing
+    from quire.model.quantized import planned_forms
     from quire.model.weight_rows import planned_weights
     from quire.spec import format_of
 
@@ -408,9 +383,11 @@ def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]
         packing = "device"
     elif not device.is_native and choose_packing(dtype) == "native":
         packing = "watched"  # as `PreparedModel` chooses
+    formats = config.weight_formats
+    forms = {} if formats is None else planned_forms(unloaded.model, formats)
     return [
         PlanRow("weights", _WEIGHTS[row.kind], row.num_bytes, f"{row.num_tensors} tensors")
-        for row in planned_weights(unloaded.model, packing=packing)
+        for row in planned_weights(unloaded.model, packing=packing, form_of=forms.get)
     ]
 
 
@@ -443,15 +420,61 @@ def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: in
     return rows
 
 
-def _state_rows(spec: KVSpec, num_slots: int) -> list[PlanRow]:
+def _prompt_rows(
+    config: EngineConfig, layout: KVLayout, context: int, concurrency: int, spare_blocks: int
+) -> list[PlanRow]:
+    """What layers that forget hold beside their windows while prompts are computed: a step's tokens of them."""
+    forgetting = [group for group in layout.spec.groups if group.span.kind != "full"]
+    if not forgetting or not layout.shares_blocks:
+        return []
+    chunk = min(config.max_batch_tokens, context)
+    num_prompts = min(concurrency, max(1, config.max_batch_tokens // context))
+    whole = -(-context // layout.block_size)
+    more = 0
+    for group in forgetting:
+        _, alone = blocks_with_prefix([group], context, 0, layout.block_size)
+        during = min(whole, -(-(group.span.most_kept + chunk - 1) // layout.block_size) + 1)
+        more += num_prompts * max(0, during - alone)
+    num_blocks = min(more, spare_blocks)
+    if not num_blocks:
+        return []
+    note = f"{num_blocks} blocks of prompts before their windows move on"
+    return [PlanRow("kv", "prompts of a step", num_blocks * layout.block_bytes, note)]
+
+
+def _state_rows(
+    config: EngineConfig, spec: KVSpec, num_slots: int, context: int, concurrency: int, spare_slots: int
+) -> list[PlanRow]:
     if not spec.states:
         return []
     each = spec.bytes_per_state
-    return [PlanRow("states", "state slots", num_slots * each, f"{num_slots} of {format_size(each)}")]
+    rows = [PlanRow("states", "state slots", num_slots * each, f"{num_slots} of {format_size(each)}")]
+    every = context // config.checkpoint_every if config.checkpoint_every else 0
+    if config.prefix_caching and (num_kept := min(spare_slots, concurrency * (1 + every))):
+        note = f"{num_kept} of {format_size(each)}, given up when slots are short"
+        rows.append(PlanRow("states", "checkpoints", num_kept * each, note))
+    return rows
 
 
-def _scratch_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
-    return []
+def _scratch_rows(
+    config: EngineConfig, unloaded: UnloadedModel, context: int, concurrency: int
+) -> list[PlanRow]:
+    """What a step takes, measured over models of ten kinds and rounded up: no allocator decides it (docs/plan.md)."""
+    from quire.model.weight_rows import outputs_per_token
+
+    spec = unloaded.spec
+    num_tokens = min(config.max_batch_tokens, context * concurrency)
+    num_rows = min(concurrency, config.max_num_seqs, num_tokens)
+    is_plain = not spec.states and not any(layer.latent for layer in spec.layers) and not unloaded.has_experts
+    copies = 1 if is_plain else _COPIES
+    step_bytes = num_tokens * outputs_per_token(unloaded.model) * spec.dtype_bytes * copies
+    # In the model's type, and in float32 where they are drawn from.
+    logits_bytes = num_rows * unloaded.vocab_size * (spec.dtype_bytes + 4)
+    return [
+        PlanRow("scratch", "attention and layers", step_bytes, f"about, a step of {num_tokens} tokens"),
+        PlanRow("scratch", "logits", logits_bytes, f"{num_rows} rows of {unloaded.vocab_size}"),
+        PlanRow("scratch", "engine and kernels", _ENGINE_BYTES, "about, measured"),
+    ]
 
 
 def _own_bytes() -> int:

@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
+from quire.model.experts import is_experts
 from quire.model.held_weight import HeldParameter
 from quire.model.load_gguf import WidenedWeights, end_ids, gguf_config, load_gguf_model, load_gguf_tokenizer
 from quire.model.load_quantized import load_quantized, quantization_of
@@ -522,6 +523,7 @@ class UnloadedModel:
         spec, name, model_type, max_model_len, vocab_size: as of `LoadedModel`.
         stored_bytes: of the tensors in its files; 0 where they are not there.
         has_codes: some of them are quantized, so that `model` is larger than what will be held of it.
+        has_experts: whether it is a mixture of experts.
     """
 
     model: PreTrainedModel
@@ -532,6 +534,7 @@ class UnloadedModel:
     vocab_size: int
     stored_bytes: int = 0
     has_codes: bool = False
+    has_experts: bool = False
 
 
 def without_weights(
@@ -627,4 +630,5 @@ def _unloaded(config: Any, dtype: Any, name: str, stored_bytes: int, **options: 
         max_model_len=spec.max_model_len or 2**20,
         vocab_size=int(weight.shape[0]) if isinstance(weight, torch.Tensor) else spec.vocab_size or 0,
         stored_bytes=stored_bytes,
+        has_experts=any(is_experts(module) for module in model.modules()),
     )

@@ -5,8 +5,9 @@ one at a time. Either is done to a model before it is prepared, and stays: prepa
 and so does its undoing. A module so held is a packed one (`linear`): same object and name, its `.weight` reads as the
 dequantized weight rounded once to the model's dtype, and whoever writes to that makes the module dense.
 
-Not here: products (`quire.quantized`), files, experts given as 3-D parameters, which stay dense. Fused layers do not
-take codes: layers with quantized linears run unfused, with the same bits.
+Not here: products (`quire.quantized`), files, experts given as 3-D parameters, which stay dense. Fused layers take
+codes where one kernel takes all that they multiply together, such as q, k and v; else, and where a weight has an order
+of inputs of its own, the module runs unfused.
 
 Invariants
     Q3  a weight that several modules share is held once.
@@ -29,9 +30,9 @@ from quire.errors import ArgumentError
 from quire.model.held_weight import HeldParameter, HeldWeight
 from quire.model.linear import PackedModule, is_transposed, packed_class
 from quire.quantized import CodedWeight, QuantizedWeight, round_to_codes
-from quire.spec.weight_formats import WeightFormats
+from quire.spec.weight_formats import Rounding, WeightFormats
 
-__all__ = ["coded_weights", "hold_quantized", "quantize_model", "tell_weights"]
+__all__ = ["coded_weights", "hold_quantized", "planned_forms", "quantize_model", "tell_weights"]
 
 
 def hold_quantized(
@@ -120,6 +121,31 @@ def quantize_model(
 
     *raises:* ArgumentError: a pattern fits no layer's name, with the pattern and some names; a weight is not finite.
     """
+    chosen, dtype = _chosen(model, formats), model.dtype
+    while chosen:
+        _, weight, modules, rounding = chosen.pop()
+        dense = weight.detach()
+        codes = round_to_codes(dense.t() if is_transposed(modules[0]) else dense, rounding)
+        if release is not None:
+            release(dense)
+        del weight, dense
+        hold_quantized(modules, codes, dtype)
+
+
+def planned_forms(model: PreTrainedModel, formats: WeightFormats) -> dict[str, str]:
+    """Which of the model's parameters `quantize_model` would round, by name, and to what ("int4:64").
+
+    The model may lie on "meta".
+
+    *raises:* as `quantize_model`.
+    """
+    return {f"{name}.weight": str(rounding) for name, _, _, rounding in _chosen(model, formats)}
+
+
+def _chosen(
+    model: PreTrainedModel, formats: WeightFormats
+) -> list[tuple[str, nn.Parameter, list[nn.Module], Rounding]]:
+    """Each weight to round, the name of the first module that holds it, all of those, and how."""
     by_weight: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         plain = type(module) is nn.Linear or is_transposed(module) or isinstance(module, nn.Embedding)
@@ -134,19 +160,13 @@ def quantize_model(
             raise ArgumentError(
                 f"expected a pattern of linear layers' names ({shown} ...), got {pattern!r} - in `weights`"
             )
-    dtype = model.dtype
-    while by_weight:
-        weight, holders = by_weight.popitem()
+    found: list[tuple[str, nn.Parameter, list[nn.Module], Rounding]] = []
+    for weight, holders in by_weight.items():
         modules = [module for _, module in holders]
         is_end = any(id(module) in ends for module in modules)
         if not is_end and any(isinstance(module, nn.Embedding) for module in modules):
             continue  # positions, kinds of tokens: small, and not asked for
         rounding = formats.head if is_end else formats.of(holders[0][0])
-        if rounding is None:
-            continue
-        dense = weight.detach()
-        codes = round_to_codes(dense.t() if is_transposed(modules[0]) else dense, rounding)
-        if release is not None:
-            release(dense)
-        del weight, dense
-        hold_quantized(modules, codes, dtype)
+        if rounding is not None:
+            found.append((holders[0][0], weight, modules, rounding))
+    return found

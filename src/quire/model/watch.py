@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from quire.attention import AttentionBackend, AttentionOptions, AttentionPlan, Backend
 from quire.memory.view import KVView
 from quire.model.linear import NativeWeight
+from quire.quantized import CodedWeight
 
 __all__ = ["Record", "watch_attention", "watch_linears"]
 
@@ -65,7 +66,11 @@ def watch_linears(model: nn.Module, record: Record) -> Callable[[], None]:
     handles = []
     for module in model.modules():
         is_linear = isinstance(module, (nn.Linear, Conv1D)) and not any(module.children())
-        if is_linear and not isinstance(module.__dict__.get("_packed"), NativeWeight):
+        packed = module.__dict__.get("_packed")
+        by_kernels = isinstance(packed, NativeWeight) or (
+            isinstance(packed, CodedWeight) and packed.native is not None
+        )
+        if is_linear and not by_kernels:
             started: list[int] = []
 
             def before(*_: Any, started: list[int] = started) -> None:

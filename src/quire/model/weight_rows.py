@@ -17,6 +17,7 @@ Cost: O(modules and parameters); no weight is read.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,10 +32,20 @@ from quire.model.experts import expert_projections
 from quire.model.held_weight import HeldParameter
 from quire.model.latent import LatentHeads, is_latent
 from quire.model.linear import DTYPE_NAMES, NativeWeight, Packing, choose_packing, planned_packing
+from quire.quantized import rounded_num_bytes
 from quire.registry import Registry
+from quire.spec.weight_formats import Rounding
 
-__all__ = ["WEIGHT_FORMS", "WeightRow", "held_weights", "planned_weights", "register_form"]
+__all__ = [
+    "WEIGHT_FORMS",
+    "WeightRow",
+    "held_weights",
+    "outputs_per_token",
+    "planned_weights",
+    "register_form",
+]
 
+_LAYER = re.compile(r".*?\.\d+(?=\.)")  # "model.layers.3" of "model.layers.3.mlp.up_proj"
 _KINDS = ("linear", "experts", "latents", "embeddings", "dense")
 
 WeightForm = Callable[[int, int, torch.dtype, str], int]
@@ -55,6 +66,13 @@ def _native_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, _: str)
     return native.packed_num_bytes(num_outputs, num_inputs, DTYPE_NAMES[dtype])
 
 
+def _rounded_bytes(bits: int) -> WeightForm:
+    def num_bytes(num_outputs: int, num_inputs: int, _: torch.dtype, group: str) -> int:
+        return rounded_num_bytes(num_outputs, num_inputs, Rounding(bits, int(group) if group else None))
+
+    return num_bytes
+
+
 def _dense_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, _: str) -> int:
     return num_outputs * num_inputs * dtype.itemsize
 
@@ -63,7 +81,14 @@ def _dense_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, _: str) 
 WEIGHT_FORMS: Registry[WeightForm] = Registry(
     "a form of weights",
     "weights",
-    {"native": _native_bytes, "onednn": _dense_bytes, "device": _dense_bytes, "watched": _dense_bytes},
+    {
+        "native": _native_bytes,
+        "onednn": _dense_bytes,
+        "device": _dense_bytes,
+        "watched": _dense_bytes,
+        "int8": _rounded_bytes(8),
+        "int4": _rounded_bytes(4),
+    },
 )
 
 
@@ -130,6 +155,23 @@ def held_weights(model: nn.Module, latents: Iterable[LatentHeads] = ()) -> tuple
     for buffer in model.buffers():
         rows.add("dense", buffer.numel() * buffer.itemsize)
     return rows.all()
+
+
+def outputs_per_token(model: nn.Module) -> int:
+    """Elements that the linear layers and experts of the widest decoder layer give for one token: what activations of a
+    step go by. `model` may be on the meta device."""
+    widths: Counter[str] = Counter()
+    top_k = getattr(cast(Any, model).config.get_text_config(decoder=True), "num_experts_per_tok", None) or 1
+    for name, module in model.named_modules():
+        if (layer := _LAYER.match(name)) is None:
+            continue
+        if (projections := expert_projections(module, "meta")) is not None:
+            axis = -1 if getattr(module, "is_transposed", False) else -2
+            outputs = top_k * sum(cast(Any, module._parameters[one]).shape[axis] for one in projections)
+        else:
+            outputs = getattr(module, "out_features", None) or getattr(module, "nf", None) or 0
+        widths[layer[0]] += outputs
+    return max(widths.values(), default=0)
 
 
 class _Rows:

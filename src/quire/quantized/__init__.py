@@ -5,7 +5,7 @@ Others may use the names below, and
     readers     weights of quantized checkpoints and of GGUF files as codes
 """
 
-from quire.quantized.panels import CodedWeight
+from quire.quantized.panels import CodedWeight, rounded_num_bytes
 from quire.quantized.reference import multiply
 from quire.quantized.rounding import round_to_codes
 from quire.quantized.weight import Factor, QuantizedWeight
@@ -16,4 +16,5 @@ __all__ = [
     "QuantizedWeight",
     "multiply",
     "round_to_codes",
+    "rounded_num_bytes",
 ]

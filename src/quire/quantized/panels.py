@@ -17,11 +17,13 @@ from quire.backends import native_module
 from quire.errors import ArgumentError
 from quire.quantized.reference import multiply
 from quire.quantized.weight import Factor, QuantizedWeight
+from quire.spec.weight_formats import Rounding
 
-__all__ = ["CodedWeight"]
+__all__ = ["CodedWeight", "rounded_num_bytes"]
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _SMALLEST_GROUP = 16
+_PANEL = 16  # outputs of a panel
 _NUMBERS = (
     torch.float32,
     torch.bfloat16,
@@ -106,6 +108,16 @@ class CodedWeight:
         if self._order is not None:
             out = out[..., self._order.argsort()]
         return out.to(dtype)
+
+
+def rounded_num_bytes(num_outputs: int, num_inputs: int, rounding: Rounding) -> int:
+    """`num_bytes` of a weight that is rounded so (`round_to_codes`), without making it."""
+    groups = num_inputs // rounding.group_of(num_inputs)
+    if native_module() is None:
+        return num_outputs * (num_inputs + 2 * groups)
+    padded_groups = -(-num_inputs // 32) * 2 if num_inputs // groups == _SMALLEST_GROUP else groups
+    scales = -(-padded_groups * _PANEL * 2 // 64) * 64
+    return -(-num_outputs // _PANEL) * (scales + -(-num_inputs // 32) * 32 * _PANEL * rounding.bits // 8)
 
 
 def _packed(weight: QuantizedWeight, dtype: str, isa: str | None) -> Any:

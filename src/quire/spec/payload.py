@@ -43,11 +43,12 @@ class StoredLayer(NamedTuple):
 @dataclass(frozen=True)
 class PayloadLayout:
     """What the payloads of one model have in common. dtype: what rows are stored in, as `KVSpec.kv_dtype` has it.
-    dtype_bytes: of an element that rows are counted in."""
+    dtype_bytes: of an element that rows are counted in. element: its dtype, in which rows are that have no format."""
 
     dtype: str
     dtype_bytes: int
     layers: tuple[StoredLayer, ...]
+    element: str = ""
 
     @classmethod
     def of(cls, spec: KVSpec) -> PayloadLayout:
@@ -61,7 +62,7 @@ class PayloadLayout:
             for number, one in enumerate(spec.layers)
             if one.stores_kv
         )
-        return cls(spec.kv_dtype, spec.dtype_bytes, tuple(layers))
+        return cls(spec.kv_dtype, spec.dtype_bytes, tuple(layers), spec.dtype)
 
     @cached_property
     def shapes(self) -> list[list[int | str]]:

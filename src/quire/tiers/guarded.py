@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.tiers.finite import is_finite
+from quire.tiers.finite import is_payload_finite
 from quire.tiers.names import SegmentName
 from quire.tiers.notices import Notices
 from quire.tiers.outgoing import Outgoing
@@ -265,7 +265,7 @@ class GuardedTier:
         try:
             view = memoryview(value).cast("B").toreadonly()
             payload = decode(view, key=name.key, tokens=name.tokens, start=name.start, layout=layout)
-            if self._check_finite and not is_finite(payload, layout.dtype):
+            if self._check_finite and not is_payload_finite(payload, layout):
                 raise SegmentError("expected finite keys and values, got infinity or NaN among them")
             return payload
         except Exception as error:

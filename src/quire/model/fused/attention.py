@@ -21,7 +21,7 @@ from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.attention import AttentionOptions
 from quire.attention.native import handles
 from quire.model.fused.norm import RowNorm
-from quire.model.fused.structure import PackedLayer, forward_names, packed_layers
+from quire.model.fused.structure import PackedLayer, forward_names, go_together, packed_layers
 from quire.model.paged_cache import PagedCache
 from quire.spec import LayerSpec
 
@@ -239,6 +239,8 @@ def match_attention(
         return None
     if any(layer.num_inputs != output.num_outputs for layer in layers.values()):
         return None  # it reads something beside the residual
+    if not go_together(list(layers.values())):
+        return None
     q_norm, k_norm = matched if len(matched) == 2 else (None, None)
     attention = FusedAttention(list(layers.values()), output, q_norm, k_norm, gated)
     if found is not None:

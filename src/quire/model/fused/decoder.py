@@ -26,8 +26,8 @@ from quire.model.fused.fuse import Fused
 from quire.model.fused.layer import FusedLayer
 from quire.model.fused.norm import RowNorm
 from quire.model.fused.rotary import RotaryRows
-from quire.model.fused.structure import PackedLayer, forward_names, packed_layer
-from quire.model.linear import NativeWeight, PackedEmbedding
+from quire.model.fused.structure import PackedLayer, forward_names, native_weight, packed_layer
+from quire.model.linear import PackedEmbedding
 from quire.model.paged_cache import PagedCache
 from quire.model.step import ForwardStep
 from quire.torch_threads import one_torch_thread
@@ -67,9 +67,8 @@ class FusedDecoder:
         head: PackedLayer,
     ) -> None:
         self._embedding, self._norm, self._head = embedding, norm, head
-        packed = embedding.__dict__.get("_packed")
-        is_plain = type(embedding) is PackedEmbedding and isinstance(packed, NativeWeight)
-        self._packed_embedding = packed if is_plain else None
+        is_plain = type(embedding) is PackedEmbedding
+        self._packed_embedding = native_weight(embedding) if is_plain else None
         self._rotary = rotary
         self._layers = [layer.attention for layer in layers if isinstance(layer.attention, FusedAttention)]
         self._blocks = [layer.blocks for layer in layers]

@@ -14,7 +14,7 @@ import torch
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.model.fused.attention import RotaryTable
-from quire.model.fused.structure import PackedLayer, packed_layer
+from quire.model.fused.structure import PackedLayer, go_together, packed_layer
 from quire.model.state import StateAdapter, state_source
 from quire.model.state.adapter import CONVOLUTION, RECURRENT
 from quire.model.state.parts import MixerParts
@@ -107,7 +107,7 @@ def mixer_candidates(adapter: StateAdapter, layer: int) -> dict[bool, FusedMixer
     if output is None or any(one is None or one.dtype is not output.dtype for one in inputs):
         return {}
     known = [one for one in inputs if one is not None]
-    if any(one.num_inputs != output.num_outputs for one in known):
+    if any(one.num_inputs != output.num_outputs for one in known) or not go_together(known):
         return {}
     kinds = (False,) if parts.norm is None else (True, False)
     return {found: FusedMixer(adapter, layer, parts, known, output, found) for found in kinds}

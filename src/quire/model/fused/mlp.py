@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
-from quire.model.fused.structure import PackedLayer, forward_names, packed_layers
+from quire.model.fused.structure import PackedLayer, forward_names, go_together, packed_layers
 
 __all__ = ["FusedMlp", "mlp_candidates"]
 
@@ -92,6 +92,8 @@ def mlp_candidates(module: nn.Module) -> dict[bool, FusedMlp]:
     *inputs, output = layers.values()
     hidden, inner = output.num_outputs, output.num_inputs
     if any(layer.num_inputs != hidden or layer.dtype is not output.dtype for layer in inputs):
+        return {}
+    if not go_together(inputs):
         return {}
     widths = [layer.num_outputs for layer in inputs]
     candidates: list[tuple[list[PackedLayer], bool]] = []

@@ -6,21 +6,31 @@ Not a parser of models: a module whose forward names anything beyond what a fuse
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from quire import _native  # pyright: ignore[reportAttributeAccessIssue]
 from quire.model.linear import NativeWeight
+from quire.quantized import CodedWeight
 
-__all__ = ["PackedLayer", "forward_names", "packed_layer", "packed_layers", "random_rows"]
+__all__ = [
+    "PackedLayer",
+    "forward_names",
+    "go_together",
+    "native_weight",
+    "packed_layer",
+    "packed_layers",
+    "random_rows",
+]
 
 
 class PackedLayer:
-    """A packed linear layer as the kernels take it: the native weight, its bias, its two widths."""
+    """A packed linear layer as the kernels take it: the native weight, dense or of codes, its bias, its two widths."""
 
-    def __init__(self, weight: NativeWeight, bias: torch.Tensor | None) -> None:
-        self.native = weight.native
+    def __init__(self, weight: NativeWeight | CodedWeight, bias: torch.Tensor | None) -> None:
+        self.native: _native.PackedWeight = weight.native
         self.bias = bias
         self.dtype = weight.dtype
         self.num_outputs, self.num_inputs = weight.num_outputs, weight.num_inputs
@@ -30,10 +40,23 @@ class PackedLayer:
         return self.native, self.bias
 
 
+def native_weight(module: nn.Module) -> NativeWeight | CodedWeight | None:
+    """What the extension has packed of `module`, for inputs as they come; None if it has nothing of it."""
+    weight = module.__dict__.get("_packed")
+    if isinstance(weight, CodedWeight):
+        return weight if weight.native is not None and weight.is_ordered else None
+    return weight if isinstance(weight, NativeWeight) else None
+
+
+def go_together(layers: Sequence[PackedLayer]) -> bool:
+    """Whether one native call multiplies the same rows by all of them: dense ones, or codes that one kernel takes."""
+    return all(layer.native.goes_with(layers[0].native) for layer in layers)
+
+
 def packed_layer(module: nn.Module) -> PackedLayer | None:
     """`module` as a linear layer packed by the extension; None if it is none."""
-    weight = module.__dict__.get("_packed")
-    if not isinstance(weight, NativeWeight) or isinstance(module, nn.Embedding):
+    weight = native_weight(module)
+    if weight is None or isinstance(module, nn.Embedding):
         return None
     return PackedLayer(weight, module._parameters.get("bias"))
 

@@ -1,0 +1,224 @@
+"""`quire.plan`: what it says is what a start decides, holds and takes. A model of each kind against its own engine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import gguf_case
+from support.architectures import tiny
+from support.state_layers import tiny_model
+
+from quire import LLM, Cache, KVSpec, SamplingParams, plan
+from quire.cache.block_counts import blocks_with_prefix
+from quire.cli.app import app
+from quire.config import EngineConfig
+from quire.engine.kv_fit import KVFit, fit_within, kv_layout, kv_memory_for, layout_of_blocks
+from quire.errors import ArgumentError, CapacityError, LoadError
+from quire.model.weight_rows import WEIGHT_FORMS, held_weights, planned_weights, register_form
+from quire.spec import LayerSpec, Span
+from quire.spec.state_spec import StateField, StateSpec
+
+KINDS = (
+    "llama",
+    "gemma3_text",
+    "qwen3_moe",
+    "deepseek_v3",
+    "bamba",
+    "qwen3_next",
+    "mamba2",
+    "gguf",
+    "tied gguf",
+)
+
+
+def folder_of(kind: str, folder: Path) -> Path:
+    if kind.endswith("gguf"):
+        model = gguf_case.tiny()
+        weights = dict(model.state_dict())
+        if kind.startswith("tied"):
+            del weights["lm_head.weight"]
+        return gguf_case.write(
+            folder / "tiny.gguf",
+            SimpleNamespace(config=model.config, state_dict=lambda: weights),  # type: ignore[arg-type]
+        )
+    states = kind in ("bamba", "qwen3_next", "mamba2")
+    (tiny_model(kind) if states else tiny(kind)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_it_says_is_what_the_engine_holds(kind: str, tmp_path: Path) -> None:
+    source, context, concurrency = folder_of(kind, tmp_path), 100, 4
+    said = plan(source, context=context, concurrency=concurrency, kv_memory="2MiB")
+    with LLM(source, max_model_len=context, kv_memory="2MiB") as llm:
+        assert said.fits
+        assert (said.num_blocks, said.budget_bytes) == (llm.num_blocks, llm.kv_memory_bytes)
+        assert said.max_concurrency == min(llm.max_num_full_sequences, 256)
+        draw = np.random.default_rng(0)
+        prompts = [draw.integers(3, llm.vocab_size, context - 2).tolist() for _ in range(concurrency)]
+        llm.generate(prompts, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+        prepared = llm.core.prepared
+        held = sum(row.num_bytes for row in held_weights(prepared._model, prepared._latents.values()))
+        assert said.num_bytes("weights") == pytest.approx(held, rel=0.02)
+        if llm.spec.stores_kv:
+            held_bytes = llm.cache.memory_use().peak
+            assert said.num_bytes("kv") == pytest.approx(held_bytes, rel=0.02)
+        if llm.spec.states:
+            stats = llm.cache.stats()
+            slots = said.num_bytes("states") // llm.spec.bytes_per_state
+            # The slots they computed in have become checkpoints.
+            assert stats["state_slots"] - stats["free_state_slots"] == slots
+
+
+# -- the verdict -------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_holds_no_request_of_its_length_says_so_before_it_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loading = importlib.import_module("quire.model.load")  # the package has a name like it
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    said = plan(context=2048, kv_memory="1MiB")
+    assert not said.fits
+    assert said.max_context == 336
+    with pytest.raises(CapacityError, match="which holds 336 tokens") as refused:
+        LLM(max_model_len=2048, kv_memory="1MiB")
+    assert str(refused.value) == said.reason
+    assert [line.split()[0] for line in refused.value.__notes__][1:3] == ["weights", "norms"]
+
+
+def test_the_verdict_turns_where_the_budget_does() -> None:
+    needed = plan(context=300, concurrency=3).needed_bytes
+    assert plan(context=300, concurrency=3, kv_memory=needed).fits
+    short = plan(context=300, concurrency=3, kv_memory=needed - 1)
+    assert (short.fits, short.max_concurrency, short.max_context) == (False, 2, 288)
+    assert "does not fit: 3 requests of 300 tokens; the most: 2 of 300 tokens, or 3 of 288 tokens" in str(
+        short
+    )
+    assert not plan(context=300, concurrency=3, max_num_seqs=2).fits
+
+
+def test_another_machines_memory_takes_the_place_of_this_ones() -> None:
+    here = plan(context=512, concurrency=1)
+    need = here.num_bytes("runtime") + here.num_bytes("weights")
+    assert plan(context=512, concurrency=1, memory=need + (64 << 20)).fits
+    small = plan(context=512, concurrency=1, memory=need - (4 << 20))
+    assert not small.fits
+    assert "expected memory for weights" in small.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kv_dtype": "int8"}, "kv_dtype"),
+        ({"weights": "int4:64"}, "weights"),
+        ({"kv_dtype": "bf16", "dtype": "float32"}, "kv_dtype"),
+        ({"context": 0}, "context"),
+        ({"context": 4096}, "max_model_len"),
+        ({"context": 100, "max_model_len": 50}, "context"),
+        ({"storage": "unheard-of"}, "storage"),
+        ({"model": (None, None)}, "model"),
+    ],
+)
+def test_what_it_cannot_tell_is_refused_by_name(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        plan(**options)
+
+
+def test_a_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
+    tiny("llama").config.save_pretrained(tmp_path)
+    assert plan(tmp_path, context=64, concurrency=2, storage="growing", kv_memory="8MiB").fits
+    with pytest.raises(LoadError, match="nothing is fetched"):
+        plan("nobody/never-cached")
+
+
+def test_the_command_prints_json_and_tells_by_its_status(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*more: str) -> tuple[Any, dict[str, Any]]:
+        status = app(["plan", "embedded", "--context", "64", "--json", *more], standalone_mode=False)
+        return status, json.loads(capsys.readouterr().out)
+
+    status, said = run("--concurrency", "2", "--shared-prefix", "40")
+    assert (status or 0, said["fits"], said["shared_prefix"]) == (0, True, 40)
+    assert said["total_bytes"] == sum(row["num_bytes"] for row in said["rows"])
+    status, said = run("--concurrency", "2", "--kv-memory", "200KiB")
+    assert (status, said["fits"]) == (1, False)
+
+
+# -- the arithmetic ----------------------------------------------------------------------------------------
+
+SPECS = {
+    "full": KVSpec((LayerSpec(Span(), 1, 8, 8),)),
+    "windows": KVSpec((LayerSpec(Span(), 1, 8, 8), LayerSpec(Span("window", 20), 1, 8, 8))),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("num_shared", [0, 15, 16, 37])
+def test_a_shared_prefix_is_counted_once_as_the_cache_does(name: str, num_shared: int) -> None:
+    spec, num_tokens, count = SPECS[name], 48, 3
+    once, each = blocks_with_prefix(spec.groups, num_tokens, num_shared, 16)
+    cache = Cache(spec, num_blocks=100, block_size=16, backend="python")
+    opened = []
+    for number in range(count):
+        tokens = np.full(num_tokens, number + 1, np.int32)
+        tokens[:num_shared] = 9
+        opened.append(cache.open(tokens))
+        cache.reserve(opened[-1:], [num_tokens - opened[-1].num_computed_tokens])
+        cache.commit(opened[-1], num_tokens)
+    held = cache.stats()["held"]
+    if name == "full":
+        assert held == once + count * each
+    else:  # the prefix's window stays cached, and prompts computed at once hold more than windows
+        assert once + count * each <= cache.num_blocks
+        assert held <= once + count * each + count
+
+
+@pytest.mark.parametrize("num_shared", [0, 20])
+def test_both_directions_give_the_same_answer(num_shared: int) -> None:
+    spec = SPECS["windows"]
+    fit = KVFit(layout_of_blocks("paged", spec, 4, 64), 97)
+    for num_sequences in (1, 2, 5, 9):
+        most = fit.max_num_tokens(num_sequences, 200, num_shared)
+        assert fit.max_num_sequences(most, min(num_shared, most - 1)) >= num_sequences
+        if most < 200:
+            assert fit.max_num_sequences(most + 1, min(num_shared, most)) < num_sequences
+
+
+def test_the_least_memory_for_states_gives_them_and_no_less_does() -> None:
+    states = (StateSpec(1, (StateField("recurrent", (50,)),)),)
+    spec = KVSpec((LayerSpec(Span(), 1, 8, 8), LayerSpec(Span(), 0, 0, 0)), states=states)
+    for num_blocks, num_slots in ((1, 2), (40, 2), (2, 9), (40, 9)):
+        config = EngineConfig(max_num_seqs=8)
+        layout = kv_layout("paged", config, spec, 64)
+        least = kv_memory_for(config, layout, num_blocks, num_slots)
+
+        def holds(
+            kv_memory: int, layout: Any = layout, num_blocks: int = num_blocks, num_slots: int = num_slots
+        ) -> bool:
+            config = EngineConfig(max_num_seqs=8, kv_memory=kv_memory)
+            fit = fit_within(config, layout, 64, 1 << 30)
+            return fit.num_blocks >= num_blocks and fit.num_state_slots >= num_slots
+
+        assert holds(least)
+        with contextlib.suppress(ArgumentError):  # not even the first tokens
+            assert not holds(least - layout.block_bytes - 1)
+
+
+def test_a_form_of_weights_registers_its_bytes() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False))
+    register_form("halves", lambda outputs, inputs, dtype, option: outputs * inputs // int(option))
+    try:
+        (row,) = planned_weights(model, form_of=lambda name: "halves:2")
+        assert (row.kind, row.num_bytes) == ("linear", 1024)
+    finally:
+        WEIGHT_FORMS.unregister("halves")
