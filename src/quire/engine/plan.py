@@ -219,7 +219,7 @@ def require_room(config: EngineConfig) -> None:
         )
     except QuireError:
         return  # `load` says it, or fetches what is not there
-    if unloaded.has_codes or (config.weight_formats is not None and config.weight_formats.rounds):
+    if unloaded.has_codes and config.weight_formats is None and config.packed_weights is None:
         return  # what codes take is known once they are held
     found = _plan_of(config, unloaded, config.max_model_len, None, 0, None)
     if not found.fits:
