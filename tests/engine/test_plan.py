@@ -119,9 +119,8 @@ def test_another_machines_memory_takes_the_place_of_this_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kv_dtype": "int8"}, "kv_dtype"),
-        ({"weights": "int4:64"}, "weights"),
-        ({"kv_dtype": "bf16", "dtype": "float32"}, "kv_dtype"),
+        ({"kv_dtype": "int3"}, "kv_dtype"),
+        ({"weights": "int3"}, "weights"),
         ({"context": 0}, "context"),
         ({"context": 4096}, "max_model_len"),
         ({"context": 100, "max_model_len": 50}, "context"),

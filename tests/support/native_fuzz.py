@@ -103,6 +103,28 @@ def mlp() -> Any:
     return _native.MlpBlock(around(), inputs, True, "silu", weight(HIDDEN, 24), torch.zeros(HIDDEN))
 
 
+def codes() -> Any:
+    """A weight held as codes."""
+    return _native.PackedWeight.of_codes(*code_arguments())
+
+
+def code_arguments(num_outputs: int = HIDDEN) -> list[Any]:
+    by_group = torch.ones(num_outputs, 1, dtype=torch.uint8)
+    scales = (torch.ones(num_outputs, 1, dtype=torch.uint8), torch.ones(num_outputs, 1), True)
+    values = torch.ones(num_outputs, HIDDEN, dtype=torch.uint8)
+    return [values, 4, HIDDEN, scales, None, by_group, 0.0, None, "float32", None]
+
+
+def mixer_arguments() -> list[Any]:
+    """Of a gated delta net of 2 heads of 4: q, k and v, the gate, a and b are columns of one product."""
+    heads = torch.ones(2)
+    columns = [[(0, 0, 24)], [(0, 24, 8)], [(0, 32, 2)], [(0, 34, 2)]]
+    return [
+        "delta", around(), [(weight(36), torch.zeros(36))], columns, torch.ones(24, 4), torch.zeros(24), (2, 4, 4, 2),
+        -heads, heads, None, (0.0, 1.0), 1.0, torch.ones(4), 1e-5, 4, False, weight(HIDDEN, 8), torch.zeros(HIDDEN),
+    ]  # fmt: skip
+
+
 def decoder_arguments() -> list[Any]:
     parts = [(attention(), mlp())], [view()], [options()], [0], weight(20), norm(), weight(20), None
     return list(parts)
@@ -222,6 +244,9 @@ def recipes() -> dict[str, Recipe]:
         "PackedWeight.multiply": lambda: (weight().multiply, [rows(), torch.ones(HIDDEN), rows()]),
         "PackedWeight.unpack": lambda: (weight().unpack, [torch.ones(HIDDEN, HIDDEN)]),
         "PackedWeight.gather_rows": lambda: (weight().gather_rows, [slots(), rows()]),
+        "PackedWeight.of_codes": lambda: (_native.PackedWeight.of_codes, code_arguments()),
+        "PackedWeight.goes_with": lambda: (weight().goes_with, [weight()]),
+        "PackedWeight.gather_rows_in": lambda: (codes().gather_rows_in, [slots(), rows()]),
         "panel_layout": lambda: (_native.panel_layout, ["bfloat16", None]),
         "packed_num_bytes": lambda: (_native.packed_num_bytes, [5, 7, "float16", None]),
         "Norm.__init__": lambda: (_native.Norm, ["layer", torch.ones(4), torch.ones(4), 1e-5]),
@@ -240,6 +265,11 @@ def recipes() -> dict[str, Recipe]:
             [around(), [(weight(24), None), (weight(24), torch.zeros(24))], True, "gelu", weight(HIDDEN, 24), None],
         ),
         "MlpBlock.run": lambda: (mlp().run, [rows(), rows()]),
+        "MixerBlock.__init__": lambda: (_native.MixerBlock, mixer_arguments()),
+        "MixerBlock.run": lambda: (
+            _native.MixerBlock(*mixer_arguments()).run,
+            [recurrence(), states(3, 24), states(2, 4, 4), rows(), rows()],
+        ),
         "Decoder.__init__": lambda: (_native.Decoder, decoder_arguments()),
         "Decoder.run": lambda: (
             _native.Decoder(*decoder_arguments()).run,
