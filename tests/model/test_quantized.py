@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cache_case import BACKENDS
 from support.quantized_case import random_weight
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -160,7 +161,7 @@ def test_packing_leaves_it_alone() -> None:
     assert coded_weights(model) == before
 
 
-@pytest.mark.parametrize("backend", ["python", "native"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_it_is_served(backend: str, tmp_path: Any) -> None:
     tiny().save_pretrained(tmp_path)
     asked = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7]]
