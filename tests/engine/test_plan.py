@@ -58,8 +58,11 @@ def folder_of(kind: str, folder: Path) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_it_says_is_what_the_engine_holds(kind: str, tmp_path: Path) -> None:
     source, context, concurrency = folder_of(kind, tmp_path), 100, 4
-    said = plan(source, context=context, concurrency=concurrency, kv_memory="2MiB")
-    with LLM(source, max_model_len=context, kv_memory="2MiB") as llm:
+    options = {"kv_memory": "2MiB"}
+    if kind.endswith("gguf"):
+        options["weights"] = "bf16"  # a plan reckons a file's weights at 16 bits
+    said = plan(source, context=context, concurrency=concurrency, **options)
+    with LLM(source, max_model_len=context, **options) as llm:
         assert said.fits
         assert (said.num_blocks, said.budget_bytes) == (llm.num_blocks, llm.kv_memory_bytes)
         assert said.max_concurrency == min(llm.max_num_full_sequences, 256)

@@ -197,6 +197,7 @@ def decode(weights: Any, tmp_path: Any) -> tuple[bool, torch.Tensor]:
         prepared.restore()
 
 
+@pytest.mark.skipif("native" not in BACKENDS, reason="the kernels are not built here")
 def test_fused_layers_take_codes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny().save_pretrained(tmp_path)
     is_fused, logits = decode("int4:32", tmp_path)
@@ -207,6 +208,7 @@ def test_fused_layers_take_codes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
     assert (logits - by_modules).norm() <= 0.02 * by_modules.norm()
 
 
+@pytest.mark.skipif("native" not in BACKENDS, reason="the kernels are not built here")
 def test_codes_beside_dense_weights_are_not_fused(tmp_path: Any) -> None:
     tiny().save_pretrained(tmp_path)
     assert not decode({"*.q_proj": "bf16", "*": "int8"}, tmp_path)[0]
