@@ -11,7 +11,7 @@ from support.scorer import model_logprobs, paged_logprobs, perplexity
 from quire.model import PreparedModel, load
 from quire.model.quantized import coded_weights
 
-NUM_TOKENS = 2048
+NUM_TOKENS = 1024
 WITHIN = 5e-4  # of the perplexity of transformers with the widened weights
 
 
