@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from support.state_layers import FAMILIES, fresh_states, tiny_model
 
 from quire.model import PreparedModel, load, row_invariant
@@ -81,6 +83,8 @@ def step_of(
 
 @pytest.mark.parametrize("name", SERVED)
 def test_what_serves(name: str) -> None:
+    if name in ("lfm2", "mamba2") and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip(f"transformers {transformers.__version__} writes layers of {name} in another way")
     found = counts(built(name))
     assert (found["mixer"], found["attention"], found["layer"]) == SERVED[name]
 

@@ -84,7 +84,7 @@ def test_a_start_with_a_kept_proof_runs_the_same_and_proves_nothing(
     assert len(starts.proofs()) == 1
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
 def test_states_are_proved_by_the_first_start_alone(
     starts: Starts, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
