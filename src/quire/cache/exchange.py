@@ -3,11 +3,13 @@ other. Numbers only: who moves the bytes is called (`resize_blocks`, `give_back_
 
 A `StateCache` has two pools under one budget. It asks here before it evicts, and before it says that there is no room:
 
-    short of blocks   free slots become blocks; then slots of checkpoints that are worth less than what is cached on
-                      the whole; then cached blocks are evicted; where that is not enough, all checkpoints that nobody
-                      is about to copy go
-    short of slots    free blocks become slots; then a checkpoint worth less than what is cached on the whole gives its
-                      slot away; else cached blocks are evicted and become a slot
+    short of blocks   1. Free slots become blocks.
+                      2. So do slots of checkpoints that are worth less than what is cached on the whole.
+                      3. Cached blocks are evicted.
+                      4. All checkpoints go that nobody is about to copy.
+    short of slots    1. Free blocks become slots.
+                      2. A checkpoint worth less than what is cached on the whole gives its slot away.
+                      3. Else cached blocks are evicted and become a slot.
 
 What a checkpoint is worth is tokens saved per byte. Its bytes are those of its state, and of the K and V that are of no
 use without it; a checkpoint whose K and V are gone is worth nothing. What is cached on the whole has all cached blocks

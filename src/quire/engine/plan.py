@@ -7,10 +7,9 @@
     runtime   Python, torch, transformers and this model's code, as this process has them
 
 Config and headers are read, a model without memory is made, and the allocator's own arithmetic asked (`kv_fit`):
-blocks, their padding, state slots, the budget that `kv_memory` gives of what the weights leave free. `Plan.fits` is the
-verdict
-of a start with the same options; a start that would fail for want of memory has the plan's lines as notes of its
-error.
+blocks, their padding, state slots, the budget that `kv_memory` gives of what the weights leave free. `Plan.fits` is
+the verdict of a start with the same options. A start that would fail for want of memory has the plan's lines as notes
+of its error.
 
 Not a promise of speed. Not known ahead: what another process takes meanwhile.
 
@@ -188,15 +187,7 @@ def plan(
             "in `model`"
         )
 
-    from quire.model.load import without_weights
-
-    unloaded = without_weights(
-        config.model,
-        dtype=config.dtype,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-    )
-    return _plan_of(config, unloaded, context, concurrency, shared_prefix, memory)
+    return _plan_of(config, _unloaded(config), context, concurrency, shared_prefix, memory)
 
 
 def require_room(config: EngineConfig) -> None:
@@ -208,15 +199,8 @@ def require_room(config: EngineConfig) -> None:
     is_explicit = isinstance(parse_budget(config.kv_memory, where="kv_memory"), int)
     if not is_of_files or not (is_explicit or config.max_model_len is not None):
         return
-    from quire.model.load import without_weights
-
     try:
-        unloaded = without_weights(
-            config.model,
-            dtype=config.dtype,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-        )
+        unloaded = _unloaded(config)
     except QuireError:
         return  # `load` says it, or fetches what is not there
     if unloaded.has_codes and config.weight_formats is None and config.packed_weights is None:
@@ -256,6 +240,17 @@ def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None
 
 
 # -- how ----------------------------------------------------------------------------------------------------
+
+
+def _unloaded(config: EngineConfig) -> UnloadedModel:
+    from quire.model.load import without_weights
+
+    return without_weights(
+        config.model,
+        dtype=config.dtype,
+        revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
+    )
 
 
 def _plan_of(

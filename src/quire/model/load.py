@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -189,6 +188,16 @@ def _from_pretrained(where: str, config: Any, revision: str | None, *, widened: 
     return read
 
 
+def _language_config(config: Any, error: ImportError) -> Any:
+    """That of its language model alone. *raises:* `error`: transformers has no model of it."""
+    text = config.get_text_config(decoder=True)
+    if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise error
+    if getattr(config, "tie_word_embeddings", None) is not None:
+        text.tie_word_embeddings = config.tie_word_embeddings
+    return text
+
+
 def _text_part(
     where: str, config: Any, loading: dict[str, Any], error: ImportError, read: Callable[..., Any]
 ) -> Any:
@@ -196,11 +205,7 @@ def _text_part(
 
     *raises:* the error, where transformers has no model of this text alone.
     """
-    text = config.get_text_config(decoder=True)
-    if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise error
-    if getattr(config, "tie_word_embeddings", None) is not None:
-        text.tie_word_embeddings = config.tie_word_embeddings
+    text = _language_config(config, error)
     text.dtype = text.dtype or config.dtype
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     names = {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}
@@ -304,6 +309,14 @@ def _given(source: tuple[Any, ...], wanted: KVFormat | None) -> LoadedModel:
     return _describe(model, tokenizer, name, wanted)
 
 
+def _require_element(model_type: str, dtype: str) -> None:
+    """*raises:* UnsupportedModelError: a type of weights that keys and values cannot have."""
+    if dtype not in element_formats():
+        raise UnsupportedModelError(
+            f"model type {model_type}: expected weights of {', '.join(sorted(element_formats()))}, got {dtype}"
+        )
+
+
 def _describe(
     model: PreTrainedModel, tokenizer: Any, name: str, wanted: KVFormat | None = None
 ) -> LoadedModel:
@@ -321,10 +334,7 @@ def _describe(
             f"model type {model_type}: {reason}; dequantize the model, or use model.generate"
         )
     dtype = wanted.name if wanted else str(model.dtype).removeprefix("torch.")
-    if dtype not in element_formats():
-        raise UnsupportedModelError(
-            f"model type {model_type}: expected weights of {', '.join(sorted(element_formats()))}, got {dtype}"
-        )
+    _require_element(model_type, dtype)
     spec = KVSpec.from_config(config, dtype=dtype)
     embeddings = model.get_output_embeddings() or model.get_input_embeddings()
     weight = getattr(embeddings, "weight", None)
@@ -521,7 +531,6 @@ class UnloadedModel:
     Args:
         model: on torch's meta device: names and shapes of its parameters, no memory.
         spec, name, model_type, max_model_len, vocab_size: as of `LoadedModel`.
-        stored_bytes: of the tensors in its files; 0 where they are not there.
         has_experts: whether it is a mixture of experts.
         has_codes: some of them are quantized, so that `model` is larger than what will be held of it.
     """
@@ -532,7 +541,6 @@ class UnloadedModel:
     model_type: str
     max_model_len: int
     vocab_size: int
-    stored_bytes: int = 0
     has_experts: bool = False
     has_codes: bool = False
 
@@ -553,9 +561,7 @@ def without_weights(
     if (file := _gguf_file(source)) is not None:
         stored = GGUFSource(file)
         config = gguf_config(stored)
-        found = _unloaded(
-            config, wanted.torch_dtype if wanted else stored.dtype, file.stem, file.stat().st_size
-        )
+        found = _unloaded(config, wanted.torch_dtype if wanted else stored.dtype, file.stem)
         return replace(found, has_codes=any(tensor.is_quantized for tensor in stored))
     where, local = _locate(source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
@@ -580,24 +586,20 @@ def without_weights(
             "what codes will take is not told before they are loaded yet; start the model, it says so"
         )
     header = SafetensorsSource.of_checkpoint(where, None if local else revision)
-    tensors = [] if header is None else list(header)
+    tensors = [] if header is None else list(header)  # a damaged one is said here
     stored_dtype = config.dtype or text.dtype
     if stored_dtype is None:
         stored_dtype = next((one.stored for one in tensors if one.stored in _FLOATS), torch.float32)
-    sizes = [
-        math.prod(one.shape) * one.stored.itemsize for one in tensors if isinstance(one.stored, torch.dtype)
-    ]
     name = "embedded" if source is None else Path(where).name if local else where
     return _unloaded(
         config,
         wanted.torch_dtype if wanted else stored_dtype,
         name,
-        sum(sizes),
         trust_remote_code=trust_remote_code,
     )
 
 
-def _unloaded(config: Any, dtype: Any, name: str, stored_bytes: int, **options: Any) -> UnloadedModel:
+def _unloaded(config: Any, dtype: Any, name: str, **options: Any) -> UnloadedModel:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     kind = _auto_class(config)
@@ -606,19 +608,11 @@ def _unloaded(config: Any, dtype: Any, name: str, stored_bytes: int, **options: 
     with torch.device("meta"):
         try:
             model = kind.from_config(config, **options)
-        except ImportError:  # as `_text_part`
-            text = config.get_text_config(decoder=True)
-            if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-                raise
-            if getattr(config, "tie_word_embeddings", None) is not None:
-                text.tie_word_embeddings = config.tie_word_embeddings
-            config, model = text, AutoModelForCausalLM.from_config(text, **options)
+        except ImportError as error:  # as `_text_part`
+            config = _language_config(config, error)
+            model = AutoModelForCausalLM.from_config(config, **options)
     dtype_name = str(dtype).removeprefix("torch.")
-    if dtype_name not in element_formats():
-        raise UnsupportedModelError(
-            f"model type {config.model_type}: expected weights of {', '.join(sorted(element_formats()))}, "
-            f"got {dtype_name}"
-        )
+    _require_element(config.model_type, dtype_name)
     spec = KVSpec.from_config(config, dtype=dtype_name)
     embeddings = model.get_output_embeddings() or model.get_input_embeddings()
     weight = getattr(embeddings, "weight", None)
@@ -629,6 +623,5 @@ def _unloaded(config: Any, dtype: Any, name: str, stored_bytes: int, **options: 
         model_type=str(config.get_text_config(decoder=True).model_type or config.model_type),
         max_model_len=spec.max_model_len or 2**20,
         vocab_size=int(weight.shape[0]) if isinstance(weight, torch.Tensor) else spec.vocab_size or 0,
-        stored_bytes=stored_bytes,
         has_experts=any(is_experts(module) for module in model.modules()),
     )

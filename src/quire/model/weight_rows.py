@@ -1,6 +1,6 @@
 """How the weights of a model are held once it serves, in bytes, by kind: told ahead, and of a model that serves.
 
-    linear        packed panels of linear layers, padding included; one that is the embedding too is here, once
+    linear        packed panels of linear layers, with their padding. A weight that is the embedding too is here, once
     experts       packed panels of experts
     latents       kv_b_proj of latent layers once more, head by head, as it is multiplied into queries and results
     embeddings    dense embeddings that no linear layer shares

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from quire.errors import ArgumentError
 from quire.spec.config import (
@@ -36,9 +36,6 @@ from quire.spec.layer_spec import LayerSpec, Span
 from quire.spec.state_spec import StateSpec, state_specs
 
 __all__ = ["KVGroup", "KVSpec"]
-
-# Span, KV heads, widths of K and V, whether V is a part of K, formats of K and V.
-_Kind: TypeAlias = tuple[Span, int, int, int, bool, str, str]
 
 MAX_PADDING = 0.05
 MAX_GROUPS = 16
@@ -166,44 +163,40 @@ class KVSpec:
         As few as leave blocks of one size hardly padded (K4): a layer with a larger token shares its block with fewer
         others. Of 50 windowed layers and 10 full ones whose token takes half as much, groups of 5 and one of 10.
         """
-        kinds: dict[_Kind, list[int]] = {}
+        kinds: dict[LayerSpec, list[int]] = {}  # by what is equal in the layers of a group (K2)
         for index, layer in enumerate(self.layers):
             if layer.stores_kv:
-                kind = (
-                    *(layer.span, layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim, layer.latent),
-                    *(layer.k_format, layer.v_format),
-                )
-                kinds.setdefault(kind, []).append(index)
+                kinds.setdefault(replace(layer, index_of=None), []).append(index)
         if not kinds:
             return (_tokens_alone(self.dtype_bytes),)
         sizes = self._group_sizes({kind: len(members) for kind, members in kinds.items()})
-        full_first = sorted(kinds.items(), key=lambda item: item[0][0].kind != "full")
+        full_first = sorted(kinds.items(), key=lambda item: item[0].span.kind != "full")
         groups: list[KVGroup] = []
         for kind, members in full_first:
-            span, num_kv_heads, k_head_dim, v_head_dim, latent, k_format, v_format = kind
             for start in range(0, len(members), sizes[kind]):
                 groups.append(
                     KVGroup(
                         index=len(groups),
                         layers=tuple(members[start : start + sizes[kind]]),
                         most_layers=sizes[kind],
-                        span=span,
-                        num_kv_heads=num_kv_heads,
-                        k_head_dim=k_head_dim,
-                        v_head_dim=v_head_dim,
+                        span=kind.span,
+                        num_kv_heads=kind.num_kv_heads,
+                        k_head_dim=kind.k_head_dim,
+                        v_head_dim=kind.v_head_dim,
                         dtype_bytes=self.dtype_bytes,
-                        latent=latent,
-                        k_format=k_format,
-                        v_format=v_format,
+                        latent=kind.latent,
+                        k_format=kind.k_format,
+                        v_format=kind.v_format,
                     )
                 )
         return tuple(groups)
 
-    def _group_sizes(self, num_layers: dict[_Kind, int]) -> dict[_Kind, int]:
+    def _group_sizes(self, num_layers: dict[LayerSpec, int]) -> dict[LayerSpec, int]:
         """Layers of a group, for each kind of layer: of the sizes that keep K4 those with the fewest groups, else those
         with the least padding, where a group more (a table more in each step) counts as much as 1/2 % of padding."""
-        widths = {kind: self._width(kind) for kind in num_layers}
-        found: list[tuple[bool, float, int, dict[_Kind, int]]] = []
+        # Elements that a token of a layer takes as it is stored.
+        widths = {kind: kind.num_kv_heads * sum(kind.row_elements(self.dtype_bytes)) for kind in num_layers}
+        found: list[tuple[bool, float, int, dict[LayerSpec, int]]] = []
         for block_width in sorted(
             {count * widths[kind] for kind in num_layers for count in range(1, num_layers[kind] + 1)}
         ):
@@ -214,8 +207,8 @@ class KVSpec:
                 for kind in num_layers
             }
             padding = max(
-                sum(num_groups[kind] * block_width * kind[0].num_kept(num_tokens) for kind in num_layers)
-                / sum(num_layers[kind] * widths[kind] * kind[0].num_kept(num_tokens) for kind in num_layers)
+                sum(num_groups[kind] * block_width * kind.span.num_kept(num_tokens) for kind in num_layers)
+                / sum(num_layers[kind] * widths[kind] * kind.span.num_kept(num_tokens) for kind in num_layers)
                 for num_tokens in (1, _LONG)
             )
             sizes = {kind: -(-num_layers[kind] // num_groups[kind]) for kind in num_layers}
@@ -223,14 +216,6 @@ class KVSpec:
             is_dense = padding <= 1 + MAX_PADDING and count <= MAX_GROUPS
             found.append((not is_dense, 0.0 if is_dense else padding + count / 200, count, sizes))
         return min(found, key=lambda one: one[:3])[3]
-
-    def _width(self, kind: _Kind) -> int:
-        """Elements that a token of a layer takes as it is stored."""
-        span, num_kv_heads, k_head_dim, v_head_dim, latent, k_format, v_format = kind
-        shape = LayerSpec(
-            *(span, num_kv_heads, k_head_dim, v_head_dim), latent=latent, k_format=k_format, v_format=v_format
-        )
-        return num_kv_heads * sum(shape.row_elements(self.dtype_bytes))
 
     def stored_in(self, layer: int) -> int:
         """The layer whose KV decoder layer `layer` reads: itself, or the one it shares with.

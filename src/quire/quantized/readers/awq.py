@@ -17,7 +17,14 @@ import torch
 
 from quire.errors import LoadError
 from quire.quantized.readers.packed import even_groups
-from quire.quantized.readers.stored import Headers, StoredWeight, StoredWeights, mismatch, prefixes_of
+from quire.quantized.readers.stored import (
+    Headers,
+    StoredWeight,
+    StoredWeights,
+    mismatch,
+    prefixes_of,
+    require_parts,
+)
 from quire.quantized.weight import Factor, QuantizedWeight
 
 __all__ = ["awq"]
@@ -40,8 +47,7 @@ def awq(config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], tor
     weights = []
     for prefix in prefixes_of(headers, "qweight"):
         parts = {key: prefix + key for key in ("qweight", "qzeros", "scales")}
-        if missing := [name for name in parts.values() if name not in headers]:
-            raise LoadError(f"cannot read the weight {prefix}weight: the checkpoint lacks {missing[0]}")
+        require_parts(prefix + "weight", parts.values(), headers)
         inputs, words = headers[parts["qweight"]].shape
         groups, outputs = headers[parts["scales"]].shape
         zeros = headers[parts["qzeros"]].shape

@@ -21,8 +21,14 @@ from typing import Any
 
 import torch
 
-from quire.errors import LoadError
-from quire.quantized.readers.stored import Headers, StoredWeight, StoredWeights, mismatch, prefixes_of
+from quire.quantized.readers.stored import (
+    Headers,
+    StoredWeight,
+    StoredWeights,
+    mismatch,
+    prefixes_of,
+    require_parts,
+)
 from quire.quantized.weight import Factor, QuantizedWeight
 
 __all__ = ["bitsandbytes"]
@@ -46,8 +52,7 @@ def bitsandbytes(
         }
         if "nested_blocksize" in state:
             parts |= {key: prefix + "weight." + key for key in ("nested_absmax", "nested_quant_map")}
-        if missing := [name for name in parts.values() if name not in headers]:
-            raise LoadError(f"cannot read the weight {prefix}weight: the checkpoint lacks {missing[0]}")
+        require_parts(prefix + "weight", parts.values(), headers)
         outputs, inputs = state["shape"]
         unpack_it = partial(_unpack_4bit, name=prefix + "weight", kind=kind, state=state)
         weights.append(StoredWeight(prefix + "weight", (outputs, inputs), parts, unpack_it))

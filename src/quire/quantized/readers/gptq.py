@@ -23,7 +23,14 @@ import torch
 
 from quire.errors import LoadError
 from quire.quantized.readers.packed import even_groups, groups_by_index, unpack
-from quire.quantized.readers.stored import Headers, StoredWeight, StoredWeights, mismatch, prefixes_of
+from quire.quantized.readers.stored import (
+    Headers,
+    StoredWeight,
+    StoredWeights,
+    mismatch,
+    prefixes_of,
+    require_parts,
+)
 from quire.quantized.weight import Factor, QuantizedWeight
 
 __all__ = ["gptq"]
@@ -46,8 +53,7 @@ def gptq(config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], to
     weights = []
     for prefix in prefixes_of(headers, "qweight"):
         parts = {key: prefix + key for key in ("qweight", "qzeros", "scales")}
-        if missing := [name for name in parts.values() if name not in headers]:
-            raise LoadError(f"cannot read the weight {prefix}weight: the checkpoint lacks {missing[0]}")
+        require_parts(prefix + "weight", parts.values(), headers)
         if prefix + "g_idx" in headers:
             parts["g_idx"] = prefix + "g_idx"
         rows, outputs = headers[parts["qweight"]].shape

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from quire.errors import LoadError
-from quire.quantized.readers.stored import Headers, StoredWeight, StoredWeights, mismatch
+from quire.quantized.readers.stored import Headers, StoredWeight, StoredWeights, mismatch, require_parts
 from quire.quantized.weight import Factor, QuantizedWeight
 
 __all__ = ["E2M1", "low_nibble_first", "mxfp4", "powers_of_two"]
@@ -34,8 +33,7 @@ def mxfp4(
     for blocks in sorted(name for name in headers if name.endswith("_blocks")):
         name = blocks.removesuffix("_blocks")
         scales = name + "_scales"
-        if scales not in headers:
-            raise LoadError(f"cannot read the weight {name}: the checkpoint lacks {scales}")
+        require_parts(name, [scales], headers)
         shape, of_scales = tuple(headers[blocks].shape), tuple(headers[scales].shape)
         if len(shape) != 4 or shape[3] != 16 or of_scales != shape[:3]:
             raise mismatch(

@@ -18,7 +18,16 @@ import torch
 from quire.errors import LoadError
 from quire.quantized.weight import QuantizedWeight
 
-__all__ = ["Headers", "Reader", "Stored", "StoredWeight", "StoredWeights", "mismatch", "prefixes_of"]
+__all__ = [
+    "Headers",
+    "Reader",
+    "Stored",
+    "StoredWeight",
+    "StoredWeights",
+    "mismatch",
+    "prefixes_of",
+    "require_parts",
+]
 
 
 class Stored(Protocol):
@@ -97,6 +106,12 @@ that say shapes."""
 def prefixes_of(headers: Iterable[str], suffix: str) -> list[str]:
     """Names of modules (with the last dot) that have a tensor called `suffix`."""
     return sorted(name.removesuffix(suffix) for name in headers if name.endswith("." + suffix))
+
+
+def require_parts(name: str, parts: Iterable[str], headers: Headers) -> None:
+    """*raises:* LoadError: one of the tensors that make the weight `name` is not in the checkpoint."""
+    if missing := [part for part in parts if part not in headers]:
+        raise LoadError(f"cannot read the weight {name}: the checkpoint lacks {missing[0]}")
 
 
 def mismatch(name: str, what: str, expected: object, got: object) -> LoadError:
