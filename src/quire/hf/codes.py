@@ -1,7 +1,8 @@
 """Keys and values of a layer's rows as codes: written by a back end, and widened for whoever asks for numbers.
 
 `view` is a `KVView` in which a row of the batch is one block, so that slot `r * row_tokens + p` is token p of row r.
-What is widened is a copy: the caller's attention reads it, and it goes.
+What is widened is a copy: the caller's attention reads it, and it goes. Keys are turned back by a product with the
+Hadamard matrix; a row's codes and scale have so few bits that all its sums are exact, in any order.
 Not the definition of codes (`quire.attention.codecs`), nor where rows lie (`rows`).
 
 Cost: writing as the back end's; widening some passes over the rows in float32, a few tokens at a time, which with a
@@ -10,15 +11,17 @@ long past is more than torch's attention takes.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from quire.attention import Backend
-from quire.attention.codecs import codec_of, turned_query
+from quire.attention.codecs import codec_of, turn_size, turned
 from quire.memory.view import KVView
 
 __all__ = ["widened", "write_codes"]
 
-_PIECE = 1 << 18  # numbers that are widened together, in float32
+_PIECE = 1 << 16  # numbers that are widened together, in float32
 
 
 def write_codes(backend: Backend, view: KVView, k: torch.Tensor, v: torch.Tensor, at: int) -> None:
@@ -47,8 +50,17 @@ def widened(view: KVView, which: int, first: int, stop: int) -> torch.Tensor:
         rows = codec.decode(pool[:, :, begin:end], scales[:, :, begin:end])
         if which == 0:
             if codec.turns_keys:
-                rows = turned_query(rows)  # the matrix times itself is the identity times its size
+                rows = (rows.unflatten(-1, (-1, turn_size(width))) @ _turning_back(turn_size(width))).flatten(
+                    -2
+                )
             if view.k_offset is not None:
                 rows = rows + view.k_offset[:, None]
         out[:, :, begin - first : end - first] = rows
     return out
+
+
+@cache
+def _turning_back(size: int) -> torch.Tensor:
+    """[size, size]: the matrix times itself is the identity times its size."""
+    with torch.inference_mode(False):
+        return turned(torch.eye(size)) / size
