@@ -147,16 +147,8 @@ QUANTIZED = [
             "llama_cpp_driver.py",
             f"model-{kind}.gguf",
             f"{kind}, KV f16",
-            environment="llama_cpp",
+            environment="llama_cpp_no_amx",
         )
         for kind in ("Q4_0", "Q4_K_M", "Q8_0")
-    ),
-    Engine(
-        "llama.cpp Q4_0 as stored",
-        "llama_cpp_driver.py",
-        "model-Q4_0.gguf",
-        "Q4_0 not repacked, KV f16",
-        environment="llama_cpp",
-        mode="as stored",
     ),
 ]

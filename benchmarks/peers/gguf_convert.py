@@ -41,9 +41,10 @@ def gguf_name(name: str) -> str:
 
 
 def _add_vocabulary(writer: GGUFWriter, tokenizer: Path) -> None:
-    """Its words; llama.cpp insists on a merge, and this one gives a word that there is not, so it is never taken."""
+    """Its words; llama.cpp insists on a merge, whose result takes the place of the last word."""
     ids: dict[str, int] = json.loads(tokenizer.read_text())["model"]["vocab"]
     words = sorted(ids, key=ids.__getitem__)
+    words[-1] = "!!"
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(words)

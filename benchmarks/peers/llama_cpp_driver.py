@@ -4,8 +4,7 @@ batched here.
 llama.cpp has batches of sequences but no scheduler in its library, so this is one: each step decodes the running
 sequences and computes prompts up to a batch, a sequence is admitted when all its tokens will fit, and where prompts
 share a prefix its cells are shared by `llama_memory_seq_cp` ("prefix caching by hand"). The context is made for each
-case: a cell for every token, a stream per sequence where nothing is shared, which is llama.cpp's faster way. Mode
-"as stored": codes are not repacked for the processor when they are loaded.
+case: a cell for every token, a stream per sequence where nothing is shared, which is llama.cpp's faster way.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class LlamaCpp(Driver):
     def __init__(self, options: Options) -> None:
         self._options = options
         llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = options.mode != "as stored"
-        self._model = llama_cpp.llama_model_load_from_file(options.model.encode(), params)
+        self._model = llama_cpp.llama_model_load_from_file(
+            options.model.encode(), llama_cpp.llama_model_default_params()
+        )
         if self._model is None:
             raise RuntimeError(f"llama.cpp cannot load {options.model}")
         self._batch = llama_cpp.llama_batch_init(BATCH, 0, 1)

@@ -2,10 +2,10 @@
 
     python benchmarks/peers/setup.py [NAME ...] [--peers DIR] [--jobs N] [--vocabulary cut|real]
 
-NAME: openvino, vllm, llama_cpp, transformers; all if none is given. DIR (build/peers): about 9 GB. llama.cpp is
-compiled for this processor, as a library and as llama-server, which takes a quarter of an hour of a C++ compiler on
-two cores. pip has to find `torch==2.13.0+cpu`: where it is on no index that pip knows, name PyTorch's index of CPU
-builds in PIP_EXTRA_INDEX_URL.
+NAME: openvino, vllm, llama_cpp, llama_cpp_no_amx, transformers; all if none is given. DIR (build/peers): about 10 GB.
+llama.cpp is compiled for this processor, as a library and as llama-server, which takes a quarter of an hour of a C++
+compiler on two cores, and again without AMX. pip has to find `torch==2.13.0+cpu`: where it is on no index that pip
+knows, name PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL.
 
 May be run again: an environment that is as its requirements say is left alone, and so is its model. Says what failed,
 with the log, and goes on with the others; then the exit status is 1.
@@ -32,6 +32,7 @@ class Environment:
     Args:
         converter: script that turns the model of transformers into `model`; None where that is what it reads.
         rounded: models of fewer bits: name, what it is made of, and the converter's argument.
+        file: of its requirements, where that is another one's.
         pip_options, variables: of its installation.
     """
 
@@ -39,14 +40,19 @@ class Environment:
     model: str = "hf"
     converter: str | None = None
     rounded: tuple[tuple[str, str, str], ...] = ()
+    file: str | None = None
     pip_options: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
     def requirements(self) -> Path:
-        return HERE / "requirements" / f"{self.name}.txt"
+        return HERE / "requirements" / f"{self.file or self.name}.txt"
 
 
+_LLAMA_CPP = (
+    "-DGGML_OPENMP=ON -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF "
+    "-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF"
+)
 ENVIRONMENTS = [
     Environment(
         "openvino",
@@ -61,9 +67,17 @@ ENVIRONMENTS = [
         converter="gguf_convert.py",
         rounded=tuple((f"model-{kind}.gguf", "model.gguf", kind) for kind in ("Q4_0", "Q4_K_M", "Q8_0")),
         pip_options=("--no-binary", "llama-cpp-python"),
+        variables={"CMAKE_ARGS": f"-DGGML_NATIVE=ON {_LLAMA_CPP}"},
+    ),
+    # Of its quantized products with AMX this version ends the process (build 11434); repacked for AVX-512 they run.
+    Environment(
+        "llama_cpp_no_amx",
+        file="llama_cpp",
+        pip_options=("--no-binary", "llama-cpp-python", "--no-cache-dir"),
         variables={
-            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF "
-            "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF"
+            "CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_BMI2=ON -DGGML_FMA=ON "
+            "-DGGML_F16C=ON -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON "
+            f"{_LLAMA_CPP}"
         },
     ),
     Environment("transformers"),
