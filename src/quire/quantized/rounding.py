@@ -63,8 +63,8 @@ def round_to_codes(weight: torch.Tensor, rounding: Rounding) -> QuantizedWeight:
 
 
 def _in_threads(work: Callable[[slice], None], parts: list[slice]) -> None:
-    """Each part on one thread: torch's own would wait for each other after every operator, which takes minutes instead of
-    seconds where other programs have the processors."""
+    """Each part on one thread. Torch's own would wait for each other after every operator: minutes instead of seconds
+    where other programs have the processors."""
 
     def alone(part: slice) -> None:
         with torch.inference_mode(), one_torch_thread():
