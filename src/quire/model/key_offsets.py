@@ -64,10 +64,10 @@ def measure_key_offsets(prepared: PreparedModel, spec: KVSpec) -> KeyOffsets:
 
 
 def _steps(keys: torch.Tensor, name: str) -> torch.Tensor:
-    """float32 [heads]: the mean step of the codes of keys [T, heads, width]."""
+    """float32 [heads], or [heads, groups]: the mean step of the codes of keys [T, heads, width]."""
     codec = codec_of(name)
     _, scales = codec.encode(turned(keys) if codec.turns_keys else keys)
-    return scales.float().mean(0)
+    return scales.float().abs().mean(0)
 
 
 def _sees_offsets(prepared: PreparedModel) -> bool:
