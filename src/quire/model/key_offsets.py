@@ -6,14 +6,16 @@ softmax does not see, so nothing is added back when codes are read. A learned si
 with one of these has no offset, and where its keys need one it stays in the model's dtype.
 Not a calibration: keys without such channels have no offset, and values never have.
 
-Cost: one forward of 512 tokens of a text in the package, and a storage for them.
+Cost: `measure_key_offsets` one forward of 512 tokens of a text in the package, and a storage for them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from quire.attention import AttentionPlan
 from quire.attention.codecs import codec_of, turned
@@ -27,7 +29,7 @@ from quire.recurrence import RecurrenceStep
 from quire.spec import KVSpec
 from quire.spec.state_spec import ZERO_STATE
 
-__all__ = ["KeyOffsets", "measure_key_offsets"]
+__all__ = ["KeyOffsets", "key_offset", "measure_key_offsets", "sees_offsets"]
 
 _NUM_TOKENS = 512
 _BLOCK_SIZE = 16
@@ -47,20 +49,32 @@ def measure_key_offsets(prepared: PreparedModel, spec: KVSpec) -> KeyOffsets:
     *raises:* CapacityError: no memory for the tokens; and what a forward raises.
     """
     keys = _keys(prepared)
-    sees_them = _sees_offsets(prepared)
+    sees_them = sees_offsets(prepared.loaded.model)
     taken: dict[int, torch.Tensor] = {}
     left_out: set[int] = set()
     for number, layer in enumerate(spec.layers):
         if not layer.stores_kv or not layer.k_format:
             continue
-        offset = keys[number].mean(0)
-        fine, coarse = _steps(keys[number] - offset, layer.k_format), _steps(keys[number], layer.k_format)
-        if (fine < _WORTH * coarse).any():
+        offset = key_offset(keys[number], layer.k_format)
+        if offset is not None:
             if sees_them:
                 left_out.add(number)
             else:
                 taken[number] = offset
     return KeyOffsets(taken, frozenset(left_out))
+
+
+def key_offset(keys: torch.Tensor, name: str) -> torch.Tensor | None:
+    """What to take off a layer's keys before they are codes of the format `name`: the mean of `keys`, float32 [T,
+    heads, width], which are some of them; None where codes would hardly be finer for it, and of a single token."""
+    count = len(keys)
+    if count < 2:
+        return None
+    offset = keys.mean(0)
+    # Few tokens lie nearer to their own mean than others do.
+    farther = math.sqrt((count + 1) / (count - 1))
+    fine, coarse = farther * _steps(keys - offset, name), _steps(keys, name)
+    return offset if bool((fine < _WORTH * coarse).any()) else None
 
 
 def _steps(keys: torch.Tensor, name: str) -> torch.Tensor:
@@ -70,9 +84,8 @@ def _steps(keys: torch.Tensor, name: str) -> torch.Tensor:
     return scales.float().abs().mean(0)
 
 
-def _sees_offsets(prepared: PreparedModel) -> bool:
+def sees_offsets(model: PreTrainedModel) -> bool:
     """Whether some layer's attention is no softmax over its scores alone."""
-    model = prepared.loaded.model
     text = model.config.get_text_config(decoder=True)
     return bool(getattr(text, "attn_logit_softcapping", None)) or any(
         isinstance(getattr(module, "sinks", None), torch.Tensor) for module in model.modules()

@@ -55,6 +55,8 @@ _STATE_COUNTS = (
     "checkpoints",
     "evicted_checkpoints",
     "short_hits",
+    "slots_from_blocks",
+    "slots_to_blocks",
 )  # where there are states
 
 
