@@ -323,8 +323,8 @@ class EngineConfig:
         option(
             None,
             "W",
-            "Round the linear layers' weights as the checkpoint is loaded: int8, int4 (groups of 128), int4:64, or by "
-            "pattern of names: *.mlp.*=int4,*=int8. bf16 widens those of a quantized checkpoint.",
+            "Round weights of linear layers and experts as the checkpoint is loaded: int8, int4 (groups of 128), "
+            "int4:64, or by pattern of names: *.mlp.*=int4,*=int8. bf16 widens those of a quantized checkpoint.",
         )
     )
     head: Annotated[str | None, _checked(lambda _, value: parse_rounding(value, "head"))] = option(

@@ -30,13 +30,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from quire.attention import AttentionOptions, Backend
 from quire.attention.backends import PackedWeight
 from quire.backends import native_module
 from quire.errors import UnsupportedModelError
-from quire.model.linear import NativeWeight, choose_packing
+from quire.model.linear import DenseWeight, NativeWeight, choose_packing
 from quire.model.overlay import below, install, own_class
 from quire.model.paged_cache import PagedCache, tag_of
 from quire.model.plain_weights import plain
@@ -154,25 +153,8 @@ def _multiply_each(weights: list[PackedWeight], x: torch.Tensor, out: torch.Tens
         out[:, head] = weight.multiply(x[:, head], None)
 
 
-class _DenseWeight:
-    """A weight as torch multiplies by it."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight, self.dtype = weight, weight.dtype
-        self.num_outputs, self.num_inputs = weight.shape
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, self.weight, bias)
-
-    def unpack(self) -> torch.Tensor:
-        return self.weight
-
-    def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.weight[ids]
-
-
 def _packing(backend: Backend, dtype: torch.dtype) -> Callable[[torch.Tensor], PackedWeight]:
     """What packs for this back end: its own, the extension's where that computes, else nothing."""
     if backend.pack is not None:
         return backend.pack
-    return NativeWeight if backend.is_native and choose_packing(dtype) == "native" else _DenseWeight
+    return NativeWeight if backend.is_native and choose_packing(dtype) == "native" else DenseWeight
