@@ -467,6 +467,11 @@ class PackedWeight:
     def isa(self) -> str:
         """The variant it is packed for."""
 
+def multiply_each(weights: Sequence[PackedWeight], x: object, out: object) -> None:
+    """
+    out [rows, weights, num_outputs]: x [rows, i, num_inputs] times weight i, for every i. Weights of one dtype, variant and shape; only the last dimension of x and out has to be dense.
+    """
+
 def panel_layout(dtype: str, isa: str | None = None) -> str:
     """
     Names the packed form of a dtype for a variant: under equal names equal weights have equal packed bytes.

@@ -78,10 +78,10 @@ def key_offset(keys: torch.Tensor, name: str) -> torch.Tensor | None:
 
 
 def _steps(keys: torch.Tensor, name: str) -> torch.Tensor:
-    """float32 [heads]: the mean step of the codes of keys [T, heads, width]."""
+    """float32 [heads], or [heads, groups]: the mean step of the codes of keys [T, heads, width]."""
     codec = codec_of(name)
     _, scales = codec.encode(turned(keys) if codec.turns_keys else keys)
-    return scales.float().mean(0)
+    return scales.float().abs().mean(0)
 
 
 def sees_offsets(model: PreTrainedModel) -> bool:

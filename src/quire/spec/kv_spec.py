@@ -32,7 +32,7 @@ from quire.spec.config import (
     vocab_size_of,
 )
 from quire.spec.formats import format_of
-from quire.spec.layer_spec import LayerSpec, Span
+from quire.spec.layer_spec import LayerSpec, Span, layer_ranges
 from quire.spec.state_spec import StateSpec, state_specs
 
 __all__ = ["KVGroup", "KVSpec"]
@@ -255,15 +255,30 @@ class KVSpec:
 
     @property
     def kv_dtype(self) -> str:
-        """What K and V are stored in: the dtype's name, or formats' where layers have others, in layers' order: "int8",
-        "int8 and bfloat16"."""
-        names = [
-            name or self.dtype
-            for layer in self.layers
-            if layer.stores_kv
-            for name in (layer.k_format, layer.v_format)
-        ]
-        return " and ".join(dict.fromkeys(names)) or self.dtype
+        """What K and V are stored in: the dtype's name, or as `kv_dtype` has it where layers have formats, in layers'
+        order: "int8", "int8 and bfloat16"."""
+        return " and ".join(self._layers_by_dtype) or self.dtype
+
+    @property
+    def kept_in(self) -> str:
+        """The same for people, with the layers' numbers where they differ: "bfloat16 (layers 0-1, 5) and int8 (layers
+        2-4)"."""
+        by_dtype = self._layers_by_dtype
+        if len(by_dtype) < 2:
+            return self.kv_dtype
+        *most, last = (
+            f"{name} (layer{'s' * (len(numbers) > 1)} {layer_ranges(numbers)})"
+            for name, numbers in by_dtype.items()
+        )
+        return f"{', '.join(most)} and {last}"
+
+    @property
+    def _layers_by_dtype(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            if layer.stores_kv:
+                found.setdefault(layer.kv_dtype(self.dtype), []).append(number)
+        return found
 
     @property
     def bytes_per_token(self) -> int:
