@@ -112,6 +112,32 @@ def test_tokens_of_every_mode(name: str) -> None:
         _check(name, storage, modes_of(name))
 
 
+@pytest.mark.parametrize("storage", ["virtual", "growing"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "formats"),
+    [
+        ("k8v4", [("int8", "int4")] * 3),
+        ({"default": "int4", "first:1": "auto", 2: "int8"}, [None, ("int4", "int4"), ("int8", "int8")]),
+    ],
+)
+def test_every_format_and_layers_of_their_own(
+    kv_dtype: Any, formats: list[Any], storage: str, tmp_path: Path
+) -> None:
+    model = model_of("gemma3_text")
+    kept = {layer: one for layer, one in enumerate(formats) if one}
+    ids, mask = prompts()
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    want = model.generate(ids, past_key_values=CodedTwin(model.config, kept), **options)
+    cache = quire_cache(model, storage, kv_dtype=kv_dtype)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), want)
+    cache.save(tmp_path / "cache")
+    loaded = QuireCache.load(tmp_path / "cache", model, **OPTIONS)
+    assert loaded.kv_dtype == cache.kv_dtype
+    for mine, theirs in zip(loaded, cache, strict=True):
+        assert torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1], theirs[1])
+
+
 def _check(name: str, storage: str, modes: list[str]) -> None:
     model = model_of(name)
     like = _cache(model)
@@ -120,17 +146,19 @@ def _check(name: str, storage: str, modes: list[str]) -> None:
         assert as_lists(MODES[mode](model, lambda: _cache(model, storage))) == want, mode
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_tokens_under_accelerate(name: str) -> None:
+@pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "k8v4"), ("gemma3_text", "int8")])
+def test_tokens_under_accelerate(name: str, kv_dtype: str) -> None:
     pytest.importorskip("quire._native")
     model = model_of(name)
     ids, mask = prompts()
     options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
     with _accelerated(model):
-        cache = _cache(model)
+        cache = quire_cache(model, kv_dtype=kv_dtype)
         got = model.generate(ids, past_key_values=cache, **options)
         assert cache.formats.is_known
-    want = model.generate(ids, past_key_values=int8_twin(cache, cache.key_offsets), **options)
+    pair = ("int8", "int4") if kv_dtype == "k8v4" else ("int8", "int8")
+    twin = CodedTwin(model.config, dict.fromkeys(range(len(cache.row_layers)), pair), cache.key_offsets)
+    want = model.generate(ids, past_key_values=twin, **options)
     assert torch.equal(got, want)
 
 
