@@ -66,6 +66,7 @@ class OpenTiers:
     fingerprint: bytes
     segment_tokens: int
     block_size: int
+    node_tokens: int
     _events: TierEvents | None = None
 
     def events(self) -> TierEvents:
@@ -152,7 +153,7 @@ def open_tiers(
     from quire.tiers.stack import TierStack
 
     layout = PayloadLayout.of(cache.spec)
-    num_tokens = segment_tokens(layout, cache.block_size)
+    num_tokens = segment_tokens(layout, cache.node_tokens)
     stack = TierStack(tiers, layout, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT, check_finite=("remote",))
     _greet(tiers, stack)
     shared = (cache, storage, stack, fingerprint, num_tokens)
@@ -172,6 +173,7 @@ def open_tiers(
         fingerprint=fingerprint,
         segment_tokens=num_tokens,
         block_size=cache.block_size,
+        node_tokens=cache.node_tokens,
     )
 
 
