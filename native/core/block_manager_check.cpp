@@ -133,7 +133,9 @@ void BlockManager::check_sequence(const Sequence& sequence) const {
                 prove(pool_.num_refs(block_id) == 1 && node == kNone, "C4",
                       where + ": block " + text(block_id) + " is not its own, " + text(pool_.num_refs(block_id)) + " references");
             } else if (block / shape.per_node == partial && sequence.is_writer) {
-                prove(node == own_partial_node(sequence, partial), "C4",
+                const NodeId own = own_partial_node(sequence, partial);
+                const std::int64_t num_own = own == kNone ? 0 : tree_.num_tokens(own);
+                prove(node == own || (node == kNone && block * shape.tokens - partial * block_size_ >= num_own), "C4",
                       where + ": block " + text(block_id) + " is written and in another node than the first one");
                 const std::int64_t num_findable = node == kNone ? 0 : tree_.num_tokens(node);
                 prove(num_findable <= offset, "C4",

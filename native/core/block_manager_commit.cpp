@@ -87,7 +87,8 @@ void BlockManager::advance(std::span<const SequenceId> ids, std::span<const std:
     }
 }
 
-// The partial node of our blocks, which only we may extend: all blocks with computed tokens are in it, or none.
+// The partial node of our blocks, which only we may extend: all blocks that begin before its end are in it. Those behind are
+// in none: a sibling said as much when they came.
 NodeId BlockManager::own_partial_node(const Sequence& sequence, std::int64_t depth) const noexcept {
     if (sequence.num_computed <= depth * block_size_) return kNone;
     for (std::int32_t group = 0; group < num_groups(); ++group) {
@@ -95,7 +96,7 @@ NodeId BlockManager::own_partial_node(const Sequence& sequence, std::int64_t dep
         const BlockTable& entries = sequence.tables[static_cast<std::size_t>(group)];
         const std::int64_t stop = shape.end_in_node(depth, sequence.num_computed);
         for (std::int64_t block = depth * shape.per_node; block < stop; ++block)
-            if (entries[block] != kNone) return pool_.node(entries[block]);
+            if (entries[block] != kNone && pool_.node(entries[block]) != kNone) return pool_.node(entries[block]);
     }
     return kNone;
 }

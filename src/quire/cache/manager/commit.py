@@ -87,11 +87,11 @@ def _insert_or_extend(
 
 
 def _own_partial_node(blocks: Blocks, sequence: SequenceState, depth: int) -> Node | None:
-    """All blocks with computed tokens are in it, or none."""
+    """All blocks that begin before its end are in it. Those behind are in none: a sibling said as much when they came."""
     if sequence.num_computed <= depth * blocks.shape.size:
         return None
-    partial = sequence.partial_blocks(blocks.shape)
-    return blocks.node_of[partial[0][2]] if partial else None
+    nodes = (blocks.node_of[block_id] for _, _, block_id in sequence.partial_blocks(blocks.shape))
+    return next((node for node in nodes if node is not None), None)
 
 
 def move_to(tree: PrefixTree, sequence: SequenceState, node: Node) -> None:

@@ -163,8 +163,13 @@ def _check_sequence(blocks: Blocks, sequences: Mapping[int, SequenceState], sequ
         f"{name} has {num_computed} computed of {sequence.num_tokens} tokens, {sequence.reserved} reserved "
         f"in blocks of {least}",
     )
-    # Blocks that are written in place are in one node, or in none, for all groups alike.
-    nodes_of_partial: set[int] = set()
+    # Blocks that are written in place are in one node; those that begin behind its end are in none.
+    nodes_of_partial = {
+        id(node): node.num_tokens
+        for _, _, block_id in sequence.partial_blocks(blocks.shape)
+        if pool.writer[block_id] == sequence.id and (node := blocks.node_of[block_id]) is not None
+    }
+    num_own = max(nodes_of_partial.values(), default=0)
     for index, (group, table) in enumerate(tables):
         first, tokens = group.first_needed(num_computed), group.tokens
         for block, block_id in enumerate(table.block_ids.tolist()):
@@ -189,8 +194,12 @@ def _check_sequence(blocks: Blocks, sequences: Mapping[int, SequenceState], sequ
                     f"{where}: block {block_id} is not its own, {pool.num_references[block_id]} references",
                 )
             elif block // group.per_node == partial and pool.writer[block_id] == sequence.id:
-                nodes_of_partial.add(id(node))
                 num_findable = node.num_tokens if node is not None else 0
+                _require(
+                    node is not None or block * tokens - partial * size >= num_own,
+                    "C4",
+                    f"{where}: block {block_id} is in no node, others of its node are, up to {num_own}",
+                )
                 _require(
                     num_findable <= offset,
                     "C4",
