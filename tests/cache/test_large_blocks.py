@@ -3,6 +3,8 @@ too)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.cache_case import BACKENDS, FULL, advance, compute, prompt, spec_of, store
@@ -98,12 +100,14 @@ def test_events_keep_the_block_size_that_was_asked_for(backend: str) -> None:
     )
     assert sum(len(event.block_hashes) for event in stored) == 8  # of two whole nodes
 
-    def of(events: list[BlockStored], index: int) -> list[object]:
+    def of(events: list[BlockStored], index: int) -> list[Any]:
         return [one for event in events for one in (event.block_hashes, event.extra_keys)[index]][:8]
 
     assert {event.block_size for event in stored} == {4}
     assert of(stored, 0) == of(uniform, 0)
     assert of(stored, 1) == of(uniform, 1)
     assert stored[0].token_ids[:16] == tuple(tokens[:16].tolist())
-    removed = [event for batch in told(BOTH_FULL) for event in batch.events if isinstance(event, BlockRemoved)]
+    removed = [
+        event for batch in told(BOTH_FULL) for event in batch.events if isinstance(event, BlockRemoved)
+    ]
     assert [one for event in removed for one in event.block_hashes] == of(stored, 0)[::-1]

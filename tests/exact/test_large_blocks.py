@@ -17,7 +17,9 @@ from quire import KVSpec
 
 MAX_TOKENS = 6
 _RANDOM = random.Random(4)
-_HEAD = [_RANDOM.randrange(2, VOCAB_SIZE) for _ in range(37)]  # one whole node of 32 tokens, and a part of the next
+_HEAD = [
+    _RANDOM.randrange(2, VOCAB_SIZE) for _ in range(37)
+]  # one whole node of 32 tokens, and a part of the next
 PROMPTS = [[*_HEAD, *(_RANDOM.randrange(2, VOCAB_SIZE) for _ in range(length))] for length in (11, 2)]
 
 
@@ -50,7 +52,9 @@ def test_tokens_are_those_of_generate(backend: str) -> None:
     spec = KVSpec.from_config(model().config)
     assert [len(group.layers) for group in spec.groups] == [1, 8, 8]
     assert spec.tokens_per_node(4) == 32
-    run = EngineRun(model(), PROMPTS, MAX_TOKENS, backend=backend, room=1.3, host_cache="1MiB")  # requests wait, and are preempted
+    run = EngineRun(
+        model(), PROMPTS, MAX_TOKENS, backend=backend, room=1.3, host_cache="1MiB"
+    )  # requests wait, and are preempted
     try:
         answers = run.answer()
         again = run.answer(together=True) if backend == "native" else answers

@@ -25,9 +25,7 @@ def check_plans(plans: list[Any], step: int, chosen: list[tuple[Open, int]], num
             same([getattr(part, name) for part in parts])
 
 
-def tables_of(
-    chosen: list[tuple[Open, int]], num_lookahead: int, tokens: list[int]
-) -> list[list[list[int]]]:
+def tables_of(chosen: list[tuple[Open, int]], num_lookahead: int, tokens: list[int]) -> list[list[list[int]]]:
     """What the plan's block tables have to be, by the sequences' own. tokens: of a block of each group."""
     ends = [sequence.computed + num_new + num_lookahead for sequence, num_new in chosen]
     tables: list[list[list[int]]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,10 +55,13 @@ def test_a_payload_is_that_of_the_same_tokens_in_blocks_of_one_size(kind: str) -
     plain.write_blocks(others, payload, num_tokens)
     assert np.array_equal(storage.read_blocks(block_ids, num_tokens), payload)
     assert np.array_equal(
-        storage.read_blocks(block_ids, num_tokens, first=first), plain.read_blocks(others, num_tokens, first=first)
+        storage.read_blocks(block_ids, num_tokens, first=first),
+        plain.read_blocks(others, num_tokens, first=first),
     )
     whole = payload[: storage.block_pieces.layout.num_bytes(node)].copy()
-    writer = storage.block_writer(node_table(spec, [table[: n // size] for table, n in _whole(spec, tables, 2 * node)]))
+    writer = storage.block_writer(
+        node_table(spec, [table[: n // size] for table, n in _whole(spec, tables, 2 * node)])
+    )
     writer.write(1, 2, whole, node)
     assert np.array_equal(storage.read_blocks(block_ids[:, 1:], node), whole)
     storage.close()
@@ -66,7 +70,9 @@ def test_a_payload_is_that_of_the_same_tokens_in_blocks_of_one_size(kind: str) -
 
 def _whole(spec: KVSpec, tables: list[np.ndarray], num_tokens: int) -> list[tuple[np.ndarray, int]]:
     """Each table, and how many of its tokens, in blocks of the smallest size, lie in so many."""
-    return [(table, num_tokens // group.block_factor) for group, table in zip(spec.groups, tables, strict=True)]
+    return [
+        (table, num_tokens // group.block_factor) for group, table in zip(spec.groups, tables, strict=True)
+    ]
 
 
 class _Plan:
@@ -77,9 +83,7 @@ class _Plan:
         self._tables = tables
 
     def group(self, index: int) -> Any:
-        part = type("Part", (), {})()
-        part.block_tables, part.copies = self._tables[index][None], np.empty((0, 3), np.int32)
-        return part
+        return SimpleNamespace(block_tables=self._tables[index][None], copies=np.empty((0, 3), np.int32))
 
 
 def test_a_view_has_as_many_tokens_to_a_block_as_its_group() -> None:

@@ -40,9 +40,9 @@ def blocks_with_prefix(
 ) -> tuple[int, int]:
     """Blocks (held once, held by each) of sequences of `num_tokens` whose first `num_shared` tokens are the same.
 
-    Whole nodes of the prefix tree are shared, a partial one is copied, and the last token of a prompt is always computed.
-    Of a group that forgets, each sequence goes on to hold a whole window of its own; the prefix's last window stays for
-    the next one.
+    Whole nodes of the prefix tree are shared, a partial one is copied, and the last token of a prompt is always
+    computed. Of a group that forgets, each sequence goes on to hold a whole window of its own; the prefix's last window
+    stays for the next one.
     """
     once = each = 0
     for group in groups:

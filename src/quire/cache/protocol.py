@@ -16,11 +16,10 @@ A step, the only calls that run once per step whatever happens:
     do plan.copies, write K and V to plan.slot_mapping, attend through plan.block_tables
     cache.advance(ids, plan.context_lengths, sampled)   commit what was computed, append what was drawn
 
-Words. A *block* is `block_size` tokens of the layers of one group, or several times as many of a group whose token is small
-(of a cache in rows: one token of an arena or one page of a buffer; `block_id` says which). A *group* is a set of layers
-that keep the same tokens (`spec.groups`); a token needs a slot in each. A *slot* is `block * size + offset`, where blocks
-of the group have `size` tokens. "Absolute" counts are from the sequence's first
-token.
+Words. A *block* is `block_size` tokens of the layers of one group, or several times as many of a group whose token is
+small (of a cache in rows: one token of an arena or one page of a buffer; `block_id` says which). A *group* is a set of
+layers that keep the same tokens (`spec.groups`); a token needs a slot in each. A *slot* is `block * size + offset`,
+where blocks of the group have `size` tokens. "Absolute" counts are from the sequence's first token.
 
 Errors, of every call
     ArgumentError        a type, shape, dtype or range that cannot be; also one that depends on the state (more new

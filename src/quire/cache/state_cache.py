@@ -256,7 +256,9 @@ class StateCache(Cache):
         held = [self._state_of(sequence_id) for sequence_id in ids.tolist()]
         num_blocks = partial(self.num_blocks_needed, ids, counts, num_lookahead_tokens=num_lookahead_tokens)
         if self.exchange is not None:
-            sizes = [(group.tokens_per_block(self.block_size), group.blocks_per_node) for group in self.spec.groups]
+            sizes = [
+                (group.tokens_per_block(self.block_size), group.blocks_per_node) for group in self.spec.groups
+            ]
             most = sum(int((-(-(counts + num_lookahead_tokens) // size) + num).sum()) for size, num in sizes)
             self._exchange(self.exchange, num_blocks, most, held, self._num_wanted(ids, counts, held))
         if not self._slots_suffice(held):

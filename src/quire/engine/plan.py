@@ -406,7 +406,8 @@ def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: in
         num_blocks = once + concurrency * each
         used = sum(group.bytes_per_block(layout.block_size) for group in groups) / len(groups)
         padding = 1 - used / layout.block_bytes
-        note = f"{sum(len(group.layers) for group in groups)} layers, {num_blocks} blocks of {groups[0].tokens_per_block(layout.block_size)} tokens"
+        size = groups[0].tokens_per_block(layout.block_size)
+        note = f"{sum(len(group.layers) for group in groups)} layers, {num_blocks} blocks of {size} tokens"
         if once and shared_prefix:
             note += f", {once} of them shared"
         if padding >= 0.0005:

@@ -36,8 +36,8 @@ class BlockStorage:
     Attributes: see `Storage`, and here `block_size` (tokens), `device` (whose memory it is, and who copies it) and
     `block_pieces` (of this spec).
 
-    Tables of blocks are those of `node_table`: int [columns, nodes], a column for each group, or several for one that has
-    several blocks to a node.
+    Tables of blocks are those of `node_table`: int [columns, nodes], a column for each group, or several for one that
+    has several blocks to a node.
     """
 
     spec: KVSpec
@@ -282,8 +282,8 @@ class BlockWriter:
 
 
 def node_table(spec: KVSpec, tables: Sequence[np.ndarray]) -> np.ndarray:
-    """The block tables of one sequence, one a group, as int32 [columns, nodes]: a column for each block of a group in a node
-    (`KVGroup.blocks_per_node`), -1 where a table has ended or a window has given a block back."""
+    """The block tables of one sequence, one a group, as int32 [columns, nodes]: a column for each block of a group in a
+    node (`KVGroup.blocks_per_node`), -1 where a table has ended or a window has given a block back."""
     counts = [group.blocks_per_node for group in spec.groups]
     num_nodes = max(-(-len(table) // count) for table, count in zip(tables, counts, strict=True))
     rows: list[np.ndarray] = []

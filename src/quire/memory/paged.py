@@ -329,8 +329,8 @@ class PagedStorage(BlockStorage):
         return [(slot * self._slot_bytes, block_bytes) for slot in range(self.num_slots)]
 
     def _tensors(self, group: KVGroup) -> tuple[torch.Tensor, ...]:
-        """Rows of K and V of all layers of a group: [num_layers, num_blocks, num_kv_heads, tokens of a block, row elements];
-        of K alone of latent layers."""
+        """Rows of K and V of all layers of a group: [num_layers, num_blocks, num_kv_heads, tokens of a block, row
+        elements]; of K alone of latent layers."""
         itemsize = self.dtype.itemsize
         elements = self._heap.tensor(self.dtype)
         dims, tokens = group.row_elements, group.tokens_per_block(self.block_size)

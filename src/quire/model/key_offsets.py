@@ -100,7 +100,8 @@ def _keys(prepared: PreparedModel) -> dict[int, torch.Tensor]:
         input_ids=tokens,
         position_ids=positions,
         plans=tuple(
-            AttentionPlan.build([0, count], [count], table, size) for table, size in zip(tables, sizes, strict=True)
+            AttentionPlan.build([0, count], [count], table, size)
+            for table, size in zip(tables, sizes, strict=True)
         ),
         slot_mappings=tuple(first * size + positions for first, size in zip(firsts, sizes, strict=True)),
         logits_rows=positions[-1:],

@@ -1,9 +1,10 @@
 """KV events for those outside: which blocks memory and tiers have, as they come and go, in the field's shape.
 
-A block is `block_size` tokens, as the engine was told, whatever some layers' blocks have. Made from the mirror's changes; those of tiers by `tier_events`; of both, `known_parents` passes on what a consumer can
-place: a block whose parent is in no medium is not told. Blocks that come one behind the other are one event; a
-batch is what happened between two looks. On the wire (`to_wire`) a batch is a msgpack array as vLLM's publishers send
-and its consumers read it:
+A block is `block_size` tokens, as the engine was told, whatever some layers' blocks have. Made from the mirror's
+changes; those of tiers by `tier_events`; of both, `known_parents` passes on what a consumer can place: a block whose
+parent is in no medium is not told. Blocks that come one behind the other are one event; a batch is what happened
+between two looks. On the wire (`to_wire`) a batch is a msgpack array as vLLM's publishers send and its consumers read
+it:
 
     [ts, [event, ...], data_parallel_rank]
     ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys]
@@ -192,7 +193,11 @@ def _stored(run: list[Block], block_size: int) -> BlockStored:
         block_size=block_size,
         namespace_digest=namespace_digest(run[0].namespace),
         extra_keys=tuple(
-            tuple((at - first, key) for at, key in sorted(block.extra_keys.items()) if first <= at < first + block_size)
+            tuple(
+                (at - first, key)
+                for at, key in sorted(block.extra_keys.items())
+                if first <= at < first + block_size
+            )
             for block in run
             for first in range(0, len(block.tokens), block_size)
         ),

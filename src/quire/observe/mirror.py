@@ -2,9 +2,9 @@
 stores read, each of which hangs its own data on these blocks. A *block* here is a node's tokens in all groups.
 
 A block *is there* while all its groups that keep everything have it (in a model without such groups: any group):
-only then can a prefix go through it. Its name is a hash chained over namespace, tokens and extra keys, `block_size` tokens a
-link: of a node that is several blocks long it is the last link (`KVGroup.blocks_per_node`). Whoever does not know the
-namespace can compute none.
+only then can a prefix go through it. Its name is a hash chained over namespace, tokens and extra keys, `block_size`
+tokens a link: of a node that is several blocks long it is the last link (`KVGroup.blocks_per_node`). Whoever does not
+know the namespace can compute none.
 
 Cost: 15 us and at most 0.8 KB for each block that comes, the log of its loss included (one core, blocks of 16 tokens).
 """
@@ -104,7 +104,9 @@ class TreeMirror:
     """
 
     def __init__(self, cache: PrefixKVCache, clock: Callable[[], float] = time.monotonic) -> None:
-        is_full = [group.span.kind == "full" for group in cache.spec.groups for _ in range(group.blocks_per_node)]
+        is_full = [
+            group.span.kind == "full" for group in cache.spec.groups for _ in range(group.blocks_per_node)
+        ]
         self._needed = [column for column, is_needed in enumerate(is_full) if is_needed]
         self._num_columns = len(is_full)
         self.block_size: int = cache.block_size

@@ -176,7 +176,9 @@ class Swap:
 
     def _origins(self, num_tokens: int) -> tuple[int, ...]:
         """Where the first block begins that each group has of a sequence so long."""
-        sizes = [(group.span, group.tokens_per_block(self._cache.block_size)) for group in self._cache.spec.groups]
+        sizes = [
+            (group.span, group.tokens_per_block(self._cache.block_size)) for group in self._cache.spec.groups
+        ]
         return tuple(span.first_needed(num_tokens) // size * size for span, size in sizes)
 
     def _block_ids(self, cache_sequence: CacheSequence) -> np.ndarray:

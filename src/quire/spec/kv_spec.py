@@ -12,8 +12,8 @@ Invariants
         is smaller may have several times as many (`block_factor`), where else there were too many groups.
     K4  what blocks of K3 take beyond the tokens in them (a group's token may be smaller than another's) is at most
         5 % of a sequence, short or long, wherever groups of whole layers can be chosen so.
-    K5  `block_factor * blocks_per_node` is the same for all groups: a node of the prefix tree is the tokens of the largest
-        block, and whole blocks of each group.
+    K5  `block_factor * blocks_per_node` is the same for all groups: a node of the prefix tree is the tokens of the
+        largest block, and whole blocks of each group.
 
 Cost: every call is O(number of layers), but for the first that asks for `groups`: O(layers x kinds of layers).
 """
@@ -124,8 +124,8 @@ def _tokens_alone(dtype_bytes: int) -> KVGroup:
 
 @dataclass(frozen=True)
 class _Split:
-    """One way to gather layers into groups. kinds: layers of a group and its block factor. taken: how many times the bytes
-    of the tokens in them the blocks take (K4). node: the largest factor."""
+    """One way to gather layers into groups. kinds: layers of a group and its block factor. taken: how many times the
+    bytes of the tokens in them the blocks take (K4). node: the largest factor."""
 
     kinds: dict[LayerSpec, tuple[int, int]]
     taken: float
@@ -200,9 +200,8 @@ class KVSpec:
 
         As few as leave blocks of one size hardly padded (K4): a layer with a larger token shares its block with fewer
         others. Of 50 windowed layers and 10 full ones whose token takes half as much, groups of 5 and one of 10. Where
-        that makes too many, blocks of a small group have more tokens: of 31 windowed layers and one full one, groups of 8
-        and one of a single layer with 8 times as many tokens to a block.
-        """
+        that makes too many, blocks of a small group have more tokens: of 31 windowed layers and one full one, groups of
+        8 and one of a single layer with 8 times as many tokens to a block."""
         kinds: dict[LayerSpec, list[int]] = {}  # by what is equal in the layers of a group (K2)
         for index, layer in enumerate(self.layers):
             if layer.stores_kv:
@@ -236,14 +235,15 @@ class KVSpec:
         return tuple(groups)
 
     def for_pieces(self) -> KVSpec:
-        """The same for a storage whose blocks have a place in each layer of a group, as large as the largest group's (virtual):
-        groups whose blocks take as much in every layer, where that wastes less."""
+        """The same for a storage whose blocks have a place in each layer of a group, as large as the largest group's
+        (virtual): groups whose blocks take as much in every layer, where that wastes less."""
         return self if self.in_pieces else replace(self, in_pieces=True)
 
     def _split(self, num_layers: dict[LayerSpec, int]) -> dict[LayerSpec, tuple[int, int]]:
-        """Layers of a group and its `block_factor`, for each kind of layer: of the splits that keep K4 with blocks of equal
-        tokens the one with the fewest groups. If none does, of those with more tokens to some blocks; else the one with
-        the least padding, where a group more (a table more in each step) counts as much as 1/2 % of padding."""
+        """Layers of a group and its `block_factor`, for each kind of layer: of the splits that keep K4 with blocks of
+        equal tokens the one with the fewest groups. If none does, of those with more tokens to some blocks; else the
+        one with the least padding, where a group more (a table more in each step) counts as much as 1/2 % of
+        padding."""
         found: list[_Split] = []
         for node in range(1, MAX_FACTOR + 1):
             found += self._splits(num_layers, node)
@@ -252,7 +252,8 @@ class KVSpec:
         return min(found, key=lambda one: one.rank).kinds
 
     def _splits(self, num_layers: dict[LayerSpec, int], node: int) -> list[_Split]:
-        """Those in which the largest block has `node` times the tokens of the smallest, one for each size of a block."""
+        """Those in which the largest block has `node` times the tokens of the smallest, one for each size of a
+        block."""
         # Elements that a token of a layer takes as it is stored.
         widths = {kind: kind.num_kv_heads * sum(kind.row_elements(self.dtype_bytes)) for kind in num_layers}
         factors = [factor for factor in range(1, node + 1) if node % factor == 0]
@@ -288,7 +289,7 @@ class KVSpec:
                 continue
             if self.in_pieces:
                 most = max(size for size, _ in split.values())
-                block_width = sum(  # noqa: PLW2901
+                block_width = sum(
                     max(widths[kind] * factor for kind, (size, factor) in split.items() if size > at)
                     for at in range(most)
                 )

@@ -1,8 +1,8 @@
 """Making computed tokens findable: how a sequence's blocks become nodes of the prefix tree.
 
-A node's worth of tokens that became full is inserted below the sequence's node, or, where another sequence has committed
-the same tokens before, its table is pointed at those blocks and our own are let go (the one place where blocks
-computed twice are merged). The rest, fewer tokens than a node has, is kept as a partial node that grows with
+A node's worth of tokens that became full is inserted below the sequence's node, or, where another sequence has
+committed the same tokens before, its table is pointed at those blocks and our own are let go (the one place where
+blocks computed twice are merged). The rest, fewer tokens than a node has, is kept as a partial node that grows with
 each commit, so that a hit can end at any token.
 
 *Own* below is the partial node of the blocks we write: only their writer extends it. Of a restored sequence blocks
@@ -87,7 +87,8 @@ def _insert_or_extend(
 
 
 def _own_partial_node(blocks: Blocks, sequence: SequenceState, depth: int) -> Node | None:
-    """All blocks that begin before its end are in it. Those behind are in none: a sibling said as much when they came."""
+    """All blocks that begin before its end are in it. Those behind are in none: a sibling said as much when they
+    came."""
     if sequence.num_computed <= depth * blocks.shape.size:
         return None
     nodes = (blocks.node_of[block_id] for _, _, block_id in sequence.partial_blocks(blocks.shape))

@@ -1,7 +1,7 @@
 """The prefix tree: a trie of blocks that knows which blocks hold which content.
 
-A node stands for 1 .. block_size tokens below its parent and names one block per column (`node_shape.py`; a group, where
-all groups have blocks of as many tokens), or a hole (-1) where that block is gone. It knows no reference counts
+A node stands for 1 .. block_size tokens below its parent and names one block per column (`node_shape.py`; a group,
+where all groups have blocks of as many tokens), or a hole (-1) where that block is gone. It knows no reference counts
 and no free list: `blocks.py` joins tree and pool.
 
 Invariants

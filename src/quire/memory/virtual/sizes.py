@@ -28,8 +28,8 @@ def virtual_block_size(
     *,
     most: int = 4096,
 ) -> int:
-    """Tokens of the smallest block such that keys (or values) of one layer of any block take `piece_bytes`, or the next less
-    that is whole pages.
+    """Tokens of the smallest block such that keys (or values) of one layer of any block take `piece_bytes`, or the next
+    less that is whole pages.
 
     Where the shape needs more for whole pages, the least that does. most: tokens of a block at most, the cache's limit.
 
@@ -98,7 +98,8 @@ def _token_bytes(group: KVGroup) -> tuple[int, ...]:
 
 
 def _least_block_size(spec: KVSpec, page_bytes: int) -> int:
-    """The fewest tokens of the smallest block with which keys, and values, of every block are whole pages in each layer."""
+    """The fewest tokens of the smallest block with which keys, and values, of every block are whole pages in each
+    layer."""
     return math.lcm(
         *(
             page_bytes // math.gcd(page_bytes, size * group.block_factor)

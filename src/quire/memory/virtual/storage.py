@@ -4,9 +4,10 @@ Not a pool, not a scheduler: which block holds what is the cache's business. Bef
 of each sequence with what its row leads to, and maps what differs; a kernel then sees one contiguous tensor a
 sequence, and needs no block table.
 
-A block is `block_size` tokens, or several times as many: in every layer of its group one piece of keys and one of values, whole pages, at a place
-of the placement heap that its number fixes. So consecutive blocks are one mapping. Rows are token-major, [token,
-kv_head, head_dim], and `row_tokens` long, of which only what is mapped costs memory; a table has one entry, the row;
+A block is `block_size` tokens, or several times as many: in every layer of its group one piece of keys and one of
+values, whole pages, at a place of the placement heap that its number fixes. So consecutive blocks are one mapping. Rows
+are token-major, [token, kv_head, head_dim], and `row_tokens` long, of which only what is mapped costs memory; a table
+has one entry, the row;
 slot = row * row_tokens + position. All groups of layers use the same rows, so there is one table: `row_places`. With
 `step_tokens`, rows of groups that forget are mirror rings, with a table for each kind of window: `window_ring`.
 
