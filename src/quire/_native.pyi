@@ -496,7 +496,7 @@ class PagedView:
         k_offset: object | None = None,
     ) -> None:
         """
-        k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width): codes of 8 bits as uint8; k_scale and v_scale [num_blocks, num_kv_heads, block_size], bfloat16, behind the codes of their rows. dtype: of what is written and of queries. k_offset: float32 [num_kv_heads, k_width], taken from keys before they are turned, or None.
+        k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width): codes of 8 bits as uint8; k_scale and v_scale [num_blocks, num_kv_heads, block_size], bfloat16, behind the codes of their rows. Codes of 4 bits: two in a byte, of v or of both, and scales [.., block_size, groups], one for each 32. dtype: of what is written and of queries. k_offset: float32 [num_kv_heads, k_width], taken from keys before they are turned, or None.
         """
 
     @overload
