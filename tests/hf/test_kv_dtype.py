@@ -92,24 +92,10 @@ def test_tokens_are_those_of_a_cache_that_was_codes(name: str, storage: str, mod
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bamba",
-        "bloom",
-        "cohere2",
-        "gemma2",
-        "gemma3n_text",
-        "gpt2",
-        "llama4_text",
-        "phi3",
-        "qwen2",
-        "stablelm",
-    ],
-)
-def test_tokens_of_every_mode(name: str) -> None:
-    for storage in STORAGES:
-        _check(name, storage, modes_of(name))
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", ["bamba", "gemma2", "gpt2", "llama4_text", "phi3", "qwen2"])
+def test_tokens_of_modes_by_storage(name: str, storage: str) -> None:
+    _check(name, storage, modes_of(name)[STORAGES.index(storage) :: len(STORAGES)])
 
 
 @pytest.mark.parametrize("storage", ["virtual", "growing"])
