@@ -214,6 +214,7 @@ private:
         bool copies_for_node;     // ... only because their node holds more tokens
         bool restores;            // blocks behind the windows at its end get no block
         std::int64_t num_copied;  // blocks to copy
+        std::int64_t num_needed;  // blocks it takes, over all groups
     };
 
     std::int64_t num_nodes_for(std::int64_t num_tokens) const noexcept {

@@ -11,7 +11,7 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
                                       std::int64_t num_lookahead, bool restores) {
     works_.clear();
     works_.reserve(ids.size());
-    for (const SequenceId id : ids) works_.push_back({&find(id), 0, 0, 0, false, false, restores, 0});
+    for (const SequenceId id : ids) works_.push_back({&find(id), 0, 0, 0, false, false, restores, 0, 0});
     ++num_calls_;
     for (std::size_t at = 0; at < works_.size(); ++at) {
         Work& work = works_[at];
@@ -39,7 +39,8 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
         const Sequence& sequence = *work.sequence;
         const bool may_write_in_place = sequence.is_writer && !gives_up_partial_block(work);
         if (!may_write_in_place && sequence.num_computed % block_size_ != 0) plan_copy(work);
-        num_needed += blocks_of(work);
+        work.num_needed = blocks_of(work);
+        num_needed += work.num_needed;
     }
     // plan_copy counts the references that copies give up as gone already; here they are back.
     for (const Work& work : works_)
@@ -235,6 +236,7 @@ std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std
             drop_bare(node);
         });
         works_[0].copies = false;
+        works_[0].num_needed = blocks_of(works_[0]);
     }
     keep_quotas();
     plan->step = ++newest_step_;
@@ -254,7 +256,7 @@ std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std
 // that what is freed together is handed out in runs.
 void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
     Sequence& sequence = *work.sequence;
-    make_room(sequence, blocks_of(work));
+    if (work.num_needed != 0) make_room(sequence, work.num_needed);
     for (std::size_t group = 0; group < sequence.tables.size(); ++group) {
         const GroupShape& shape = shape_.groups[group];
         BlockTable& entries = sequence.tables[group];
@@ -274,8 +276,9 @@ void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
                 sources_.push_back(source);
             }
         }
-        const std::int64_t first = first_block_with_block(work, static_cast<std::int32_t>(group));
         const std::int64_t num_blocks = num_blocks_of(work, shape);
+        if (entries.size() >= num_blocks) continue;
+        const std::int64_t first = first_block_with_block(work, static_cast<std::int32_t>(group));
         while (entries.size() < num_blocks)
             entries.push(entries.size() < first ? kNone : take(entries.size()));
     }
