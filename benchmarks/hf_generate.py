@@ -8,9 +8,10 @@ all), then `model.generate` goes on from there, greedily. `step_ms` is the media
 first two left out; `times` that of DynamicCache over it. `peak_mib` is how much the memory of the process (VmHWM)
 rose over what it was when the cache was filled, at most: a second copy of a layer's keys shows there.
 
-Ways: dynamic, static (sized for the run), and QuireCache on `virtual` and `growing` memory as they are, then virtual
-and growing on the accelerated model, and dynamic on it too. They take turns, each turn with a cache of its own, so that
-what disturbs the machine for a while disturbs all; the medians are over all turns. `turns_ms`: each turn's median.
+Ways: dynamic, static (sized for the run), and QuireCache on `virtual` and `growing` memory as they are, and in codes
+(`virtual:int8`), then virtual, in codes and growing on the accelerated model, and dynamic on it too. They take turns,
+each turn with a cache of its own, so that what disturbs the machine for a while disturbs all; the medians are over all
+turns. `turns_ms`: each turn's median. `cache_mib`: the memory of the context.
 
 `fork`: time of QuireCache.fork() of a filled cache with pieces of 2 MiB, of the first step after it, and the memory
 that the step took.
@@ -39,7 +40,9 @@ WAYS = (
     "static",
     "virtual",
     "growing",
+    "virtual:int8",
     "virtual+accelerate",
+    "virtual:int8+accelerate",
     "growing+accelerate",
     "dynamic+accelerate",
 )
@@ -84,7 +87,7 @@ def main() -> None:
                 "fastest_ms": round(min(gaps) * 1e3, 2),
                 "turns_ms": [round(statistics.median(turn.gaps) * 1e3, 1) for turn in taken],
                 "times": round(dynamic / median, 2),
-                "cache_mib": round(context * kv_bytes(plain) / 2**20),
+                "cache_mib": round(taken[0].cache_bytes / 2**20),
                 "peak_mib": round(max(turn.peak for turn in taken) / 2**20, 1),
             }
             emit("hf_generate", case="decode", context=context, way=way, **figures)
@@ -92,16 +95,18 @@ def main() -> None:
 
 
 class Turn(NamedTuple):
-    """gaps: seconds between tokens. peak: bytes the process rose by."""
+    """gaps: seconds between tokens. peak: bytes the process rose by. cache_bytes: those of the context."""
 
     gaps: list[float]
     peak: int
+    cache_bytes: int
 
 
 def take_turn(model: PreTrainedModel, kind: str, context: int, steps: int) -> Turn:
     """Decode steps behind `context` tokens in a new cache."""
     cache = make_cache(model, kind, context + 64)
     fill(model, cache, context)
+    cache_bytes = cache.used_bytes if isinstance(cache, QuireCache) else context * kv_bytes(model)
     ids = torch.randint(3, 32_000, (1, context + 1), generator=torch.Generator().manual_seed(1))
     gc.collect()
     before = resident(reset=True)
@@ -118,7 +123,7 @@ def take_turn(model: PreTrainedModel, kind: str, context: int, steps: int) -> Tu
     )
     peak = resident() - before
     times = clock.times[SKIPPED_TOKENS:]
-    return Turn([b - a for a, b in itertools.pairwise(times)], peak)
+    return Turn([b - a for a, b in itertools.pairwise(times)], peak, cache_bytes)
 
 
 def measure_fork(model: PreTrainedModel, context: int) -> dict[str, Any]:
@@ -153,7 +158,9 @@ def make_cache(model: PreTrainedModel, kind: str, longest: int) -> Any:
         return DynamicCache(config=model.config)
     if kind == "static":
         return StaticCache(config=model.config, max_cache_len=longest)
-    return QuireCache(model.config, storage=kind, kv_memory="12GiB", max_length=longest)  # type: ignore[arg-type]
+    storage, _, kv_dtype = kind.partition(":")
+    options: dict[str, Any] = {"storage": storage, "kv_dtype": kv_dtype or "auto"}
+    return QuireCache(model.config, kv_memory="12GiB", max_length=longest, **options)
 
 
 def fill(model: PreTrainedModel, cache: Any, context: int) -> None:

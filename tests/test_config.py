@@ -100,8 +100,9 @@ def test_help_and_bad_options_do_not_wait_for_torch(what: str) -> None:
         ({"dtype": "int8"}, "expected auto, float32, bfloat16 or float16, got 'int8' - in `dtype`"),
         (
             {"kv_dtype": "int3"},
-            "expected one of auto, float32, bfloat16, float16, int8, fp32, fp16, bf16, got 'int3' - in `kv_dtype`",
+            "expected one of auto, float32, .*, int8, int4, k8v4, fp32, fp16, bf16, got 'int3' - in `kv_dtype`",
         ),
+        ({"kv_dtype": {"default": "int8", "odd": "bf16"}}, "expected default, first:N, .* got 'odd' - in `kv_dtype`"),
         ({"dtype": "int3"}, "expected auto, float32, bfloat16 or float16, got 'int3' - in `dtype`"),
         ({"kv_memory": "200%"}, "expected a share above 0% and up to 100%, got '200%'"),
         ({"pin_memory": "101%"}, "expected a share of 0% to 100%, got '101%' - in `pin_memory`"),

@@ -3,6 +3,7 @@
     python benchmarks/peers/setup.py [--peers DIR]           once: environments, models
     python benchmarks/peers/compare.py [--peers DIR] [--engines NAME ...] [--cases TEXT ...] [--repetitions 3]
                                        [--threads N] [--markdown FILE] [--quick]
+                                       [--quantized] [--vocabulary cut|real]
 
 A round takes the machine's limits, the time of `import torch, transformers`, and each engine in turn through all
 cases (`cases.py`), in a process that has the machine to itself; rounds are repeated and medians printed (of ratios:
@@ -15,6 +16,9 @@ Start to first token is counted from outside: from the start of the process to i
 It is a second start: each engine has the model in its own form already, Quire its packed weights.
 Peak memory is the process's largest resident size over the cases with 2 GiB of KV. Before each case a short run with
 as many requests and 16-token prompts warms it up.
+
+--quantized: engines with weights of 4 and 8 bits, and Quire's with 16. The first one that runs is compared with the
+peers; a decode row's limit is its bytes over the read bandwidth.
 
 --quick: a small model in float32, Quire and transformers in this interpreter, for the correctness of all this: fails
 unless Quire's tokens are those of transformers.
@@ -35,31 +39,37 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cases import CASES, START, Case
 from driver import Options
-from engines import ENGINES, Engine
+from engines import ENGINES, QUANTIZED, Engine
 from limits import Limits, limit_of, measure_limits
 from machine import emit, emit_machine, machine
 from process import EngineError, EngineProcess
-from shape import FULL, SMALL, Shape, write
+from shape import FULL, REAL, SMALL, Shape, write
 from table import DECODE_SHARE, PREFILL_SHARE, Row, markdown
 
 REPOSITORY = Path(__file__).parents[2]
 REFERENCE = "transformers dynamic"  # whose tokens the others' are compared with
 MEMORY_TARGET = 1 / 1.1
 START_ALLOWANCE_S = 1.5
+QUANTIZED_SHARE = 0.75  # of a decode row at batch 1
 REPEATED_S = 60.0  # what took longer in total is not repeated
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peers", type=Path, default=REPOSITORY / "build" / "peers")
-    parser.add_argument("--engines", nargs="+", choices=[engine.name for engine in ENGINES], metavar="NAME")
+    parser.add_argument("--engines", nargs="+", metavar="NAME")
     parser.add_argument("--cases", nargs="+", metavar="TEXT", help="those whose names contain one of these")
     parser.add_argument("--repetitions", type=int, default=None)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--case-limit", type=float, default=240.0, help="seconds")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quantized", action="store_true", help="weights of 4 and 8 bits")
+    parser.add_argument("--vocabulary", choices=("cut", "real"), default="cut")
     arguments = parser.parse_args()
+    names = [engine.name for engine in (QUANTIZED if arguments.quantized else ENGINES)]
+    if unknown := set(arguments.engines or ()) - set(names):
+        parser.error(f"expected engines among {', '.join(names)}, got {', '.join(sorted(unknown))}")
     emit_machine()
     with tempfile.TemporaryDirectory() as scratch:
         comparison = Comparison(arguments, Path(scratch))
@@ -81,15 +91,16 @@ class Comparison:
         self._quick: bool = arguments.quick
         self._threads: int = arguments.threads
         self._limit_s: float = arguments.case_limit
-        self._shape: Shape = SMALL if self._quick else FULL
+        self._shape: Shape = SMALL if self._quick else REAL if arguments.vocabulary == "real" else FULL
         self._peers: Path = scratch if self._quick else arguments.peers
-        write(self._shape, self._peers / "models" / "hf")
+        self._models: Path = self._peers / self._shape.folder
+        write(self._shape, self._models / "hf")
         wanted = arguments.cases or [""]
         cases = [case for case in CASES if any(text in case.name for text in wanted)]
         self._cases = [case.quick() for case in cases] if self._quick else cases
         self._engines: list[Engine] = []
-        for engine in ENGINES:
-            reason = engine.missing(self._peers, quick=self._quick)
+        for engine in QUANTIZED if arguments.quantized else ENGINES:
+            reason = engine.missing(self._peers, self._models, quick=self._quick)
             if arguments.engines and engine.name not in arguments.engines:
                 continue
             if reason is None:
@@ -103,7 +114,12 @@ class Comparison:
         self._spent: dict[tuple[str, str], float] = {}
         self._tokens: dict[tuple[str, str, int], list[list[int]]] = {}
         has_amx = "amx_tile" in machine()["isa"]
-        self._rows = {case.name: _row_of(case, has_amx) for case in self._cases}
+        first = self._engines[0]
+        self._bits = (first.weight_bits, first.head_bits) if arguments.quantized else None
+        self._rows = {
+            case.name: _quantized_row_of(case) if arguments.quantized else _row_of(case, has_amx)
+            for case in self._cases
+        }
         self._start = Row(START.name, "s", higher_is_better=False)
         self._memory = Row(
             "peak memory, 2 GiB of KV", "GB", higher_is_better=False, target=round(MEMORY_TARGET, 2)
@@ -138,7 +154,7 @@ class Comparison:
 
     def _note_limits(self, limits: Limits) -> None:
         for case in self._cases:
-            self._rows[case.name].limits.append(limit_of(case, self._shape, limits))
+            self._rows[case.name].limits.append(limit_of(case, self._shape, limits, self._bits))
 
     def _run_engine(self, engine: Engine, repetition: int, *, tight: bool) -> None:
         """Its cases of one round, in a process of its own."""
@@ -202,7 +218,7 @@ class Comparison:
         """A new process that has answered once."""
         shape = self._shape
         options = Options(
-            model=str(self._peers / "models" / engine.model),
+            model=str(self._models / engine.model),
             mode=engine.mode,
             dtype=shape.dtype,
             threads=self._threads,
@@ -271,6 +287,11 @@ class Comparison:
 def _row_of(case: Case, has_amx: bool) -> Row:
     share = {"rate": DECODE_SHARE, "prefill": PREFILL_SHARE}.get(case.figure)
     return Row(case.name, case.unit, case.higher_is_better, target=case.target[has_amx], least_share=share)
+
+
+def _quantized_row_of(case: Case) -> Row:
+    share = QUANTIZED_SHARE if case.figure == "rate" and case.batch == 1 else None
+    return Row(case.name, case.unit, case.higher_is_better, target=case.quantized_target, least_share=share)
 
 
 def _note(row: Row, engine: Engine, case: Case, repetition: int, figure: float) -> None:

@@ -2,6 +2,9 @@
 
 Versions are in `requirements/`. The first one is Quire; it and transformers can run in the interpreter that runs the
 comparison (`--quick`), every other peer in the virtual environment that `setup.py` made for it.
+
+`ENGINES` have weights of 16 bits, `QUANTIZED` of 4 and 8: rounded from the same checkpoint by each engine's own tool,
+or, of Q4_K_M, the same file for both.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from pathlib import Path
 
 from cases import Case
 
-__all__ = ["ENGINES", "Engine"]
+__all__ = ["ENGINES", "QUANTIZED", "Engine"]
 
 HERE = Path(__file__).parent
 _NO_PREFIX = "no prefix cache"
@@ -28,6 +31,7 @@ class Engine:
         model: name in the folder of models.
         precision: what it computes in and what its KV cache holds, unless its driver says (`Driver.precision`).
         no_prefix_cache, no_kv_limit: has not; the cases that need one are left out.
+        weight_bits, head_bits: of one weight of the layers and of the projection to the vocabulary, scales counted.
         slow_start: takes a minute to start, so one process serves all rounds, stopped in between.
         converts_at_start: its first start writes the model in its own form, which the peers' `*_convert.py` do in
             `setup.py`; so it is started once before anything is measured.
@@ -41,6 +45,8 @@ class Engine:
     mode: str = ""
     no_prefix_cache: bool = False
     no_kv_limit: bool = False
+    weight_bits: float = 16.0
+    head_bits: float = 16.0
     slow_start: bool = False
     converts_at_start: bool = False
     variables: dict[str, str] = field(default_factory=dict)
@@ -50,13 +56,13 @@ class Engine:
             return sys.executable
         return str(peers / self.environment / "bin" / "python")
 
-    def missing(self, peers: Path, *, quick: bool) -> str | None:
+    def missing(self, peers: Path, models: Path, *, quick: bool) -> str | None:
         """Why it cannot run here, or None."""
         if quick:
             return None if self.environment in (None, "transformers") else "not part of --quick"
         if not os.access(self.python(peers, quick=quick), os.X_OK):
             return f"not installed in {peers} (benchmarks/peers/setup.py {self.environment})"
-        if not (peers / "models" / self.model).exists():
+        if not (models / self.model).exists():
             return f"its model was not converted (benchmarks/peers/setup.py {self.environment})"
         return None
 
@@ -98,4 +104,51 @@ ENGINES = [
     _transformers("transformers static", "static", no_prefix_cache=True, no_kv_limit=True),
     _transformers("transformers dynamic", "dynamic", no_prefix_cache=True, no_kv_limit=True),
     _transformers("transformers generate_batch", "generate_batch", no_prefix_cache=False, no_kv_limit=False),
+]
+
+# A scale takes two bytes a group; OpenVINO's embedding and head are int8, llama.cpp's of Q4_0 and Q4_K_M Q6_K.
+QUANTIZED = [
+    Engine(
+        "quire int4",
+        "quire_driver.py",
+        "hf",
+        "int4:128, head int8, KV bf16",
+        mode="int4:128",
+        weight_bits=4 + 16 / 128,
+        head_bits=8.0,
+    ),
+    Engine(
+        "quire int8", "quire_driver.py", "hf", "int8, KV bf16", mode="int8", weight_bits=8.0, head_bits=8.0
+    ),
+    Engine(
+        "quire Q4_K_M",
+        "quire_driver.py",
+        "model-Q4_K_M.gguf",
+        "Q4_K_M, KV bf16",
+        mode="as stored",
+        weight_bits=4.85,
+        head_bits=6.5625,
+    ),
+    Engine("quire", "quire_driver.py", "hf", "bf16, KV bf16", converts_at_start=True),
+    *(
+        Engine(
+            f"openvino-genai int{bits}",
+            "openvino_driver.py",
+            f"openvino-int{bits}",
+            f"int{bits}, KV {kv}",
+            environment="openvino",
+            mode=kv,
+        )
+        for bits, kv in ((4, "u8"), (8, "u8"))
+    ),
+    *(
+        Engine(
+            f"llama.cpp {kind}",
+            "llama_cpp_driver.py",
+            f"model-{kind}.gguf",
+            f"{kind}, KV f16",
+            environment="llama_cpp_no_amx",
+        )
+        for kind in ("Q4_0", "Q4_K_M", "Q8_0")
+    ),
 ]

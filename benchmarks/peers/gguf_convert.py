@@ -1,4 +1,5 @@
-"""The model as a GGUF file in bf16, its norms in f32: `python gguf_convert.py FROM TO`.
+"""The model as a GGUF file in bf16, its norms in f32: `python gguf_convert.py FROM TO [KIND]`.
+KIND: Q4_0, Q4_K_M or Q8_0; TO is then made of the file in bf16 at FROM, by llama.cpp's own rounding.
 
 Runs in the environment of llama.cpp. Written tensor by tensor. Prompts are token ids; the vocabulary is there because
 llama-server answers with text.
@@ -40,9 +41,10 @@ def gguf_name(name: str) -> str:
 
 
 def _add_vocabulary(writer: GGUFWriter, tokenizer: Path) -> None:
-    """Its words; llama.cpp insists on a merge, and this one gives a word that there is not, so it is never taken."""
+    """Its words; llama.cpp insists on a merge, whose result takes the place of the last word."""
     ids: dict[str, int] = json.loads(tokenizer.read_text())["model"]["vocab"]
     words = sorted(ids, key=ids.__getitem__)
+    words[-1] = "!!"
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(words)
@@ -50,7 +52,9 @@ def _add_vocabulary(writer: GGUFWriter, tokenizer: Path) -> None:
     writer.add_token_merges(["! !"])
 
 
-def main(source: str, target: str) -> None:
+def main(source: str, target: str, kind: str | None = None) -> None:
+    if kind is not None:
+        return _round(source, target, kind)
     config = json.loads((Path(source) / "config.json").read_text())
     writer = GGUFWriter(f"{target}.part", "qwen3")
     writer.add_context_length(config["max_position_embeddings"])
@@ -79,6 +83,17 @@ def main(source: str, target: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    Path(f"{target}.part").rename(target)
+
+
+def _round(source: str, target: str, kind: str) -> None:
+    import llama_cpp  # pyright: ignore[reportMissingImports]
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    status = llama_cpp.llama_model_quantize(source.encode(), f"{target}.part".encode(), params)
+    if status != 0:
+        raise SystemExit(f"llama_model_quantize gave {status}")
     Path(f"{target}.part").rename(target)
 
 

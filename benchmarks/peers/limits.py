@@ -4,6 +4,7 @@
               at the read bandwidth
     prefill   all its products, the layers' and attention's two (of a causal mask, half), at the rate of the fastest
               product of 2 048 rows
+    codes     a decode step of quantized weights reads its bytes and its KV at the read bandwidth, whatever the rows
     the rest  the sum of the prefills and decode steps it cannot do without: a shared prefix computed once and read
               once a step; of a cache that is too small, always full
 
@@ -61,11 +62,17 @@ def _mean_length(case: Case) -> float:
     return case.prompt + case.new / 2
 
 
-def limit_of(case: Case, shape: Shape, limits: Limits) -> float:
-    """The best figure of the case that the machine allows, in the case's unit."""
+def limit_of(case: Case, shape: Shape, limits: Limits, bits: tuple[float, float] | None = None) -> float:
+    """The best figure of the case that the machine allows, in the case's unit.
+
+    bits: of a weight of the layers and of the projection to the vocabulary, if they are quantized.
+    """
 
     def step(rows: int, kv_tokens: float) -> float:
         kv = kv_tokens * shape.kv_bytes_per_token / limits.bytes_per_s
+        if bits is not None:
+            layers = shape.layers * sum(a * b for a, b in shape.linears) * bits[0] / 8
+            return (layers + shape.vocab_size * shape.hidden * bits[1] / 8) / limits.bytes_per_s + kv
         return shape.layers * limits.layer_s[rows] + limits.vocabulary_s[rows] + kv
 
     def prefill(new: int, before: int = 0) -> float:

@@ -1,4 +1,5 @@
-"""llama.cpp through llama-cpp-python's C API: bf16 weights, f16 KV, flash attention, batched here.
+"""llama.cpp through llama-cpp-python's C API: weights as the file has them, f16 KV, flash attention,
+batched here.
 
 llama.cpp has batches of sequences but no scheduler in its library, so this is one: each step decodes the running
 sequences and computes prompts up to a batch, a sequence is admitted when all its tokens will fit, and where prompts

@@ -103,19 +103,20 @@ class Run:
         self._quick = quick
         self._shape = SMALL if quick else FULL
         self._peers: Path = scratch if quick else arguments.peers.resolve()
+        self._models: Path = self._peers / self._shape.folder
         names = arguments.engines or (SERVERS[:1] if quick else SERVERS)
         # Quire first, whose rates the others get too.
         self._engines = [engine_named(name) for name in SERVERS if name in names]
         missing = [
             f"{engine.name}: {reason}"
             for engine in self._engines
-            if (reason := engine.missing(self._peers, quick=quick)) and engine.environment
+            if (reason := engine.missing(self._peers, self._models, quick=quick)) and engine.environment
         ]
         if missing:
             raise SystemExit(
                 "\n".join([*missing, "install what is missing, or name the others: --engines quire ..."])
             )
-        write(self._shape, self._peers / "models" / "hf")
+        write(self._shape, self._models / "hf")
         self._extent = (
             Extent(4, 1.5, 1, 1, 120.0, 1.5)
             if quick
@@ -183,7 +184,7 @@ class Run:
         server = ServerProcess(
             engine,
             engine.python(self._peers, quick=self._quick),
-            self._peers / "models" / engine.model,
+            self._models / engine.model,
             self._settings,
             self._peers / "logs" / f"server-{engine.name}.log",
         )

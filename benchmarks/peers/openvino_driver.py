@@ -1,4 +1,5 @@
-"""openvino-genai: its continuous batching pipeline, stepped here; bf16 products, f16 KV, prefix caching on.
+"""openvino-genai: its continuous batching pipeline, stepped here; bf16 products, KV of f16
+(`mode`: or of u8), prefix caching on.
 
 Where the processor has no bf16 products (neither AMX nor avx512_bf16) it cannot take a bf16 hint: its attention then
 refuses a KV cache of 16 bits. It computes in float32 there, from the same bf16 weights and with the same f16 KV.
@@ -26,14 +27,16 @@ class OpenVino(Driver):
         self._ids = itertools.count()
         has_bf16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         dtype = "bf16" if has_bf16 else "f32"
-        self.precision = f"{dtype}, KV f16"
+        kv = options.mode or "f16"
+        if not options.mode:
+            self.precision = f"{dtype}, KV {kv}"
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(
             options.model,
             scheduler,
             "CPU",
             {
                 "INFERENCE_PRECISION_HINT": dtype,
-                "KV_CACHE_PRECISION": "f16",
+                "KV_CACHE_PRECISION": kv,
                 "INFERENCE_NUM_THREADS": options.threads,
                 "PERFORMANCE_HINT": "LATENCY",
             },

@@ -2,12 +2,13 @@
 
 Its packed weights are kept beside that directory; who measures a start starts it once before, as each peer's model is
 converted before. The memory of its KV cache is taken after the first request, the one of the start: the peers take
-theirs while they start.
+theirs while they start. Mode: what the weights are rounded to when they are loaded; "as stored": the file's codes.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from driver import Clock, Driver, Options, serve
 
@@ -23,7 +24,7 @@ class Quire(Driver):
             kv_memory=options.kv_bytes,
             num_threads=options.threads,
             max_model_len=options.max_len,
-            packed_weights=Path(options.model).with_name("quire"),
+            **_weights(options),
         )
         self._has_answered = False
 
@@ -45,6 +46,14 @@ class Quire(Driver):
                 index = index_of[output.request_id]
                 clock.note(index, output.outputs[0].token_ids[len(clock.tokens[index]) :])
         self._has_answered = True
+
+
+def _weights(options: Options) -> dict[str, Any]:
+    if options.mode == "as stored":
+        return {}
+    if options.mode:
+        return {"weights": options.mode}
+    return {"packed_weights": Path(options.model).with_name("quire")}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Sets the peers up: a virtual environment for each, with exact versions, and the model in each one's format.
 
-    python benchmarks/peers/setup.py [NAME ...] [--peers DIR] [--jobs N]
+    python benchmarks/peers/setup.py [NAME ...] [--peers DIR] [--jobs N] [--vocabulary cut|real]
 
-NAME: openvino, vllm, llama_cpp, transformers; all if none is given. DIR (build/peers): about 9 GB. llama.cpp is
-compiled for this processor, as a library and as llama-server, which takes a quarter of an hour of a C++ compiler on
-two cores. pip has to find `torch==2.13.0+cpu`: where it is on no index that pip knows, name PyTorch's index of CPU
-builds in PIP_EXTRA_INDEX_URL.
+NAME: openvino, vllm, llama_cpp, llama_cpp_no_amx, transformers; all if none is given. DIR (build/peers): about 10 GB.
+llama.cpp is compiled for this processor, as a library and as llama-server, which takes a quarter of an hour of a C++
+compiler on two cores, and again without AMX. pip has to find `torch==2.13.0+cpu`: where it is on no index that pip
+knows, name PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL.
 
 May be run again: an environment that is as its requirements say is left alone, and so is its model. Says what failed,
 with the log, and goes on with the others; then the exit status is 1.
@@ -21,7 +21,7 @@ import venv
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shape import FULL, write
+from shape import FULL, REAL, write
 
 HERE = Path(__file__).parent
 
@@ -31,31 +31,53 @@ class Environment:
     """
     Args:
         converter: script that turns the model of transformers into `model`; None where that is what it reads.
+        rounded: models of fewer bits: name, what it is made of, and the converter's argument.
+        file: of its requirements, where that is another one's.
         pip_options, variables: of its installation.
     """
 
     name: str
     model: str = "hf"
     converter: str | None = None
+    rounded: tuple[tuple[str, str, str], ...] = ()
+    file: str | None = None
     pip_options: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
 
     @property
     def requirements(self) -> Path:
-        return HERE / "requirements" / f"{self.name}.txt"
+        return HERE / "requirements" / f"{self.file or self.name}.txt"
 
 
+_LLAMA_CPP = (
+    "-DGGML_OPENMP=ON -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF "
+    "-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF"
+)
 ENVIRONMENTS = [
-    Environment("openvino", model="openvino", converter="openvino_convert.py"),
+    Environment(
+        "openvino",
+        model="openvino",
+        converter="openvino_convert.py",
+        rounded=(("openvino-int4", "hf", "4"), ("openvino-int8", "hf", "8")),
+    ),
     Environment("vllm"),
     Environment(
         "llama_cpp",
         model="model.gguf",
         converter="gguf_convert.py",
+        rounded=tuple((f"model-{kind}.gguf", "model.gguf", kind) for kind in ("Q4_0", "Q4_K_M", "Q8_0")),
         pip_options=("--no-binary", "llama-cpp-python"),
+        variables={"CMAKE_ARGS": f"-DGGML_NATIVE=ON {_LLAMA_CPP}"},
+    ),
+    # Of its quantized products with AMX this version ends the process (build 11434); repacked for AVX-512 they run.
+    Environment(
+        "llama_cpp_no_amx",
+        file="llama_cpp",
+        pip_options=("--no-binary", "llama-cpp-python", "--no-cache-dir"),
         variables={
-            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF "
-            "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF"
+            "CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_BMI2=ON -DGGML_FMA=ON "
+            "-DGGML_F16C=ON -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON "
+            f"{_LLAMA_CPP}"
         },
     ),
     Environment("transformers"),
@@ -72,20 +94,22 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
     parser.add_argument("--peers", type=Path, default=HERE.parents[1] / "build" / "peers")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="of the compiler")
+    parser.add_argument("--vocabulary", choices=("cut", "real"), default="cut")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(names):
         parser.error(f"expected names among {', '.join(names)}, got {', '.join(sorted(unknown))}")
     peers: Path = arguments.peers.resolve()
     (peers / "logs").mkdir(parents=True, exist_ok=True)
     print("the model, with random weights", flush=True)
-    write(FULL, peers / "models" / "hf")
+    shape = REAL if arguments.vocabulary == "real" else FULL
+    write(shape, peers / shape.folder / "hf")
     failures = []
     for environment in ENVIRONMENTS:
         if arguments.names and environment.name not in arguments.names:
             continue
         try:
             is_new = install(environment, peers, arguments.jobs)
-            convert(environment, peers, again=is_new)
+            convert(environment, peers, peers / shape.folder, again=is_new)
         except (SetupError, OSError) as error:
             failures.append(environment.name)
             print(f"FAILED {environment.name}: {error}", flush=True)
@@ -113,15 +137,19 @@ def install(environment: Environment, peers: Path, jobs: int) -> bool:
     return True
 
 
-def convert(environment: Environment, peers: Path, *, again: bool) -> None:
-    target = peers / "models" / environment.model
-    done = target / "complete" if target.suffix == "" else target
-    if environment.converter is None or (done.exists() and not again):
+def convert(environment: Environment, peers: Path, models: Path, *, again: bool) -> None:
+    """Its model of 16 bits, then those made of it or of transformers' one."""
+    if environment.converter is None:
         return
-    print(f"{environment.name}: converting the model", flush=True)
-    command = [peers / environment.name / "bin" / "python", HERE / environment.converter]
-    log = peers / "logs" / f"convert-{environment.name}.log"
-    run([*command, peers / "models" / "hf", target], log, {"HF_HUB_OFFLINE": "1"})
+    python, converter = peers / environment.name / "bin" / "python", HERE / environment.converter
+    for name, source, *argument in ((environment.model, "hf"), *environment.rounded):
+        target = models / name
+        done = target / "complete" if target.suffix == "" else target
+        if done.exists() and not again:
+            continue
+        print(f"{environment.name}: converting the model to {target.relative_to(peers)}", flush=True)
+        log = peers / "logs" / f"convert-{target.stem}.log"
+        run([python, converter, models / source, target, *argument], log, {"HF_HUB_OFFLINE": "1"})
 
 
 def run(command: list[str | Path], log: Path, variables: dict[str, str]) -> None:

@@ -1,16 +1,17 @@
 """The shape of the model that is compared, and its directory in the format of transformers, with random weights.
 
-Qwen3-0.6B's with the vocabulary cut to 32 000 and tied embeddings: 473 M parameters. `SMALL` is for --quick.
+Qwen3-0.6B's with the vocabulary cut to 32 000 and tied embeddings: 473 M parameters. `REAL` is the same with its real
+vocabulary, 151 936: 596 M parameters, a quarter of them in the projection. `SMALL` is for --quick.
 Standard library only at import; `write` needs torch, transformers and tokenizers, and takes seconds.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-__all__ = ["FULL", "SMALL", "Shape", "write"]
+__all__ = ["FULL", "REAL", "SMALL", "Shape", "write"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Shape:
         return self.layers * self.kv_heads * self.head_dim * 2 * (4 if self.dtype == "float32" else 2)
 
     @property
+    def folder(self) -> str:
+        """Where its models are, in the folder of the peers."""
+        return "models" if self.vocab_size == FULL.vocab_size else f"models-{self.vocab_size}"
+
+    @property
     def linears(self) -> list[tuple[int, int]]:
         """(outputs, inputs) of the linear layers of one decoder layer."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -46,6 +52,7 @@ class Shape:
 
 
 FULL = Shape(1024, 3072, 28, 16, 8, 128, 32_000, "bfloat16", kv_bytes=2 << 30, tight_kv_bytes=256 << 20)
+REAL = replace(FULL, vocab_size=151_936)
 SMALL = Shape(128, 384, 4, 4, 2, 32, 1_000, "float32", kv_bytes=16 << 20, tight_kv_bytes=288 << 10)
 
 

@@ -49,8 +49,10 @@ class Row:
         return self._median_ratio(self.figures.get(ours, []), self.figures.get(peer, []))
 
     def best_peer(self, engines: list[str]) -> str | None:
-        """Of those behind the first one, which is ours: the one that we are least ahead of."""
-        ratios = {peer: self.ratio_to(peer, engines[0]) for peer in engines[1:]}
+        """Of those behind the first one, which is ours as all are whose names begin with quire: the one that we are
+        least ahead of."""
+        peers = [engine for engine in engines[1:] if not engine.startswith("quire")]
+        ratios = {peer: self.ratio_to(peer, engines[0]) for peer in peers}
         known = {peer: ratio for peer, ratio in ratios.items() if ratio is not None}
         return min(known, key=known.__getitem__) if known else None
 

@@ -27,18 +27,22 @@ PagedTensor paged(const Array& array, unsigned char* data) {
     return {data, array.stride(0), array.stride(1), array.stride(2), array.shape(3)};
 }
 
-// Codes uint8 [blocks, heads, tokens, width] of rows whose scales, bf16 [blocks, heads, tokens], lie behind the codes.
+// Codes uint8 [blocks, heads, tokens, width] of rows whose scales, bf16 [blocks, heads, tokens], lie behind the codes; of 4 bits two
+// in each, and scales [blocks, heads, tokens, groups].
 PagedTensor paged_codes(const Array& codes, const Array& scales) {
     PagedTensor found = paged(codes, codes.shaped(Type::u8, {-1, -1, -1, -1}));
-    const unsigned char* first = scales.strided(Type::bf16, 3);
+    const bool grouped = scales.num_dims() == 4;
+    if (grouped) found.bits = 4, found.width *= 2;
+    check_range("a head's width", found.width, 1, kMaxHeadWidth);
+    const unsigned char* first = grouped ? scales.shaped(Type::bf16, {-1, -1, -1, found.num_scales()}) : scales.strided(Type::bf16, 3);
     bool together = true;
     for (int dim = 0; dim < 3; ++dim) {
         const bool alike = codes.shape(dim) == scales.shape(dim) && (codes.shape(dim) < 2 || codes.stride(dim) == 2 * scales.stride(dim));
         together = together && alike;
     }
     found.scale = first - found.data;
-    if (!together || found.scale < found.width || found.scale > 2 * kMaxHeadWidth) {
-        throw std::invalid_argument("expected the scale of each row close behind its codes, at the same distance in all rows, got other places");
+    if (!together || found.scale < codes.shape(3) || found.scale > 2 * kMaxHeadWidth) {
+        throw std::invalid_argument("expected the scales of each row close behind its codes, at the same distance in all rows, got other places");
     }
     return found;
 }
@@ -111,19 +115,20 @@ void bind_attention(nb::module_& m) {
                 check_range("the number of blocks", keys.shape(0), 0, kMost);
                 check_range("the number of heads", keys.shape(1), 1, 1 << 20);
                 check_range("the block size", keys.shape(2), 1, kMost);
-                for (const Array* array : {&keys, &values}) check_range("a head's width", array->shape(3), 1, kMaxHeadWidth);
+                if (k_codes.bits < v_codes.bits) throw std::invalid_argument("expected keys of 8 bits beside values of 8 bits, got keys of 4");
                 BoundView made{{k_codes, v_codes, element, keys.shape(0), keys.shape(1), keys.shape(2), true},
                                keys.owner(), values.owner(), {key_scales.owner(), value_scales.owner()}, {}};
                 if (!k_offset.is_none()) {
                     const Array offset(k_offset, "k_offset");
-                    made.k_offset = reinterpret_cast<const float*>(offset.dense(Type::f32, keys.shape(1) * keys.shape(3)));
+                    made.k_offset = reinterpret_cast<const float*>(offset.dense(Type::f32, keys.shape(1) * made.k.width));
                     made.offset_owner = offset.owner();
                 }
                 new (self) BoundView(std::move(made));
             },
             nb::arg("k"), nb::arg("v"), nb::arg("k_scale"), nb::arg("v_scale"), nb::arg("dtype"), nb::arg("k_offset").none() = nb::none(),
             "k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width): codes of 8 bits as uint8; k_scale and v_scale "
-            "[num_blocks, num_kv_heads, block_size], bfloat16, behind the codes of their rows. dtype: of what is written and of queries. k_offset: float32 "
+            "[num_blocks, num_kv_heads, block_size], bfloat16, behind the codes of their rows. Codes of 4 bits: two in a byte, of v or of both, and scales "
+            "[.., block_size, groups], one for each 32. dtype: of what is written and of queries. k_offset: float32 "
             "[num_kv_heads, k_width], taken from keys before they are turned, or None.")
         .def(
             "__init__",

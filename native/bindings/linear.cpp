@@ -7,10 +7,12 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings/array.hpp"
 #include "bindings/bindings.hpp"
@@ -188,6 +190,22 @@ void bind_linear(nb::module_& m) {
         .def_prop_ro("address", [](const BoundWeight& self) { return reinterpret_cast<std::uintptr_t>(self.data()); },
                      "Where they are.")
         .def_prop_ro("isa", [](const BoundWeight& self) { return std::string(isa_name(self.isa())); }, "The variant it is packed for.");
+    m.def(
+        "multiply_each",
+        [](const std::vector<const BoundWeight*>& weights, nb::handle x, nb::handle out) {
+            if (weights.empty()) throw std::invalid_argument("expected at least 1 weight, got none");
+            const auto count = static_cast<std::int64_t>(weights.size());
+            const Type type = type_of(weights[0]->element());
+            const Array from(x, "x"), to(out, "out", Array::Use::written);
+            const PartedRows rows{from.shaped(type, {-1, count, weights[0]->num_inputs()}), from.stride(0), from.stride(1)};
+            const PartedRows results{to.shaped(type, {from.shape(0), count, weights[0]->num_outputs()}), to.stride(0), to.stride(1)};
+            const std::vector<const PackedWeight*> packed(weights.begin(), weights.end());
+            const Released released;
+            multiply_each(packed.data(), count, rows, from.shape(0), results);
+        },
+        nb::arg("weights"), nb::arg("x"), nb::arg("out"),
+        "out [rows, weights, num_outputs]: x [rows, i, num_inputs] times weight i, for every i. Weights of one dtype, variant and shape; "
+        "only the last dimension of x and out has to be dense.");
     m.def(
         "panel_layout",
         [](std::string_view dtype, std::optional<std::string> isa) {

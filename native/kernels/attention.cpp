@@ -55,24 +55,28 @@ struct Workspace {
     std::int64_t num_states = 0;
 };
 
+template <int kBits, int kValueBits>
 AttentionVariant variant_for_codes(Isa isa, bool bf16) {
     switch (isa) {
 #if defined(__x86_64__)
-        case Isa::amx_bf16: return bf16 ? attention_codes_item_amx_bf16 : attention_codes_item_avx512;
-        case Isa::avx512_bf16: case Isa::avx512: return attention_codes_item_avx512;
-        case Isa::avx2: return attention_codes_item_avx2;
+        case Isa::amx_bf16: return bf16 ? attention_codes_item_amx_bf16<kBits, kValueBits> : attention_codes_item_avx512<kBits, kValueBits>;
+        case Isa::avx512_bf16: case Isa::avx512: return attention_codes_item_avx512<kBits, kValueBits>;
+        case Isa::avx2: return attention_codes_item_avx2<kBits, kValueBits>;
 #endif
 #if defined(QUIRE_TEST_KERNELS)
-        case Isa::emulated_amx_bf16: return bf16 ? attention_codes_item_emulated_amx_bf16 : attention_codes_item_emulated_avx512;
-        case Isa::emulated_avx512_bf16: case Isa::emulated_avx512: return attention_codes_item_emulated_avx512;
+        case Isa::emulated_amx_bf16:
+            return bf16 ? attention_codes_item_emulated_amx_bf16<kBits, kValueBits> : attention_codes_item_emulated_avx512<kBits, kValueBits>;
+        case Isa::emulated_avx512_bf16: case Isa::emulated_avx512: return attention_codes_item_emulated_avx512<kBits, kValueBits>;
 #endif
-        default: return attention_codes_item_portable;
+        default: return attention_codes_item_portable<kBits, kValueBits>;
     }
 }
 
 AttentionVariant variant_for(Isa isa, const PagedView& view) {
     const bool bf16 = view.element == Element::bf16;
-    if (view.coded) return variant_for_codes(isa, bf16);
+    if (view.coded && view.k.bits == 4) return variant_for_codes<4, 4>(isa, bf16);
+    if (view.coded && view.v.bits == 4) return variant_for_codes<8, 4>(isa, bf16);
+    if (view.coded) return variant_for_codes<8, 8>(isa, bf16);
     switch (isa) {
 #if defined(__x86_64__)
         case Isa::amx_bf16: return bf16 ? attention_item_amx_bf16 : attention_item_avx512;
@@ -174,6 +178,7 @@ void attention_store(const PagedView& view, const PagedTensor& to, const unsigne
         }
         turn(row, width);
     }
+    if (to.bits == 4) return encode_groups(row, width, target, target + to.scale);
     bf16 scale;
     encode(row, width, reinterpret_cast<std::int8_t*>(target), &scale);
     std::memcpy(target + to.scale, &scale, sizeof scale);

@@ -20,8 +20,11 @@
 
 namespace quire {
 
+constexpr std::int64_t kCodeGroup = 32;  // codes of 4 bits that have a scale
+
 // One layer's keys or values: element (block, head, token, d) at data + block * block_stride + head * head_stride +
-// token * token_stride + d; strides in elements. scale: of codes, the bytes from a row's first code to its scale (bf16).
+// token * token_stride + d; strides in elements. Of codes, of 8 bits or 4, strides are in bytes; scale: the bytes from a row's first
+// code to its scales (bf16), one or one for each kCodeGroup.
 struct PagedTensor {
     unsigned char* data;
     std::int64_t block_stride;
@@ -29,13 +32,15 @@ struct PagedTensor {
     std::int64_t token_stride;
     std::int64_t width;
     std::int64_t scale = 0;
+    int bits = 8;
 
+    std::int64_t num_scales() const { return bits == 4 ? (width + kCodeGroup - 1) / kCodeGroup : 1; }
     // Elements from a row's first to behind all that is the row's.
-    std::int64_t extent() const { return scale > 0 ? scale + 2 : width; }
+    std::int64_t extent() const { return scale > 0 ? scale + 2 * num_scales() : width; }
 };
 
-// element: of queries, of what is written and of what comes out. coded: keys and values are codes of 8 bits and a scale for each row
-// (kv_codes.hpp), keys turned; else they are of `element` too.
+// element: of queries, of what is written and of what comes out. coded: keys and values are codes and scales (kv_codes.hpp), keys
+// turned; else they are of `element` too. Keys have as many bits as values, or 8.
 struct PagedView {
     PagedTensor k;
     PagedTensor v;

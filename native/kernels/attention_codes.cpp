@@ -1,5 +1,6 @@
-// Attention over keys and values in codes of 8 bits (kv_codes.hpp), compiled once per variant, with that variant's flags and
-// -DQUIRE_VARIANT_<name> (attention.cmake): in float32 lanes, or by AMX tiles for queries of bf16.
+// Attention over keys and values in codes (kv_codes.hpp), compiled once per variant and format, with that variant's flags,
+// -DQUIRE_VARIANT_<name>, and the bits of keys and of values as -DQUIRE_BITS and -DQUIRE_VALUE_BITS (attention.cmake): in float32
+// lanes, or by AMX tiles for queries of bf16.
 #include "kernels/attention_lanes.hpp"
 #include "kernels/attention_tiles.hpp"
 
@@ -22,21 +23,32 @@
 #elif defined(QUIRE_VARIANT_amx_bf16)
 #include "kernels/simd_avx512.hpp"
 #define QUIRE_ATTEND attention_codes_item_amx_bf16
-#define QUIRE_PRODUCTS TileProducts<Avx512Bf16, Tiles, code8>
+#define QUIRE_PRODUCTS TileProducts<Avx512Bf16, Tiles, Key, Value>
 #elif defined(QUIRE_VARIANT_emulated_amx_bf16)
 #include "kernels/simd_emulated.hpp"
 #define QUIRE_ATTEND attention_codes_item_emulated_amx_bf16
-#define QUIRE_PRODUCTS TileProducts<Emulated512Bf16, EmulatedTiles, code8>
+#define QUIRE_PRODUCTS TileProducts<Emulated512Bf16, EmulatedTiles, Key, Value>
 #else
 #error "attention.cmake names the variant"
 #endif
 
 #if !defined(QUIRE_PRODUCTS)
-#define QUIRE_PRODUCTS LaneProducts<QUIRE_SIMD, AnyElement, code8>
+#define QUIRE_PRODUCTS LaneProducts<QUIRE_SIMD, AnyElement, Key, Value>
 #endif
 
 namespace quire {
 
-void QUIRE_ATTEND(const AttentionJob& job, std::int64_t index) { AttendItem<QUIRE_PRODUCTS>(job, job.items[index]).run(); }
+namespace {
+
+using Key = std::conditional_t<QUIRE_BITS == 4, code4, code8>;
+using Value = std::conditional_t<QUIRE_VALUE_BITS == 4, code4, code8>;
+
+}  // namespace
+
+template <int kBits, int kValueBits>
+void QUIRE_ATTEND(const AttentionJob& job, std::int64_t index) {
+    AttendItem<QUIRE_PRODUCTS>(job, job.items[index]).run();
+}
+template void QUIRE_ATTEND<QUIRE_BITS, QUIRE_VALUE_BITS>(const AttentionJob& job, std::int64_t index);
 
 }  // namespace quire

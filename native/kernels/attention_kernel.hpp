@@ -106,8 +106,12 @@ extern const unsigned char kZeroRow[kMaxHeadWidth * 4];
 // Does item `index` of the job; one per variant.
 using AttentionVariant = void (*)(const AttentionJob& job, std::int64_t index);
 
-void attention_codes_item_portable(const AttentionJob& job, std::int64_t index);  // of codes, here and below
+// Of codes, here and below; with the bits of keys and of values.
+template <int kBits, int kValueBits>
+void attention_codes_item_portable(const AttentionJob& job, std::int64_t index);
+template <int kBits, int kValueBits>
 void attention_codes_item_emulated_avx512(const AttentionJob& job, std::int64_t index);
+template <int kBits, int kValueBits>
 void attention_codes_item_emulated_amx_bf16(const AttentionJob& job, std::int64_t index);  // queries of bf16 only
 void attention_item_portable(const AttentionJob& job, std::int64_t index);
 void attention_item_emulated_avx512(const AttentionJob& job, std::int64_t index);
@@ -117,8 +121,11 @@ void attention_item_emulated_amx_bf16(const AttentionJob& job, std::int64_t inde
 template <int kRows>
 void attention_few_rows_emulated_avx512_bf16(const AttentionJob& job, const AttentionItem& item);
 #if defined(__x86_64__)
+template <int kBits, int kValueBits>
 void attention_codes_item_avx2(const AttentionJob& job, std::int64_t index);
+template <int kBits, int kValueBits>
 void attention_codes_item_avx512(const AttentionJob& job, std::int64_t index);
+template <int kBits, int kValueBits>
 void attention_codes_item_amx_bf16(const AttentionJob& job, std::int64_t index);  // queries of bf16 only
 void attention_item_avx2(const AttentionJob& job, std::int64_t index);
 void attention_item_avx512(const AttentionJob& job, std::int64_t index);

@@ -1,4 +1,4 @@
-// Both products of attention in float32 lanes: portable, AVX2 and AVX-512, for every element type, and for codes of 8 bits.
+// Both products of attention in float32 lanes: portable, AVX2 and AVX-512, for every element type, and for codes of 8 and 4 bits.
 //
 // Scores: lanes of d, kWidth of them, in order; then the fold tree. Values: lanes of d, tokens in order. One row or many
 // compute the same sums; many read keys and values that were widened to float32 once.
@@ -14,11 +14,15 @@
 namespace quire {
 namespace {
 
-// Of codes: the scale of a key is multiplied into its scores, that of a value into its weights, so a code is widened as it is loaded;
-// queries are turned as the keys are (kv_codes.hpp).
-template <class S, class T, class M = T>
+// M, N: of keys and of values in memory. Of codes of 8 bits the scale of a key is multiplied into its scores, that of a value into its
+// weights, so a code is widened as it is loaded; codes of 4 bits are multiplied with their group's scale then, which is exact. Queries
+// are turned as the keys are (kv_codes.hpp).
+template <class S, class T, class M = T, class N = M>
 class LaneProducts {
-    static constexpr bool kCoded = std::is_same_v<M, code8>;
+    static constexpr bool kCoded = !std::is_same_v<M, T>;
+    static constexpr bool kScaledScores = std::is_same_v<M, code8>, kScaledWeights = std::is_same_v<N, code8>;
+    static constexpr bool kGroupedKeys = std::is_same_v<M, code4>, kGroupedValues = std::is_same_v<N, code4>;
+    static constexpr int kMostGroups = (kMaxHeadWidth + kCodeGroup - 1) / kCodeGroup;
     static constexpr int kWidth = S::kWidth;
     using Vec = typename S::Vec;
 
@@ -57,13 +61,13 @@ class LaneProducts {
         float* to = reinterpret_cast<float*>(packed) + std::int64_t{row} * k_stride_;
         if constexpr (kCoded) {
             switch (view_.element) {
-                case quire::Element::f32: widen(reinterpret_cast<const float*>(query), to, k_width_, k_stride_); break;
-                case quire::Element::bf16: widen(reinterpret_cast<const bf16*>(query), to, k_width_, k_stride_); break;
-                case quire::Element::f16: widen(reinterpret_cast<const f16*>(query), to, k_width_, k_stride_); break;
+                case quire::Element::f32: widen(Row<float>{reinterpret_cast<const float*>(query)}, to, k_width_, k_stride_); break;
+                case quire::Element::bf16: widen(Row<bf16>{reinterpret_cast<const bf16*>(query)}, to, k_width_, k_stride_); break;
+                case quire::Element::f16: widen(Row<f16>{reinterpret_cast<const f16*>(query)}, to, k_width_, k_stride_); break;
             }
             turn_query(to, k_width_);
         } else {
-            widen(query, to, k_width_, k_stride_);
+            widen(Row<T>{query}, to, k_width_, k_stride_);
         }
     }
 
@@ -71,17 +75,15 @@ class LaneProducts {
 
     void begin(const M* const* k, const M* const* v, LinesAhead<S>& ahead, int start, int stop) {
         k_ = k, v_ = v, ahead_ = &ahead;
-        if constexpr (kCoded) {
-            for (int t = 0; t < kTileTokens; ++t) {
-                const bool seen = t >= start && t < stop;
-                k_scales_[t] = seen ? code_scale(k[t], view_.k.scale) : 0.0f;
-                v_scales_[t] = seen ? code_scale(v[t], view_.v.scale) : 0.0f;
-            }
+        for (int t = 0; kCoded && t < kTileTokens; ++t) {
+            const bool seen = t >= start && t < stop;
+            take_scales(view_.k, k[t], seen, k_scales_ + t);
+            take_scales(view_.v, v[t], seen, v_scales_ + t);
         }
         if (!many_rows()) return;
         if constexpr (kCanCross) {
             for (int d = 0; d < k_width_; d += kColumns) {
-                for (int t = 0; t < kTileTokens; t += kWidth) S::widen_columns(k + t, d, k_width_, wide_k_ + d * kTileTokens + t, kTileTokens);
+                for (int t = 0; t < kTileTokens; t += kWidth) widen_columns(t, d, wide_k_ + d * kTileTokens + t);
             }
         }
         for (int t = 0; t < kTileTokens; ++t) {
@@ -89,8 +91,8 @@ class LaneProducts {
             wide_k_rows_[t] = wide_k_ + t * k_stride_;
             wide_v_rows_[t] = wide_v_ + t * v_stride_;
             if (t < start / kGroup * kGroup || t >= padded_to(stop, kGroup)) continue;
-            if (!across()) widen(k[t], wide_k_ + t * k_stride_, k_width_, k_stride_);
-            widen(v[t], wide_v_ + t * v_stride_, v_width_, v_stride_);
+            if (!across()) widen(key_rows()[t], wide_k_ + t * k_stride_, k_width_, k_stride_);
+            widen(value_rows()[t], wide_v_ + t * v_stride_, v_width_, v_stride_);
         }
     }
 
@@ -100,26 +102,26 @@ class LaneProducts {
         if (across()) {
             if constexpr (kCanCross) scores_across(query, rows, s);
         } else if (widened_) {
-            scores_of(query, rows, wide_k_rows_, start, stop, s);
+            scores_of(query, rows, Rows<float>{wide_k_rows_}, start, stop, s);
         } else {
-            scores_of(query, rows, k_, start, stop, s);
+            scores_of(query, rows, key_rows(), start, stop, s);
         }
-        if constexpr (kCoded) {  // of tokens that no row sees s may be anything
+        if constexpr (kScaledScores) {  // of tokens that no row sees s may be anything
             for (int r = 0; r < rows; ++r) times_scales(s + r * kTileTokens, k_scales_, s + r * kTileTokens);
         }
     }
 
     void values(const float* p, int, int rows, int start, int stop, float* o, std::int64_t stride) const {
         fetch_for_block();
-        alignas(64) float scaled[kCoded ? kBlockRows * kTileTokens : 1];
-        if constexpr (kCoded) {
+        alignas(64) float scaled[kScaledWeights ? kBlockRows * kTileTokens : 1];
+        if constexpr (kScaledWeights) {
             for (int r = 0; r < rows; ++r) times_scales(p + r * kTileTokens, v_scales_, scaled + r * kTileTokens);
             p = scaled;
         }
         if (widened_) {
-            values_of(p, rows, wide_v_rows_, start, stop, o, stride);
+            values_of(p, rows, Rows<float>{wide_v_rows_}, start, stop, o, stride);
         } else {
-            values_of(p, rows, v_, start, stop, o, stride);
+            values_of(p, rows, value_rows(), start, stop, o, stride);
         }
     }
 
@@ -136,6 +138,67 @@ class LaneProducts {
     }
 
   private:
+    // A token's keys or values, and those of a tile's tokens: columns from d on, in float32.
+    template <class E>
+    struct Row {
+        const E* at;
+        Vec load(int d) const { return S::load(at + d); }
+        Vec load_part(int d, int n) const { return S::load_part(at + d, n); }
+    };
+    template <class E>
+    struct Rows {
+        const E* const* rows;
+        Row<E> operator[](int t) const { return {rows[t]}; }
+    };
+    // Of codes of 4 bits. scales: of the token's first group, kTileTokens to the next.
+    struct GroupedRow {
+        const code4* at;
+        const float* scales;
+        Vec load(int d) const { return S::mul(S::load(at + d / 2), scale(d)); }
+        Vec load_part(int d, int n) const { return S::mul(S::load_part(at + d / 2, n), scale(d)); }
+        Vec scale(int d) const { return S::broadcast(scales[d / static_cast<int>(kCodeGroup) * kTileTokens]); }
+    };
+    struct GroupedRows {
+        const M* const* rows;
+        const float* scales;
+        GroupedRow operator[](int t) const { return {reinterpret_cast<const code4*>(rows[t]), scales + t}; }
+    };
+    using KeyRows = std::conditional_t<kGroupedKeys, GroupedRows, Rows<M>>;
+    using ValueRows = std::conditional_t<kGroupedValues, GroupedRows, Rows<M>>;
+    KeyRows key_rows() const {
+        if constexpr (kGroupedKeys) return GroupedRows{k_, k_scales_};
+        else return Rows<M>{k_};
+    }
+    ValueRows value_rows() const {
+        if constexpr (kGroupedValues) return GroupedRows{v_, v_scales_};
+        else return Rows<M>{v_};
+    }
+
+    // The scales of a row of codes, [scale][kTileTokens]; zeros where no row of queries sees the token.
+    static void take_scales(const PagedTensor& tensor, const M* row, bool seen, float* to) {
+        const int count = static_cast<int>(tensor.num_scales());
+        for (int i = 0; i < count; ++i) to[i * kTileTokens] = seen ? code_scale(row, tensor.scale + 2 * i) : 0.0f;
+    }
+
+    // Columns [d, d + kColumns) of the keys of kWidth tokens from t on: to[column * kTileTokens + token].
+    void widen_columns(int t, int d, float* to) const {
+        if constexpr (kGroupedKeys) {
+            alignas(64) float wide[kWidth][kColumns];
+            const float* rows[kWidth];
+            const int width = k_width_ - d < kColumns ? k_width_ - d : kColumns;
+            for (int i = 0; i < kWidth; ++i) {
+                const GroupedRow key = key_rows()[t + i];
+                rows[i] = wide[i];
+                int column = 0;
+                for (; column + kWidth <= width; column += kWidth) S::store(wide[i] + column, key.load(d + column));
+                if (column < width) S::store(wide[i] + column, key.load_part(d + column, width - column));
+            }
+            S::widen_columns(rows, 0, width, to, kTileTokens);
+        } else {
+            S::widen_columns(k_ + t, d, k_width_, to, kTileTokens);
+        }
+    }
+
     template <class E>
     void finish_as(const float* o, float factor, E* out) const {
         const Vec factors = S::broadcast(factor);
@@ -170,12 +233,12 @@ class LaneProducts {
     }
     static constexpr int tile_vectors(int rows) { return tile_tokens(rows); }
 
-    template <class E>
-    static void widen(const E* from, float* to, int width, int padded) {
+    template <class From>
+    static void widen(From from, float* to, int width, int padded) {
         int d = 0;
-        for (; d + kWidth <= width; d += kWidth) S::store(to + d, S::load(from + d));
+        for (; d + kWidth <= width; d += kWidth) S::store(to + d, from.load(d));
         if constexpr (kTails) {
-            if (d < width) S::store(to + d, S::load_part(from + d, width - d)), d += kWidth;
+            if (d < width) S::store(to + d, from.load_part(d, width - d)), d += kWidth;
         }
         for (; d < padded; d += kWidth) S::store(to + d, S::zero());
     }
@@ -238,8 +301,8 @@ class LaneProducts {
         }
     }
 
-    template <class E>
-    void scores_of(const float* query, int rows, const E* const* k, int start, int stop, float* s) const {
+    template <class Keys>
+    void scores_of(const float* query, int rows, Keys k, int start, int stop, float* s) const {
         switch (rows) {
             case 1: return scores_tile<1>(query, k, start, stop, s);
             case 2: return scores_tile<2>(query, k, start, stop, s);
@@ -250,14 +313,14 @@ class LaneProducts {
         }
     }
 
-    template <int kRows, class E>
-    __attribute__((noinline)) void scores_tile(const float* query, const E* const* k, int start, int stop, float* s) const {
+    template <int kRows, class Keys>
+    __attribute__((noinline)) void scores_tile(const float* query, Keys k, int start, int stop, float* s) const {
         constexpr int kTokens = tile_tokens(kRows);
         const int lines = many_rows() ? 0 : ahead_->lines_of(kTokens, k_stride_ / kWidth);
         static_assert(kGroup % kTokens == 0 && kTileTokens % kGroup == 0);
         for (int group = start / kGroup * kGroup; group < stop; group += kGroup) {
             for (int t = 0; t < kGroup; t += kTokens) {
-                const E* key[kTokens];
+                decltype(k[0]) key[kTokens];
                 Vec sum[kRows][kTokens];
 #pragma GCC unroll 16
                 for (int n = 0; n < kTokens; ++n) {
@@ -268,12 +331,12 @@ class LaneProducts {
                 int d = 0;
                 for (; d + kWidth <= k_width_; d += kWidth) {
                     if (lines > 0) ahead_->fetch(lines);
-                    multiply_scores<kRows, kTokens>(query + d, key, sum, [d](const E* from) { return S::load(from + d); });
+                    multiply_scores<kRows, kTokens>(query + d, key, sum, [d](const auto& from) { return from.load(d); });
                 }
                 if constexpr (kTails) {
                     const int rest = k_width_ - d;
                     if (rest > 0) {
-                        multiply_scores<kRows, kTokens>(query + d, key, sum, [d, rest](const E* from) { return S::load_part(from + d, rest); });
+                        multiply_scores<kRows, kTokens>(query + d, key, sum, [d, rest](const auto& from) { return from.load_part(d, rest); });
                     }
                 }
 #pragma GCC unroll 8
@@ -306,8 +369,8 @@ class LaneProducts {
         }
     }
 
-    template <int kRows, int kTokens, class E, class Load>
-    __attribute__((always_inline)) void multiply_scores(const float* query, const E* const (&key)[kTokens], Vec (&sum)[kRows][kTokens],
+    template <int kRows, int kTokens, class Key, class Load>
+    __attribute__((always_inline)) void multiply_scores(const float* query, const Key (&key)[kTokens], Vec (&sum)[kRows][kTokens],
                                                         Load load) const {
         Vec loaded[kTokens];
 #pragma GCC unroll 16
@@ -320,8 +383,8 @@ class LaneProducts {
         }
     }
 
-    template <class E>
-    void values_of(const float* p, int rows, const E* const* v, int start, int stop, float* o, std::int64_t stride) const {
+    template <class Values>
+    void values_of(const float* p, int rows, Values v, int start, int stop, float* o, std::int64_t stride) const {
         switch (rows) {
             case 1: return values_tile<1>(p, v, start, stop, o, stride);
             case 2: return values_tile<2>(p, v, start, stop, o, stride);
@@ -332,26 +395,26 @@ class LaneProducts {
         }
     }
 
-    template <int kRows, class E>
-    __attribute__((noinline)) void values_tile(const float* p, const E* const* v, int start, int stop, float* o, std::int64_t stride) const {
+    template <int kRows, class Values>
+    __attribute__((noinline)) void values_tile(const float* p, Values v, int start, int stop, float* o, std::int64_t stride) const {
         constexpr int kVectors = tile_vectors(kRows), kStep = kVectors * kWidth;
         int d = 0;
         for (; d + kStep <= v_width_; d += kStep) {
-            values_columns<kRows, kVectors>(p, v, start, stop, o + d, stride, d, [d](const E* row, int i) { return S::load(row + d + i * kWidth); });
+            values_columns<kRows, kVectors>(p, v, start, stop, o + d, stride, d, [d](const auto& row, int i) { return row.load(d + i * kWidth); });
         }
         for (; d + kWidth <= v_width_; d += kWidth) {
-            values_columns<kRows, 1>(p, v, start, stop, o + d, stride, d, [d](const E* row, int) { return S::load(row + d); });
+            values_columns<kRows, 1>(p, v, start, stop, o + d, stride, d, [d](const auto& row, int) { return row.load(d); });
         }
         if constexpr (kTails) {
             const int rest = v_width_ - d;
             if (rest > 0) {
-                values_columns<kRows, 1>(p, v, start, stop, o + d, stride, d, [d, rest](const E* row, int) { return S::load_part(row + d, rest); });
+                values_columns<kRows, 1>(p, v, start, stop, o + d, stride, d, [d, rest](const auto& row, int) { return row.load_part(d, rest); });
             }
         }
     }
 
-    template <int kRows, int kVectors, class E, class Load>
-    __attribute__((always_inline)) void values_columns(const float* p, const E* const* v, int start, int stop, float* o, std::int64_t stride,
+    template <int kRows, int kVectors, class Values, class Load>
+    __attribute__((always_inline)) void values_columns(const float* p, Values v, int start, int stop, float* o, std::int64_t stride,
                                                        int column, Load load) const {
         const int lines = many_rows() ? 0 : ahead_->lines_of(kVectors * kWidth, v_stride_);
         Vec sum[kRows][kVectors];
@@ -362,7 +425,7 @@ class LaneProducts {
         }
         for (int t = start; t < stop; ++t) {
             if (lines > 0) ahead_->fetch(lines);
-            const E* row = v[t];
+            const auto row = v[t];
             Vec loaded[kVectors];
 #pragma GCC unroll 16
             for (int i = 0; i < kVectors; ++i) loaded[i] = load(row, i);
@@ -381,8 +444,8 @@ class LaneProducts {
     }
 
     const PagedView& view_;
-    alignas(64) float k_scales_[kCoded ? kTileTokens : 1];
-    alignas(64) float v_scales_[kCoded ? kTileTokens : 1];
+    alignas(64) float k_scales_[kCoded ? (kGroupedKeys ? kMostGroups : 1) * kTileTokens : 1];  // [scale][token]
+    alignas(64) float v_scales_[kCoded ? (kGroupedValues ? kMostGroups : 1) * kTileTokens : 1];
     const int k_width_, v_width_;
     const int k_stride_, v_stride_;  // floats of a packed query, of a widened key and value
     const int rows_;

@@ -19,16 +19,18 @@
 namespace quire {
 namespace {
 
-// M: of keys and values in memory. Codes are widened to bf16, which holds them exactly, as a tile is packed; their scales are multiplied
-// into the scores, and into the weights before these are rounded. Queries are turned as the keys are (kv_codes.hpp), then rounded.
-template <class S, class TileSet, class M = bf16>
+// M, N: of keys and of values in memory. Codes of 8 bits are widened to bf16, which holds them exactly, as a tile is packed; their scales
+// are multiplied into the scores, and into the weights before these are rounded. Codes of 4 bits are multiplied with their scales as
+// they are packed, and rounded. Queries are turned as the keys are (kv_codes.hpp), then rounded.
+template <class S, class TileSet, class M = bf16, class N = M>
 class TileProducts : TilePacking<S> {
     using Packing = TilePacking<S>;
     using Values = InterleavedValues<S>;
     using Pairs = typename S::Pairs;
     using Vec = typename S::Vec;
     using Packing::kColumns, Packing::kSide, Packing::kTileElements;
-    static constexpr bool kCoded = std::is_same_v<M, code8>;
+    static constexpr bool kCoded = !std::is_same_v<M, bf16>;
+    static constexpr bool kScaledScores = std::is_same_v<M, code8>, kScaledWeights = std::is_same_v<N, code8>;
     static constexpr int kTogether = 2 * kSide;        // tokens of one product of values
 
   public:
@@ -85,19 +87,18 @@ class TileProducts : TilePacking<S> {
 
     void begin(const M* const* k, const M* const* v, LinesAhead<S>& ahead, int start, int stop) {
         ahead_ = &ahead;
-        if constexpr (kCoded) {
-            for (int t = 0; t < kTileTokens; ++t) {
-                const bool seen = t >= start && t < stop;
-                k_scales_[t] = seen ? code_scale(k[t], view_.k.scale) : 0.0f;
-                v_scales_[t] = seen ? code_scale(v[t], view_.v.scale) : 0.0f;
-            }
+        for (int t = 0; kCoded && t < kTileTokens; ++t) {
+            const bool seen = t >= start && t < stop;
+            if constexpr (kScaledScores) k_scales_[t] = seen ? code_scale(k[t], view_.k.scale) : 0.0f;
+            if constexpr (kScaledWeights) v_scales_[t] = seen ? code_scale(v[t], view_.v.scale) : 0.0f;
         }
         // All tokens of a product are multiplied: those that no row sees must be zero, not left over.
         const int first = start / kTogether * kTogether, last = static_cast<int>(padded_to(stop, kTogether));
         num_steps_ = (last - first) / kTogether;
         for (int t = first; t < last; t += kSide) find_keys(k, t / kSide, start, stop);
         const int lines = ahead.lines_of(kPackShares, (last - first) / 2);
-        Packing::pack_values(v, first, last, v_width_, values_, [&] { ahead.fetch(lines); });
+        const auto columns = [&](int t, int d) { return load_columns<N>(v[t], view_.v.scale, d, v_width_); };
+        Packing::pack_values(columns, first, last, v_width_, values_, [&] { ahead.fetch(lines); });
     }
 
     void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) {
@@ -130,7 +131,7 @@ class TileProducts : TilePacking<S> {
 
     // Of 2 x 16 tokens of row r of the block under way.
     void keep_weights(int r, int vector, Vec first, Vec second) {
-        if constexpr (kCoded) {
+        if constexpr (kScaledWeights) {
             first = S::mul(first, S::load(v_scales_ + vector * kSide));
             second = S::mul(second, S::load(v_scales_ + (vector + 1) * kSide));
         }
@@ -152,12 +153,28 @@ class TileProducts : TilePacking<S> {
   private:
     // Scores of `count` tokens from t on.
     void times_scales(int t, int count, int rows, float* s) const {
-        if constexpr (!kCoded) return;
+        if constexpr (!kScaledScores) return;
         for (int r = 0; r < rows; ++r) {
             for (int i = t; i < t + count; i += kSide) {
                 float* at = s + r * kTileTokens + i;
                 S::store(at, S::mul(S::load(at), S::load(k_scales_ + i)));
             }
+        }
+    }
+
+    // 32 columns of a row from d on, a group of codes of 4 bits; scales: bytes to the row's scales.
+    template <class E>
+    static Pairs load_columns(const M* row, std::int64_t scales, int d, int width) {
+        if constexpr (std::is_same_v<E, code4>) {
+            static_assert(kColumns == kCodeGroup);
+            const code4* codes = reinterpret_cast<const code4*>(row) + d / 2;
+            const Vec scale = S::broadcast(code_scale(row, scales + d / kColumns * 2));
+            const int rest = width - d - kSide;
+            const Vec low = rest >= 0 ? S::load(codes) : S::load_part(codes, width - d);
+            const Vec high = rest >= kSide ? S::load(codes + kSide / 2) : rest > 0 ? S::load_part(codes + kSide / 2, rest) : S::zero();
+            return S::to_bf16(S::mul(low, scale), S::mul(high, scale));
+        } else {
+            return Values::load_columns(row, d, width);
         }
     }
 
@@ -303,15 +320,17 @@ class TileProducts : TilePacking<S> {
             }
         }
         for (int t = first; t < first + kSide; ++t) {
-            for (int d = 0; d < k_padded_; d += kColumns) S::store_pairs(keys_ + t * k_padded_ + d, Values::load_columns(k[t], d, k_width_));
+            for (int d = 0; d < k_padded_; d += kColumns) {
+                S::store_pairs(keys_ + t * k_padded_ + d, load_columns<M>(k[t], view_.k.scale, d, k_width_));
+            }
         }
         key_base_[half] = keys_ + first * k_padded_;
         key_stride_[half] = k_padded_ * 2;
     }
 
     const PagedView& view_;
-    alignas(64) float k_scales_[kCoded ? kTileTokens : 1];
-    alignas(64) float v_scales_[kCoded ? kTileTokens : 1];
+    alignas(64) float k_scales_[kScaledScores ? kTileTokens : 1];
+    alignas(64) float v_scales_[kScaledWeights ? kTileTokens : 1];
     bf16* turned_ = nullptr;  // [16][k_padded_], of codes: queries
     const int k_width_, v_width_;
     const int k_padded_;

@@ -1,4 +1,5 @@
-// Rows of K and V as codes of 8 bits and a scale: the bits of quire.attention.codecs, row by row.
+// Rows of K and V as codes of 8 bits and a scale, or of 4 bits and a scale for each 32: the bits of quire.attention.codecs, row by
+// row.
 //
 // Turning: the Hadamard matrix of entries 1 and -1, of the largest power of two that divides the row, at most 128; sums and
 // differences at the distances 1, 2, 4, ..., each rounded once, so the bits are the same in any instruction set. Its units are
@@ -9,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels/attention.hpp"
 #include "kernels/simd.hpp"
 
 namespace quire {
@@ -59,10 +61,43 @@ inline void encode(const float* row, int width, std::int8_t* codes, bf16* scale)
     for (int d = 0; d < width; ++d) codes[d] = static_cast<std::int8_t>(static_cast<int>((row[d] / step + shift) - shift));
 }
 
+// Of each kCodeGroup numbers, the last of them maybe fewer: the scale is the number farthest from zero (of two the positive one) / -8
+// in bf16 that is not nearer to zero, its magnitude at least 2^-126; not finite where a number is not, and all codes 0.
+inline void encode_groups(const float* row, int width, unsigned char* codes, unsigned char* scales) {
+    for (int start = 0; start < width; start += kCodeGroup, codes += kCodeGroup / 2, scales += sizeof(bf16)) {
+        const int count = width - start < kCodeGroup ? width - start : static_cast<int>(kCodeGroup);
+        float above = 0.0f, below = 0.0f;
+        std::uint32_t most = 0;
+        for (int d = start; d < start + count; ++d) {
+            const std::uint32_t magnitude = bits_of(row[d]) & 0x7fffffffu;
+            most = magnitude > most ? magnitude : most;
+            above = row[d] > above ? row[d] : above;
+            below = -row[d] > below ? -row[d] : below;
+        }
+        bf16 scale;
+        const std::uint16_t sign = above >= below ? 0x8000u : 0u;
+        if (most >= 0x7f800000u) {
+            scale.bits = most > 0x7f800000u ? std::uint16_t{0x7fc0u} : static_cast<std::uint16_t>(0x7f80u | sign);
+            std::memcpy(scales, &scale, sizeof scale);
+            std::memset(codes, 0, static_cast<std::size_t>(count / 2));
+            continue;
+        }
+        const float least = float_of(most) / 8.0f, smallest = 0x1p-126f;
+        scale.bits = static_cast<std::uint16_t>((bits_of(least > smallest ? least : smallest) + 0xffffu) >> 16 | sign);
+        std::memcpy(scales, &scale, sizeof scale);
+        const float step = to_float(scale), shift = 12582912.0f;  // as in `encode`
+        const auto code = [&](int d) {
+            const int number = static_cast<int>((row[d] / step + shift) - shift);
+            return static_cast<unsigned>(number < 7 ? number : 7) & 15u;
+        };
+        for (int i = 0; i < count; i += 2) codes[i / 2] = static_cast<unsigned char>(code(start + i) | code(start + i + 1) << 4);
+    }
+}
+
 // Of the row that begins with `code`, so many bytes behind it.
-inline float code_scale(const code8* code, std::int64_t distance) {
+inline float code_scale(const void* code, std::int64_t distance) {
     bf16 scale;
-    std::memcpy(&scale, reinterpret_cast<const unsigned char*>(code) + distance, sizeof scale);
+    std::memcpy(&scale, static_cast<const unsigned char*>(code) + distance, sizeof scale);
     return to_float(scale);
 }
 

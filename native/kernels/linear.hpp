@@ -55,6 +55,18 @@ struct LinearTarget {
 // read in place where the kernel can. Throws std::invalid_argument, before anything is written, for weights that do not go together.
 void multiply_together(const LinearTarget* targets, int num_targets, const void* x, std::int64_t rows, std::int64_t x_stride = 0);
 
+// Where the parts of rows lie: part i of a row begins at `data + row * row_stride + i * part_stride` (in elements), its elements
+// side by side.
+struct PartedRows {
+    void* data;
+    std::int64_t row_stride, part_stride;
+};
+
+// Part i of every row of x times weights[i], as multiply() of it would give them, to part i of the row of `out`: what the heads of
+// a module do. Weights of one element, variant and shape; no `out` may overlap anything else. Of few rows a thread takes whole
+// weights. Throws std::invalid_argument, before anything is written, for weights that do not go together.
+void multiply_each(const PackedWeight* const* weights, std::int64_t num_weights, const PartedRows& x, std::int64_t rows, const PartedRows& out);
+
 class PackedWeight {
   public:
     // Element (n, k) of the weight lies at `weight + n * output_stride + k * input_stride` (in elements).

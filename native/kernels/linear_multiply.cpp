@@ -3,6 +3,7 @@
 #include "kernels/linear.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -267,6 +268,31 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
             });
         });
     }
+}
+
+void multiply_each(const PackedWeight* const* weights, std::int64_t num_weights, const PartedRows& x, std::int64_t rows, const PartedRows& out) {
+    for (std::int64_t i = 0; i < num_weights; ++i) {
+        if (!weights[i]->goes_with(*weights[0]) || weights[i]->num_outputs() != weights[0]->num_outputs()) {
+            throw std::invalid_argument("expected weights of one element, variant and shape, got another at position " + std::to_string(i));
+        }
+    }
+    if (num_weights == 0) return;
+    const std::int64_t bytes = element_bytes(weights[0]->element());
+    const auto multiply = [&](std::int64_t i) {
+        auto* const to = static_cast<unsigned char*>(out.data) + i * out.part_stride * bytes;
+        const auto take = [&](const LinearResult& result) {
+            for (std::int64_t row = 0; row < result.rows; ++row) {
+                std::memcpy(to + ((result.row + row) * out.row_stride + result.column) * bytes, result.values[0] + row * result.stride,
+                            static_cast<std::size_t>(result.columns * bytes));
+            }
+        };
+        const LinearTarget target{weights[i], nullptr, nullptr, take};
+        multiply_together(&target, 1, static_cast<const unsigned char*>(x.data) + i * x.part_stride * bytes, rows, x.row_stride);
+    };
+    // Products below kSerialProducts call no other thread, so that threads may take them whole.
+    const std::int64_t products = rows * weights[0]->num_inputs() * weights[0]->num_outputs();
+    if (products < kSerialProducts && products * num_weights >= kSerialProducts) return ThreadPool::instance().run(num_weights, multiply);
+    for (std::int64_t i = 0; i < num_weights; ++i) multiply(i);
 }
 
 }  // namespace quire

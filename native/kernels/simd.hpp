@@ -5,7 +5,7 @@
 //
 //   kWidth            lanes of float32 in a Vec
 //   kRegisters        vector registers there are, for the sizes of register tiles
-//   load, store       float32, bf16, f16 or (loads alone) code8 in memory, float32 in the register; no alignment asked for; stores round to
+//   load, store       float32, bf16, f16 or (loads alone) code8 and code4 in memory, float32 in the register; no alignment asked for; stores round to
 //                     nearest even (of bf16 by the processor's own rounding where kHasPairs: subnormals to zero)
 //   load_part, store_part   the first n lanes only, the others zero or untouched: nothing beyond n is read or written
 //   held(v)           v, in a register from here on: one load for several uses
@@ -52,6 +52,11 @@ struct code8 {
     std::int8_t number;
 };
 
+// Two whole numbers of -8 to 7, the first in the low half. Counted are numbers: a load of n reads n / 2 of these.
+struct code4 {
+    std::uint8_t pair;
+};
+
 namespace {
 
 inline std::uint32_t bits_of(float value) {
@@ -79,6 +84,9 @@ inline float to_float(f16 value) {
 }
 
 inline float to_float(code8 value) { return static_cast<float>(value.number); }
+
+// Number i behind `from`.
+inline float number_at(const code4* from, int i) { return static_cast<float>(((from[i / 2].pair >> 4 * (i % 2) & 15) ^ 8) - 8); }
 
 inline void round_to(float value, float& out) { out = value; }
 

@@ -25,6 +25,12 @@ struct Avx2 {
     static Vec load(const code8* from) {
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
     }
+    static Vec load(const code4* from) {  // each lane shifts its half byte to the top, and back with its sign
+        std::int32_t codes;
+        std::memcpy(&codes, from, sizeof codes);
+        const __m256i tops = _mm256_sllv_epi32(_mm256_set1_epi32(codes), _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0));
+        return _mm256_cvtepi32_ps(_mm256_srai_epi32(tops, 28));
+    }
     template <class T>
     static Vec load_part(const T* from, int n) {
         alignas(32) T lanes[kWidth] = {};

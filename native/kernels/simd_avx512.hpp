@@ -25,12 +25,14 @@ struct Avx512 {
     static Vec load(const code8* from) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
     }
+    static Vec load(const code4* from) { return widen_halves(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))); }
     static Vec load_part(const float* from, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), from); }
     static Vec load_part(const bf16* from, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), from)); }
     static Vec load_part(const f16* from, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), from)); }
     static Vec load_part(const code8* from, int n) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), from)));
     }
+    static Vec load_part(const code4* from, int n) { return widen_halves(_mm_maskz_loadu_epi8(first_lanes(n / 2), from)); }
     static Vec held(Vec v) {
         __asm__("" : "+v"(v));
         return v;
@@ -167,6 +169,12 @@ struct Avx512 {
             return fold_four<kOf>(load(from), load(from + kWidth), load(from + 2 * kWidth), load(from + 3 * kWidth));
         };
         return fold_parts<kOf>(four(0), four(1), four(2), four(3));
+    }
+    // Sixteen codes of 4 bits: each lane looks up the number of its own, by the four bits that vpermps reads of an index.
+    static Vec widen_halves(__m128i codes) {
+        const __m512i fours = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1), _mm512_castsi128_si512(codes));
+        const __m512i indices = _mm512_srlv_epi32(fours, _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28));
+        return _mm512_permutexvar_ps(indices, _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
     }
     // One shuffle that leaves zeros in the lower halves, where vpmovzxwd and a shift would be two operations.
     static Vec widen(__m256i words) {

@@ -68,6 +68,10 @@ struct Emulated512 {
     QUIRE_EMULATED Vec load_part(const T* from, int n) {
         return each([&](int i) { return i < n ? to_float(from[i]) : 0.0f; });
     }
+    QUIRE_EMULATED Vec load(const code4* from) { return load_part(from, kWidth); }
+    QUIRE_EMULATED Vec load_part(const code4* from, int n) {
+        return each([&](int i) { return i < n ? number_at(from, i) : 0.0f; });
+    }
     static Vec held(Vec v) { return v; }
     QUIRE_EMULATED void load_split_pairs(const bf16* from, Vec& low, Vec& high) {
         low = each([&](int i) { return to_float(from[2 * i]); });

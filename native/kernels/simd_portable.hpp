@@ -25,6 +25,7 @@ struct Portable {
     static Vec load(const bf16* from) { return Vec{to_float(from[0]), to_float(from[1]), to_float(from[2]), to_float(from[3])}; }
     static Vec load(const f16* from) { return Vec{to_float(from[0]), to_float(from[1]), to_float(from[2]), to_float(from[3])}; }
     static Vec load(const code8* from) { return Vec{to_float(from[0]), to_float(from[1]), to_float(from[2]), to_float(from[3])}; }
+    static Vec load(const code4* from) { return Vec{number_at(from, 0), number_at(from, 1), number_at(from, 2), number_at(from, 3)}; }
     template <class T>
     static Vec load_part(const T* from, int n) {
         float lanes[kWidth] = {};

@@ -135,6 +135,29 @@ void test_taken(Isa isa, Element element, std::int64_t rows, std::int64_t unit, 
     EXPECT(same(taken, 0, alone, rows * kOutputs) && same(taken_beside, 0, beside, rows * kOutputs));
 }
 
+// Each part of the rows by a weight of its own: the bits of one after the other, in buffers of exact size.
+void test_each(Isa isa, Element element, std::int64_t rows, Random& random) {
+    constexpr std::int64_t kParts = 3, kOutputs = 70, kInputs = 67;
+    Buffer x(element, rows * kParts * kInputs), out(element, rows * kParts * kOutputs), own(element, rows * kInputs), alone(element, rows * kOutputs);
+    x.fill(random);
+    std::vector<PackedWeight> weights;
+    std::vector<const PackedWeight*> all;
+    weights.reserve(kParts);
+    for (std::int64_t part = 0; part < kParts; ++part) {
+        Buffer weight(element, kOutputs * kInputs);
+        weight.fill(random);
+        all.push_back(&weights.emplace_back(element, weight.data.get(), kOutputs, kInputs, kInputs, 1, isa));
+    }
+    multiply_each(all.data(), kParts, {x.data.get(), kParts * kInputs, kInputs}, rows, {out.data.get(), kOutputs, rows * kOutputs});
+    for (std::int64_t part = 0; part < kParts; ++part) {
+        for (std::int64_t row = 0; row < rows; ++row) {
+            for (std::int64_t k = 0; k < kInputs; ++k) own.set(row * kInputs + k, x.get((row * kParts + part) * kInputs + k));
+        }
+        weights[static_cast<std::size_t>(part)].multiply(own.data.get(), rows, nullptr, alone.data.get());
+        EXPECT(same(out, part * rows * kOutputs, alone, rows * kOutputs));
+    }
+}
+
 bool refused(const PackedWeight& a, const PackedWeight& b, const PackedWeight* second = nullptr) {
     LinearTarget targets[] = {{&a, nullptr, nullptr}, {&b, nullptr, nullptr}};
     targets[1].second = second;
@@ -173,6 +196,7 @@ int main() {
                     if (rows % 16 == 1) test_product(isa, element, 71, 97, rows, random);
                 }
                 for (const std::int64_t rows : {1, 7, 50}) test_together(isa, element, 67, rows, random);
+                for (const std::int64_t rows : {1, 7, 60}) test_each(isa, element, rows, random);
                 for (const std::int64_t unit : {1, 7, 24, 64}) test_taken(isa, element, unit == 7 ? 70 : 5, unit, random);
                 if (!emulated) test_product(isa, element, 140, 530, 250, random);
                 if (!emulated) test_product(isa, element, 40, 4500, 65, random);  // more than one range of K, whatever the variant

@@ -40,7 +40,7 @@ from quire.renamed import with_new_names
 from quire.secret_text import named
 from quire.sizes import parse_budget, parse_share, parse_size
 from quire.spec.formats import element_formats
-from quire.spec.kv_dtype import kv_dtype_name
+from quire.spec.kv_dtype import kv_dtype_text
 from quire.spec.weight_formats import WeightFormats, parse_rounding, parse_weights
 
 __all__ = [
@@ -205,13 +205,13 @@ def _dtype(value: Any) -> str:
 
 
 def _kv_dtype(value: Any) -> str:
-    return kv_dtype_name(str(value).removeprefix("torch."))
+    return kv_dtype_text(value if isinstance(value, Mapping) else str(value))
 
 
 _Size = Annotated[str | int, _checked(lambda name, value: parse_size(value, where=name))]
 _Folder = Annotated[str | os.PathLike[str], _checked(_folder)]
 _DType = Annotated[str, BeforeValidator(_dtype)]
-_KVDType = Annotated[str, BeforeValidator(_kv_dtype)]
+_KVDType = Annotated[str | Mapping[str | int, str], BeforeValidator(_kv_dtype)]
 
 
 # -- how it is told ----------------------------------------------------------------------------------
@@ -323,8 +323,8 @@ class EngineConfig:
         option(
             None,
             "W",
-            "Round the linear layers' weights as the checkpoint is loaded: int8, int4 (groups of 128), int4:64, or by "
-            "pattern of names: *.mlp.*=int4,*=int8. bf16 widens those of a quantized checkpoint.",
+            "Round weights of linear layers and experts as the checkpoint is loaded: int8, int4 (groups of 128), "
+            "int4:64, or by pattern of names: *.mlp.*=int4,*=int8. bf16 widens those of a quantized checkpoint.",
         )
     )
     head: Annotated[str | None, _checked(lambda _, value: parse_rounding(value, "head"))] = option(
@@ -335,7 +335,8 @@ class EngineConfig:
     kv_dtype: _KVDType = option(
         "auto",
         "D",
-        "What K and V are kept in: auto, the model's dtype; or int8, half the bytes of 16 bits (docs/kv-formats.md).",
+        "What K and V are kept in: auto, the model's dtype; int8, k8v4 or int4, half the bytes of 16 bits and less; or "
+        "by layer: int8,first:2=bf16,window=bf16 (docs/kv-formats.md).",
     )
     max_batch_tokens: Annotated[int, _integer(1, 2**20)] = option(2048, "N", "Tokens of a step.")
     max_num_seqs: Annotated[int, _integer(1, 2**16)] = option(256, "N", "Sequences that run at once.")

@@ -159,8 +159,9 @@ def test_states_are_told_without_colours() -> None:
                (("H", "held"), ("F", "in_flight"), ("P", "pinned"), ("C", "cached"), ("·", "free")))  # fmt: skip
     assert "HcFP·" in lines[3] + lines[4]
     state["counts"] |= {"state_slots": 10, "free_state_slots": 3, "checkpoints": 5, "evicted_checkpoints": 7}
-    state["counts"]["short_hits"] = 2
+    state["counts"] |= {"short_hits": 2, "slots_from_blocks": 4, "slots_to_blocks": 1}
     console.print(frame(state, 100, 10))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "10 states: 2 of sequences, 5 checkpoints, 3 free; 7 checkpoints evicted" in shown
     assert "2 hits ended early" in shown
+    assert "4 states made of blocks, 1 became blocks" in " ".join(shown.split())

@@ -15,7 +15,7 @@ from quire.attention.reference import ReferenceBackend
 from quire.engine.plan import plan
 from quire.errors import ArgumentError
 from quire.spec import KVSpec, LayerSpec, Span
-from quire.spec.kv_dtype import with_kv_dtype
+from quire.spec.kv_dtype import layers_left, with_kv_dtype
 
 PROMPT = [(7 * i) % 60 + 2 for i in range(100)]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -25,27 +25,39 @@ def _llm(model: Any, **options: Any) -> LLM:
     return LLM((model, None), **{"kv_memory": "2MiB", "backend": "python", "max_model_len": 256, **options})
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_budget_holds_nearly_twice_the_tokens_of_16_bits(head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(("kv_dtype", "times"), [("int8", 1.9), ("k8v4", 2.4), ("int4", 3.4)])
+def test_a_budget_holds_more_tokens_than_of_16_bits(kv_dtype: str, times: float, head_dim: int) -> None:
     spec = KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=head_dim)
-    coded = with_kv_dtype(spec, "int8")
-    assert spec.bytes_per_token >= 1.9 * coded.bytes_per_token
-    assert coded.kv_dtype == "int8"
+    coded = with_kv_dtype(spec, kv_dtype)
+    assert spec.bytes_per_token >= times * coded.bytes_per_token
+    assert coded.kv_dtype == coded.kept_in == kv_dtype
     assert coded.plain == spec
     assert spec == with_kv_dtype(spec, "auto") == with_kv_dtype(spec, "bf16")
 
 
-@pytest.mark.parametrize("storage", ["paged", "contiguous", "growing", "virtual"])
-def test_it_serves_on_every_storage(storage: str) -> None:
+STORAGES = ("paged", "contiguous", "growing", "virtual")
+TOLD = {
+    "int8": "int8",
+    "k8v4,first:1=int4": "int4 (layer 0) and k8v4 (layer 1)",
+    "int8,first:1=fp32": "float32 (layer 0) and int8 (layer 1)",
+}
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "storage"),
+    [*((name, storage) for name in list(TOLD)[:2] for storage in STORAGES), ("int8,first:1=fp32", "paged")],
+)
+def test_it_serves_on_every_storage(storage: str, kv_dtype: str) -> None:
     model = tiny("qwen3")
     with _llm(model, storage=storage) as llm:
         [exact] = llm.generate([PROMPT], PARAMS)
-    with _llm(model, storage=storage, kv_dtype="int8") as llm:
+    with _llm(model, storage=storage, kv_dtype=kv_dtype) as llm:
         assert llm.core.storage is not None
         llm.core.storage.fill(float("nan"))
         [got] = llm.generate([PROMPT], PARAMS)
-        assert " in int8, " in llm.capacity
-        assert llm.monitor.stats()["kv_dtype"] == "int8"
+        assert f" in {TOLD[kv_dtype]}, " in llm.capacity
+        assert llm.monitor.stats()["kv_dtype"] == TOLD[kv_dtype]
     assert got.outputs[0].token_ids == exact.outputs[0].token_ids
 
 
@@ -57,12 +69,12 @@ def test_bytes_are_those_that_the_system_tells_of() -> None:
 
 def test_a_tier_tells_formats_apart(tmp_path: Path) -> None:
     model, found = tiny("qwen3"), []
-    for kv_dtype in ("int8", "auto", "int8"):
+    for kv_dtype in ("int8", "auto", "int8,first:1=k8v4", "int8"):
         with _llm(model, kv_dtype=kv_dtype, disk_cache=tmp_path, cache_write="through") as llm:
             [answer] = llm.generate([PROMPT], PARAMS)
             found.append((answer.outputs[0].token_ids, answer.num_cached_tokens))
-    assert [cached for _, cached in found] == [0, 0, 96]
-    assert found[0][0] == found[2][0]
+    assert [cached for _, cached in found] == [0, 0, 0, 96]
+    assert found[0][0] == found[-1][0]
 
 
 def test_what_cannot_have_it_is_refused_with_what_runs() -> None:
@@ -84,6 +96,45 @@ def test_what_cannot_have_it_is_refused_with_what_runs() -> None:
     )
     with pytest.raises(ArgumentError, match=r"own forward \(gpt_neo\).*take auto"):
         _llm(AutoModelForCausalLM.from_config(config).eval(), kv_dtype="int8")
+
+
+def _by_layer(spec: KVSpec, kv_dtype: Any) -> list[str]:
+    return [layer.kv_dtype("") for layer in with_kv_dtype(spec, kv_dtype).layers]
+
+
+def test_layers_have_formats_of_their_own() -> None:
+    full, window = LayerSpec(Span(), 1, 64, 64), LayerSpec(Span("window", 8), 1, 64, 64)
+    shared = LayerSpec(Span(), 1, 64, 64, shares_kv_with=0)
+    spec = KVSpec((full, window, window, shared, full, full))
+    given = {"last:1": "int4", "default": "int8", 2: "k8v4", "window": "bf16"}
+    assert _by_layer(spec, given) == ["int8", "", "k8v4", "", "int8", "int4"]
+    assert _by_layer(spec, "int8,last:1=int4,2=k8v4,window=bf16") == _by_layer(spec, given)
+    assert _by_layer(spec, "first:4=k8v4,last:2=int8") == ["k8v4", "k8v4", "k8v4", "", "k8v4", "int8"]
+    assert _by_layer(spec, "0=auto,last:2=int4") == ["", "", "", "", "int4", "int4"]
+    told = "int8 (layers 0, 4), bfloat16 (layer 1), k8v4 (layer 2) and int4 (layer 5)"
+    assert with_kv_dtype(spec, given).kept_in == told
+    for wrong, says in [
+        ({"3": "int8"}, "a layer that keeps K and V of its own, 0-2, 4-5, got 3"),
+        ({"first:0": "int8"}, "got 'first:0'"),
+        (
+            "int8,windows=bf16",
+            "expected default, first:N, last:N, window or the number of a layer, got 'windows'",
+        ),
+        ("int8,int4", "expected each rule once, got 'default' twice"),
+        ("first:2=fp32", "model's dtype, bfloat16.*got float32"),
+        ("int8,window=", "expected one of auto, .*got ''"),
+    ]:
+        with pytest.raises(ArgumentError, match=says):
+            with_kv_dtype(spec, wrong)
+
+
+def test_layers_that_cannot_stay_as_they_are_beside_others_that_can() -> None:
+    latent = LayerSpec(Span(), 1, 40, 32, latent=True)
+    spec = KVSpec((latent, LayerSpec(Span(), 1, 64, 64)))
+    assert _by_layer(spec, "int8") == ["", "int8"]
+    assert [*layers_left(spec, "int8")] == [0]
+    with pytest.raises(ArgumentError, match=r"latents \(layer 0\)"):
+        with_kv_dtype(spec, {0: "int8", "default": "int8"})
 
 
 def test_a_back_end_that_does_not_know_the_format_is_refused() -> None:
@@ -124,7 +175,7 @@ def test_a_layer_with_sinks_stays_as_it_is_where_its_keys_need_that(caplog: pyte
     with _llm(_with_far_keys("gpt_oss"), kv_dtype="int8") as llm:
         assert not llm.core.prepared.key_offsets
         assert llm.spec.kv_dtype == "float32 and int8"
-        assert "in float32 and int8" in llm.capacity
+        assert "in float32 (layer 0) and int8 (layer 1)" in llm.capacity
         assert "layers 0 keep K and V in float32" in caplog.text
         [got] = llm.generate([PROMPT], PARAMS)
         assert len(got.outputs[0].token_ids) == PARAMS.max_tokens
@@ -132,7 +183,7 @@ def test_a_layer_with_sinks_stays_as_it_is_where_its_keys_need_that(caplog: pyte
 
 def test_the_plan_counts_what_the_start_has() -> None:
     options: dict[str, Any] = {
-        "kv_dtype": "int8",
+        "kv_dtype": {"default": "k8v4", "last:1": "int4"},
         "kv_memory": "2MiB",
         "backend": "python",
         "max_model_len": 256,
@@ -140,6 +191,6 @@ def test_the_plan_counts_what_the_start_has() -> None:
     found = plan(None, **options)
     with LLM(None, **options) as llm:
         assert (found.num_blocks, found.budget_bytes) == (llm.num_blocks, llm.kv_memory_bytes)
-    assert "K and V in int8" in str(found)
+    assert "K and V in k8v4 (layers 0-" in str(found)
     with pytest.raises(ArgumentError, match=r"model's dtype, bfloat16.*got float32"):
         plan(None, **{**options, "kv_dtype": "fp32"})

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 from exact.test_states import GREEDY, PROMPTS, answers_of, serve
+from support.fake_redis import FakeRedis
 from support.state_layers import tiny_model
+from support.tiers_case import Clock
 from transformers import PreTrainedModel
 
 from quire import LLM
 from quire.spec.state_payload import StatePayloadLayout
+from quire.tiers.by_url import register, unregister
 from quire.tiers.disk import DiskTier
+from quire.tiers.remote import RemoteTier
 
 LONG = PROMPTS[4]
 BLOCK = 4
@@ -55,6 +59,27 @@ def test_after_a_restart_the_same_prompt_goes_on_from_its_state(name: str, tmp_p
         check(llm, LONG, BOUNDARY, wanted)
         # What was loaded is a checkpoint of memory's now.
         check(llm, LONG, len(LONG) - 1, wanted)
+
+
+def test_a_state_larger_than_a_server_is_believed_in_is_kept_on_it() -> None:
+    """The start says how large values are: those of states may be larger than any other."""
+    pytest.importorskip("quire._native")
+    server = FakeRedis(Clock())
+
+    def cautious(url: str) -> RemoteTier:
+        return RemoteTier(
+            "redis://host", max_value_bytes=100, connect=server.connect, probe_in_background=False
+        )
+
+    model = tiny_model("falcon_h1")
+    wanted = alone(model, LONG)
+    register("cautious", cautious)
+    try:
+        for num_cached in (0, BOUNDARY):
+            with serve(model, remote_cache="cautious://", max_batch_tokens=64) as llm:
+                check(llm, LONG, num_cached, wanted)
+    finally:
+        unregister("cautious")
 
 
 def test_states_evicted_from_slots_come_back_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

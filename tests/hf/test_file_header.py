@@ -21,7 +21,7 @@ from quire.hf import QuireCache
 from quire.hf.file_header import BadHeaderError, parse
 
 OPTIONS = {"kv_memory": "1MiB", "piece_size": 4096, "max_length": 256}
-NAMES = ("gemma3_text", "falcon_h1")  # windows; states
+NAMES = ("gemma3_text", "falcon_h1", "llama int8")  # windows; states; codes
 _FRONT = 48
 
 # What JSON can hold where something else is expected.
@@ -35,11 +35,14 @@ ODD: tuple[Any, ...] = (
 def _saved(name: str) -> bytes:
     import tempfile
 
-    model = model_of(name)
-    filled = quire_cache(model)
+    model_name, _, kv_dtype = name.partition(" ")
+    model = model_of(model_name)
+    filled = quire_cache(model, kv_dtype=kv_dtype or "auto")
     ids = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         model(ids, past_key_values=filled, use_cache=True)
+    if kv_dtype:
+        filled.formats.loaded(0, torch.zeros(2, 16))  # as if its keys needed one
     with tempfile.TemporaryDirectory() as folder:
         filled.save(Path(folder) / "cache", model)
         return (Path(folder) / "cache").read_bytes()
@@ -69,6 +72,10 @@ def _forged(name: str, header: Any) -> bytes:
                         hashlib.sha256(bytes(tokens * rows.shape.token_bytes(at))).hexdigest()
                         for at in (0, 1)
                     ]
+                    if rows.offset is not None:
+                        entry["rows"]["offset"] = hashlib.sha256(
+                            bytes(4 * math.prod(rows.offset_shape))
+                        ).hexdigest()
                 for state, read in zip(entry["states"] or (), layer.states or (), strict=True):
                     for tensor, described in read.tensors.items():
                         state[tensor]["sha256"] = hashlib.sha256(bytes(described.num_bytes)).hexdigest()
@@ -80,7 +87,7 @@ def _forged(name: str, header: Any) -> bytes:
 def _load(path: Path, name: str, content: bytes) -> QuireCache | str:
     path.write_bytes(content)
     try:
-        return QuireCache.load(path, model_of(name), **OPTIONS)
+        return QuireCache.load(path, model_of(name.partition(" ")[0]), **OPTIONS)
     except LoadError as error:
         return str(error)
 
@@ -171,6 +178,38 @@ def test_a_forged_header_whose_checksums_are_right_is_refused(
 ) -> None:
     header, _ = _parts(_saved("gemma3_text"))
     answer = _load(tmp_path / "cache", "gemma3_text", _forged("gemma3_text", change(header)))
+    assert isinstance(answer, str)
+    assert told in answer
+    assert "nothing of it is used" in answer
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_change("kv_dtype", to="int3"), "kept in 'int3'"),
+        (
+            _change("kv_dtype", to="auto"),
+            "expected keys and values in the model's dtype, got ('int8', 'int8')",
+        ),
+        (
+            _change("layers", 1, "rows", "formats", to=["int8", "int3"]),
+            "expected formats of codes, got 'int3'",
+        ),
+        (
+            _change("layers", 1, "rows", "formats", to=["int8", ""]),
+            "expected keys and values in ('int8', 'int8')",
+        ),
+        (lambda header: _as_rows(header, num_heads=[1, 1]), "expected heads"),
+        (lambda header: _as_rows(header, num_heads=[2, 1]), "expected as many heads of V as of K"),
+        (lambda header: _as_rows(header, foretold=False, widths=[8, 8]), "of widths"),
+        (lambda header: _as_rows(header, formats=["", ""]), "expected an offset of keys in codes alone"),
+    ],
+)
+def test_forged_codes_whose_checksums_are_right_are_refused(
+    change: Callable[[Any], Any], told: str, tmp_path: Path
+) -> None:
+    name = "llama int8"
+    answer = _load(tmp_path / "cache", name, _forged(name, change(_parts(_saved(name))[0])))
     assert isinstance(answer, str)
     assert told in answer
     assert "nothing of it is used" in answer

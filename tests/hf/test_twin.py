@@ -1,4 +1,4 @@
-"""Random operations on QuireCache and on DynamicCache, its twin: the same keys and values after each.
+"""Random operations on QuireCache and on DynamicCache, its twin: the same keys and values after each, in codes too.
 
 All memory there is was full of NaN before, so that a read of what was not written shows.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.hf_case import STORAGES, model_of, quire_cache
+from support.hf_case import STORAGES, int8_twin, model_of, quire_cache
 from transformers import DynamicCache
 
 from quire.hf import QuireCache
@@ -66,6 +66,7 @@ class _Pair:
                     assert torch.equal(given(self.ours), given(self.twin))
                 continue
             k, v = (torch.randn(num_rows, HEADS, num_tokens, WIDTH) for _ in range(2))
+            k[..., 5] += 30  # as keys of real models
             assert self.ours.get_mask_sizes(num_tokens, layer) == self.twin.get_mask_sizes(num_tokens, layer)
             got, want = self.ours.update(k, v, layer), self.twin.update(k, v, layer)
             for mine, theirs in zip(got, want, strict=True):
@@ -101,6 +102,12 @@ def test_same_contents_after_any_operations(seed: int, storage: str, name: str) 
     _walk(seed, storage, name, num_steps=25)
 
 
+@pytest.mark.parametrize(("name", "storage"), [("llama", "virtual"), ("gemma3_text", "growing")])
+def test_same_contents_in_codes_after_any_operations(name: str, storage: str) -> None:
+    for seed in range(3):
+        _walk(seed, storage, name, num_steps=20, kv_dtype="int8")
+
+
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("seed", range(2))
@@ -114,6 +121,7 @@ def test_same_states_after_any_operations(seed: int, storage: str, name: str) ->
 @pytest.mark.parametrize("seed", range(100, 160))
 def test_same_contents_after_many_operations(seed: int, storage: str, name: str) -> None:
     _walk(seed, storage, name, num_steps=80)
+    _walk(seed, storage, name, num_steps=40, kv_dtype="int8")
 
 
 @pytest.mark.ci
@@ -124,13 +132,13 @@ def test_same_states_after_many_operations(seed: int, storage: str, name: str) -
     _walk(seed, storage, name, num_steps=80)
 
 
-def _walk(seed: int, storage: str, name: str, num_steps: int) -> None:
+def _walk(seed: int, storage: str, name: str, num_steps: int, kv_dtype: str = "auto") -> None:
     model, random_ = model_of(name), random.Random(seed)
     torch.manual_seed(seed)
-    ours = quire_cache(model, storage, max_length=2048, kv_memory="512MiB")
+    ours = quire_cache(model, storage, max_length=2048, kv_memory="512MiB", kv_dtype=kv_dtype)
     _poison(ours)
     ours.reset()
-    pairs = [_Pair(ours, DynamicCache(config=model.config))]
+    pairs = [_Pair(ours, DynamicCache(config=model.config) if kv_dtype == "auto" else int8_twin(ours))]
     num_rows = {id(pairs[0]): random_.randint(1, 3)}
     recording = random_.random() < 0.5 and name != "qwen3_next"  # a recurrent state goes back to nothing
     if recording:

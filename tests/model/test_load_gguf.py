@@ -21,6 +21,7 @@ from quire.model.fingerprint import engine_fingerprint
 from quire.model.load import config_of, without_weights
 from quire.model.quantized import coded_weights
 from quire.spec import KVSpec
+from quire.spec.weight_formats import parse_weights
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -76,6 +77,42 @@ def test_codes_outlive_loading_each_tensor_in_its_own_type(tmp_path: Path) -> No
     for name, weight in theirs.state_dict().items():
         assert torch.equal(weight, loaded.model.state_dict()[name]), name
         assert torch.equal(weight, widened.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("down", ["Q8_0", "F16"])
+def test_experts_keep_their_codes(down: str, tmp_path: Path) -> None:
+    """Each projection in its own type; F16 is no code."""
+    model = gguf_case.tiny(kind="qwen3_moe")
+    file = gguf_case.write(
+        tmp_path / "tiny.gguf",
+        model,
+        architecture="qwen3moe",
+        quantized=lambda name: down if "down_proj" in name else "Q5_0",
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    loaded, widened = load(file, dtype="float32"), load(file, dtype="float32", widened=True)
+    held = {name: packed.label for name, packed in coded_weights(loaded.model).items() if "experts" in name}
+    prefixes = [f"model.layers.{layer}.mlp.experts." for layer in range(gguf_case.NUM_LAYERS)]
+    expected = {prefix + "gate_up_proj": "Q5_0" for prefix in prefixes}
+    assert held == expected | (
+        {prefix + "down_proj": "Q8_0" for prefix in prefixes} if down == "Q8_0" else {}
+    )
+    assert not coded_weights(widened.model)
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(weight, loaded.model.state_dict()[name]), name
+        assert torch.equal(weight, widened.model.state_dict()[name]), name
+    anew = load(file, dtype="float32", weights=parse_weights("int4:32")).model
+    labels = [packed.label for name, packed in coded_weights(anew).items() if "experts" in name]
+    assert labels == ["int4:32"] * (2 * gguf_case.NUM_LAYERS)
+    if down == "F16":
+        return
+    with (
+        LLM((theirs, None), kv_memory="1MiB") as dense,
+        LLM(file, dtype="float32", kv_memory="1MiB") as coded,
+    ):
+        want = dense.generate([[5, 17, 80], [9]], GREEDY)
+        got = coded.generate([[5, 17, 80], [9]], GREEDY)
+    assert [one.outputs[0].token_ids for one in got] == [one.outputs[0].token_ids for one in want]
 
 
 def test_weights_are_those_of_the_codes_in_bfloat16(file: Path) -> None:

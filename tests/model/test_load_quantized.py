@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.errors import LoadError
 from quire.model import load
-from quire.model.quantized import coded_weights
+from quire.model.quantized import coded_weights, quantize_model
+from quire.spec.weight_formats import parse_weights
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 17, 80, 3], [44, 9, 1, 60, 61, 62, 12]]
@@ -112,18 +114,89 @@ def test_weights_that_lie_transposed(widened: bool, tmp_path: Path) -> None:
     ],
 )
 def test_tokens_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
-    expected = saved(tmp_path, name)
-    with LLM((expected, None), kv_memory="4MiB") as plain, LLM(tmp_path, kv_memory="4MiB") as quantized:
+    same_tokens(saved(tmp_path, name), tmp_path)
+
+
+def same_tokens(expected: PreTrainedModel, checkpoint: Path) -> None:
+    with LLM((expected, None), kv_memory="4MiB") as plain, LLM(checkpoint, kv_memory="4MiB") as quantized:
         tokens = [output.outputs[0].token_ids for output in quantized.generate(PROMPTS, GREEDY)]
         assert tokens == [output.outputs[0].token_ids for output in plain.generate(PROMPTS, GREEDY)]
         assert len({tuple(each) for each in tokens}) > 1
 
 
-@pytest.mark.parametrize("name", ["fp8", pytest.param("gptq", marks=pytest.mark.ci)])
-def test_experts_saved_one_by_one(name: str, tmp_path: Path) -> None:
+def expert_labels(model: PreTrainedModel) -> dict[str, str]:
+    return {name: coded.label for name, coded in coded_weights(model).items() if "experts" in name}
+
+
+PROJECTIONS = [
+    f"model.layers.{layer}.mlp.experts.{one}_proj" for layer in (0, 1) for one in ("gate_up", "down")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("fp8", "fp8 e4m3:128x128"),
+        ("w4a16", "int4:32"),
+        *(
+            pytest.param(name, label, marks=pytest.mark.ci)
+            for name, label in (("gptq", "gptq int4:64"), ("w8a8", "int8"))
+        ),
+    ],
+)
+def test_experts_saved_one_by_one_keep_their_codes(name: str, label: str, tmp_path: Path) -> None:
     expected = saved(tmp_path, name, "qwen3_moe")
     assert any("experts.3.up_proj" in key for key in load_file(next(tmp_path.glob("*1-of*"))))
-    same_weights(load(tmp_path).model, expected, torch.float32)
+    loaded = load(tmp_path)
+    assert expert_labels(loaded.model) == dict.fromkeys(PROJECTIONS, label)
+    same_weights(loaded.model, expected, torch.float32)
+    widened = load(tmp_path, widened=True)
+    assert not coded_weights(widened.model)
+    same_weights(widened.model, expected, torch.float32)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["fp8", "w4a16", "gptq"])
+def test_tokens_of_experts_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
+    same_tokens(saved(tmp_path, name, "qwen3_moe"), tmp_path)
+
+
+def test_experts_whose_gate_and_up_differ_are_widened_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, _ = quantized_checkpoints.FORMATS["w4a16"]
+
+    def pack_each(weight: np.ndarray) -> quantized_checkpoints.Module:
+        nonlocal count
+        count += 1
+        rounded = packing.round_weight(weight, 4, 32 if count % 2 else 64, symmetric=False)
+        return packing.compressed_packed(rounded, symmetric=False), rounded.values
+
+    count, config = 0, copy.deepcopy(config)
+    del config["config_groups"]["group_0"]["weights"]["group_size"]
+    expected = quantized_checkpoints.save(
+        tmp_path, quantized_checkpoints.tiny("qwen3_moe"), config, pack_each
+    )
+    loaded = load(tmp_path)
+    same_weights(loaded.model, expected, torch.float32)
+    labels = expert_labels(loaded.model)
+    assert 0 < len(labels) < 4
+    assert (
+        "quantized weights are widened to float32, the first model.layers.0.mlp.experts.gate_up_proj"
+        in caplog.text
+    )
+    assert "coded in one way" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["w8a8", "fp8"])
+def test_experts_are_rounded_anew(name: str, tmp_path: Path) -> None:
+    saved(tmp_path, name, "qwen3_moe")
+    widened = load(tmp_path, widened=True).model
+    quantize_model(widened, parse_weights("int4:32"))
+    anew = load(tmp_path, weights=parse_weights("int4:32")).model
+    assert expert_labels(anew) == dict.fromkeys(PROJECTIONS, "int4:32")
+    same_weights(anew, widened, torch.float32)
+    assert not coded_weights(load(tmp_path, weights=parse_weights("bf16")).model)
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
@@ -140,7 +213,10 @@ def test_gpt_oss(tmp_path: Path) -> None:
     quantized_checkpoints.write(
         tmp_path, [state], {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     )
-    same_weights(load(tmp_path).model, plain, torch.float32)
+    loaded = load(tmp_path)
+    assert expert_labels(loaded.model) == dict.fromkeys(PROJECTIONS, "mxfp4")
+    same_weights(loaded.model, plain, torch.float32)
+    same_tokens(plain, tmp_path)
 
 
 def test_tied_embeddings_and_the_files_beside_the_weights(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ except BackendError as error:
 from quire import _native
 from quire.attention import native as native_module
 
-FORMATS = ("", "int8")  # of K and V
+CODED = ("int8", "k8v4", "int4")
+FORMATS = ("", *CODED)  # of K and V
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A variant's own process runs fewer examples: the variants share all but the arithmetic.
 EXAMPLES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "100"))
@@ -100,7 +101,8 @@ def test_agrees_on_long_contexts(shape: Shape, num_rows: int) -> None:
 def test_agrees_for_every_width_of_a_head(dtype: torch.dtype) -> None:
     for dim in range(8, 577, 8):
         other = 584 - dim
-        for widths in ({"k_dim": dim, "v_dim": dim}, {"k_dim": dim, "v_dim": other, "kv_format": "int8"}):
+        coded = {"k_dim": dim, "v_dim": other, "kv_format": CODED[dim // 8 % 3]}
+        for widths in ({"k_dim": dim, "v_dim": dim}, coded):
             lengths = ((37, 1), (19, 5))
             assert_agrees(make_case(Shape(lengths=lengths, dtype=dtype, group=3, seed=dim, **widths)))
 
@@ -273,7 +275,7 @@ def test_a_row_has_the_same_bits_however_it_is_computed(shape: Shape, data: st.D
         {"chunk": 400},
         {"softcap": 5.0, "sinks": True},
         {"slopes": True},
-        {"kv_format": "int8"},
+        *({"kv_format": name} for name in CODED),
     ],
 )
 def test_long_sequences_have_the_same_bits(dtype: torch.dtype, limits: dict) -> None:

@@ -268,3 +268,38 @@ print(packed.isa, list(out))
         check=True,
     )
     assert done.stdout.split(maxsplit=1) == [isa, "[321.0, 654.0]\n"]
+
+
+@pytest.mark.parametrize(("isa", "dtype"), CASES)
+def test_each_part_of_a_row_by_a_weight_of_its_own(isa: str, dtype: torch.dtype) -> None:
+    weights = [NativeWeight(random(37, 51, dtype=dtype, seed=i), isa) for i in range(5)]
+    for rows in (0, 1, 3, 40, 200):  # 200: each product calls the threads
+        x = (
+            random(rows, 5, 60, dtype=dtype, seed=rows)
+            .transpose(0, 1)
+            .contiguous()
+            .transpose(0, 1)[..., 4:55]
+        )
+        buffer = torch.full((rows, 5, 50), float("nan"), dtype=dtype)
+        for threads in (1, 3):
+            _native.set_num_threads(threads)
+            _native.multiply_each([weight.native for weight in weights], x, buffer[..., 7:44])
+            for part, weight in enumerate(weights):
+                assert torch.equal(buffer[:, part, 7:44], multiply(weight, x[:, part]))
+        assert buffer[..., :7].isnan().all()
+        assert buffer[..., 44:].isnan().all()
+
+
+def test_parts_that_no_weights_go_with_are_refused() -> None:
+    a, b = (NativeWeight(random(8, k, dtype=torch.float32, seed=0)).native for k in (8, 4))
+    x, out = torch.zeros(3, 2, 8), torch.full((3, 2, 8), 7.0)
+    for weights, given in (
+        ([a, b], x),
+        ([a], x),
+        ([], x),
+        ([a, a], x.to(torch.bfloat16)),
+        ([a, a], x[..., :4]),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            _native.multiply_each(weights, given, out)
+    assert (out == 7).all()

@@ -99,6 +99,18 @@ def test_another_sites_name_for_this_machine_sees_nothing(url: str) -> None:
     assert status == 403
 
 
+def test_states_are_counted_where_the_model_keeps_some(
+    url: str, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = llm.cache.stats
+    names = ("state_slots", "checkpoints", "short_hits", "slots_from_blocks", "slots_to_blocks")
+    counts = {name: number for number, name in enumerate(names, 3)}
+    with Watcher(url) as watcher:
+        assert not counts.keys() & watcher.state["counts"].keys()
+        monkeypatch.setattr(llm.cache, "stats", lambda: {**stats(), **counts})
+        watcher.until(lambda state: counts.items() <= state["counts"].items())
+
+
 def test_a_tenant_sees_counts_and_no_more(keyed: tuple[str, Any]) -> None:
     url, _ = keyed
     assert ask(url, "/window/events")[0] == 401

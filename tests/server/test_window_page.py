@@ -211,6 +211,35 @@ def test_the_map_by_time_unused(page: Any, url: str, llm: Any) -> None:
     assert "16 consecutive tokens" in by_id(page, "block-is").text
 
 
+def test_figures_of_states_where_the_model_keeps_some(
+    page: Any, llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told() -> dict[str, str]:
+        return page.execute_script(
+            "return Object.fromEntries([...document.querySelectorAll('#figures dl')]"
+            ".map(one => [...one.children].slice(0, 2).map(part => part.textContent)))"
+        )
+
+    assert not any("tates" in name for name in told())
+    stats = llm.cache.stats
+    counts = {
+        "state_slots": 1200, "free_state_slots": 100, "checkpoints": 95, "evicted_checkpoints": 7, "short_hits": 6,
+        "slots_from_blocks": 5, "slots_to_blocks": 4,
+    }  # fmt: skip
+    monkeypatch.setattr(llm.cache, "stats", lambda: {**stats(), **counts})
+    until(lambda: "Hits cut short" in told())
+    assert {
+        "States of sequences": "1,005 of 1,200",
+        "Checkpoints of states": "95 7 evicted",
+        "Hits cut short": "6 for lack of a state",
+        "States made of blocks": "5 4 became blocks",
+    }.items() <= told().items()
+    counts["short_hits"] = 8
+    until(lambda: told()["Hits cut short"].startswith("8 "))
+    monkeypatch.undo()
+    until(lambda: not any("tates" in name for name in told()))  # another model, as far as the page knows
+
+
 def test_landmarks_names_and_languages(page: Any) -> None:
     assert page.find_element(By.TAG_NAME, "html").get_attribute("lang") == "en"
     for name in ("header", "main", "nav", "h1"):

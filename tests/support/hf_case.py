@@ -1,6 +1,7 @@
 """What the tests of the drop-in cache share: models, ways of generating, and the twin's answers.
 
-The twin is transformers' own DynamicCache on the same model: every mode's tokens must be the same.
+The twin is transformers' own DynamicCache on the same model: every mode's tokens must be the same. Of codes it is one
+whose keys and values have been codes (`CodedTwin`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from support.architectures import VOCAB_SIZE, randomize, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from quire.attention.codecs import codec_of, turned, turned_query
 from quire.hf import QuireCache
+from quire.model.key_offsets import key_offset
 
 STORAGES = ("virtual", "growing", "contiguous")
 NUM_NEW = 9
@@ -62,6 +65,52 @@ def quire_cache(model: PreTrainedModel, storage: str = "virtual", **options: Any
     """Small pieces and little memory, so that boundaries are met."""
     options = {"kv_memory": "64MiB", "piece_size": 4096, "max_length": 256, **options}
     return QuireCache(model.config, storage=storage, **options)
+
+
+class CodedTwin(DynamicCache):
+    """Keys and values [rows, heads, tokens, width] become codes by the definition, and numbers again, as they come.
+
+    formats: by layer, of K and of V; layers that it lacks are left alone. offsets: what is taken off keys; None: as
+    `QuireCache` measures it.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        formats: dict[int, tuple[str, str]],
+        offsets: dict[int, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.formats = formats
+        self.offsets: dict[int, Any] | None = None if offsets is None else dict(offsets)
+        self.measured: dict[int, Any] = {}
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx in self.formats:
+            of_keys, of_values = self.formats[layer_idx]
+            offset = self._offset(layer_idx, key_states, of_keys)
+            codec = codec_of(of_keys)
+            keys = key_states.float() - (0 if offset is None else offset[:, None])
+            keys = codec.decode(*codec.encode(turned(keys) if codec.turns_keys else keys))
+            keys = turned_query(keys) if codec.turns_keys else keys
+            key_states = (keys + (0 if offset is None else offset[:, None])).to(key_states.dtype)
+            codec = codec_of(of_values)
+            value_states = codec.decode(*codec.encode(value_states.float())).to(value_states.dtype)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _offset(self, layer: int, keys: torch.Tensor, name: str) -> torch.Tensor | None:
+        if self.offsets is not None:
+            return self.offsets.get(layer)
+        if layer not in self.measured:
+            last = keys[:, :, -(512 // len(keys)) :]
+            self.measured[layer] = key_offset(torch.cat([row.transpose(0, 1) for row in last]).float(), name)
+        return self.measured[layer]
+
+
+def int8_twin(cache: QuireCache, offsets: dict[int, torch.Tensor] | None = None) -> CodedTwin:
+    """The twin of a QuireCache with kv_dtype="int8"."""
+    formats = {layer.index: ("int8", "int8") for layer in cache.row_layers}
+    return CodedTwin(cache.config, formats, offsets)
 
 
 def prompts() -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from quire.attention import AttentionOptions, AttentionPlan, reference
 from quire.memory import KVView, PagedStorage
 from quire.spec import KVSpec, LayerSpec, Span
+from quire.spec.formats import PAIRS
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Shape:
     num_threads: int = 1
     seed: int = 0
     latent: bool = False  # values are the keys' first columns
-    kv_format: str = ""  # of codes, in which K and V are stored
+    kv_format: str = ""  # of codes, or a pair of them, in which K and V are stored
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,12 @@ def page(
     size = shape.block_size
     widths = [-(-context // size) for context, _ in shape.lengths]
     num_blocks = sum(widths) + 3
+    k_format, v_format = PAIRS.get(shape.kv_format, (shape.kv_format, shape.kv_format))
     layer = LayerSpec(
         *(Span(), shape.num_kv_heads, shape.k_dim, shape.v_dim),
         latent=shape.latent,
-        k_format=shape.kv_format,
-        v_format=shape.kv_format,
+        k_format=k_format,
+        v_format=v_format,
     )
     spec = KVSpec((layer,), dtype=str(shape.dtype).removeprefix("torch."))
     storage = PagedStorage(spec, num_blocks, size, max_blocks=num_blocks)

@@ -96,7 +96,7 @@ def _score_chunk(
     start, stop = at
     rows = _rows(window, first, start, stop)
     # Groups of layers have blocks of their own out of one pool: of each, neighbours.
-    firsts = range(0, storage.num_blocks, storage.num_blocks // len(prepared.spec.groups))
+    firsts = range(0, storage.num_blocks, storage.num_blocks // len(storage.spec.groups))
     tables = [list(range(block, block + -(-stop // _BLOCK))) for block in firsts]
     logits = prepared.forward(
         ForwardStep(

@@ -170,14 +170,17 @@ def test_an_engine_takes_no_keys_that_are_not_finite(kept: dict[bytes, bytes]) -
     assert (found[0], found[1], found[2] > 0) == (tokens, 0, True)
 
 
-def test_of_codes_the_scales_are_looked_at() -> None:
-    spec = KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=16, dtype="bfloat16")
-    layout = PayloadLayout.of(with_kv_dtype(spec, "int8", but={1}))
+@pytest.mark.parametrize(("kv_dtype", "num_scales"), [("int8", 1), ("int4", 2)])
+def test_of_codes_the_scales_are_looked_at(kv_dtype: str, num_scales: int) -> None:
+    spec = KVSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16")
+    layout = PayloadLayout.of(with_kv_dtype(spec, kv_dtype, but={1}))
     payload = np.zeros(layout.num_bytes(3), np.uint8)
-    codes = payload[: 2 * 2 * 3 * 18].reshape(2, 2, 3, 18)  # of layer 0; bfloat16 behind them
-    codes[..., :16] = 255  # codes are never looked at
+    width = 64 // num_scales
+    row = width + 2 * num_scales
+    codes = payload[: 2 * 2 * 3 * row].reshape(2, 2, 3, row)  # of layer 0; bfloat16 behind them
+    codes[..., :width] = 255  # codes are never looked at
     assert is_payload_finite(payload, layout)
-    for place in (codes[1, 0, 2, 16:], payload[-2:]):
+    for place in (codes[1, 0, 2, width : width + 2], payload[-2:]):
         place.view(np.uint16)[:] = 0x7FC0
         assert not is_payload_finite(payload, layout)
         place[:] = 0

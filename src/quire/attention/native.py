@@ -198,7 +198,7 @@ class NativeBackend(HostMemory):
     name = "native"
     version = _native.isa()
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    kv_formats = ("int8",)
+    kv_formats = ("int8", "int4")
     is_native = True
     pack = None
     write = staticmethod(write)

@@ -148,7 +148,7 @@ class ReferenceBackend(HostMemory):
     name = "python"
     version = ""
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    kv_formats = ("int8",)
+    kv_formats = ("int8", "int4")
     is_native = False
     pack = None
     write = staticmethod(write)

@@ -137,7 +137,9 @@ def _recurrent_states(counts: dict[str, int]) -> str:
     return (
         f"{counts['state_slots']:,} states: {counts['state_slots'] - checkpoints - free:,} of sequences, "
         f"{checkpoints:,} checkpoints, {free:,} free; {counts['evicted_checkpoints']:,} checkpoints evicted; "
-        f"{counts.get('short_hits', 0):,} hits ended early for lack of a state"
+        f"{counts.get('short_hits', 0):,} hits ended early for lack of a state; "
+        f"{counts.get('slots_from_blocks', 0):,} states made of blocks, {counts.get('slots_to_blocks', 0):,} became "
+        "blocks"
     )
 
 

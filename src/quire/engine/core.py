@@ -41,7 +41,7 @@ from quire.sessions.snapshots import Snapshot, SnapshotLimits, Snapshots
 from quire.sessions.transcript import Reader, Transcript
 from quire.sizes import format_size
 from quire.spec import KVSpec
-from quire.spec.kv_dtype import with_kv_dtype
+from quire.spec.kv_dtype import layers_left, with_kv_dtype
 
 if TYPE_CHECKING:
     from quire.memory.storage import Storage
@@ -160,10 +160,10 @@ class EngineCore:
             if self.prepared.by_own_forward and spec.kv_dtype != spec.dtype:
                 raise ArgumentError(
                     f"expected K and V in the model's dtype, {spec.dtype}, for a model that runs by its own forward "
-                    f"({loaded.model_type}), which reads them as they are stored, got {spec.kv_dtype} - in `kv_dtype`; "
+                    f"({loaded.model_type}), which reads them as they are stored, got {spec.kept_in} - in `kv_dtype`; "
                     "take auto"
                 )
-            spec = self._fitted(spec, config.kv_dtype)
+            spec = self._fitted(spec, config)
             fingerprint = (
                 stored_fingerprint(fingerprint, spec, self.prepared.key_offsets) if fingerprint else b""
             )
@@ -229,7 +229,7 @@ class EngineCore:
             self.close()
             raise
 
-    def _fitted(self, spec: KVSpec, kv_dtype: str) -> KVSpec:
+    def _fitted(self, spec: KVSpec, config: EngineConfig) -> KVSpec:
         """`spec`, with what has to be taken off keys for its codes, and without codes where that cannot be."""
         if spec.plain is spec:
             return spec
@@ -242,7 +242,9 @@ class EngineCore:
                 "beside sinks or a soft cap",
                 *(self.name, ", ".join(map(str, sorted(left_out))), spec.dtype),
             )
-        return with_kv_dtype(spec.plain, kv_dtype, but=left_out)
+        for reason in layers_left(spec.plain, config.kv_dtype).values():
+            _log.warning("%s: keeps K and V in %s where a layer has %s", self.name, spec.dtype, reason)
+        return with_kv_dtype(spec.plain, config.kv_dtype, but=left_out)
 
     @property
     def bytes_committed(self) -> int:

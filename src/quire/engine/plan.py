@@ -18,6 +18,7 @@ Cost: importing torch and transformers; then 0.05 to 0.6 s.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,7 +153,7 @@ def plan(
     concurrency: int | None = None,
     shared_prefix: int = 0,
     memory: str | int | None = None,
-    kv_dtype: str | None = None,
+    kv_dtype: str | Mapping[str | int, str] | None = None,
     weights: str | None = None,
     **options: Any,
 ) -> Plan:
@@ -310,7 +311,7 @@ def _plan_of(
         model=unloaded.name,
         model_type=unloaded.model_type,
         dtype=spec.dtype,
-        kv_dtype=spec.kv_dtype,
+        kv_dtype=spec.kept_in,
         storage=layout.storage,
         block_size=layout.block_size,
         context=asked,
@@ -399,14 +400,18 @@ def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: in
     kinds: dict[str, list[KVGroup]] = {}
     for group in spec.groups:
         name = "full attention" if group.span.kind == "full" else f"{group.span.kind} of {group.span.size}"
-        kinds.setdefault(f"latents, {name}" if group.latent else name, []).append(group)
+        name = f"latents, {name}" if group.latent else name
+        if " and " in spec.kv_dtype:
+            name += f", {group.layer.kv_dtype(spec.dtype)}"
+        kinds.setdefault(name, []).append(group)
     rows = []
     for name, groups in kinds.items():
         once, each = blocks_with_prefix(groups, context, shared_prefix, layout.block_size)
         num_blocks = once + concurrency * each
         used = sum(group.bytes_per_block(layout.block_size) for group in groups) / len(groups)
         padding = 1 - used / layout.block_bytes
-        note = f"{sum(len(group.layers) for group in groups)} layers, {num_blocks} blocks of {layout.block_size} tokens"
+        size = groups[0].tokens_per_block(layout.block_size)
+        note = f"{sum(len(group.layers) for group in groups)} layers, {num_blocks} blocks of {size} tokens"
         if once and shared_prefix:
             note += f", {once} of them shared"
         if padding >= 0.0005:
@@ -424,11 +429,11 @@ def _prompt_rows(
         return []
     chunk = min(config.max_batch_tokens, context)
     num_prompts = min(concurrency, max(1, config.max_batch_tokens // context))
-    whole = -(-context // layout.block_size)
     more = 0
     for group in forgetting:
+        tokens = group.tokens_per_block(layout.block_size)
         _, alone = blocks_with_prefix([group], context, 0, layout.block_size)
-        during = min(whole, -(-(group.span.most_kept + chunk - 1) // layout.block_size) + 1)
+        during = min(-(-context // tokens), -(-(group.span.most_kept + chunk - 1) // tokens) + 1)
         more += num_prompts * max(0, during - alone)
     num_blocks = min(more, spare_blocks)
     if not num_blocks:

@@ -14,6 +14,9 @@ back end's memory is its own, a forward on a QuireCache that is no step is refus
 Forwards of one model take turns (`_Accelerated.lock`): a step switches the model's attention, and has the kernels'
 threads for itself anyway. All else of `generate` runs beside those of other threads.
 
+A QuireCache whose keys are codes gets from its first such forward what is taken off them: measured as an engine does,
+once for a model and format. One that holds keys already keeps what it has.
+
 Not a copy: the model is changed in place, and given back by `restore` as it would be without.
 
 A model that somebody changes is followed (`prove.stamp`): each `generate`, and each forward outside of one, looks
@@ -29,6 +32,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 import threading
 import weakref
@@ -51,6 +55,7 @@ from quire.hf.layers import RowLayer
 from quire.hf.row_storage import RowStorage
 from quire.model import rope
 from quire.model.cache_keyword import CACHE_KEYWORDS, cache_keyword, given_cache
+from quire.model.key_offsets import KeyOffsets, measure_key_offsets, sees_offsets
 from quire.model.linear import pack_linears
 from quire.model.load import base_model, load, not_plain
 from quire.model.missing import counts_padding
@@ -63,6 +68,8 @@ from quire.process import ForkSafeLock
 from quire.torch_threads import one_torch_thread, torch_threads
 
 __all__ = ["Acceleration", "accelerate", "restore"]
+
+_log = logging.getLogger("quire")
 
 # Keywords that say nothing, whatever they hold, and those that say nothing when they are None or False.
 _UNHEEDED = frozenset({"use_cache", "return_dict"})
@@ -332,6 +339,7 @@ class _Steps:
         self._cache_keyword = keyword  # of the model's forward
         self._prepared = prepared
         self._storages: weakref.WeakKeyDictionary[QuireCache, RowStorage] = weakref.WeakKeyDictionary()
+        self._offsets: dict[tuple[tuple[str, str], ...], KeyOffsets] = {}  # by formats of the layers
         self._counts_padding = any(
             counts_padding(type(module))
             for module in prepared.loaded.model.modules()
@@ -378,6 +386,7 @@ class _Steps:
     ) -> CausalLMOutputWithPast | None:
         storage = self._storage_of(cache)
         cache.check_whole()
+        self._settle_offsets(cache)
         storage.open(ids.shape[0])
         step = storage.step(ids, positions, pads, kept)
         if step is None:
@@ -386,6 +395,7 @@ class _Steps:
             storage.paged = self._prepared.cache_over(
                 cast(Any, storage)
             )  # the part of a Storage that a forward uses
+            storage.paged.key_offsets = cache.key_offsets
         logits = self._prepared.forward(step.forward, storage.paged)
         storage.stored(ids.shape[1])
         if cache.filled_by is None:
@@ -395,6 +405,25 @@ class _Steps:
             _OUTPUT_KEYWORD: cache,
         }
         return CausalLMOutputWithPast(**answer)
+
+    def _settle_offsets(self, cache: QuireCache) -> None:
+        """Have it known what is taken off keys of a cache that is empty."""
+        formats = cache.formats
+        if formats.is_known:
+            return
+        spec = formats.spec_over(self._prepared.spec)
+        kinds = tuple((layer.k_format, layer.v_format) for layer in spec.layers)
+        found = self._offsets.get(kinds)
+        if found is None:
+            found = self._offsets[kinds] = measure_key_offsets(self._prepared, spec)
+            if found.left_out:
+                _log.warning(
+                    "%s: layers %s of a QuireCache keep K and V in %s: their keys have channels far from zero, which "
+                    "cannot be taken off beside sinks or a soft cap",
+                    *(spec.name, ", ".join(map(str, sorted(found.left_out))), spec.dtype),
+                )
+        is_open = any(layer.is_initialized for layer in cache.row_layers)  # a first step was interrupted
+        formats.take(found.taken, frozenset() if is_open else found.left_out)
 
     def _serves(self, cache: QuireCache, num_rows: int) -> bool:
         """Whether the cache is one of this model's shape, or empty."""
@@ -411,6 +440,10 @@ class _Steps:
                 f"expected a QuireCache in memory that backend {ours.name!r}, which runs the model, reads, got one of "
                 f"backend {theirs.name!r}; make it {how}, or restore(model)"
             )
+        if cache.key_offsets and sees_offsets(prepared.loaded.model):
+            return False  # measured by the model's own forward, or given: kernels cannot add them back
+        if not cache.formats.names <= set(ours.kv_formats):
+            return False
         for layer, stored in zip(cache.layers, layers, strict=True):
             if isinstance(layer, RowLayer) != (stored.shares_kv_with is None):
                 return False

@@ -2,7 +2,8 @@
 
 It is a `transformers.DynamicCache` to whoever uses it: same calls, same shapes, same tokens. Underneath, every layer
 that keeps keys and values has them in `rows`, all rows of one memory with one limit; states (`state_layers`) count
-against it.
+against it. Rows are numbers of the model's dtype, or codes (`kv_dtype`): then memory holds the codes, and a forward of
+the model's own is given one layer's keys and values at a time, widened.
 Not an engine: one batch, whose rows are equally long; padding is `generate`'s own.
 Threads: one cache is used by one thread at a time, its forks each by another one; between two steps several may fork it
 at once. In a child of `os.fork` a `virtual` cache is refused, the others go on by themselves.
@@ -15,8 +16,8 @@ Invariants
         first step, or one whose past is recorded, can find no room for them.
     Q3  a fork and what it was forked from never see each other's tokens.
 
-Cost: `update` about 15 us a layer beside writing the new tokens; `fork` of a `virtual` cache some microseconds a layer
-and piece run, of the others a copy; states are copied.
+Cost: `update` about 15 us a layer beside writing the new tokens, and of codes beside widening the past; `fork` of a
+`virtual` cache some microseconds a layer and piece run, of the others a copy; states are copied.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -36,6 +37,7 @@ from quire.attention import Backend
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, CapacityError, QuireError
 from quire.hf.dense import DenseMemory
+from quire.hf.formats import CacheFormats
 from quire.hf.layer_kinds import bound_layer
 from quire.hf.layers import RowLayer
 from quire.hf.owner import calling_model, wants_dense
@@ -63,12 +65,17 @@ class QuireCache(DynamicCache):
         kv_memory: what this cache and its forks may take together: bytes, or a size such as "4GiB".
         piece_size: of `virtual`, what memory is mapped in: a power of two from 4 KiB to 2 MiB.
         max_length: tokens a row may have. Not given: as many as the model has positions; `growing` has no limit then.
+        kv_dtype: what K and V are kept in: "auto", the model's dtype; "int8", "k8v4", "int4"; or by layer, as
+            `quire.spec.kv_dtype` has it.
+        key_offsets: of codes, what is taken off keys before: by layer, [num_kv_heads, k_head_dim], layers that it lacks
+            have none. Not given: measured, once the model's keys are seen (`quire.hf.formats`).
         backend: whose memory it is, by a name of `quire.attention.backend`; not given, this machine's. Another device's
             is `growing` or `contiguous`, and takes the steps of a model that `accelerate(model, backend=...)` runs
             there; a forward of the model's own is refused.
 
     Raises:
-        ArgumentError: an argument out of range, or a config that transformers makes no cache from.
+        ArgumentError: an argument out of range, a config that transformers makes no cache from, or layers whose keys
+            and values cannot be kept so.
         BackendError: `virtual` on a machine that cannot map memory so.
     """
 
@@ -80,6 +87,8 @@ class QuireCache(DynamicCache):
         kv_memory: str | int = "4GiB",
         piece_size: str | int = "64KiB",
         max_length: int | None = None,
+        kv_dtype: str | Mapping[str | int, str] = "auto",
+        key_offsets: Mapping[int, torch.Tensor] | None = None,
         backend: str | None = None,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
@@ -96,6 +105,7 @@ class QuireCache(DynamicCache):
                 f'expected storage="growing" or "contiguous" on backend {self.backend.name!r}, got "virtual", which '
                 "maps memory of this machine"
             )
+        self.formats = CacheFormats(config, kv_dtype, key_offsets, self.backend)
         limit = parse_size(kv_memory, where="kv_memory")
         longest = max_length or max_length_of(config) or _DEFAULT_MAX_LENGTH
         self.memory: RowMemory
@@ -116,6 +126,7 @@ class QuireCache(DynamicCache):
                 raise
             super().__init__(config=config)
         self._adopt([bound_layer(layer, self, index) for index, layer in enumerate(self.layers)])
+        self._check_coded()
         tell_unbound(self.layers, config)
 
     def _adopt(self, layers: list[Any]) -> None:
@@ -127,10 +138,31 @@ class QuireCache(DynamicCache):
         self._dense = False  # whether the model is given copies of the views (`wants_dense`)
         self.detachers: list[Callable[[], None]] = []  # of those who keep views of the rows from step to step
 
+    def _check_coded(self) -> None:
+        """*raises:* ArgumentError: a layer is to be in codes whose keys and values are transformers' own to keep."""
+        for index in sorted(self.formats.coded):
+            layer = self.layers[index] if index < len(self.layers) else None
+            if not isinstance(layer, RowLayer):
+                raise ArgumentError(
+                    f"expected layers whose keys and values a QuireCache keeps, for kv_dtype={self.kv_dtype!r}, got "
+                    f"{type(layer).__name__} in layer {index} of {self.config.model_type}; take auto"
+                )
+
     @property
     def used_bytes(self) -> int:
         """Memory that this cache and its forks take now, states included, of `kv_memory`."""
         return self.memory.used_bytes
+
+    @property
+    def kv_dtype(self) -> str:
+        """What K and V are kept in, as it was given: one text, names in full."""
+        return self.formats.kv_dtype
+
+    @property
+    def key_offsets(self) -> dict[int, torch.Tensor]:
+        """What is taken off keys that are kept in codes: float32 [num_kv_heads, k_head_dim] by layer, for those layers
+        that have one and hold tokens. Another cache of the same model may be given them."""
+        return self.formats.offsets
 
     # A step.
 
@@ -200,7 +232,9 @@ class QuireCache(DynamicCache):
         )
 
     def open_all(self, shapes: dict[int, StoredShape]) -> None:
-        """Open the rows of these layers, which have none."""
+        """Open the rows of these layers, which have none. *raises:* ArgumentError: not in their formats."""
+        for index, shape in shapes.items():
+            self.formats.check(index, shape)
         layer_buffers: list[LayerBuffer] = []
         for index, shape in shapes.items():
             layer_buffers += self.layers[index].layer_buffers(shape)
@@ -216,7 +250,13 @@ class QuireCache(DynamicCache):
         except QuireError:
             return {}
         return {
-            layer.index: StoredShape(num_rows, (spec.num_kv_heads, spec.num_kv_heads), spec.given_dims, dtype)
+            layer.index: StoredShape(
+                num_rows,
+                (spec.num_kv_heads, spec.num_kv_heads),
+                spec.given_dims,
+                dtype,
+                self.formats.of(layer.index),
+            )
             for layer in self.row_layers
             if (spec := layers[layer.index]).stores_kv
         }
@@ -242,6 +282,7 @@ class QuireCache(DynamicCache):
         except CapacityError:
             self._undo_step(length)
             raise
+        self.formats.measure(layer.index, key_states)
         keys, values = layer.store(key_states, value_states)
         return (keys.contiguous(), values.contiguous()) if self._dense else (keys, values)
 
@@ -315,6 +356,7 @@ class QuireCache(DynamicCache):
         """Forget all tokens and give the memory back."""
         self._detach()
         super().reset()
+        self.formats.forget()
         self.filled_by = None
         self._broken = False
 
@@ -338,6 +380,7 @@ class QuireCache(DynamicCache):
                 if name not in ("layers", "row_layers", "state_layers", "detachers")
             }
         )
+        new.formats = self.formats.copy()
         new._adopt(
             [
                 bound_layer(layer, new, index)
@@ -530,12 +573,17 @@ class QuireCache(DynamicCache):
         kv_memory: str | int = "4GiB",
         piece_size: str | int = "64KiB",
         max_length: int | None = None,
+        kv_dtype: str | Mapping[str | int, str] | None = None,
         backend: str | None = None,
     ) -> QuireCache:
         """The cache that `save` wrote, in a storage and on a back end of one's choice.
 
+        Args:
+            kv_dtype: what K and V are kept in; not given, what the file has them in.
+
         Raises:
-            LoadError: not such a file, cut short, damaged, or of another model; nothing of it is used.
+            LoadError: not such a file, cut short, damaged, of another model or of another `kv_dtype`; nothing of it is
+                used.
             CapacityError: it does not fit into `kv_memory`.
         """
         from quire.hf.file import load
@@ -548,9 +596,10 @@ class QuireCache(DynamicCache):
             kv_memory=kv_memory,
             piece_size=piece_size,
             max_length=max_length,
+            kv_dtype=kv_dtype or "auto",
             backend=backend,
         )
-        load(cache, Path(path), model)
+        load(cache, Path(path), model, any_kv_dtype=kv_dtype is None)
         cache.filled_by = weakref.ref(model)
         return cache
 

@@ -3,12 +3,13 @@
     8 bytes    "QUIREKV1"
     8 bytes    length of the header, little endian
     32 bytes   SHA-256 of the header
-    header     JSON: fingerprint, dtype, rows, and for each layer what it holds, with the SHA-256 of every tensor
+    header     JSON: fingerprint, kv_dtype, and for each layer what it holds, with the SHA-256 of every tensor
     payload    the tensors' bytes, in the header's order; nothing before, between or behind them
 
 Keys and values lie token after token, row after row, as in memory; of a layer with a window, those that can still be
-seen. States lie as the next step needs them, without what is recorded for `crop`. Nothing is executed or unpickled;
-every byte of the file is covered by a checksum or compared.
+seen. Codes lie as codes, zeros where they fill up a token, and what is taken off keys behind the values. States lie as
+the next step needs them, without what is recorded for `crop`. Nothing is executed or unpickled; every byte of the file
+is covered by a checksum or compared.
 
 Invariants
     C1  `save` leaves the old file or the whole new one under the path, whenever it is interrupted.
@@ -31,9 +32,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from quire.errors import ArgumentError, CapacityError, LoadError
+from quire.attention import Backend
+from quire.errors import ArgumentError, CapacityError, LoadError, QuireError
 from quire.hf.file_header import BadHeaderError, StoredHeader, StoredLayer, check_layers, parse
 from quire.hf.file_states import check_states
+from quire.hf.formats import CacheFormats
 from quire.hf.layers import RowLayer
 from quire.hf.rows import bytes_of_row
 from quire.hf.state_layers import STATES, BoundStates
@@ -55,6 +58,8 @@ class _Cache(Protocol):
 
     layers: list[Any]
     config: Any
+    backend: Backend
+    formats: CacheFormats
 
     def open_all(self, shapes: dict[int, StoredShape]) -> None: ...
     def prepare_for(self, positions: dict[int, tuple[int, int]]) -> None: ...
@@ -73,8 +78,13 @@ def save(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
         raise ArgumentError(f"expected the name of a file to save a cache in, got the folder {path}")
     foretold = cache.foretold(1, torch.float32)
     _check_states(cache.layers)
-    layers = [_describe(layer, index, foretold.get(index)) for index, layer in enumerate(cache.layers)]
+    layers = [
+        _describe(layer, index, foretold.get(index), cache.formats.offsets.get(index))
+        for index, layer in enumerate(cache.layers)
+    ]
     header: dict[str, Any] = {"fingerprint": fingerprint(model), "layers": [entry for entry, _ in layers]}
+    if cache.formats.coded:
+        header["kv_dtype"] = cache.formats.kv_dtype
     payload = [part for _, tensors in layers for tensor in tensors for part in tensor]
     front = json.dumps(header, sort_keys=True).encode()
     with NewFile(path) as file:
@@ -83,12 +93,13 @@ def save(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
             file.write(part.numpy().data)
 
 
-def load(cache: _Cache, path: Path, model: PreTrainedModel) -> None:
-    """See `QuireCache.load`; `cache` is an empty one for `model`."""
+def load(cache: _Cache, path: Path, model: PreTrainedModel, *, any_kv_dtype: bool) -> None:
+    """See `QuireCache.load`; `cache` is an empty one for `model`. any_kv_dtype: it is to have the file's."""
     try:
         with open(path, "rb") as file:
             header = _read_header(file, path)
             _check_model(header, path, model)
+            _take_formats(cache, header, path, any_kv_dtype)
             check_layers(header.layers, cache.layers, cache.foretold(1, torch.float32), _dtypes(model))
             check_states(header.layers, cache.layers, cache.config, _dtypes(model))
             _fill(cache, file, header, path)
@@ -123,8 +134,10 @@ def _check_states(layers: list[Any]) -> None:
 _Parts = list[torch.Tensor]  # uint8, contiguous, one after another
 
 
-def _describe(layer: Any, index: int, foretold: StoredShape | None) -> tuple[dict[str, Any], list[_Parts]]:
-    """A layer's entry in the header, and its tensors in the payload."""
+def _describe(
+    layer: Any, index: int, foretold: StoredShape | None, offset: torch.Tensor | None
+) -> tuple[dict[str, Any], list[_Parts]]:
+    """A layer's entry in the header, and its tensors in the payload. offset: what is taken off its keys."""
     entry: dict[str, Any] = {"rows": None, "states": None}
     tensors: list[_Parts] = []
     if isinstance(layer, RowLayer) and layer.is_initialized:
@@ -144,8 +157,17 @@ def _describe(layer: Any, index: int, foretold: StoredShape | None) -> tuple[dic
         for which in (0, 1):
             device = layer.rows[which].device
             parts = [read(device, place) for place in _rows_of(layer, which, first, layer.length)]
+            if shape.is_coded and len(padding := shape.padding(which)):
+                for part in parts:
+                    part.view(-1, shape.token_bytes(which))[:, padding] = 0  # nobody reads it
             entry["rows"]["sha256"].append(_digest(parts))
             tensors.append(parts)
+        if shape.is_coded:
+            entry["rows"]["formats"] = list(shape.formats)
+            entry["rows"]["offset"] = None
+        if offset is not None and layer.length:
+            tensors.append([_bytes_of(offset)])
+            entry["rows"]["offset"] = _digest(tensors[-1])
     if isinstance(layer, BoundStates):
         states: list[dict[str, Any]] = []
         for state in range(layer.number_of_states):
@@ -244,6 +266,32 @@ def _check_model(header: StoredHeader, path: Path, model: PreTrainedModel) -> No
             )
 
 
+def _take_formats(cache: _Cache, header: StoredHeader, path: Path, any_kv_dtype: bool) -> None:
+    """Have the cache, an empty one, keep keys and values as the file does."""
+    try:
+        stored = CacheFormats(cache.config, header.kv_dtype, None, cache.backend)
+    except QuireError as error:
+        raise _refused(path, f"its keys and values are kept in {header.kv_dtype!r}: {error}") from error
+    if any_kv_dtype:
+        cache.formats = stored
+    elif not stored.same_as(cache.formats):
+        raise _refused(
+            path,
+            f"expected keys and values kept as kv_dtype={cache.formats.kv_dtype!r} says, got {header.kv_dtype!r}; load "
+            "it without kv_dtype",
+        )
+    # Of layers that a model's sinks or soft caps had left in its dtype.
+    plain = {
+        index
+        for index in cache.formats.coded
+        if index < len(header.layers)
+        and (rows := header.layers[index].rows) is not None
+        and not rows.shape.is_coded
+    }
+    if plain:
+        cache.formats.take({}, frozenset(plain))
+
+
 def _fill(cache: _Cache, file: BinaryIO, header: StoredHeader, path: Path) -> None:
     stored = {index: layer.rows for index, layer in enumerate(header.layers) if layer.rows is not None}
     # Rows without a token are opened by the first one.
@@ -264,6 +312,11 @@ def _fill(cache: _Cache, file: BinaryIO, header: StoredHeader, path: Path) -> No
                 if not device.is_host:
                     for place, part in zip(places, parts, strict=True):
                         write(device, place, part)
+            offset: torch.Tensor | None = None
+            if rows.offset is not None:
+                offset = torch.empty(rows.offset_shape, dtype=torch.float32)
+                _read_into(file, [_bytes_of(offset)], rows.offset, path)
+            cache.formats.loaded(index, offset)
             layer.filled(rows.first, rows.length)
         if entry.states is not None:
             _fill_states(layer, file, entry, path)

@@ -26,6 +26,7 @@ from quire.errors import QuireError
 from quire.hf.layers import RowLayer
 from quire.hf.state_layers import STATES, BoundStates
 from quire.hf.stored_shape import StoredShape
+from quire.spec import FORMATS, format_of
 
 __all__ = [
     "BadHeaderError",
@@ -51,18 +52,24 @@ class BadHeaderError(QuireError):
 @dataclass(frozen=True)
 class StoredRows:
     """Keys and values of positions [first, length). sha256: of K and of V. is_foretold: of the shape that the config
-    tells."""
+    tells. offset: SHA-256 of what was taken off keys in codes, float32 [heads, width]; None for nothing."""
 
     shape: StoredShape
     first: int
     length: int
     sha256: tuple[str, str]
     is_foretold: bool
+    offset: str | None = None
+
+    @property
+    def offset_shape(self) -> tuple[int, int]:
+        return self.shape.num_heads[0], self.shape.widths[0]
 
     @property
     def num_bytes(self) -> int:
         tokens = self.shape.num_rows * (self.length - self.first)
-        return tokens * (self.shape.token_bytes(0) + self.shape.token_bytes(1))
+        offset = 0 if self.offset is None else 4 * math.prod(self.offset_shape)
+        return tokens * (self.shape.token_bytes(0) + self.shape.token_bytes(1)) + offset
 
 
 @dataclass(frozen=True)
@@ -99,10 +106,12 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class StoredHeader:
-    """fingerprint: as `quire.model.fingerprint.fingerprint`; "behaviour" is missing in earlier files."""
+    """fingerprint: as `quire.model.fingerprint.fingerprint`; "behaviour" is missing in earlier files. kv_dtype: of the
+    cache, as one text; "auto" in earlier files."""
 
     fingerprint: Mapping[str, str]
     layers: tuple[StoredLayer, ...]
+    kv_dtype: str = "auto"
 
     @property
     def num_bytes(self) -> int:
@@ -131,6 +140,7 @@ def parse(text: bytes) -> StoredHeader:
     return StoredHeader(
         {name: fingerprint[name] for name in _FINGERPRINT if name in fingerprint},
         tuple(_layer(entry, f"layers[{index}]") for index, entry in enumerate(layers)),
+        _get(document, "kv_dtype", str, "the header") if "kv_dtype" in document else "auto",
     )
 
 
@@ -153,18 +163,40 @@ def _rows(entry: dict[str, Any], where: str) -> StoredRows:
     if len(digests) != 2:
         raise BadHeaderError(f"expected 2 digests, got {len(digests)} - in {where}.sha256")
     k_digest, v_digest = (_sha256(digest, f"{where}.sha256") for digest in digests)
+    formats = _formats(entry, where) if "formats" in entry else ("", "")
+    offset = _get(entry, "offset", (str, type(None)), where) if "offset" in entry else None
+    if any(formats) and k_heads != v_heads:
+        raise BadHeaderError(
+            f"expected as many heads of V as of K beside {formats}, got {v_heads} - in {where}"
+        )
+    if offset is not None and not (formats[0] and length):
+        raise BadHeaderError(
+            f"expected an offset of keys in codes alone, got one of others - in {where}.offset"
+        )
     return StoredRows(
         StoredShape(
             _integer(entry, "num_rows", where, 1, _MOST_ROWS),
             (k_heads, v_heads),
             (k_width, v_width),
             _dtype(entry, where),
+            formats,
         ),
         _integer(entry, "first", where, 0, length),
         length,
         (k_digest, v_digest),
         _get(entry, "foretold", bool, where) if "foretold" in entry else True,
+        None if offset is None else _sha256(offset, f"{where}.offset"),
     )
+
+
+def _formats(entry: dict[str, Any], where: str) -> tuple[str, str]:
+    found = _get(entry, "formats", list, where)
+    if len(found) != 2:
+        raise BadHeaderError(f"expected 2 formats, got {len(found)} - in {where}.formats")
+    for name in found:
+        if type(name) is not str or (name and (name not in FORMATS or not format_of(name).is_coded)):
+            raise BadHeaderError(f"expected formats of codes, got {_shown(name)} - in {where}.formats")
+    return found[0], found[1]
 
 
 def _state(entry: Any, where: str) -> StoredState:
@@ -283,9 +315,12 @@ def _check_rows(
     rows: StoredRows, window: int, foretold: StoredShape | None, dtypes: frozenset[torch.dtype], where: str
 ) -> None:
     shape = rows.shape
+    if shape.is_coded and (foretold is None or foretold.formats != shape.formats):
+        told = "the model's dtype" if foretold is None or not foretold.is_coded else foretold.formats
+        raise BadHeaderError(f"expected keys and values in {told}, got {shape.formats} - in {where}.formats")
     if (
         foretold is not None
-        and rows.is_foretold
+        and (rows.is_foretold or shape.is_coded)
         and (shape.num_heads, shape.widths) != (foretold.num_heads, foretold.widths)
     ):
         raise BadHeaderError(

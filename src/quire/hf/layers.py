@@ -2,7 +2,8 @@
 
 `update` writes the new keys and values behind those that are there and returns views of all that the step attends to:
 nothing is concatenated, nothing padded. On a device whose memory only its own kernels read there are no such views: the
-cache refuses `update` there, and `keys` is a copy in host memory.
+cache refuses `update` there, and `keys` is a copy in host memory. Of rows in codes there are none either: `update` and
+`keys` give copies that are widened to the model's dtype.
 Not an owner of memory: `rows` says what rows are, and the cache prepares all its layers' rows together. Not yet a layer
 of transformers': `layer_kinds` makes those of it.
 
@@ -12,7 +13,7 @@ Invariants
         somebody else's memory.
     L3  a call that raises leaves `length` and every stored token as they were.
 
-Cost: `update` about 15 us beside writing the new tokens.
+Cost: `update` about 15 us beside writing the new tokens; of codes beside widening all that the step sees.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
+from quire.attention import Backend
 from quire.errors import ArgumentError
+from quire.hf.codes import widened, write_codes
+from quire.hf.formats import CacheFormats
 from quire.hf.rows import LayerBuffer, Need, Rows, bytes_of_row
 from quire.hf.stored_shape import StoredShape
 from quire.memory.device_buffer import read
+from quire.memory.view import KVView
 
 _use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
@@ -35,7 +41,10 @@ __all__ = ["LayerOwner", "RowLayer"]
 
 
 class LayerOwner(Protocol):
-    """The cache that layers belong to, as they see it: `QuireCache`, where its methods are described."""
+    """The cache that layers belong to, as they see it: `QuireCache`, where its members are described."""
+
+    backend: Backend
+    formats: CacheFormats
 
     def store(
         self, layer: RowLayer, key_states: torch.Tensor, value_states: torch.Tensor
@@ -65,6 +74,7 @@ class RowLayer:
         self._shape: StoredShape | None = None
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None  # the buffers that the views are of
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._codes: KVView | None = None  # over the views
         self.length = self.kept = self.ready = self._anchor = self._num_own = 0
         self.record_past = False
         self.is_initialized = False
@@ -90,7 +100,7 @@ class RowLayer:
     def keys(self) -> torch.Tensor | None:
         """[B, heads, tokens, head_dim], a view: the tokens that the next step may see.
 
-        Of another device than this machine: a copy in host memory.
+        Of another device than this machine: a copy in host memory. Of codes: a copy, widened.
         """
         return self._kept_view(0)
 
@@ -117,7 +127,7 @@ class RowLayer:
         """What transformers' constructors set; `length` counts."""
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [B, heads, row_tokens, width] as they lie, written or not; position `origin` comes first."""
+        """K and V [B, heads, row_tokens, row elements] as they lie, written or not; position `origin` comes first."""
         rows_k, rows_v = self.rows
         seen = self._seen
         if (
@@ -128,6 +138,7 @@ class RowLayer:
         ):
             with torch.inference_mode(False):  # a view made in that mode could not be written outside of it
                 self._views = (self._view(0), self._view(1))
+            self._codes = None
             self._seen = (rows_k.buffer, rows_v.buffer)
             self.count_references()
         return self._views
@@ -141,24 +152,40 @@ class RowLayer:
 
     def _view(self, which: int) -> torch.Tensor:
         rows, shape = self.rows[which], self.shape
-        heads, width = shape.num_heads[which], shape.widths[which]
-        token = heads * width
-        return rows.buffer.view(shape.dtype).as_strided(
-            (shape.num_rows, heads, rows.row_tokens, width), (rows.row_tokens * token, width, token, 1)
-        )
+        return shape.rows_in(rows.buffer, which, shape.num_rows, rows.row_tokens)
+
+    def codes(self) -> KVView:
+        """K and V that are codes, a row of the batch as one block; with what is taken off the keys."""
+        views = self.views()
+        if self._codes is None:
+            self._codes = self._as_codes(views)
+        return self._codes
+
+    def _as_codes(self, rows: Sequence[torch.Tensor]) -> KVView:
+        with torch.inference_mode(False):
+            offset = self._owner().formats.offsets.get(self.index)
+            return replace(KVView.of_rows(rows, self.shape.layer), k_offset=offset)
 
     def _kept_view(self, which: int) -> torch.Tensor | None:
         if not self.is_initialized:
             return None
         first, rows = self.first_kept(), self.rows[which]
+        count, at = self.length - first, first - rows.origin
         if rows.device.is_host:
-            return self.views()[which].narrow(2, first - rows.origin, self.length - first)
+            if self.shape.is_coded:
+                return widened(self.codes(), which, at, at + count)
+            return self.views()[which].narrow(2, at, count)
+        if self.shape.is_coded:
+            return widened(self._as_codes([self._copied(0, first), self._copied(1, first)]), which, 0, count)
+        return self._copied(which, first)
+
+    def _copied(self, which: int, first: int) -> torch.Tensor:
+        """Positions [first, length) as `views` has them, in host memory."""
+        rows, shape = self.rows[which], self.shape
         held = [
             read(rows.device, bytes_of_row(rows, row, first, self.length)) for row in range(rows.num_rows)
         ]
-        shape, heads = self.shape, self.shape.num_heads[which]
-        copied = torch.stack(held).view(shape.dtype)
-        return copied.view(rows.num_rows, self.length - first, heads, shape.widths[which]).transpose(1, 2)
+        return shape.rows_in(torch.stack(held).flatten(), which, shape.num_rows, self.length - first)
 
     def first_kept(self) -> int:
         """The first position that `keys` shows: the next step, or a `crop`, may need it."""
@@ -178,7 +205,7 @@ class RowLayer:
     def open(self, shape: StoredShape, rows: Sequence[Rows]) -> None:
         """Take over empty rows, of keys and of values."""
         k, v = rows
-        self._rows, self._shape, self._views = (k, v), shape, None
+        self._rows, self._shape, self._views, self._codes = (k, v), shape, None, None
         self.dtype, self.device = shape.dtype, k.buffer.device
         self.is_initialized = True
 
@@ -188,7 +215,8 @@ class RowLayer:
         if self.window:
             first = max(0, self.length - self.window + 1)
             first = max(self.kept, min(first, self._anchor) if self.record_past else first)
-            if self._views is not None and self._num_references() > self._num_own:
+            looked_at = self._views is not None and not self.shape.is_coded  # of codes all have copies
+            if looked_at and self._num_references() > self._num_own:
                 first = self.kept  # L2: what somebody looks at stays
         k, v = self.rows
         stop = self.length + num_new
@@ -209,8 +237,15 @@ class RowLayer:
         """Writes into rows that are prepared. K and V [B, heads, tokens, width] of all the step sees."""
         num_new = key_states.shape[2]
         past = self._visible_past()
-        k_view, v_view = self.views()
         k_at, v_at = self.length - self.rows[0].origin, self.length - self.rows[1].origin
+        if self.shape.is_coded:
+            view = self.codes()
+            write_codes(self._owner().backend, view, key_states, value_states, k_at)
+            self.length += num_new
+            return widened(view, 0, k_at - past, k_at + num_new), widened(
+                view, 1, v_at - past, v_at + num_new
+            )
+        k_view, v_view = self.views()
         k_view.narrow(2, k_at, num_new).copy_(key_states)
         v_view.narrow(2, v_at, num_new).copy_(value_states)
         self.length += num_new
@@ -219,7 +254,7 @@ class RowLayer:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store [B, heads, T, width] of T new tokens. Returns views of all that these tokens may see.
+        """Store [B, heads, T, width] of T new tokens. Returns views of all that these tokens may see, of codes copies.
 
         Raises:
             ArgumentError: another batch, head count, width, dtype or device than is stored, a gradient asked for, or
@@ -230,7 +265,8 @@ class RowLayer:
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Open rows for tokens like these."""
-        self._owner().open_for(self, StoredShape.of(key_states, value_states))
+        owner = self._owner()
+        owner.open_for(self, StoredShape.of(key_states, value_states, owner.formats.of(self.index)))
 
     # What generate asks and does.
 
@@ -285,7 +321,7 @@ class RowLayer:
         if self._rows is not None:
             for rows in self._rows:
                 rows.close()
-        self._rows = self._shape = self._views = self._seen = None
+        self._rows = self._shape = self._views = self._seen = self._codes = None
         self.length = self.kept = self.ready = self._anchor = 0
         self.is_initialized = False
 
@@ -305,7 +341,7 @@ class RowLayer:
     def replace(self, rows: Sequence[Rows]) -> None:
         """Go on with other rows, which hold the same positions."""
         old, (k, v) = self._rows, rows
-        self._rows, self._views, self.ready = (k, v), None, 0
+        self._rows, self._views, self._codes, self.ready = (k, v), None, None, 0
         self._shape = copy.copy(self.shape)
         self._shape.num_rows = k.num_rows
         for one in old or ():

@@ -92,7 +92,7 @@ class RowStorage:
     """What `PreparedModel.cache_over` takes. spec, dtype: of the model that `cache` belongs to."""
 
     def __init__(self, cache: QuireCache, spec: KVSpec, dtype: torch.dtype) -> None:
-        self.spec, self.dtype = spec, dtype
+        self.spec, self.dtype = spec, dtype  # with formats, once rows are open
         self._cache = weakref.ref(cache)
         self._layers: list[RowLayer] = []
         self._table_of: dict[int, int] = {}
@@ -114,6 +114,7 @@ class RowStorage:
         if self.is_open(num_rows):
             return
         cache = self._require()
+        self.spec = cache.formats.spec_over(self.spec.plain)
         cache.open_all(
             {
                 layer.index: StoredShape(
@@ -121,6 +122,7 @@ class RowStorage:
                     (stored.num_kv_heads, stored.num_kv_heads),
                     (stored.k_head_dim, stored.v_head_dim),
                     self.dtype,
+                    cache.formats.of(layer.index),
                 )
                 for layer in cache.row_layers
                 if not layer.is_initialized and (stored := self.spec.layers[layer.index])
@@ -267,14 +269,15 @@ def _view_of(layer: RowLayer) -> KVView:
     tensors: list[torch.Tensor] = []
     with torch.inference_mode(False):
         for which, rows in enumerate(layer.rows):
-            width = shape.widths[which]
-            token = shape.num_heads[which] * width
+            width, token = shape.row_elements(which), shape.token_elements(which)
             tensors.append(
                 rows.buffer.view(shape.dtype).as_strided(
                     (shape.num_rows * rows.row_tokens, shape.num_heads[which], _block_size(layer), width),
                     (token, width, token, 1),
                 )
             )
+        if shape.is_coded:
+            return KVView.of_rows(tensors, shape.layer)
     return KVView(tensors[0], tensors[1], _block_size(layer))
 
 

@@ -10,31 +10,88 @@ from dataclasses import dataclass
 import torch
 
 from quire.errors import ArgumentError
+from quire.memory.view import KVView
+from quire.spec import LayerSpec, Span
 
 __all__ = ["StoredShape", "check_tokens"]
+
+_PADDING = 100  # a token of codes may be larger by so small a part, to fill whole pages with fewer others
 
 
 @dataclass
 class StoredShape:
-    """Shape of what a layer stores: rows, and heads and widths of K and of V, which may differ."""
+    """Shape of what a layer stores: rows, and heads and widths of K and of V, which may differ.
+
+    formats: of K and of V (`quire.spec.formats`), for as many heads of either; empty where rows are numbers of `dtype`.
+    """
 
     num_rows: int
     num_heads: tuple[int, int]
     widths: tuple[int, int]
     dtype: torch.dtype
+    formats: tuple[str, str] = ("", "")
 
     @classmethod
-    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> StoredShape:
+    def of(
+        cls, key_states: torch.Tensor, value_states: torch.Tensor, formats: tuple[str, str] = ("", "")
+    ) -> StoredShape:
         """The shape of keys and values [rows, heads, tokens, width]."""
         return cls(
             key_states.shape[0],
             (key_states.shape[1], value_states.shape[1]),
             (key_states.shape[3], value_states.shape[3]),
             key_states.dtype,
+            formats,
         )
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether K or V are codes."""
+        return any(self.formats)
+
+    @property
+    def layer(self) -> LayerSpec:
+        """As `KVView.of_rows` takes it; of codes."""
+        return LayerSpec(
+            Span(), self.num_heads[0], *self.widths, k_format=self.formats[0], v_format=self.formats[1]
+        )
+
+    def row_elements(self, which: int) -> int:
+        """Elements of `dtype` that a head of a token takes."""
+        return self.layer.row_elements(self.dtype.itemsize)[which] if self.is_coded else self.widths[which]
+
+    def token_elements(self, which: int) -> int:
+        """From a token to the next one.
+
+        Codes and a scale are seldom a round number of bytes, and many tokens would have to lie together to fill whole
+        pages: a token of codes is rounded up to the largest power of two that adds no more than a hundredth.
+        """
+        elements = self.num_heads[which] * self.row_elements(which)
+        if not self.is_coded:
+            return elements
+        unit = 1
+        while -elements % (2 * unit) * _PADDING <= elements:
+            unit *= 2
+        return elements + -elements % unit
+
     def token_bytes(self, which: int) -> int:
-        return self.num_heads[which] * self.widths[which] * self.dtype.itemsize
+        return self.token_elements(which) * self.dtype.itemsize
+
+    def rows_in(self, buffer: torch.Tensor, which: int, num_rows: int, row_tokens: int) -> torch.Tensor:
+        """Of a buffer uint8 that begins with a token of the first of `num_rows` rows: [num_rows, heads, row_tokens, row
+        elements] of `dtype`, a view."""
+        token, elements = self.token_elements(which), self.row_elements(which)
+        size = (num_rows, self.num_heads[which], row_tokens, elements)
+        return buffer.view(self.dtype).as_strided(size, (row_tokens * token, elements, token, 1))
+
+    def padding(self, which: int) -> torch.Tensor:
+        """int64: which bytes of a token of codes stand for nothing."""
+        tokens = [torch.zeros(self.token_bytes(one), dtype=torch.uint8) for one in (0, 1)]
+        view = KVView.of_rows([self.rows_in(one, at, 1, 1) for at, one in enumerate(tokens)], self.layer)
+        for part in (view.k, view.k_scale) if which == 0 else (view.v, view.v_scale):
+            if part is not None:
+                part.copy_(torch.ones(part.dtype.itemsize, dtype=torch.uint8).view(part.dtype))
+        return (tokens[which] == 0).nonzero().flatten()
 
 
 def check_tokens(

@@ -5,11 +5,11 @@ block `s // block_size`, and strides lead there.
 
 Invariants
     V1  `k` and `v` have the shape [num_blocks, num_kv_heads, block_size, head_dim]; the last dimension is dense.
-    V2  they agree in all but the width of a head, in dtype too.
+    V2  they agree in all but the width of a head; in dtype too, but for codes.
     V3  of a latent layer `v` is the first columns of `k`, the same memory.
-    V4  of a format of codes `k` and `v` are codes, and `k_scale` and `v_scale` [num_blocks, num_kv_heads, block_size]
-        their scales, which lie behind the codes of their row. `dtype` is that of what the codes stand for: of what is
-        written, of queries and of answers.
+    V4  of a format of codes `k` and `v` are elements of codes, two codes of 4 bits each, and `k_scale` and `v_scale`
+        [num_blocks, num_kv_heads, block_size] their scales, with groups a fourth dimension; scales lie behind the codes
+        of their row. `dtype` is that of what the codes stand for: of what is written, of queries and of answers.
 
 Cost: none; a view copies nothing.
 """
@@ -53,13 +53,15 @@ class KVView:
                 f"expected k and v as [num_blocks, num_kv_heads, {self.block_size}, head_dim], "
                 f"got {tuple(k.shape)} and {tuple(v.shape)}"
             )
-        if k.dtype != v.dtype or k.stride(3) != 1 or v.stride(3) != 1:
+        if (k.dtype != v.dtype and self.coded is None) or k.stride(3) != 1 or v.stride(3) != 1:
             raise ArgumentError(
                 f"expected k and v of one dtype with a dense last dimension, got {k.dtype} with strides "
                 f"{k.stride()} and {v.dtype} with {v.stride()}"
             )
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if (scale is None) != (self.coded is None) or (scale is not None and scale.shape != k.shape[:3]):
+            if (scale is None) != (self.coded is None) or (
+                scale is not None and scale.shape[:3] != k.shape[:3]
+            ):
                 got = "none" if scale is None else tuple(scale.shape)
                 expected = "none" if self.coded is None else tuple(k.shape[:3])
                 raise ArgumentError(
@@ -69,11 +71,11 @@ class KVView:
         if self.k_offset is not None and (
             self.coded is None
             or self.k_offset.dtype != torch.float32
-            or self.k_offset.shape != (k.shape[1], k.shape[3])
+            or self.k_offset.shape != (k.shape[1], self.k_head_dim)
         ):
             raise ArgumentError(
-                f"expected k_offset as float32 [{k.shape[1]}, {k.shape[3]}] beside codes, got {self.k_offset.dtype} "
-                f"{tuple(self.k_offset.shape)} beside {k.dtype}"
+                f"expected k_offset as float32 [{k.shape[1]}, {self.k_head_dim}] beside codes, got "
+                f"{self.k_offset.dtype} {tuple(self.k_offset.shape)} beside {k.dtype}"
             )
 
     @classmethod
@@ -102,11 +104,11 @@ class KVView:
 
     @property
     def k_head_dim(self) -> int:
-        return self.k.shape[3]
+        return self.k.shape[3] * (format_of(self.k_format).codes if self.k_format else 1)
 
     @property
     def v_head_dim(self) -> int:
-        return self.v.shape[3]
+        return self.v.shape[3] * (format_of(self.v_format).codes if self.v_format else 1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,7 +116,8 @@ class KVView:
 
 
 def _parts(rows: torch.Tensor, name: str, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [.., width] and scales [..] of rows as they are stored: the scale is a row's last two bytes."""
+    """Codes [.., elements] and scales, [..] or [.., groups], of rows as they are stored: a row ends with its scales."""
     found = format_of(name)
     codes, scales = rows.view(found.torch_dtype), rows.view(getattr(torch, found.scale))
-    return codes[..., :width], scales[..., -1]
+    ends = scales[..., scales.shape[-1] - found.num_scales(width) :]
+    return codes[..., : found.num_elements(width)], ends if found.group else ends[..., 0]

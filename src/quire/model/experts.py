@@ -1,9 +1,10 @@
-"""Experts of a mixture, given as 3-D parameters: each expert's two weights packed like a linear layer's, held once.
+"""Experts of a mixture, given as 3-D parameters: each expert's two weights held like a linear layer's, once.
 
 Matched by structure: what transformers' `use_experts_implementation` leaves on a module (which way its weights lie,
 whether it has a gate, biases, a norm behind), with one 3-D parameter a projection. One of those that are alike is
 proved first (F1, F2, the routing given, experts widened one by one and only those that have rows); else they stay.
-Not a router: who goes to which expert, and with what weight, comes from the model.
+A projection may be held as codes already (`coded_experts`), both or one of the two: it computes from them, and is not
+packed. Not a router: who goes to which expert, and with what weight, comes from the model.
 
     rows sorted by expert -> one packed product for each expert that has rows -> the module's own gate -> one packed
     product again -> weighted -> added per token in float32, in the order in which the router names its experts
@@ -15,27 +16,41 @@ Invariants
         asked for, the module's own forward computes. After the undoing the same Parameter objects hold the bits they
         have by then.
 
-Cost of a call: two products for each expert hit, plus about 5 us for each; packing holds one parameter twice for a
-moment.
+Cost of a call: two products for each expert hit, plus about 5 us for each; an expert without rows is not touched.
+Packing holds one parameter twice for a moment.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from quire.backends import native_module
 from quire.model.held_weight import HeldParameter, HeldWeight
-from quire.model.linear import NativeWeight, choose_packing
+from quire.model.linear import DenseWeight, NativeWeight, PackedWeight, choose_packing
 from quire.model.overlay import Changed, let_go, own_class
 from quire.model.plain_weights import plain
 from quire.model.prove.alike import kind_of
 from quire.model.prove.yardstick import decide, no_farther
+from quire.quantized import CodedWeight
 
-__all__ = ["PackedExperts", "WidenedExperts", "expert_projections", "is_experts", "loop_of", "pack_experts"]
+__all__ = [
+    "PackedExperts",
+    "WidenedExperts",
+    "coded_form",
+    "compute_from",
+    "expert_projections",
+    "is_experts",
+    "is_proved",
+    "loop_of",
+    "pack_experts",
+    "projections_of",
+    "unpacked",
+]
 
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts", "_apply_gate")
 
@@ -58,7 +73,7 @@ def pack_experts(model: nn.Module) -> Callable[[], None]:
                 continue
             kind = kind_of(module)
             if kind not in proved:
-                proved[kind] = _is_proved(module, names)
+                proved[kind] = is_proved(module, names)
             if proved[kind] and (undone := _pack(module, names)) is not None:
                 undo.append(undone)
     except BaseException:
@@ -116,10 +131,13 @@ class PackedExperts(Changed):
         return torch.cat(pieces)
 
     def _packed_form(self, name: str) -> Any:
-        """One packed weight for each expert; None while dense memory is the weight."""
+        """One weight that multiplies for each expert; None where the module's own forward is to compute."""
         weight = self._parameters.get(name)
-        held = weight.held if isinstance(weight, HeldParameter) else None
-        return None if held is None or held.dense is not None else held.packed
+        if isinstance(weight, HeldParameter):
+            return None if weight.held.dense is not None else weight.held.packed
+        if weight is None or all(coded_form(self._parameters.get(other)) is None for other in self._names):
+            return None
+        return _OneByOne(DenseWeight, weight, weight.dtype, cast(Any, self).is_transposed)
 
 
 def _wants_gradient(module: nn.Module, hidden_states: torch.Tensor) -> bool:
@@ -145,23 +163,15 @@ def is_experts(module: nn.Module) -> bool:
     return all(hasattr(module, flag) for flag in _FLAGS)
 
 
-def expert_projections(module: nn.Module, device: str = "cpu") -> tuple[str, str] | None:
-    """The names of the two projections of an experts module on `device` that can be packed; None for any other
+def projections_of(module: nn.Module) -> tuple[str, str] | None:
+    """The names of the two projections of an experts module, wherever and however they are held; None for any other
     module."""
     if not is_experts(module) or getattr(module, "_is_expert_parallel", False):
         return None
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     for name in names:
         weight = module._parameters.get(name)
-        serves = (
-            type(weight) is nn.Parameter
-            and weight.dim() == 3
-            and len(weight) == module.num_experts
-            and weight.numel() > 0
-            and weight.device.type == device
-            and choose_packing(weight.dtype) == "native"
-        )
-        if weight is None or not serves:
+        if weight is None or weight.dim() != 3 or len(weight) != module.num_experts or not weight.numel():
             return None
         bias = module._parameters.get(name + "_bias")
         if module.has_bias and (bias is None or not bias.is_contiguous() or bias.dtype is not weight.dtype):
@@ -169,33 +179,66 @@ def expert_projections(module: nn.Module, device: str = "cpu") -> tuple[str, str
     return names
 
 
+def expert_projections(module: nn.Module, device: str = "cpu") -> tuple[str, str] | None:
+    """The names of the two projections of an experts module on `device` of which at least one can be packed, and the
+    other is held as codes where it cannot; None for any other module."""
+    if (names := projections_of(module)) is None:
+        return None
+    plain = [weight for weight in map(module._parameters.__getitem__, names) if coded_form(weight) is None]
+    serve = all(
+        type(weight) is nn.Parameter
+        and weight.device.type == device
+        and choose_packing(weight.dtype) == "native"
+        for weight in plain
+    )
+    return names if plain and serve else None
+
+
+def coded_form(parameter: torch.Tensor | None) -> list[CodedWeight] | None:
+    """The codes of each expert, where these are the parameter's weight; None for any other."""
+    held = parameter.held if isinstance(parameter, HeldParameter) else None
+    if held is None or held.dense is not None or not isinstance(held.packed, list):
+        return None
+    return held.packed if isinstance(held.packed[0], CodedWeight) else None
+
+
+def compute_from(module: nn.Module, names: tuple[str, str]) -> None:
+    """Have `module` compute from what its projections `names` are held as."""
+    module.__class__ = _packed_class(own_class(module))
+    module.__dict__.update(_names=names)
+
+
 def _pack(module: Any, names: tuple[str, str]) -> Callable[[], None] | None:
-    """Pack one module; returns what undoes that, or None where torch does not let a Parameter's place be taken."""
-    parameters = {name: cast(nn.Parameter, module._parameters[name]) for name in names}
-    cls = type(module)
+    """Pack what is dense of one module; returns what undoes that, or None where torch does not let a Parameter's place
+    be taken."""
+    parameters = [cast(nn.Parameter, module._parameters[name]) for name in names]
     taken: list[nn.Parameter] = []
 
     def undo() -> None:
-        let_go(module)
+        if not is_coded:
+            let_go(module)
         for parameter in taken:
             if isinstance(parameter, HeldParameter):
                 parameter.give_back()
 
-    for parameter in parameters.values():
+    is_coded = any(coded_form(parameter) is not None for parameter in parameters)
+    for parameter in parameters:
+        if coded_form(parameter) is not None:
+            continue
         dense = parameter.detach()
         packed = [NativeWeight(weight.t() if module.is_transposed else weight) for weight in dense]
-        held = HeldWeight(packed=packed, unpack=functools.partial(_unpacked, packed, module.is_transposed))
+        held = HeldWeight(packed=packed, unpack=functools.partial(unpacked, packed, module.is_transposed))
         if not HeldParameter.take_place(parameter, held, dense):
             undo()
             return None
         taken.append(parameter)
-    module.__class__ = _packed_class(cls)
-    module.__dict__.update(_names=names)
+    compute_from(module, names)
 
     return undo
 
 
-def _unpacked(packed: list[NativeWeight], transposed: bool) -> torch.Tensor:
+def unpacked(packed: Sequence[PackedWeight], transposed: bool) -> torch.Tensor:
+    """The weights of all experts as their parameter has them."""
     experts = [weight.unpack() for weight in packed]
     return torch.stack([weight.t() if transposed else weight for weight in experts])
 
@@ -214,20 +257,29 @@ class WidenedExperts:
     def __getitem__(self, expert: Any) -> torch.Tensor:
         if self._dense is not None:
             return self._dense[expert].to(self._dtype)
-        weight = cast(Any, self._packed)[int(expert)].unpack()
-        return (weight.t() if self._transposed else weight).to(self._dtype)
+        packed = cast(Any, self._packed)[int(expert)]
+        is_coded = isinstance(packed, CodedWeight)  # whose numbers need not be the rounded ones
+        weight = packed.unpack(self._dtype) if is_coded else packed.unpack().to(self._dtype)
+        return weight.t() if self._transposed else weight
 
 
-class _PackedOneByOne(WidenedExperts):
-    """The same, packed."""
+class _OneByOne(WidenedExperts):
+    """The same as weights that multiply. make: makes one of [num_outputs, num_inputs]."""
 
-    def __getitem__(self, expert: Any) -> NativeWeight:  # type: ignore[override]
+    def __init__(self, make: Callable[[torch.Tensor], PackedWeight], *widened: Any) -> None:
+        super().__init__(*widened)
+        self._make = make
+
+    def __getitem__(self, expert: Any) -> PackedWeight:  # type: ignore[override]
         weight = super().__getitem__(expert)
-        return NativeWeight(weight.t() if self._transposed else weight)
+        return self._make(weight.t() if self._transposed else weight)
 
 
-def _is_proved(module: Any, names: tuple[str, str]) -> bool:
-    """Whether a packed module answers as `module` does, some of its experts, with routing given."""
+def is_proved(module: Any, names: tuple[str, str]) -> bool:
+    """Whether a packed module answers as `module` does, some of its experts, with routing given.
+
+    Of what is held as codes F1 takes the dequantized weight, in float32; F2 the product with the codes.
+    """
     dtype = module._parameters[names[0]].dtype
     wide = torch.float64 if dtype is torch.float32 else torch.float32
 
@@ -235,17 +287,22 @@ def _is_proved(module: Any, names: tuple[str, str]) -> bool:
         twin = _twin(module, dtype)
         for name in names:
             twin._parameters[name] = WidenedExperts(module._parameters[name], dtype, module.is_transposed)
-        forward = loop_of(type(module))
+        forward = loop_of(own_class(module))
         return torch.cat([forward(twin, *example) for example in _examples(module, names, dtype)])
 
-    def packed(dtype: torch.dtype) -> torch.Tensor:
-        twin = _twin(module, dtype)
-        twin.__class__ = _packed_class(type(module))
-        forms = {
-            name: _PackedOneByOne(module._parameters[name], dtype, module.is_transposed) for name in names
-        }
-        twin.__dict__.update(_names=names, _packed_form=forms.__getitem__)
-        return torch.cat([twin.forward(*example) for example in _examples(module, names, dtype)])
+    def packed(working: torch.dtype) -> torch.Tensor:
+        twin = _twin(module, working)
+        compute_from(twin, names)
+        forms: dict[str, Any] = {}
+        for name in names:
+            codes = coded_form(module._parameters[name])
+            if codes is not None and working is dtype:
+                forms[name] = codes
+            else:
+                make = DenseWeight if native_module() is None else NativeWeight
+                forms[name] = _OneByOne(make, module._parameters[name], working, module.is_transposed)
+        twin.__dict__.update(_packed_form=forms.__getitem__)
+        return torch.cat([twin.forward(*example) for example in _examples(module, names, working)])
 
     try:
         with torch.inference_mode():
@@ -258,7 +315,7 @@ def _is_proved(module: Any, names: tuple[str, str]) -> bool:
 
 def _twin(module: Any, dtype: torch.dtype) -> Any:
     """A second module over the same parts, with its own small parameters in `dtype`."""
-    twin = object.__new__(type(module))
+    twin = object.__new__(own_class(module))
     twin.__dict__.update(module.__dict__)
     twin._parameters = {
         name: parameter if parameter is None or parameter.dim() > 2 else parameter.detach().to(dtype)

@@ -6,14 +6,16 @@ softmax does not see, so nothing is added back when codes are read. A learned si
 with one of these has no offset, and where its keys need one it stays in the model's dtype.
 Not a calibration: keys without such channels have no offset, and values never have.
 
-Cost: one forward of 512 tokens of a text in the package, and a storage for them.
+Cost: `measure_key_offsets` one forward of 512 tokens of a text in the package, and a storage for them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from quire.attention import AttentionPlan
 from quire.attention.codecs import codec_of, turned
@@ -27,7 +29,7 @@ from quire.recurrence import RecurrenceStep
 from quire.spec import KVSpec
 from quire.spec.state_spec import ZERO_STATE
 
-__all__ = ["KeyOffsets", "measure_key_offsets"]
+__all__ = ["KeyOffsets", "key_offset", "measure_key_offsets", "sees_offsets"]
 
 _NUM_TOKENS = 512
 _BLOCK_SIZE = 16
@@ -47,15 +49,14 @@ def measure_key_offsets(prepared: PreparedModel, spec: KVSpec) -> KeyOffsets:
     *raises:* CapacityError: no memory for the tokens; and what a forward raises.
     """
     keys = _keys(prepared)
-    sees_them = _sees_offsets(prepared)
+    sees_them = sees_offsets(prepared.loaded.model)
     taken: dict[int, torch.Tensor] = {}
     left_out: set[int] = set()
     for number, layer in enumerate(spec.layers):
         if not layer.stores_kv or not layer.k_format:
             continue
-        offset = keys[number].mean(0)
-        fine, coarse = _steps(keys[number] - offset, layer.k_format), _steps(keys[number], layer.k_format)
-        if (fine < _WORTH * coarse).any():
+        offset = key_offset(keys[number], layer.k_format)
+        if offset is not None:
             if sees_them:
                 left_out.add(number)
             else:
@@ -63,16 +64,28 @@ def measure_key_offsets(prepared: PreparedModel, spec: KVSpec) -> KeyOffsets:
     return KeyOffsets(taken, frozenset(left_out))
 
 
+def key_offset(keys: torch.Tensor, name: str) -> torch.Tensor | None:
+    """What to take off a layer's keys before they are codes of the format `name`: the mean of `keys`, float32 [T,
+    heads, width], which are some of them; None where codes would hardly be finer for it, and of a single token."""
+    count = len(keys)
+    if count < 2:
+        return None
+    offset = keys.mean(0)
+    # Few tokens lie nearer to their own mean than others do.
+    farther = math.sqrt((count + 1) / (count - 1))
+    fine, coarse = farther * _steps(keys - offset, name), _steps(keys, name)
+    return offset if bool((fine < _WORTH * coarse).any()) else None
+
+
 def _steps(keys: torch.Tensor, name: str) -> torch.Tensor:
-    """float32 [heads]: the mean step of the codes of keys [T, heads, width]."""
+    """float32 [heads], or [heads, groups]: the mean step of the codes of keys [T, heads, width]."""
     codec = codec_of(name)
     _, scales = codec.encode(turned(keys) if codec.turns_keys else keys)
-    return scales.float().mean(0)
+    return scales.float().abs().mean(0)
 
 
-def _sees_offsets(prepared: PreparedModel) -> bool:
+def sees_offsets(model: PreTrainedModel) -> bool:
     """Whether some layer's attention is no softmax over its scores alone."""
-    model = prepared.loaded.model
     text = model.config.get_text_config(decoder=True)
     return bool(getattr(text, "attn_logit_softcapping", None)) or any(
         isinstance(getattr(module, "sinks", None), torch.Tensor) for module in model.modules()
@@ -95,11 +108,15 @@ def _keys(prepared: PreparedModel) -> dict[int, torch.Tensor]:
         states = StateStep(RecurrenceStep([0, count], [0]), positions)
     firsts = [group * each for group in range(len(spec.groups))]
     tables = [torch.arange(first, first + each, dtype=torch.int32)[None] for first in firsts]
+    sizes = [group.tokens_per_block(_BLOCK_SIZE) for group in spec.groups]
     step = ForwardStep(
         input_ids=tokens,
         position_ids=positions,
-        plans=tuple(AttentionPlan.build([0, count], [count], table, _BLOCK_SIZE) for table in tables),
-        slot_mappings=tuple(first * _BLOCK_SIZE + positions for first in firsts),
+        plans=tuple(
+            AttentionPlan.build([0, count], [count], table, size)
+            for table, size in zip(tables, sizes, strict=True)
+        ),
+        slot_mappings=tuple(first * size + positions for first, size in zip(firsts, sizes, strict=True)),
         logits_rows=positions[-1:],
         states=states,
     )

@@ -19,23 +19,23 @@ is prepared again, as it is when its weights have changed.
 Invariants
     L1  outside of a step on pages `expand_kv` is the module's own.
 
-Cost: of a call two products for each head, about 5 us each beside the work, and the back end's run; packed, what
-kv_b_proj takes once more.
+Cost: of a call two products for each head, by the extension in two calls, else about 7 us each beside the work, and the
+back end's run; packed, what kv_b_proj takes once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from quire.attention import AttentionOptions, Backend
 from quire.attention.backends import PackedWeight
+from quire.backends import native_module
 from quire.errors import UnsupportedModelError
-from quire.model.linear import NativeWeight, choose_packing
+from quire.model.linear import DenseWeight, NativeWeight, choose_packing
 from quire.model.overlay import below, install, own_class
 from quire.model.paged_cache import PagedCache, tag_of
 from quire.model.plain_weights import plain
@@ -134,36 +134,27 @@ class LatentHeads:
     ) -> torch.Tensor:
         """query [1, heads, T, kept + turned] -> [T, heads, v_dim]."""
         num_rows, rank = query.shape[2], self.rank
+        by_row = query[0].transpose(0, 1)
         rows = query.new_empty(num_rows, query.shape[1], rank + query.shape[3] - self.kept)
-        rows[..., rank:] = query[0, :, :, self.kept :].transpose(0, 1)
-        for head, weight in enumerate(self.into_latent):
-            rows[:, head, :rank] = weight.multiply(query[0, head, :, : self.kept], None)
+        rows[..., rank:] = by_row[..., self.kept :]
+        _multiply_each(self.into_latent, by_row[..., : self.kept], rows[..., :rank])
         mixed = cache.backend.run(cache.view(layer), rows, cache.plan(layer), options)
         out = query.new_empty(num_rows, query.shape[1], self.v_dim)
-        for head, weight in enumerate(self.out_of_latent):
-            out[:, head] = weight.multiply(mixed[:, head], None)
+        _multiply_each(self.out_of_latent, mixed, out)
         return out
 
 
-class _DenseWeight:
-    """A weight as torch multiplies by it."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight, self.dtype = weight, weight.dtype
-        self.num_outputs, self.num_inputs = weight.shape
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, self.weight, bias)
-
-    def unpack(self) -> torch.Tensor:
-        return self.weight
-
-    def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.weight[ids]
+def _multiply_each(weights: list[PackedWeight], x: torch.Tensor, out: torch.Tensor) -> None:
+    """x [T, heads, inputs] -> out [T, heads, outputs], each head by its own weight; the last dimensions are dense."""
+    if isinstance(weights[0], NativeWeight):
+        cast(Any, native_module()).multiply_each([weight.native for weight in cast(Any, weights)], x, out)
+        return
+    for head, weight in enumerate(weights):
+        out[:, head] = weight.multiply(x[:, head], None)
 
 
 def _packing(backend: Backend, dtype: torch.dtype) -> Callable[[torch.Tensor], PackedWeight]:
     """What packs for this back end: its own, the extension's where that computes, else nothing."""
     if backend.pack is not None:
         return backend.pack
-    return NativeWeight if backend.is_native and choose_packing(dtype) == "native" else _DenseWeight
+    return NativeWeight if backend.is_native and choose_packing(dtype) == "native" else DenseWeight

@@ -46,6 +46,7 @@ from quire.model.overlay import Changed, let_go, own_class
 
 __all__ = [
     "DTYPE_NAMES",
+    "DenseWeight",
     "PackedEmbedding",
     "PackedLinear",
     "PackedModule",
@@ -115,6 +116,23 @@ class NativeWeight:
         out = torch.empty((*ids.shape, self.num_inputs), dtype=self.dtype)
         self.native.gather_rows(ids, out)
         return out
+
+
+class DenseWeight:
+    """A weight as torch multiplies by it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.dtype = weight, weight.dtype
+        self.num_outputs, self.num_inputs = weight.shape
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, self.weight, bias)
+
+    def unpack(self) -> torch.Tensor:
+        return self.weight
+
+    def gather_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[ids]
 
 
 class OneDnnWeight:

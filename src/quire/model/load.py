@@ -142,7 +142,7 @@ def load(
         options["revision"] = revision
     try:
         config = AutoConfig.from_pretrained(where, **options)
-        read = _from_pretrained(where, config, None if local else revision, widened=widened)
+        read = _from_pretrained(where, config, None if local else revision, widened, weights)
         loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
         loaded: Any
@@ -151,7 +151,7 @@ def load(
         except ImportError as error:  # a library for images or sound, which text needs nothing of
             loaded = _text_part(where, config, loading, error, read)
         model, report = loaded
-    except (UnsupportedModelError, LoadError):
+    except (UnsupportedModelError, LoadError, ArgumentError):
         raise
     except Exception as error:  # transformers, safetensors and the Hub client raise many kinds
         broken = "a safetensors file is broken or cut short: " if isinstance(error, SafetensorError) else ""
@@ -169,23 +169,39 @@ def load(
     return replace(loaded_model, source=stored or loaded_model.source, mapped=mapped)
 
 
-def _from_pretrained(where: str, config: Any, revision: str | None, *, widened: bool) -> Callable[..., Any]:
-    """What makes (model, report) of a class and options: transformers, or Quire where weights are quantized.
+def _from_pretrained(
+    where: str, config: Any, revision: str | None, widened: bool, rounded: WeightFormats | None
+) -> Callable[..., Any]:
+    """What makes (model, report) of a class and options: transformers, or Quire where weights are quantized, and where
+    experts are rounded before they are stacked.
 
     widened: of quantized weights no codes are kept.
     """
-    if quantization_of(config) is None:
+    rounds_experts = rounded is not None and rounded.rounds and _may_have_experts(config)
+    is_quantized = quantization_of(config) is not None
+    source = None
+    if is_quantized or rounds_experts:
+        source = SafetensorsSource.of_checkpoint(where, revision, may_download=True)
+    if not is_quantized and (source is None or not rounds_experts):
         return lambda kind, **options: kind.from_pretrained(where, **options)
-    source = SafetensorsSource.of_checkpoint(where, revision, may_download=True)
 
     def read(kind: Any, **options: Any) -> Any:
         whole = options.pop("config", config)
         dtype = options.pop("dtype")
         if dtype == "auto":
-            dtype = whole.dtype or whole.get_text_config(decoder=True).dtype or torch.bfloat16
-        return load_quantized(kind, where, source, whole, dtype, widened=widened, **options)
+            dtype = whole.dtype or whole.get_text_config(decoder=True).dtype
+        if dtype is None:
+            stored = [] if is_quantized or source is None else [one.stored for one in source]
+            dtype = next((one for one in stored if one in _FLOATS), torch.bfloat16)
+        return load_quantized(kind, where, source, whole, dtype, widened=widened, rounded=rounded, **options)
 
     return read
+
+
+def _may_have_experts(config: Any) -> bool:
+    """By the names that configs have for their number: only memory depends on it."""
+    text = config.get_text_config(decoder=True)
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def _language_config(config: Any, error: ImportError) -> Any:
@@ -222,9 +238,9 @@ def _load_gguf(
     source = GGUFSource(path)
     try:
         dtype = wanted.torch_dtype if wanted else source.dtype
-        model, report, weights = load_gguf_model(source, dtype, widened=widened)
+        model, report, weights = load_gguf_model(source, dtype, widened=widened, rounded=rounded)
         tokenizer = load_gguf_tokenizer(source, model.config)
-    except LoadError:
+    except (LoadError, ArgumentError):
         raise
     except Exception as error:  # transformers, gguf and tokenizers raise many kinds
         raise LoadError(f"cannot load the model {str(path)!r}: {_one_line(error)}") from error

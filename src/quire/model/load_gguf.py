@@ -5,11 +5,11 @@ the file's writer did to them; here they only pass through one at a time. Its ow
 vocabulary three times and holds the largest tensor in float32 three times: 50 s and 3.1 GB for Gemma 3 270M.
 Where transformers itself reads a file lazily (its newer architectures) its way is taken, which widens.
 
-Codes are kept of linear layers, heads and embeddings whose type has a reader (`quire.quantized.readers`), each in its
-own, if all that the writer did to them was to order their rows: that is undone on the rows of codes.
+Codes are kept of linear layers, heads, embeddings and experts whose type has a reader (`quire.quantized.readers`), each
+in its own, if all that the writer did to them was to order their rows: that is undone on the rows of codes.
 
-Cost: the codes as the kernels take them, and while it is loaded those of one weight more. Of what is widened the
-weights in `dtype`, and while it is loaded once more its largest tensor in float32.
+Cost: the codes as the kernels take them, and while it is loaded those of one weight, or expert, more. Of what is
+widened the weights in `dtype`, and while it is loaded once more its largest tensor in float32.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import __version__ as transformers_version
 
 from quire.errors import LoadError
+from quire.model.gguf_experts import gguf_experts
 from quire.model.linear import is_transposed
 from quire.model.mapped_weights import MappedWeights, Origin
+from quire.model.quantized import expert_forms, planned_forms
 from quire.model.sources import GGUFSource, StoredTensor, reckoned_by, widen
 from quire.model.unread_weights import UnreadWeights, may_hold
 from quire.quantized import QuantizedWeight
 from quire.quantized.readers import GGUF_TYPES, read_gguf
+from quire.spec.weight_formats import Rounding, WeightFormats
 
 __all__ = ["WidenedWeights", "end_ids", "gguf_config", "load_gguf_model", "load_gguf_tokenizer"]
 
@@ -81,25 +84,38 @@ def gguf_config(source: GGUFSource) -> Any:
 
 
 def load_gguf_model(
-    source: GGUFSource, dtype: torch.dtype, *, widened: bool = False
+    source: GGUFSource, dtype: torch.dtype, *, widened: bool = False, rounded: WeightFormats | None = None
 ) -> tuple[PreTrainedModel, dict[str, Any], WidenedWeights]:
     """The model in `dtype`, transformers' report of the loading, and where its weights come from.
 
-    widened: no codes are kept.
+    widened: no codes are kept. rounded: as what the experts are held, beside `widened`; the caller rounds the rest.
 
-    *raises:* LoadError: as `gguf_config`; others as transformers raises them.
+    *raises:* LoadError: as `gguf_config`; ArgumentError: a pattern of `rounded` fits nothing; others as transformers
+    raises them.
     """
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
     weights = WidenedWeights(source)
     config, fields = _config(source)
     if is_gguf_arch_supported(source.architecture):
+        if not widened:
+            _log.warning(
+                "%s: its weights are widened to %s, as transformers %s reads files of architecture %s",
+                source.path.name,
+                str(dtype).removeprefix("torch."),
+                transformers_version,
+                source.architecture,
+            )
         model, report = _load_lazily(source, dtype)
     else:
         with torch.device("meta"):
             shape = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        unread = None if widened else UnreadWeights()
-        tensors = _tensors(source, shape, fields, dtype, weights, unread)
+        forms = None if widened else {}
+        if rounded is not None:
+            planned_forms(shape, rounded)  # a pattern that fits nothing is refused
+            forms = expert_forms(shape, rounded) or None
+        unread = UnreadWeights()
+        tensors = _tensors(source, shape, fields, dtype, weights, unread, widened, forms)
         loaded: Any = type(shape).from_pretrained(
             None,
             config=config,
@@ -116,8 +132,7 @@ def load_gguf_model(
                 f"that transformers {transformers_version} makes of it: the first, {name}, is {list(stored)} instead "
                 f"of {list(expected)}"
             )
-        if unread is not None:
-            unread.read_into(model)
+        unread.read_into(model)
     model.config.name_or_path = str(source.path)
     return model, report, weights
 
@@ -171,9 +186,15 @@ def _tensors(
     fields: dict[str, Any],
     dtype: torch.dtype,
     weights: WidenedWeights,
-    unread: UnreadWeights | None,
+    unread: UnreadWeights,
+    widened: bool,
+    forms: dict[str, Rounding] | None,
 ) -> dict[str, torch.Tensor]:
-    """The state dict of the model `shape`, with stand-ins for what `unread` takes."""
+    """The state dict of the model `shape`, with stand-ins for what `unread` takes.
+
+    widened: of linear layers, heads and embeddings no codes are kept. forms: as what experts are rounded; none: they
+    are as the file has them; None: no codes are kept of them.
+    """
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
         TensorProcessor,
@@ -185,20 +206,38 @@ def _tensors(
     tensors: dict[str, torch.Tensor] = {}
     unknown = []
     mapped = MappedWeights(str(source.path.resolve()))
+
+    def process(tensor: StoredTensor, values: np.ndarray, parsed: dict[str, torch.Tensor]) -> Any:
+        # A processor of experts puts what it makes of them there itself.
+        return processor.process(
+            weights=values,
+            name=tensor.name,
+            tensor_key_mapping=names,
+            parsed_parameters={"tensors": parsed, "config": fields},
+        )
+
+    read_later: set[str] = set()
+    if forms is not None:
+        of_codes = [tensor for tensor in source if forms or tensor.stored in GGUF_TYPES]
+        for place, (of_place, experts) in gguf_experts(of_codes, shape, process, names, mapped).items():
+            if not forms or place in forms:
+                of_model = shape.get_parameter(place).shape
+                tensors[place] = unread.experts_stand_in(place, of_model, dtype, experts, forms.get(place))
+                read_later |= of_place
     for tensor in source:
+        if tensor.name in read_later:
+            continue
         place = names.get(tensor.name)
-        rows = None if unread is None or place is None else _rows(tensor, place, shape, processor, names)
-        if unread is not None and place is not None and rows is not None:
+        rows = None if widened or place is None else _rows(tensor, place, shape, processor, names)
+        if place is not None and rows is not None:
             read = partial(_read, tensor, rows, mapped)
             tensors[place] = unread.stand_in(place, shape.get_parameter(place).shape, dtype, read)
             continue
-        result = processor.process(
-            weights=widen(tensor).numpy(),
-            name=tensor.name,
-            tensor_key_mapping=names,
-            # A processor of experts puts what it makes of them there itself.
-            parsed_parameters={"tensors": tensors, "config": fields},
-        )
+        if tensor.is_quantized and not widened:
+            unread.widen(
+                tensor.name, f"{tensor.stored} is not read as codes, or not for what the model has there"
+            )
+        result = process(tensor, widen(tensor).numpy(), tensors)
         if result.name in names:
             # What was not widened may lie in the file's mapping still.
             weight = torch.from_numpy(np.ascontiguousarray(result.weights))

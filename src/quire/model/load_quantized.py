@@ -1,19 +1,23 @@
-"""A model out of a checkpoint whose weights are quantized in safetensors files, made without the tools that wrote it.
+"""A model out of a checkpoint in safetensors files whose weights are quantized, or are rounded as they are read.
 
 transformers knows how a checkpoint's tensors are called in its models and which of them it merges; here it is given
-the checkpoint as if it were plain. Linear layers, heads and embeddings get their codes once the model is made
-(`unread_weights`). Weights that transformers merges (experts), and all where that is asked for, are widened to the
+the checkpoint as if it were plain. Linear layers, heads, embeddings and experts get their codes once the model is made
+(`unread_weights`). Weights that transformers merges in other ways, and all where that is asked for, are widened to the
 dtype that the model computes in, one at a time, when transformers asks for them. transformers' own quantizers would
 want the package of each tool, and most of them a GPU.
 
-Not here: GGUF files (`load_gguf`), and models that a quantizer of transformers' has loaded (`load.not_plain`).
+A plain checkpoint of experts comes here too where its weights are rounded: transformers would stack all experts in 16
+bits first. Here they are rounded expert by expert; all else is as it would be without this.
+
+Not here: GGUF files (`load_gguf`), models that a quantizer of transformers' has loaded (`load.not_plain`), and the
+rounding of linear layers (`quantized`).
 
 Invariants
     W1  a weight is the format's own dequantization, rounded once from float32 where it is widened.
     W2  every tensor of the checkpoint is plain, a part of a quantized weight, or refused by name.
 
-Cost: the codes as the kernels take them, and while it is loaded those of one weight more. Of what is widened the
-weights in `dtype`, and the float32 form of one weight, or of one expert.
+Cost: the codes as the kernels take them, and while it is loaded those of one weight or expert more. Of what is widened
+the weights in `dtype`, and the float32 form of one weight, or of one expert.
 """
 
 from __future__ import annotations
@@ -34,10 +38,13 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from quire.errors import LoadError
 from quire.model.linear import is_transposed
 from quire.model.mapped_weights import MappedWeights
+from quire.model.quantized import expert_forms, planned_forms
 from quire.model.sources import SafetensorsSource
+from quire.model.stored_experts import Part, StoredExpert, merged_experts, projection_shape
 from quire.model.unread_weights import UnreadWeights, may_hold
 from quire.quantized import QuantizedWeight
-from quire.quantized.readers import StoredWeight, method_of, stored_weights
+from quire.quantized.readers import StoredWeight, StoredWeights, method_of, stored_weights
+from quire.spec.weight_formats import Rounding, WeightFormats
 
 __all__ = ["load_quantized", "quantization_of"]
 
@@ -58,15 +65,17 @@ def load_quantized(
     dtype: torch.dtype,
     *,
     widened: bool = False,
+    rounded: WeightFormats | None = None,
     **options: Any,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model in `dtype`, and transformers' report of the loading.
 
     kind: the class of transformers that makes it, an auto class or a model's. where: the folder or Hub id, for what is
-    said of generation there. config: of the model; not changed. widened: no codes are kept. options: as
-    `from_pretrained` takes them.
+    said of generation there. config: of the model; not changed. widened: no codes are kept. rounded: as what
+    the experts are held, beside `widened`; the caller rounds the rest. options: as `from_pretrained` takes them.
 
-    *raises:* LoadError: its weights are no safetensors files, or not understood; others as transformers raises them.
+    *raises:* LoadError: its weights are no safetensors files, or not understood; ArgumentError: a pattern of `rounded`
+    fits nothing; others as transformers raises them.
     """
     quantization = quantization_of(config) or {}
     if source is None:
@@ -86,14 +95,33 @@ def load_quantized(
             path: files.enter_context(safe_open(path, framework="pt")) for path in source.files
         }
         reading = _Reading(opened, {name: tensor.path for name, tensor in tensors.items() if tensor.path})
-        found = stored_weights(quantization, tensors, reading.tensor)
+        found = stored_weights(quantization, tensors, reading.tensor) if quantization else StoredWeights(())
         plain = tensors.keys() - found.names
-        state = {name: opened[reading.paths[name]].get_slice(name) for name in sorted(plain)}
         places = _places(shape, [weight.name for weight in found.weights], options.get("key_mapping"))
         unread = UnreadWeights()
+        forms = None if rounded is None else _forms(shape, rounded)
+        experts = {}
+        if forms is not None or not widened:
+            stored = {name: tensors[name].shape for name in plain} if forms else {}
+            experts = _experts(shape, found, places, stored, reading, options.get("key_mapping"))
+            experts = {place: made for place, made in experts.items() if forms is None or place in forms}
+        read_later = {name for names, _ in experts.values() for name in names}
+        state: dict[str, Any] = {
+            name: opened[reading.paths[name]].get_slice(name) for name in sorted(plain - read_later)
+        }
+        for place, (_, of_place) in experts.items():
+            rounding = None if forms is None else forms[place]
+            of_model = shape.get_parameter(place).shape
+            state[place] = unread.experts_stand_in(place, of_model, dtype, of_place, rounding)
         for weight in found.weights:
             place = places.get(weight.name)
+            if weight.name in read_later:
+                continue
             if place is None or len(weight.shape) != 2 or not may_hold(shape, place, *weight.shape):
+                if not widened:
+                    unread.widen(
+                        weight.name, "the model has it in another form, or as a part of another weight"
+                    )
                 state[weight.name] = _Widened(weight, reading, dtype)
             elif widened:
                 transposed = is_transposed(shape.get_submodule(place.rpartition(".")[0]))
@@ -133,6 +161,19 @@ class _Reading:
         self.release(weight.parts)
         return read
 
+    def expert(self, weight: StoredWeight, expert: int) -> QuantizedWeight:
+        """The same of one of the experts that are stored together."""
+        read = weight.read_expert(self.tensor, expert)
+        for name in weight.parts.values():
+            self._mapped.release(self.tensor(name)[expert])
+        return read
+
+    def plain(self, name: str) -> torch.Tensor:
+        """A copy of a tensor that is as it is. Its pages are given back."""
+        copy = self.tensor(name).clone()
+        self.release({"weight": name})
+        return copy
+
     def release(self, names: Mapping[str, str]) -> None:
         """Give back the pages of tensors that are not read again."""
         for name in names.values():
@@ -154,6 +195,44 @@ class _Widened:
             widened = self._weight.widened(self._reading.tensor, self._dtype)
             self._reading.release(self._weight.parts)
         return widened.t().contiguous() if self._transposed else widened
+
+
+def _forms(shape: PreTrainedModel, rounded: WeightFormats) -> dict[str, Rounding]:
+    """Of the experts. *raises:* ArgumentError: a pattern fits nothing."""
+    planned_forms(shape, rounded)
+    return expert_forms(shape, rounded)
+
+
+def _experts(
+    shape: PreTrainedModel,
+    found: StoredWeights,
+    places: Mapping[str, str],
+    plain: Mapping[str, tuple[int, ...]],
+    reading: _Reading,
+    key_mapping: Any,
+) -> dict[str, tuple[list[str], list[StoredExpert]]]:
+    """By the parameters of `shape` that are experts: the names of what they are made of, and each expert.
+
+    plain: the shapes of tensors that are not quantized and may be read so too.
+    """
+    parts = {
+        name: Part(sizes[0], partial(reading.plain, name)) for name, sizes in plain.items() if len(sizes) == 2
+    }
+    experts: dict[str, tuple[list[str], list[StoredExpert]]] = {}
+    for weight in found.weights:
+        if len(weight.shape) == 2:
+            parts[weight.name] = Part(weight.shape[0], partial(reading.weight, weight))
+            continue
+        place = places.get(weight.name)
+        wanted = None if place is None else projection_shape(shape, place)
+        if place is not None and wanted is not None and wanted[:3] == weight.shape:
+            num_experts, num_outputs, _ = weight.shape
+            together = [
+                StoredExpert((Part(num_outputs, partial(reading.expert, weight, expert)),), None)
+                for expert in range(num_experts)
+            ]
+            experts[place] = [weight.name], together
+    return experts | merged_experts(shape, parts, key_mapping)
 
 
 def _places(shape: PreTrainedModel, names: list[str], key_mapping: Any) -> dict[str, str]:

@@ -5,21 +5,22 @@ one at a time. Either is done to a model before it is prepared, and stays: prepa
 and so does its undoing. A module so held is a packed one (`linear`): same object and name, its `.weight` reads as the
 dequantized weight rounded once to the model's dtype, and whoever writes to that makes the module dense.
 
-Not here: products (`quire.quantized`), files, experts given as 3-D parameters, which stay dense. Fused layers take
-codes where one kernel takes all that they multiply together, such as q, k and v; else, and where a weight has an order
-of inputs of its own, the module runs unfused.
+Not here: products (`quire.quantized`), files, how experts given as 3-D parameters are held (`coded_experts`). Fused
+layers take codes where one kernel takes all that they multiply together, such as q, k and v; else, and where a weight
+has an order of inputs of its own, the module runs unfused.
 
 Invariants
     Q3  a weight that several modules share is held once.
     Q4  a held weight asks for no gradient.
 
-Cost: `quantize_model` holds the codes made so far and the float32 form of one weight.
+Cost: `quantize_model` holds the codes made so far and the float32 form of one weight, or of one expert.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -27,12 +28,24 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quire.errors import ArgumentError
+from quire.model.coded_experts import CodedExperts, give_back_unproved, held_parameter, hold_experts
+from quire.model.experts import coded_form, projections_of
 from quire.model.held_weight import HeldParameter, HeldWeight
 from quire.model.linear import PackedModule, is_transposed, packed_class
 from quire.quantized import CodedWeight, QuantizedWeight, round_to_codes
 from quire.spec.weight_formats import Rounding, WeightFormats
 
-__all__ = ["coded_weights", "hold_quantized", "planned_forms", "quantize_model", "tell_weights"]
+__all__ = [
+    "coded_weights",
+    "expert_forms",
+    "hold_quantized",
+    "planned_forms",
+    "quantize_model",
+    "tell_weights",
+]
+
+_log = logging.getLogger("quire")
+_MOST_OF_A_CONVOLUTION = 16  # elements along an axis of a weight that is one
 
 
 def hold_quantized(
@@ -54,11 +67,7 @@ def hold_quantized(
         return dense.t().contiguous() if transposed[0] else dense
 
     held = HeldWeight(packed=packed, unpack=unpack)
-    shape = _weight(together[0]).shape
-    like = torch.empty((), dtype=dtype).expand(shape)  # no memory
-    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
-    if not HeldParameter.take_place(parameter, held, like):
-        raise AssertionError("a parameter that nobody else has can be taken the place of")
+    parameter = held_parameter(held, _weight(together[0]).shape, dtype)
     for module, lies_transposed in zip(together, transposed, strict=True):
         module._parameters["weight"] = parameter
         module.__class__ = packed_class(type(module))
@@ -86,13 +95,16 @@ def _weight(module: nn.Module) -> nn.Parameter:
     return cast(nn.Parameter, module._parameters["weight"])
 
 
-def coded_weights(model: nn.Module) -> dict[str, CodedWeight]:
-    """Each weight held as codes, once, by the name of the first module that has it."""
-    found: dict[int, tuple[str, CodedWeight]] = {}
+def coded_weights(model: nn.Module) -> dict[str, CodedWeight | CodedExperts]:
+    """Each weight held as codes, once, by the name of the first module that has it; of experts by their parameter's."""
+    found: dict[int, tuple[str, CodedWeight | CodedExperts]] = {}
     for name, module in model.named_modules():
         packed = module.__dict__.get("_packed")
         if isinstance(packed, CodedWeight):
             found.setdefault(id(packed), (name, packed))
+        for own, parameter in module._parameters.items():
+            if isinstance(experts := coded_form(parameter), CodedExperts):
+                found.setdefault(id(experts), (f"{name}.{own}", experts))
     return dict(found.values())
 
 
@@ -102,8 +114,8 @@ def tell_weights(model: nn.Module) -> dict[str, int]:
     for packed in coded_weights(model).values():
         found[packed.label] = found.get(packed.label, 0) + packed.num_bytes
     for parameter in model.parameters():
-        coded = isinstance(parameter, HeldParameter) and isinstance(parameter.held.packed, CodedWeight)
-        if not coded:
+        packed = parameter.held.packed if isinstance(parameter, HeldParameter) else None
+        if not isinstance(packed, CodedWeight | CodedExperts):
             name = str(parameter.dtype).removeprefix("torch.")
             found[name] = found.get(name, 0) + parameter.numel() * parameter.element_size()
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
@@ -115,8 +127,9 @@ def tell_weights(model: nn.Module) -> dict[str, int]:
 def quantize_model(
     model: PreTrainedModel, formats: WeightFormats, release: Callable[[torch.Tensor], None] | None = None
 ) -> None:
-    """Round the weights of the model's linear layers, head and embeddings to codes, in place, one at a time.
+    """Round the weights of the model's linear layers, experts, head and embeddings to codes, in place, one at a time.
 
+    What a loader has rounded before stays. Weights of experts in a form that is not known stay too, and a line says so.
     release: called with each dense weight before it is let go of.
 
     *raises:* ArgumentError: a pattern fits no layer's name, with the pattern and some names; a weight is not finite.
@@ -130,6 +143,52 @@ def quantize_model(
             release(dense)
         del weight, dense
         hold_quantized(modules, codes, dtype)
+    forms = expert_forms(model, formats)
+    to_round = [name for name in forms if coded_form(model.get_parameter(name)) is None]
+    for name in to_round:
+        module_name, _, own = name.rpartition(".")
+        module, rounding = model.get_submodule(module_name), forms[name]
+        dense = model.get_parameter(name).detach()
+        hold_experts(module, own, _rounded(dense, bool(module.is_transposed), rounding), dtype)
+        if release is not None:
+            release(dense)
+        del dense
+    computes_otherwise = give_back_unproved(model) if to_round else []
+    if left := [*computes_otherwise, *_of_unknown_form(model, formats)]:
+        _log.warning(
+            "%d weights of experts stay in %s, the first %s: their module computes with them in a way of its own",
+            len(left),
+            str(dtype).removeprefix("torch."),
+            left[0],
+        )
+
+
+def _rounded(experts: torch.Tensor, transposed: bool, rounding: Rounding) -> Iterator[QuantizedWeight]:
+    for expert in experts:
+        yield round_to_codes(expert.t() if transposed else expert, rounding)
+
+
+def expert_forms(model: nn.Module, formats: WeightFormats) -> dict[str, Rounding]:
+    """How the projections of experts are rounded, by their parameters' names; those that are coded too."""
+    return {name: rounding for name in _experts(model) if (rounding := formats.of(name)) is not None}
+
+
+def _experts(model: nn.Module) -> list[str]:
+    found = ((name, projections_of(module)) for name, module in model.named_modules())
+    return [f"{name}.{own}" for name, names in found for own in names or ()]
+
+
+def _of_unknown_form(model: nn.Module, formats: WeightFormats) -> list[str]:
+    """Parameters that look like weights of all experts, in modules that are not known as experts."""
+    known = set(_experts(model))
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 3
+        and min(parameter.shape[1:]) > _MOST_OF_A_CONVOLUTION
+        and name not in known
+        and formats.of(name) is not None
+    ]
 
 
 def planned_forms(model: PreTrainedModel, formats: WeightFormats) -> dict[str, str]:
@@ -139,7 +198,8 @@ def planned_forms(model: PreTrainedModel, formats: WeightFormats) -> dict[str, s
 
     *raises:* as `quantize_model`.
     """
-    return {f"{name}.weight": str(rounding) for name, _, _, rounding in _chosen(model, formats)}
+    linears = {f"{name}.weight": rounding for name, _, _, rounding in _chosen(model, formats)}
+    return {name: str(rounding) for name, rounding in (linears | expert_forms(model, formats)).items()}
 
 
 def _chosen(
@@ -154,9 +214,10 @@ def _chosen(
             by_weight.setdefault(weight, []).append((name, module))
     ends = {id(end) for end in (model.get_output_embeddings(), model.get_input_embeddings())}
     linears = [holders[0][0] for holders in by_weight.values() if id(holders[0][1]) not in ends]
+    experts = _experts(model)
     for pattern, _ in formats.by_pattern:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in linears):
-            shown = ", ".join(linears[:3]) or "none"
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in (*linears, *experts)):
+            shown = ", ".join([*linears[:3], *experts[:2]]) or "none"
             raise ArgumentError(
                 f"expected a pattern of linear layers' names ({shown} ...), got {pattern!r} - in `weights`"
             )

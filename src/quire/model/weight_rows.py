@@ -1,7 +1,7 @@
 """How the weights of a model are held once it serves, in bytes, by kind: told ahead, and of a model that serves.
 
     linear        packed panels of linear layers, with their padding. A weight that is the embedding too is here, once
-    experts       packed panels of experts
+    experts       packed panels of experts, or their codes
     latents       kv_b_proj of latent layers once more, head by head, as it is multiplied into queries and results
     embeddings    dense embeddings that no linear layer shares
     dense         all else: norms, convolutions, routers, layers that stay as they are; buffers
@@ -28,7 +28,7 @@ from torch import nn
 
 from quire.attention.backends import PackedWeight
 from quire.backends import native_module
-from quire.model.experts import expert_projections
+from quire.model.experts import expert_projections, projections_of
 from quire.model.held_weight import HeldParameter
 from quire.model.latent import LatentHeads, is_latent
 from quire.model.linear import DTYPE_NAMES, NativeWeight, Packing, choose_packing, planned_packing
@@ -122,9 +122,10 @@ def planned_weights(
         rows.add(row, form_bytes(parameter, shape, kind))
     packs_experts = packing is None and native_module() is not None
     for module in model.modules():
-        if packs_experts and (projections := expert_projections(module, "meta")) is not None:
-            for name in projections:
-                parameter = cast(nn.Parameter, module._parameters[name])
+        for name in projections_of(module) or ():
+            parameter = cast(nn.Parameter, module._parameters[name])
+            is_packed = packs_experts and expert_projections(module, "meta") is not None
+            if is_packed or form_of(names[id(parameter)]) is not None:
                 packed.add(id(parameter))
                 num_experts, *shape = parameter.shape
                 shape = shape[::-1] if getattr(module, "is_transposed", False) else shape

@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from quire.cache.feed import EventFeed
     from quire.offload.waiting import InEngine
     from quire.tiers.disk import DiskTier
+    from quire.tiers.remote import RemoteTier
     from quire.tiers.stack import TierStack
 
 __all__ = ["OpenTiers", "fingerprint_tag", "open_tiers", "swap_of"]
 
 _MAX_BYTES_IN_FLIGHT = 256 << 20  # waiting to be stored, for each tier
+_HEADER_BYTES = 1 << 20  # what a value says of itself, and a signature; less than that
 _DISK_BYTES = 8 << 30  # where no disk_cache_size is given
 _TRUST_S = 60.0
 _GREETING_S = 1.5  # a server's time-out and a little, however long its name takes to be resolved
@@ -66,6 +68,7 @@ class OpenTiers:
     fingerprint: bytes
     segment_tokens: int
     block_size: int
+    node_tokens: int
     _events: TierEvents | None = None
 
     def events(self) -> TierEvents:
@@ -152,8 +155,16 @@ def open_tiers(
     from quire.tiers.stack import TierStack
 
     layout = PayloadLayout.of(cache.spec)
-    num_tokens = segment_tokens(layout, cache.block_size)
-    stack = TierStack(tiers, layout, max_bytes_in_flight=_MAX_BYTES_IN_FLIGHT, check_finite=("remote",))
+    num_tokens = segment_tokens(layout, cache.node_tokens)
+    largest = max(layout.num_bytes(num_tokens), cache.spec.bytes_per_state) + _HEADER_BYTES
+    stack = TierStack(
+        tiers,
+        layout,
+        max_bytes_in_flight=max(_MAX_BYTES_IN_FLIGHT, 2 * largest),  # a state of a large model takes as much
+        check_finite=("remote",),
+    )
+    for server in _servers(tiers):
+        server.allow(largest)
     _greet(tiers, stack)
     shared = (cache, storage, stack, fingerprint, num_tokens)
     states = StateStores(cache, storage.states, stack, fingerprint) if isinstance(cache, StateCache) else None
@@ -172,19 +183,23 @@ def open_tiers(
         fingerprint=fingerprint,
         segment_tokens=num_tokens,
         block_size=cache.block_size,
+        node_tokens=cache.node_tokens,
     )
 
 
 def _greet(tiers: list[Tier], stack: TierStack) -> None:
     """Has a server that is not there said now, and not by the first request, which then need not wait for it."""
+    for server in _servers(tiers):
+        stack.queue(server.name, "start", server.greet)
+        stack.flush(_GREETING_S)
+
+
+def _servers(tiers: list[Tier]) -> list[RemoteTier]:
     from quire.tiers.remote import RemoteTier
     from quire.tiers.signed import SignedTier
 
-    for tier in tiers:
-        server = tier.inner if isinstance(tier, SignedTier) else tier
-        if isinstance(server, RemoteTier):
-            stack.queue(tier.name, "start", server.greet)
-            stack.flush(_GREETING_S)
+    inner = [tier.inner if isinstance(tier, SignedTier) else tier for tier in tiers]
+    return [tier for tier in inner if isinstance(tier, RemoteTier)]
 
 
 def _tiers(config: EngineConfig) -> list[Tier]:

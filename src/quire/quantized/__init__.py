@@ -8,12 +8,13 @@ Others may use the names below, and
 from quire.quantized.panels import CodedWeight, rounded_num_bytes
 from quire.quantized.reference import multiply
 from quire.quantized.rounding import round_to_codes
-from quire.quantized.weight import Factor, QuantizedWeight
+from quire.quantized.weight import Factor, QuantizedWeight, joined
 
 __all__ = [
     "CodedWeight",
     "Factor",
     "QuantizedWeight",
+    "joined",
     "multiply",
     "round_to_codes",
     "rounded_num_bytes",

@@ -8,7 +8,6 @@ Cost: of few rows one read of the panels, 0.5 to 1 byte a value; of many one wid
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,7 +99,7 @@ class CodedWeight:
             if flat.numel() and (int(flat.min()) < 0 or int(flat.max()) >= self.num_outputs):
                 low, high = int(flat.min()), int(flat.max())
                 raise IndexError(f"expected ids in [0, {self.num_outputs}), got {low} to {high}")
-            rows = _picked(self._weight, flat).dequantize().to(dtype)
+            rows = self._weight.pick(flat).dequantize().to(dtype)
             return rows.reshape(*ids.shape, self.num_inputs)
         wide = torch.float32 if dtype is torch.float64 else dtype
         out = torch.empty((*ids.shape, self.num_inputs), dtype=wide)
@@ -158,18 +157,3 @@ def _shortened(values: torch.Tensor) -> torch.Tensor:
             if torch.equal((short := values.to(dtype)).float(), values):
                 return short
     return values
-
-
-def _picked(weight: QuantizedWeight, ids: torch.Tensor) -> QuantizedWeight:
-    """The weight of the outputs `ids` alone."""
-
-    def of(factor: Factor) -> Factor:
-        return Factor(factor.fine[ids], None if factor.coarse is None else factor.coarse[ids])
-
-    return replace(
-        weight,
-        codes=weight.codes[ids],
-        scales=of(weight.scales),
-        zeros=weight.zeros[ids] if isinstance(weight.zeros, torch.Tensor) else weight.zeros,
-        minimums=None if weight.minimums is None else of(weight.minimums),
-    )

@@ -14,13 +14,14 @@ Cost: a byte for each value. `dequantize` makes float32 of all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from quire.errors import ArgumentError
 
-__all__ = ["Factor", "QuantizedWeight"]
+__all__ = ["Factor", "QuantizedWeight", "joined"]
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Factor:
             return fine
         return fine * self.coarse.float().repeat_interleave(fine.shape[1] // self.coarse.shape[1], dim=1)
 
-    def rows(self, part: slice) -> Factor:
-        """That of some outputs, on the same memory."""
+    def rows(self, part: slice | torch.Tensor) -> Factor:
+        """That of some outputs: of a slice on the same memory, of their numbers [n] a copy."""
         return Factor(self.fine[part], None if self.coarse is None else self.coarse[part])
 
 
@@ -112,7 +113,13 @@ class QuantizedWeight:
 
     def rows(self, start: int, stop: int) -> QuantizedWeight:
         """The weight of outputs [start, stop) alone, on the same memory: of one of several modules stored together."""
-        part = slice(start, stop)
+        return self._of(slice(start, stop))
+
+    def pick(self, outputs: torch.Tensor) -> QuantizedWeight:
+        """The weight of these outputs [n] int64, in this order."""
+        return self._of(outputs)
+
+    def _of(self, part: slice | torch.Tensor) -> QuantizedWeight:
         return replace(
             self,
             codes=self.codes[part],
@@ -142,3 +149,52 @@ class QuantizedWeight:
         unordered = torch.empty_like(values)
         unordered[:, self.order] = values
         return unordered
+
+
+def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One weight of the outputs of several in turn, which have the same inputs and one format.
+
+    *raises:* ArgumentError: they are coded in different ways.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    if any(_way(weight) != _way(first) or not _same_tensors(weight, first) for weight in weights[1:]):
+        labels = ", ".join(dict.fromkeys(weight.label for weight in weights))
+        raise ArgumentError(f"expected weights that are coded in one way to hold them as one, got {labels}")
+    zeros = [weight.zeros for weight in weights if isinstance(weight.zeros, torch.Tensor)]
+    minimums = [weight.minimums for weight in weights if weight.minimums is not None]
+    return replace(
+        first,
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales=_joined([weight.scales for weight in weights]),
+        zeros=torch.cat(zeros) if zeros else first.zeros,
+        minimums=_joined(minimums) if minimums else None,
+    )
+
+
+def _joined(factors: Sequence[Factor]) -> Factor:
+    coarse = [factor.coarse for factor in factors if factor.coarse is not None]
+    return Factor(torch.cat([factor.fine for factor in factors]), torch.cat(coarse) if coarse else None)
+
+
+def _way(weight: QuantizedWeight) -> tuple[object, ...]:
+    """What one weight has once for all its outputs, tensors left out, and which parts it has."""
+    zeros = weight.zeros.dtype if isinstance(weight.zeros, torch.Tensor) else weight.zeros
+    ratios = [
+        None
+        if factor is None
+        else (factor.fine.dtype, 0 if factor.coarse is None else factor.coarse.shape[1])
+        for factor in (weight.scales, weight.minimums)
+    ]
+    return (weight.bits, weight.group, weight.num_inputs, zeros, *ratios)
+
+
+def _same_tensors(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    def same(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+        if mine is None or theirs is None:
+            return mine is theirs
+        # Bits: a table of 8-bit floats has entries that are no numbers.
+        return mine.dtype is theirs.dtype and torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+    return same(one.table, other.table) and same(one.order, other.order)

@@ -5,13 +5,13 @@ A new kind of layer is one entry more in `KINDS`. Every call is O(1).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from quire.errors import ArgumentError
-from quire.spec.formats import format_of
+from quire.spec.formats import format_of, pair_name
 
-__all__ = ["KINDS", "LayerSpec", "Span"]
+__all__ = ["KINDS", "LayerSpec", "Span", "layer_ranges"]
 
 KINDS: dict[str, Callable[[int], tuple[int, int]]] = {
     "full": lambda size: (0, 1),
@@ -111,6 +111,10 @@ class LayerSpec:
             for name, dim in zip((self.k_format, self.v_format), self.stored_dims, strict=False)
         )
 
+    def kv_dtype(self, dtype: str) -> str:
+        """What K and V are kept in, as `kv_dtype` has it; dtype: the model's."""
+        return pair_name(self.k_format, self.v_format or self.k_format) or dtype
+
     @property
     def given_dims(self) -> tuple[int, int]:
         """Elements of a head of what a model gives its cache as K and as V: of a latent layer the latent, and the
@@ -134,3 +138,14 @@ class LayerSpec:
         if self.shares_kv_with is not None:
             return 0
         return self.num_kv_heads * sum(self.stored_dims)
+
+
+def layer_ranges(numbers: Iterable[int]) -> str:
+    """Of rising numbers: "0-1, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

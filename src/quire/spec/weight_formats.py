@@ -41,7 +41,8 @@ class Rounding:
 
 @dataclass(frozen=True)
 class WeightFormats:
-    """By pattern of the linear layers' names, of which the first that fits counts; and for head and embeddings.
+    """By pattern of the names of linear layers and of experts' parameters, of which the first that fits counts; and for
+    head and embeddings.
 
     None: left as they are.
     """
@@ -55,7 +56,7 @@ class WeightFormats:
         return self.head is not None or any(rounding is not None for _, rounding in self.by_pattern)
 
     def of(self, name: str) -> Rounding | None:
-        """That of the linear layer `name`; one that no pattern fits is left as it is."""
+        """That of the linear layer or experts' parameter `name`; one that no pattern fits is left as it is."""
         return next((found for pattern, found in self.by_pattern if fnmatch.fnmatchcase(name, pattern)), None)
 
 
@@ -77,7 +78,7 @@ def parse_rounding(text: str, where: str = "weights") -> Rounding | None:
 
 
 def parse_weights(weights: str | Mapping[str, str], head: str | None = None) -> WeightFormats:
-    """weights: one format for all linear layers, or formats by pattern of names, as a mapping or as
+    """weights: one format for all linear layers and experts, or formats by pattern of names, as a mapping or as
     "*.mlp.*=int4,*=int8". head: of head and embeddings; None: int8, or bf16 where no linear layer is rounded.
 
     *raises:* ArgumentError: it is something else.

@@ -34,11 +34,15 @@ def is_payload_finite(payload: np.ndarray, layout: Any) -> bool:
     num_tokens = payload.nbytes // layout.bytes_per_token
     start = 0
     for one in layout.layers:
-        for width, name in list(zip(one.row_elements, one.formats, strict=False)) * one.num_kv_heads:
-            stop = start + num_tokens * width * layout.dtype_bytes
+        widths = one.k_head_dim, one.stored_v_dim
+        for size, width, name in (
+            list(zip(one.row_elements, widths, one.formats, strict=False)) * one.num_kv_heads
+        ):
+            stop = start + num_tokens * size * layout.dtype_bytes
             rows = payload[start:stop].reshape(num_tokens, -1)
-            numbers = np.ascontiguousarray(rows[:, -2:]) if name else rows
-            if not is_finite(numbers.reshape(-1), format_of(name).scale if name else layout.element):
+            found = format_of(name) if name else None
+            numbers = np.ascontiguousarray(rows[:, -2 * found.num_scales(width) :]) if found else rows
+            if not is_finite(numbers.reshape(-1), found.scale if found else layout.element):
                 return False
             start = stop
     return True

@@ -101,6 +101,10 @@ class RemoteTier:
             if self._client.ping() is not True:
                 raise ValueError("an answer that is none to this question")
 
+    def allow(self, num_bytes: int) -> None:
+        """Values of so many bytes are stored and believed in from now on, whatever `max_value_bytes` was."""
+        self._max_value_bytes = max(self._max_value_bytes, num_bytes)
+
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         with self._exchange("a look-up"):
             pipeline = self._client.pipeline(transaction=False)

@@ -50,7 +50,8 @@ class StoredWeight:
     name: of the tensor that a plain checkpoint has in their place, as "model.layers.0.mlp.up_proj.weight".
     shape: [N, K] of a linear layer, [E, N, K] of experts.
     parts: the names of its tensors by what they are to the reader.
-    unpack: makes the weight of its tensors by the same keys: one for each expert, where `shape` has three sizes.
+    unpack: makes the weight of its tensors by the same keys: one for each expert, where `shape` has three sizes; each
+        of its tensors has the experts first then.
     transposed: a plain checkpoint has experts as [E, K, N].
     """
 
@@ -67,17 +68,22 @@ class StoredWeight:
         """
         return self.unpack({key: tensor(name) for key, name in self.parts.items()})
 
+    def read_expert(self, tensor: Callable[[str], torch.Tensor], expert: int) -> QuantizedWeight:
+        """One of the experts alone. *raises:* LoadError: as `read`."""
+        of_expert = slice(expert, expert + 1)
+        (weight,) = self.unpack({key: tensor(name)[of_expert] for key, name in self.parts.items()})
+        return weight
+
     def widened(self, tensor: Callable[[str], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The plain tensor in `dtype`, each value rounded once from float32."""
-        weights = self.read(tensor)
         if len(self.shape) == 2:
-            return weights[0].dequantize().to(dtype)
+            return self.read(tensor)[0].dequantize().to(dtype)
         experts, outputs, inputs = self.shape
         plain = torch.empty(
             experts, *((inputs, outputs) if self.transposed else (outputs, inputs)), dtype=dtype
         )
-        for expert, weight in enumerate(weights):
-            values = weight.dequantize()
+        for expert in range(experts):
+            values = self.read_expert(tensor, expert).dequantize()
             plain[expert] = values.T if self.transposed else values
         return plain
 

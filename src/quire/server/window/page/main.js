@@ -36,6 +36,8 @@ const STATE_FIGURES = [
   ["States of sequences", (s) => [number(s.counts.state_slots - s.counts.checkpoints - s.counts.free_state_slots),
     `of ${number(s.counts.state_slots)}`]],
   ["Checkpoints of states", (s) => [number(s.counts.checkpoints), `${number(s.counts.evicted_checkpoints)} evicted`]],
+  ["Hits cut short", (s) => [number(s.counts.short_hits), "for lack of a state"]],
+  ["States made of blocks", (s) => [number(s.counts.slots_from_blocks), `${number(s.counts.slots_to_blocks)} became blocks`]],
 ];
 
 const figuresOf = (s) => (s?.counts?.state_slots === undefined ? FIGURES : [...FIGURES, ...STATE_FIGURES]);

@@ -1,0 +1,109 @@
+"""Experts of a GGUF file, one 3-D tensor a projection: which rows of which tensors are which expert's, read one by one.
+
+transformers' processor of the architecture is asked with numbers of rows, layer by layer (`stored_experts`).
+
+Not here: other tensors, and what becomes of those that are not understood (`load_gguf`).
+
+Cost: a few bytes for each row of a layer's experts, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from quire.model.mapped_weights import MappedWeights
+from quire.model.sources import StoredTensor, widen
+from quire.model.stored_experts import Part, StoredExpert, experts_in, numbered, projection_shape
+from quire.quantized import QuantizedWeight
+from quire.quantized.readers import GGUF_TYPES, read_gguf
+
+__all__ = ["GGUFExperts", "gguf_experts"]
+
+Process = Callable[[StoredTensor, np.ndarray, dict[str, torch.Tensor]], Any]
+"""What transformers makes of a tensor's values: the name and the values as the model has them. A processor of experts
+puts these into the given tensors itself, and gives no name."""
+
+GGUFExperts = dict[str, tuple[set[str], list[StoredExpert]]]
+"""By the model's parameter: the names of the file's tensors that it is made of, and each expert."""
+
+
+def gguf_experts(
+    tensors: Iterable[StoredTensor],
+    shape: PreTrainedModel,
+    process: Process,
+    names: dict[str, str],
+    mapped: MappedWeights,
+) -> GGUFExperts:
+    """The projections of experts of `shape` that are made of whole rows of `tensors`.
+
+    names: of the model's parameters by those of the tensors. mapped: where the pages of what was read are given back.
+    """
+    by_layer: dict[str, list[StoredTensor]] = {}
+    for tensor in tensors:
+        if len(tensor.shape) == 3:
+            by_layer.setdefault(tensor.name.rpartition("ffn_")[0], []).append(tensor)
+    found: GGUFExperts = {}
+    for of_layer in by_layer.values():
+        found |= _of_layer(of_layer, shape, process, names, mapped)
+    return found
+
+
+def _of_layer(
+    tensors: list[StoredTensor],
+    shape: PreTrainedModel,
+    process: Process,
+    names: dict[str, str],
+    mapped: MappedWeights,
+) -> GGUFExperts:
+    answer: dict[str, torch.Tensor] = {}
+    parts: list[Part] = []
+    owners: dict[int, str] = {}
+    first = 0
+    for tensor in tensors:
+        num_experts, num_rows, _ = tensor.shape
+        asked = numbered(first, num_experts * num_rows).view(num_experts, num_rows, -1)
+        first += num_experts * num_rows
+        of_tensor = [Part(num_rows, partial(_read, tensor, expert, mapped)) for expert in range(num_experts)]
+        parts += of_tensor
+        owners |= {id(part): tensor.name for part in of_tensor}
+        try:
+            result = process(tensor, asked.numpy(), answer)
+        except (ValueError, IndexError, RuntimeError):  # it counts on the tensor's own columns
+            continue
+        if result.name in names:
+            answer[names[result.name]] = torch.from_numpy(np.array(result.weights))
+    found: GGUFExperts = {}
+    for place, merged in answer.items():
+        experts = _at(shape, place, merged, parts)
+        if experts is not None:
+            found[place] = {owners[id(part)] for expert in experts for part in expert.parts}, experts
+    return found
+
+
+def _at(
+    shape: PreTrainedModel, place: str, merged: torch.Tensor, parts: list[Part]
+) -> list[StoredExpert] | None:
+    wanted = projection_shape(shape, place)
+    if wanted is None or merged.dim() != 3:
+        return None
+    num_experts, num_outputs, _, transposed = wanted
+    merged = merged.transpose(1, 2) if transposed else merged
+    return experts_in(merged, parts) if merged.shape[:2] == (num_experts, num_outputs) else None
+
+
+def _read(tensor: StoredTensor, expert: int, mapped: MappedWeights) -> QuantizedWeight | torch.Tensor:
+    """One expert; its values where the type is not read as codes."""
+    data = tensor.read()[expert]
+    if tensor.stored in GGUF_TYPES:
+        read: QuantizedWeight | torch.Tensor = read_gguf(str(tensor.stored), data)
+    else:
+        read = widen(replace(tensor, shape=tensor.shape[1:], read=lambda: data)).clone()
+    mapped.release(data)
+    return read
