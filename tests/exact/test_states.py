@@ -330,7 +330,7 @@ def test_slots_that_are_needed_keep_their_bytes() -> None:
         ({"storage": "contiguous"}, "storage paged or virtual for a model with state layers"),
         ({"storage": "growing"}, "storage paged or virtual for a model with state layers"),
         ({"host_cache": "1MiB"}, "no tiers"),
-        ({"kv_memory": 4096}, "half of it for two states"),
+        ({"kv_memory": 4096}, "two states of"),
     ],
 )
 def test_what_states_do_not_have_yet_is_refused(options: dict[str, Any], message: str) -> None:

@@ -19,7 +19,7 @@ weights in `dtype`, and the float32 form of one weight, or of one expert.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -35,11 +35,11 @@ from quire.errors import LoadError
 from quire.model.linear import is_transposed
 from quire.model.mapped_weights import MappedWeights
 from quire.model.sources import SafetensorsSource
-from quire.model.unread_weights import UnreadWeights, may_hold
-from quire.quantized import QuantizedWeight
+from quire.model.unread_weights import UnreadWeights, held_forms, may_hold
+from quire.quantized import CodeForm, QuantizedWeight
 from quire.quantized.readers import StoredWeight, method_of, stored_weights
 
-__all__ = ["load_quantized", "quantization_of"]
+__all__ = ["load_quantized", "plain_config", "planned_codes", "quantization_of"]
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
@@ -68,12 +68,8 @@ def load_quantized(
 
     *raises:* LoadError: its weights are no safetensors files, or not understood; others as transformers raises them.
     """
-    quantization = quantization_of(config) or {}
-    if source is None:
-        raise LoadError(
-            f"expected weights that are quantized by {method_of(quantization)} in safetensors files, {where} has none"
-        )
-    config = _plain_config(config)
+    quantization, source = quantization_of(config) or {}, _required(source, where, config)
+    config = plain_config(config)
     with torch.device("meta"):
         if hasattr(kind, "from_config"):
             trusted = {"trust_remote_code": options.get("trust_remote_code", False)}
@@ -82,18 +78,14 @@ def load_quantized(
             shape = kind(config)
     tensors = {tensor.name: tensor for tensor in source}
     with ExitStack() as files:
-        opened: dict[Path, Any] = {
-            path: files.enter_context(safe_open(path, framework="pt")) for path in source.files
-        }
-        reading = _Reading(opened, {name: tensor.path for name, tensor in tensors.items() if tensor.path})
+        reading = _Reading(files, source)
         found = stored_weights(quantization, tensors, reading.tensor)
         plain = tensors.keys() - found.names
-        state = {name: opened[reading.paths[name]].get_slice(name) for name in sorted(plain)}
-        places = _places(shape, [weight.name for weight in found.weights], options.get("key_mapping"))
+        state = {name: reading.slice(name) for name in sorted(plain)}
+        places = _places(shape, found.weights, options.get("key_mapping"))
         unread = UnreadWeights()
         for weight in found.weights:
-            place = places.get(weight.name)
-            if place is None or len(weight.shape) != 2 or not may_hold(shape, place, *weight.shape):
+            if (place := places.get(weight.name)) is None:
                 state[weight.name] = _Widened(weight, reading, dtype)
             elif widened:
                 transposed = is_transposed(shape.get_submodule(place.rpartition(".")[0]))
@@ -116,22 +108,57 @@ def load_quantized(
     return model, report
 
 
-class _Reading:
-    """The tensors of open files by name, one reader at a time."""
+def planned_codes(
+    shape: PreTrainedModel, where: str, source: SafetensorsSource | None, config: Any, key_mapping: Any = None
+) -> dict[str, CodeForm]:
+    """Which parameters of `shape`, the model on torch's meta device, `load_quantized` would leave as codes, and of what
+    form. Headers are read, and some scales.
 
-    def __init__(self, opened: dict[Path, Any], paths: dict[str, Path]) -> None:
-        self._opened, self.paths = opened, paths
+    *raises:* LoadError: as `load_quantized`.
+    """
+    source = _required(source, where, config)
+    tensors = {tensor.name: tensor for tensor in source}
+    with ExitStack() as files:
+        reading = _Reading(files, source)
+        found = stored_weights(quantization_of(config) or {}, tensors, reading.tensor)
+        places = _places(shape, found.weights, key_mapping)
+        forms = {
+            places[weight.name]: weight.form(reading.tensor)
+            for weight in found.weights
+            if weight.name in places
+        }
+    return held_forms(shape, forms)
+
+
+def _required(source: SafetensorsSource | None, where: str, config: Any) -> SafetensorsSource:
+    if source is None:
+        method = method_of(quantization_of(config) or {})
+        raise LoadError(f"expected weights that are quantized by {method} in safetensors files, {where} has none")
+    return source
+
+
+class _Reading:
+    """The tensors of a source's files by name, opened in `files`, one reader at a time."""
+
+    def __init__(self, files: ExitStack, source: SafetensorsSource) -> None:
+        self._opened: dict[Path, Any] = {
+            path: files.enter_context(safe_open(path, framework="pt")) for path in source.files
+        }
+        self._paths = {tensor.name: tensor.path for tensor in source if tensor.path}
         self._mapped = MappedWeights()
         self.lock = threading.Lock()
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._opened[self.paths[name]].get_tensor(name)
+    def slice(self, name: str) -> Any:
+        return self._opened[self._paths[name]].get_slice(name)
 
-    def weight(self, weight: StoredWeight) -> QuantizedWeight:
-        """That of one module. Pages of its tensors are given back."""
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._opened[self._paths[name]].get_tensor(name)
+
+    def weight(self, weight: StoredWeight) -> Iterator[QuantizedWeight]:
+        """That of one module, in one part. Pages of its tensors are given back."""
         (read,) = weight.read(self.tensor)
         self.release(weight.parts)
-        return read
+        yield read
 
     def release(self, names: Mapping[str, str]) -> None:
         """Give back the pages of tensors that are not read again."""
@@ -156,21 +183,25 @@ class _Widened:
         return widened.t().contiguous() if self._transposed else widened
 
 
-def _places(shape: PreTrainedModel, names: list[str], key_mapping: Any) -> dict[str, str]:
-    """The parameters that tensors of a checkpoint become; none for those that transformers merges or splits."""
+def _places(shape: PreTrainedModel, weights: Iterable[StoredWeight], key_mapping: Any) -> dict[str, str]:
+    """The parameters that may have weights of a checkpoint as codes, by the weights' names; none for those that
+    transformers merges or splits."""
     entries = get_model_conversion_mapping(shape, key_mapping)
     renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
     state = shape.state_dict()
     found: dict[str, str] = {}
-    for name in names:
+    for weight in weights:
+        name = weight.name
         place, converter = rename_source_key(name, renamings, converters, shape.base_model_prefix, state)
-        if converter is None and place in state:
+        is_plain = converter is None and place in state and len(weight.shape) == 2
+        if is_plain and may_hold(shape, place, *weight.shape):
             found[name] = place
     return found
 
 
-def _plain_config(config: Any) -> Any:
+def plain_config(config: Any) -> Any:
+    """A copy that says nothing of quantized weights."""
     plain = type(config).from_dict(config.to_dict())
     for name in ("quantization_config", "compression_config"):
         if hasattr(plain, name):

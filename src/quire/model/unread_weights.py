@@ -3,28 +3,30 @@
 A loader gives transformers a stand-in for each quantized weight that a module can compute from (`quantized`); the model
 once made, `read_into` reads one weight after the other. So nothing of it is ever widened whole.
 
+`held_forms` says the same of a model without memory, for a plan.
+
 Not here: files and formats. Experts given as 3-D parameters, and weights that transformers merges or splits as it
 loads, get no stand-in: whoever loads widens them.
 
 Invariant
     U1  after `read_into` no stand-in is left in the model.
 
-Cost: one weight unpacked at a time, a byte for each value.
+Cost: one part of a weight unpacked at a time, a byte for each value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from quire.errors import ArgumentError, LoadError
 from quire.model.linear import is_transposed
-from quire.model.quantized import hold_quantized
-from quire.quantized import QuantizedWeight
+from quire.model.quantized import hold_coded, require_plain
+from quire.quantized import CodedWeight, CodeForm, QuantizedWeight, require_product
 
-__all__ = ["UnreadWeights", "may_hold"]
+__all__ = ["UnreadWeights", "held_forms", "may_hold"]
 
 
 def may_hold(model: nn.Module, name: str, num_outputs: int, num_inputs: int) -> bool:
@@ -44,12 +46,13 @@ class UnreadWeights:
     """See the module's text."""
 
     def __init__(self) -> None:
-        self._unread: dict[str, tuple[int, Callable[[], QuantizedWeight]]] = {}
+        self._unread: dict[str, tuple[int, Callable[[], Iterable[QuantizedWeight]]]] = {}
 
     def stand_in(
-        self, name: str, shape: torch.Size, dtype: torch.dtype, read: Callable[[], QuantizedWeight]
+        self, name: str, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Iterable[QuantizedWeight]]
     ) -> torch.Tensor:
-        """For the parameter `name` of the model that is about to be made. read: gives its weight, later."""
+        """For the parameter `name` of the model that is about to be made. read: gives its weight, later, in parts as
+        `CodedWeight.of_parts` takes them."""
         self._unread[name] = shape.numel(), read
         return torch.full((), torch.nan, dtype=dtype).expand(shape)
 
@@ -58,10 +61,7 @@ class UnreadWeights:
 
         *raises:* LoadError: a stand-in is not where it should be, or its weight cannot be read.
         """
-        holders: dict[int, list[nn.Module]] = {}
-        for module in model.modules():
-            if (weight := module._parameters.get("weight")) is not None:
-                holders.setdefault(id(weight), []).append(module)
+        holders = _holders(model)
         # The largest first: while its codes are unpacked there is the least beside them.
         for name, (_, read) in sorted(self._unread.items(), key=lambda entry: -entry[1][0]):
             try:
@@ -75,11 +75,45 @@ class UnreadWeights:
                 raise LoadError(
                     f"expected to read {name} from its codes, transformers has made another weight of it"
                 )
-            weight, dtype = read(), parameter.dtype
+            dtype = parameter.dtype
+            num_outputs = parameter.shape[1 if is_transposed(modules[0]) else 0]
             try:
-                hold_quantized(modules, weight, dtype)
+                hold_coded(modules, CodedWeight.of_parts(read(), num_outputs, dtype))
             except ArgumentError:  # no product of this format, or a module that is no plain one
-                dense = weight.dequantize()
-                parameter.data = (dense.t() if is_transposed(modules[0]) else dense).to(dtype).contiguous()
-            del weight
+                dense = torch.cat([part.dequantize().to(dtype) for part in read()])
+                parameter.data = (dense.t() if is_transposed(modules[0]) else dense).contiguous()
         self._unread.clear()
+
+
+def held_forms(model: nn.Module, forms: Mapping[str, CodeForm]) -> dict[str, CodeForm]:
+    """Of the weights of those forms, by the names of parameters of `model`, which `read_into` would leave as codes.
+
+    Each once. The model may lie on "meta".
+    """
+    holders = _holders(model)
+    found: dict[str, CodeForm] = {}
+    for name, form in forms.items():
+        try:
+            parameter = model.get_parameter(name)
+        except AttributeError:
+            continue
+        modules = holders.pop(id(parameter), [])
+        try:
+            for module in modules:
+                require_plain(module, form.label)
+                num_inputs = parameter.shape[0 if is_transposed(module) else 1]
+                require_product(form.label, form.group, num_inputs, parameter.dtype)
+        except ArgumentError:
+            continue  # it will be widened
+        if modules:
+            found[name] = form
+    return found
+
+
+def _holders(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that have each parameter as their weight, by its id."""
+    found: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        if (weight := module._parameters.get("weight")) is not None:
+            found.setdefault(id(weight), []).append(module)
+    return found
