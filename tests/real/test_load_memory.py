@@ -12,7 +12,7 @@ import pytest
 from quire.model.load import without_weights
 
 WITHIN = 1.15  # times the file
-KV_MEMORY = 4 << 20
+KV_MEMORY = 16 << 20
 
 _PROGRAM = """
 import gc, json, sys
