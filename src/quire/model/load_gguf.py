@@ -289,12 +289,14 @@ def _read(tensor: StoredTensor, rows: torch.Tensor, mapped: MappedWeights) -> It
     step = len(rows)
     if native_module() is not None:
         step = max(PANEL, _READ_AT_ONCE // tensor.shape[1] // PANEL * PANEL)
-    for start in range(0, len(rows), step):
-        part = data[start : start + step] if is_ordered else data[rows[start : start + step]]
-        yield read_gguf(str(tensor.stored), part)
-        if is_ordered:
-            mapped.release(part)
-    mapped.release(data)
+    try:
+        for start in range(0, len(rows), step):
+            part = data[start : start + step] if is_ordered else data[rows[start : start + step]]
+            yield read_gguf(str(tensor.stored), part)
+            if is_ordered:
+                mapped.release(part)
+    finally:  # who has the whole weight asks for no more
+        mapped.release(data)
 
 
 def _load_lazily(source: GGUFSource, dtype: torch.dtype) -> Any:
