@@ -131,6 +131,23 @@ void bind_linear(nb::module_& m) {
             "A weight held as codes (quire.quantized.QuantizedWeight), uint8 [num_outputs, num_inputs] below 2**bits, for activations of a dtype. "
             "scales, minimums: (fine, coarse or None, whether the bytes of fine are signed). All contiguous; may be freed afterwards.")
         .def(
+            "of_panels",
+            [](const BoundWeight& self, std::int64_t num_outputs, nb::handle packed) {
+                if (packed.is_none()) return new BoundWeight{PackedWeight(self, num_outputs, nullptr), {}};
+                const std::int64_t columns = QuantizedForm::kColumns, panels = (num_outputs + columns - 1) / columns;
+                const std::int64_t panel_bytes = static_cast<std::int64_t>(self.num_bytes()) / ((self.num_outputs() + columns - 1) / columns);
+                const Array given(packed, "packed");
+                const unsigned char* const data = given.dense(Type::u8, panels * panel_bytes);
+                return new BoundWeight{PackedWeight(self, num_outputs, data), given.owner()};
+            },
+            nb::arg("num_outputs"), nb::arg("packed") = nb::none(), nb::rv_policy::take_ownership,
+            "A weight of num_outputs outputs in the form of this one, which is held as codes. packed: its panels (uint8, at a multiple of "
+            "64), read where they lie and kept alive; None: memory of its own, to be filled by put_panels.")
+        .def(
+            "put_panels", [](BoundWeight& self, std::int64_t first, const BoundWeight& part) { self.put_panels(first, part); },
+            nb::arg("first"), nb::arg("part"),
+            "Copies the panels of part, outputs from first on, a multiple of 16. Before anybody multiplies by this weight.")
+        .def(
             "goes_with", [](const BoundWeight& self, const BoundWeight& other) { return self.goes_with(other); }, nb::arg("other"),
             "Whether one fused product takes this weight and the other.")
         .def(

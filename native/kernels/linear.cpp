@@ -215,6 +215,34 @@ PackedWeight::PackedWeight(Element element, const QuantizedParts& parts, Isa isa
     ThreadPool::instance().run(num_panels_, [&](std::int64_t panel) { pack_quantized(*form, parts, panel, owned_.get() + panel * panel_bytes_); });
 }
 
+PackedWeight::PackedWeight(const PackedWeight& like, std::int64_t num_outputs, const void* packed)
+    : element_(like.element_), isa_(like.isa_), kernel_(like.kernel_), num_outputs_(num_outputs), num_inputs_(like.num_inputs_),
+      depth_(like.depth_), panel_bytes_(like.panel_bytes_), data_(static_cast<const unsigned char*>(packed)), form_(like.form_) {
+    if (form_ == nullptr) throw std::invalid_argument("expected a weight that is held as codes, got a dense one");
+    if (num_outputs < 1) throw std::invalid_argument("expected at least one output, got " + std::to_string(num_outputs));
+    if (reinterpret_cast<std::uintptr_t>(packed) % 64 != 0) {
+        throw std::invalid_argument("expected packed memory at a multiple of 64 bytes, got another address");
+    }
+    num_panels_ = divide_up(num_outputs_, QuantizedForm::kColumns);
+    num_bytes_ = static_cast<std::size_t>(num_panels_ * panel_bytes_);
+    if (packed == nullptr) {
+        owned_.reset(allocate(num_bytes_));
+        data_ = owned_.get();
+    }
+}
+
+void PackedWeight::put_panels(std::int64_t first, const PackedWeight& part) {
+    const bool alike = form_ != nullptr && part.form_ != nullptr && panel_bytes_ == part.panel_bytes_ && num_inputs_ == part.num_inputs_ &&
+                       kernel_ == part.kernel_;
+    const std::int64_t columns = QuantizedForm::kColumns, last = first + part.num_outputs_;
+    const bool whole = part.num_outputs_ % columns == 0 || last == num_outputs_;
+    if (owned_ == nullptr || !alike || first < 0 || first % columns != 0 || last > num_outputs_ || !whole) {
+        throw std::invalid_argument("expected whole panels of the same form within " + std::to_string(num_outputs_) + " outputs, got " +
+                                    std::to_string(part.num_outputs_) + " outputs at " + std::to_string(first));
+    }
+    std::memcpy(owned_.get() + first / columns * panel_bytes_, part.data_, part.num_bytes_);
+}
+
 void PackedWeight::dequantize_row(std::int64_t row, float* scratch, Element element, unsigned char* to) const {
     const std::int64_t columns = QuantizedForm::kColumns;
     dequantize_column(*form_, data_ + row / columns * panel_bytes_, row % columns, num_inputs_, scratch);

@@ -82,6 +82,14 @@ class PackedWeight {
     // Throws as above, and for what has no panels.
     PackedWeight(Element element, const QuantizedParts& parts, Isa isa);
 
+    // `num_outputs` outputs in the form of `like`, which is held as codes. packed: their panels, as above; null: memory of its own for
+    // them, to be filled by put_panels(). Throws std::invalid_argument for a dense `like`, sizes below 1, another alignment.
+    PackedWeight(const PackedWeight& like, std::int64_t num_outputs, const void* packed);
+
+    // Copies the panels of `part`, outputs [first, first + part.num_outputs()) of this weight. Throws std::invalid_argument for memory of the
+    // caller's, a part of another form, a `first` that is no multiple of a panel's outputs, and outputs that are not there.
+    void put_panels(std::int64_t first, const PackedWeight& part);
+
     // x [rows, num_inputs] and out [rows, num_outputs], contiguous, of the weight's element; bias [num_outputs] or null.
     // out may not overlap the others.
     void multiply(const void* x, std::int64_t rows, const void* bias, void* out) const;

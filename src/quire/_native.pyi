@@ -428,6 +428,16 @@ class PackedWeight:
         A weight held as codes (quire.quantized.QuantizedWeight), uint8 [num_outputs, num_inputs] below 2**bits, for activations of a dtype. scales, minimums: (fine, coarse or None, whether the bytes of fine are signed). All contiguous; may be freed afterwards.
         """
 
+    def of_panels(self, num_outputs: int, packed: object | None = None) -> PackedWeight:
+        """
+        A weight of num_outputs outputs in the form of this one, which is held as codes. packed: its panels (uint8, at a multiple of 64), read where they lie and kept alive; None: memory of its own, to be filled by put_panels.
+        """
+
+    def put_panels(self, first: int, part: PackedWeight) -> None:
+        """
+        Copies the panels of part, outputs from first on, a multiple of 16. Before anybody multiplies by this weight.
+        """
+
     def goes_with(self, other: PackedWeight) -> bool:
         """Whether one fused product takes this weight and the other."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import gguf_case
+from support import gguf_case, quantized_checkpoints
 from support.architectures import tiny
 from support.state_layers import tiny_model
 
@@ -21,7 +22,12 @@ from quire.cache.block_counts import blocks_with_prefix
 from quire.cli.app import app
 from quire.config import EngineConfig
 from quire.engine.kv_fit import KVFit, fit_within, kv_layout, kv_memory_for, layout_of_blocks
+from quire.engine.storages import open_storage
 from quire.errors import ArgumentError, CapacityError, LoadError
+from quire.model.coded_experts import ExpertForms
+from quire.model.experts import pack_experts
+from quire.model.linear import pack_linears
+from quire.model.load import load, without_weights
 from quire.model.weight_rows import WEIGHT_FORMS, held_weights, planned_weights, register_form
 from quire.spec import LayerSpec, Span
 from quire.spec.state_spec import StateField, StateSpec
@@ -59,8 +65,6 @@ def folder_of(kind: str, folder: Path) -> Path:
 def test_what_it_says_is_what_the_engine_holds(kind: str, tmp_path: Path) -> None:
     source, context, concurrency = folder_of(kind, tmp_path), 100, 4
     options = {"kv_memory": "2MiB"}
-    if kind.endswith("gguf"):
-        options["weights"] = "bf16"  # a plan reckons a file's weights at 16 bits
     said = plan(source, context=context, concurrency=concurrency, **options)
     with LLM(source, max_model_len=context, **options) as llm:
         assert said.fits
@@ -80,6 +84,71 @@ def test_what_it_says_is_what_the_engine_holds(kind: str, tmp_path: Path) -> Non
             slots = said.num_bytes("states") // llm.spec.bytes_per_state
             # The slots they computed in have become checkpoints.
             assert stats["state_slots"] - stats["free_state_slots"] == slots
+
+
+def held_by(source: Path) -> dict[str, int]:
+    """Bytes of what a start of `source` packs and keeps, by kind and format."""
+    loaded = load(source)
+    undo = pack_linears(loaded.model)
+    pack_experts(loaded.model)
+    rows = held_weights(loaded.model)
+    undo()
+    return {row.kind + row.label: row.num_bytes for row in rows}
+
+
+EXPERTS = ["fp8 experts", "w4a16 experts", "gguf experts"]
+
+
+@pytest.mark.parametrize(
+    "name", [*quantized_checkpoints.FORMATS, "gpt_oss", "gguf", "gguf by rows", *EXPERTS]
+)
+def test_weights_in_codes_are_told_by_their_headers(name: str, tmp_path: Path) -> None:
+    source = tmp_path
+    if name.startswith("gguf"):
+        kinds = itertools.cycle(["Q4_0", "Q5_1", "Q8_0", "F16"])  # of those that the package can write
+        kind = "llama" if name.endswith("rows") else "qwen3_moe" if name in EXPERTS else "qwen3"
+        model = gguf_case.tiny(kind=kind, tied=kind == "llama")
+        source = gguf_case.write(
+            tmp_path / "m.gguf",
+            model,
+            architecture=kind.replace("_", ""),
+            quantized=lambda name: "Q5_1" if ".experts." in name else next(kinds),
+        )
+    elif name == "gpt_oss":
+        quantized_checkpoints.save_gpt_oss(tmp_path)
+    else:
+        kind = "qwen3_moe" if name in EXPERTS else "qwen3"
+        plain = quantized_checkpoints.tiny(kind, tie_word_embeddings=name == "fp8")
+        quantized_checkpoints.save(tmp_path, plain, *quantized_checkpoints.FORMATS[name.split()[0]])
+    unloaded = without_weights(source)
+    said = planned_weights(unloaded.model, codes=unloaded.codes)
+    assert {row.kind + row.label: row.num_bytes for row in said} == held_by(source)
+    assert plan(source, kv_memory="1MiB").num_bytes("weights") == sum(row.num_bytes for row in said)
+    assert unloaded.codes
+    experts = [key for key, form in unloaded.codes.items() if isinstance(form, ExpertForms)]
+    assert len(experts) == (4 if name in (*EXPERTS, "gpt_oss") else 0)
+
+
+def test_what_a_start_refuses_a_plan_refuses_in_the_same_words(tmp_path: Path) -> None:
+    quantized_checkpoints.save(tmp_path, quantized_checkpoints.tiny(), *quantized_checkpoints.FORMATS["awq"])
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def refusals() -> list[str]:
+        found = []
+        for tell in (plan, load):
+            with pytest.raises(LoadError) as refused:
+                tell(tmp_path)
+            found.append(str(refused.value))
+        return found
+
+    for quantization in (
+        {"quant_method": "aqlm"},
+        {"quant_method": "awq", "version": "gemv"},
+        {"quant_method": "gptq"},  # whose tensors are not there
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+        of_plan, of_start = refusals()
+        assert of_plan == of_start
 
 
 # -- the verdict -------------------------------------------------------------------------------------------
@@ -195,24 +264,45 @@ def test_both_directions_give_the_same_answer(num_shared: int) -> None:
             assert fit.max_num_sequences(most + 1, min(num_shared, most)) < num_sequences
 
 
-def test_the_least_memory_for_states_gives_them_and_no_less_does() -> None:
-    states = (StateSpec(1, (StateField("recurrent", (50,)),)),)
-    spec = KVSpec((LayerSpec(Span(), 1, 8, 8), LayerSpec(Span(), 0, 0, 0)), states=states)
-    for num_blocks, num_slots in ((1, 2), (40, 2), (2, 9), (40, 9)):
-        config = EngineConfig(max_num_seqs=8)
-        layout = kv_layout("paged", config, spec, 64)
-        least = kv_memory_for(config, layout, num_blocks, num_slots)
+STATES = (StateSpec(1, (StateField("recurrent", (50,)),)),)
 
-        def holds(
-            kv_memory: int, layout: Any = layout, num_blocks: int = num_blocks, num_slots: int = num_slots
-        ) -> bool:
-            config = EngineConfig(max_num_seqs=8, kv_memory=kv_memory)
-            fit = fit_within(config, layout, 64, 1 << 30)
-            return fit.num_blocks >= num_blocks and fit.num_state_slots >= num_slots
 
-        assert holds(least)
-        with contextlib.suppress(ArgumentError):  # not even the first tokens
-            assert not holds(least - layout.block_bytes - 1)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        KVSpec((LayerSpec(Span(), 1, 8, 8), LayerSpec(Span(), 0, 0, 0)), states=STATES),
+        KVSpec((LayerSpec(Span(), 0, 0, 0), LayerSpec(Span(), 0, 0, 0)), states=STATES),
+    ],
+    ids=["hybrid", "states alone"],
+)
+@pytest.mark.parametrize(("num_sequences", "num_tokens"), [(1, 16), (1, 300), (3, 100), (9, 20), (9, 64)])
+def test_the_least_memory_for_states_holds_the_sequences_and_no_less_does(
+    spec: KVSpec, num_sequences: int, num_tokens: int
+) -> None:
+    options: dict[str, Any] = {"max_num_seqs": 16, "backend": "python"}
+    layout = kv_layout("paged", EngineConfig(**options), spec, 512)
+    least = kv_memory_for(layout, layout.num_blocks(num_tokens, num_sequences), num_sequences)
+
+    def holds(kv_memory: int) -> bool:
+        config = EngineConfig(**options, kv_memory=kv_memory)
+        fit = fit_within(config, layout, 512, 1 << 30)
+        opened = open_storage(config, spec, 512)
+        cache: Any = opened.cache
+        held = 0
+        for number in range(num_sequences):
+            sequence = cache.open([number + 1] * num_tokens)
+            if cache.reserve([sequence], [num_tokens]) is None:
+                break
+            cache.commit(sequence, num_tokens)
+            cache.check()
+            held += 1
+        opened.storage.close()
+        assert (held == num_sequences) == (fit.max_num_sequences(num_tokens) >= num_sequences)
+        return held == num_sequences
+
+    assert holds(least)
+    with contextlib.suppress(ArgumentError):  # not even the first tokens
+        assert not holds(least - 1)
 
 
 def test_a_form_of_weights_registers_its_bytes() -> None:

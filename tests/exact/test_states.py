@@ -237,8 +237,11 @@ def test_a_long_prompt_takes_the_memory_of_idle_states(backend: str) -> None:
     def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
         return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in llm.generate(prompts, params)]
 
+    tens = [short[first : first + 10] for first in range(0, len(short), 10)]
     with serve(model, prefix_caching=False, backend=backend) as llm:
-        wanted = answers(llm, [long], GREEDY) + answers(llm, short, one_token)
+        wanted = answers(llm, [long], GREEDY)
+        for ten in tens:
+            wanted += answers(llm, ten, one_token)
     kv_memory = 20 * KVSpec.from_config(model.config).bytes_per_state
     with serve(model, kv_memory=kv_memory, backend=backend, max_model_len=None) as llm:
         cache: Any = llm.core.cache
@@ -249,10 +252,12 @@ def test_a_long_prompt_takes_the_memory_of_idle_states(backend: str) -> None:
         assert cache.num_blocks >= 28
         cache.check()
         llm.trim()
-        for _ in range(2):
-            got += answers(llm, short, one_token)
+        most = 0
+        for ten in tens * 2:
+            got += answers(llm, ten, one_token)
             cache.check()
-        assert len(cache.checkpoints) > 10  # more than half of it
+            most = max(most, len(cache.checkpoints))
+        assert most > 10  # more than half of it
         assert got == [*wanted, *wanted[1:]]
         stats = llm.stats()
         assert stats["kv_memory_bytes"] <= kv_memory
@@ -330,7 +335,7 @@ def test_slots_that_are_needed_keep_their_bytes() -> None:
         ({"storage": "contiguous"}, "storage paged or virtual for a model with state layers"),
         ({"storage": "growing"}, "storage paged or virtual for a model with state layers"),
         ({"host_cache": "1MiB"}, "no tiers"),
-        ({"kv_memory": 4096}, "half of it for two states"),
+        ({"kv_memory": 4096}, "two states of"),
     ],
 )
 def test_what_states_do_not_have_yet_is_refused(options: dict[str, Any], message: str) -> None:

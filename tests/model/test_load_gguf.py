@@ -71,7 +71,8 @@ def test_codes_outlive_loading_each_tensor_in_its_own_type(tmp_path: Path) -> No
         *KINDS[:3]
     }
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
-    assert without_weights(file).has_codes  # so that a start waits for what they take
+    assert {name: form.label for name, form in without_weights(file).codes.items()} == held
+    assert not without_weights(file, widened=True).codes
     widened = load(file, widened=True)
     assert not coded_weights(widened.model)
     for name, weight in theirs.state_dict().items():

@@ -17,7 +17,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from quire import LLM, SamplingParams
 from quire.errors import LoadError
 from quire.model import load
+from quire.model.fingerprint import engine_fingerprint
 from quire.model.quantized import coded_weights, quantize_model
+from quire.quantized import readers
 from quire.spec.weight_formats import parse_weights
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -72,6 +74,18 @@ def test_options_that_widen(tmp_path: Path) -> None:
     for options, formats in asked:
         with LLM(tmp_path, kv_memory="1MiB", **options) as llm:
             assert llm.stats()["weight_bytes"].keys() == formats, options
+
+
+@pytest.mark.parametrize("widened", [False, True])
+def test_other_readers_are_another_world(
+    widened: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values kept by an older reading are never taken for those of a newer one."""
+    saved(tmp_path, "w4a16")
+    first = engine_fingerprint(load(tmp_path, widened=widened))
+    assert engine_fingerprint(load(tmp_path, widened=widened)) == first
+    monkeypatch.setattr(readers, "VERSION", readers.VERSION + 1)
+    assert engine_fingerprint(load(tmp_path, widened=widened)) != first
 
 
 def test_groups_that_have_no_product_are_widened(tmp_path: Path) -> None:
@@ -200,19 +214,7 @@ def test_experts_are_rounded_anew(name: str, tmp_path: Path) -> None:
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
-    plain = quantized_checkpoints.tiny(
-        "gpt_oss", num_local_experts=4, intermediate_size=64, num_experts_per_tok=2
-    )
-    plain.save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
-        tensors, values = packing.mxfp4(state.pop(name).transpose(1, 2).numpy())
-        state |= {name + end: tensor for end, tensor in tensors.items()}
-        plain.get_parameter(name).data.copy_(torch.from_numpy(values).transpose(1, 2))
-    quantized_checkpoints.write(
-        tmp_path, [state], {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    )
+    plain = quantized_checkpoints.save_gpt_oss(tmp_path)
     loaded = load(tmp_path)
     assert expert_labels(loaded.model) == dict.fromkeys(PROJECTIONS, "mxfp4")
     same_weights(loaded.model, plain, torch.float32)

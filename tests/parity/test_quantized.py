@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from support.quantized_case import KINDS, random_weight
 
-from quire.quantized import CodedWeight, Factor, QuantizedWeight, multiply, round_to_codes, rounded_num_bytes
+from quire.errors import ArgumentError
+from quire.quantized import (
+    CodedWeight,
+    Factor,
+    QuantizedWeight,
+    form_of,
+    multiply,
+    round_to_codes,
+    rounded_num_bytes,
+)
 from quire.spec.weight_formats import parse_rounding
 
 _native = pytest.importorskip("quire._native")
@@ -92,6 +103,47 @@ def test_what_it_weighs() -> None:
     scales = Factor(wide.scales.fine.float())
     wide = QuantizedWeight(wide.codes, 4, 128, scales, wide.label, wide.zeros)
     assert CodedWeight(wide, torch.bfloat16).num_bytes == packed.num_bytes  # two bytes hold them
+
+
+@pytest.mark.parametrize(
+    "kind", ["int4:64 with zeros", "int6:16 with super-blocks", "table of 8 bits", "int8"]
+)
+def test_parts_make_the_whole(kind: str) -> None:
+    weight = random_weight(kind, 70, 512)
+    cuts = [(0, 32), (32, 64), (64, 70)]
+    parts = [weight.rows(*cut) for cut in cuts]
+    packed, whole = CodedWeight.of_parts(parts, 70, torch.bfloat16), CodedWeight(weight, torch.bfloat16)
+    assert (packed.num_outputs, packed.num_bytes) == (70, whole.num_bytes)
+    x = rows_of(5, 512, torch.bfloat16)
+    assert torch.equal(product(packed, x, None), product(whole, x, None))
+    assert torch.equal(packed.unpack(), whole.unpack())
+    for wrong in (parts[:2], [weight.rows(0, 30), weight.rows(30, 70)], [parts[0], *parts]):
+        with pytest.raises(ArgumentError, match="that make 70 outputs"):
+            CodedWeight.of_parts(wrong, 70, torch.bfloat16)
+
+
+def test_panels_are_read_where_they_lie() -> None:
+    weight = random_weight("int4:128", 48, 512)
+    packed, template = CodedWeight(weight, torch.float32), CodedWeight(weight.rows(0, 16), torch.float32)
+    whole = packed.native
+    held = np.ctypeslib.as_array((ctypes.c_uint8 * whole.num_bytes).from_address(whole.address))
+    packed.native = template.native.of_panels(48, held)
+    assert packed.native.address == whole.address
+    assert torch.equal(packed.unpack(), CodedWeight(weight, torch.float32).unpack())
+    with pytest.raises(ValueError, match="packed"):
+        template.native.of_panels(48, held[:-1])
+    with pytest.raises(ValueError, match="expected whole panels"):
+        packed.native.put_panels(0, template.native)  # not its own memory
+    dense = _native.PackedWeight(torch.ones(16, 32))
+    with pytest.raises(ValueError, match="held as codes"):
+        dense.of_panels(16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(37, 512), (16, 256)])
+def test_its_form_tells_what_it_weighs(kind: str, shape: tuple[int, int]) -> None:
+    weight = random_weight(kind, *shape)
+    assert form_of(weight).num_bytes(*shape) == CodedWeight(weight, torch.bfloat16).num_bytes
 
 
 @pytest.mark.parametrize(

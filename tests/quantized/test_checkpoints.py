@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from support import packing
 
 from quire.errors import LoadError
-from quire.quantized import QuantizedWeight
+from quire.quantized import QuantizedWeight, form_of
 from quire.quantized.readers import StoredWeights, stored_weights
 
 
@@ -37,6 +37,9 @@ def one(config: dict[str, Any], module: dict[str, torch.Tensor], prefix: str = "
     assert weight.name == prefix + "weight"
     (read_weight,) = weight.read(tensors.__getitem__)
     assert weight.shape == read_weight.codes.shape
+    said, found = weight.form(tensors.__getitem__), form_of(read_weight)
+    assert replace(said, scales=found.scales) == found  # told by the headers alone
+    assert said.num_bytes(*weight.shape) == found.num_bytes(*weight.shape)
     for dtype in (torch.bfloat16, torch.float32):
         widened = weight.widened(tensors.__getitem__, dtype)
         assert torch.equal(widened, read_weight.dequantize().to(dtype))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from quire.errors import LoadError
-from quire.quantized.readers import GGUF_TYPES, read_gguf
+from quire.quantized import form_of
+from quire.quantized.readers import GGUF_TYPES, gguf_form, read_gguf
 
 
 @pytest.mark.parametrize("kind", GGUF_TYPES)
@@ -21,6 +22,7 @@ def test_random_bytes_have_the_bits_of_the_package(kind: str) -> None:
         expected = torch.from_numpy(gguf.dequantize(data, quant))
     weight = read_gguf(kind, torch.from_numpy(data))
     assert weight.label == kind
+    assert gguf_form(kind, blocks * num_values) == form_of(weight)  # told by the header alone
     got = weight.dequantize()
     assert got.shape == (rows, blocks * num_values)
     assert torch.equal(got.isnan(), expected.isnan())

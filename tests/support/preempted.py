@@ -16,13 +16,16 @@ def generate_preempted(llm: LLM, prompts: list[list[int]], params: SamplingParam
     engine, found, num_steps = llm.engine, {}, 0
     ids = [engine.submit(prompt, params) for prompt in prompts]
     num_prefills = -(-sum(len(prompt) for prompt in prompts) // engine.scheduler.max_batch_tokens)
+    has_kv, is_short = llm.spec.stores_kv, False
     while engine.has_work:
-        if num_steps == num_prefills + _DECODES_BEFORE:
+        if not is_short and num_steps >= num_prefills * has_kv + _DECODES_BEFORE:
             states = getattr(llm.core.storage, "states", None)
-            num_state_bytes = 0
-            if states is not None:
-                num_state_bytes = llm.core.cache.num_state_slots_needed * states.bytes_per_slot
-            llm.resize(int(llm.stats()["kv_reserved_bytes"] * _SHARE_LEFT) + num_state_bytes)
+            num_states = 0 if states is None else llm.core.cache.num_state_slots_needed
+            is_short = has_kv or num_states > 2
+            if is_short:
+                num_states -= not has_kv  # of states alone there is one too few
+                state_bytes = 0 if states is None else num_states * states.bytes_per_slot
+                llm.resize(int(llm.stats()["kv_reserved_bytes"] * _SHARE_LEFT) + state_bytes)
         for output in engine.step():
             found[output.request_id] = output
         num_steps += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support import packing
 from support.architectures import randomize
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -105,6 +105,20 @@ def save(
             files[(index + part) % 2][prefix + key] = packed.clone(memory_format=torch.contiguous_format)
         values.copy_(torch.from_numpy(np.ascontiguousarray(widened)))
     write(folder, files, quantization)
+    return plain
+
+
+def save_gpt_oss(folder: Path) -> PreTrainedModel:
+    """One whose experts alone are quantized; returns what their codes stand for."""
+    plain = tiny("gpt_oss", num_local_experts=4, intermediate_size=64, num_experts_per_tok=2)
+    plain.save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        tensors, values = packing.mxfp4(state.pop(name).transpose(1, 2).numpy())
+        state |= {name + end: tensor for end, tensor in tensors.items()}
+        plain.get_parameter(name).data.copy_(torch.from_numpy(values).transpose(1, 2))
+    write(folder, [state], {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     return plain
 
 

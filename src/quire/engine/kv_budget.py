@@ -16,7 +16,7 @@ from quire.cache.exchange import Exchange
 from quire.cache.state_cache import StateCache
 from quire.config import EngineConfig
 from quire.engine.kv_fit import KVFit, KVLayout
-from quire.engine.storages import OpenStorage, num_blocks_within, state_bytes_within
+from quire.engine.storages import OpenStorage, exchange_bytes_within, num_blocks_within
 from quire.errors import ArgumentError, CapacityError
 from quire.sizes import format_size, parse_share
 
@@ -56,7 +56,7 @@ class KVBudget:
             opened.name,
             opened.cache.spec,
             self.block_size,
-            opened.cache.block_bytes,
+            opened.cache.block_bytes if opened.cache.spec.stores_kv else 0,
             opened.cache.block_name,
             opened.cache.blocks_alone,
             shares_blocks=opened.storage.capabilities.shares_prefix,
@@ -71,7 +71,7 @@ class KVBudget:
     @property
     def num_bytes(self) -> int:
         """Of keys and values, and of states."""
-        return self.num_blocks * self._cache.block_bytes + self._state_bytes
+        return self.num_blocks * self._layout.block_bytes + self._state_bytes
 
     @property
     def max_num_full_sequences(self) -> int:
@@ -82,7 +82,8 @@ class KVBudget:
     def fit(self) -> KVFit:
         """What is held, by the arithmetic of a plan."""
         num_slots = 0 if self._states is None else self._cache.num_state_slots
-        return KVFit(self._layout, self.num_blocks, num_slots)
+        exchange_bytes = 0 if self._exchange is None else self._exchange.num_bytes
+        return KVFit(self._layout, self.num_blocks, num_slots, exchange_bytes)
 
     @property
     def max_num_tokens(self) -> int:
@@ -131,13 +132,12 @@ class KVBudget:
                 storage.resize(num_blocks)
             storage.give_back(self._engine.resize(num_blocks))
         else:
-            num_bytes = num_blocks * storage.block_bytes + state_bytes
-            if (
-                not exchange.block_bytes
-            ):  # what stands for tokens, of a model of states alone: no more than there is
-                budget = state_bytes_within(config, self._layout, self._max_model_len, own_bytes)
-                storage.give_back(self._engine.resize(min(num_blocks, self.num_blocks)))
-                num_bytes = max(state_bytes, budget - self.num_blocks * storage.block_bytes)
+            num_bytes = exchange_bytes_within(config, self._layout, self._max_model_len, own_bytes)
+            if num_bytes < state_bytes:
+                raise ArgumentError(
+                    f"expected a kv_memory of at least {state_bytes} bytes for {cache.least_state_slots} states, got "
+                    f"{kv_memory!r}, {num_bytes} bytes - in `kv_memory`"
+                )
             self._engine.scheduler.preempt_until(lambda: exchange.fits_in(num_bytes))
             exchange.resize(num_bytes)
         self._limit_pins()

@@ -42,7 +42,8 @@ __all__ = [
 class KVLayout:
     """What a block is in one storage.
 
-    storage: its name. block_size: tokens of a block, 1 where it is not of tokens. block_name: what messages call it.
+    storage: its name. block_size: tokens of a block, 1 where it is not of tokens. block_bytes: what one takes of
+    `kv_memory`; 0 for a model of states alone, whose blocks hold nothing. block_name: what messages call it.
     blocks_alone: of a number of tokens, the blocks that a sequence of so many takes. shares_blocks: whether sequences
     with a common beginning hold its blocks together.
     """
@@ -65,11 +66,16 @@ class KVLayout:
 
 @dataclass(frozen=True, eq=False)
 class KVFit:
-    """Blocks and state slots, and what they hold. num_state_slots: 0 for a model without states."""
+    """Blocks and state slots, and what they hold.
+
+    num_blocks, num_state_slots: at the start; no slots for a model without states. exchange_bytes: what blocks and
+    slots may take together, where they exchange memory at run time; 0: their numbers stay.
+    """
 
     layout: KVLayout
     num_blocks: int
     num_state_slots: int = 0
+    exchange_bytes: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -80,6 +86,11 @@ class KVFit:
     def state_bytes(self) -> int:
         return self.num_state_slots * self.layout.spec.bytes_per_state
 
+    @property
+    def num_bytes(self) -> int:
+        """Of blocks and slots, however they are shared out."""
+        return self.exchange_bytes or self.kv_bytes + self.state_bytes
+
     def max_num_sequences(self, num_tokens: int, num_shared: int = 0) -> int:
         """Sequences of `num_tokens` tokens that are held at once, the first `num_shared` of all of them the same."""
         once, each = 0, self.layout.blocks_alone(num_tokens)
@@ -87,17 +98,18 @@ class KVFit:
             once, each = blocks_with_prefix(
                 self.layout.spec.groups, num_tokens, num_shared, self.layout.block_size
             )
-        spec, size = self.layout.spec, self.layout.block_bytes
-        if (
-            spec.states and spec.stores_kv and each
-        ):  # blocks and slots exchange memory; never fewer than two slots
-            left = self.kv_bytes + self.state_bytes - once * size
-            found = (left - bool(num_shared) * spec.bytes_per_state) // (each * size + spec.bytes_per_state)
-            return max(0, found if found != 1 else min(1, (left - 2 * spec.bytes_per_state) // (each * size)))
         found = max(0, self.num_blocks - once) // each if each else self.num_blocks
-        if spec.states:  # a slot for each, and one for the prefix that all begin with
-            found = min(found, self.num_state_slots - bool(num_shared))
-        return max(0, found)
+        slot_bytes = self.layout.spec.bytes_per_state
+        if not slot_bytes:
+            return found
+        # A slot for each, and one for the prefix that all begin with; never fewer than two.
+        if not self.exchange_bytes:
+            return max(0, min(found, self.num_state_slots - bool(num_shared)))
+        size, left = self.layout.block_bytes, self.exchange_bytes - once * self.layout.block_bytes
+        most = (left - bool(num_shared) * slot_bytes) // (each * size + slot_bytes)
+        if most < 2 and not num_shared:
+            most = int(left >= 2 * slot_bytes + each * size)
+        return max(0, most if size else min(most, found))
 
     def max_num_tokens(self, num_sequences: int, most: int, num_shared: int = 0) -> int:
         """The most tokens, up to `most`, that each of so many sequences may have; 0: not one."""
@@ -111,13 +123,10 @@ class KVFit:
         return low
 
 
-def kv_memory_for(config: EngineConfig, layout: KVLayout, num_blocks: int, num_state_slots: int) -> int:
-    """The least `kv_memory` that gives so many blocks and state slots: states have at most half of it."""
-    kv_bytes, each = num_blocks * layout.block_bytes, layout.spec.bytes_per_state
-    if not layout.spec.states:
-        return kv_bytes
-    most_state_bytes = (2 * config.max_num_seqs + 2) * each
-    return max(2 * max(2, num_state_slots) * each, min(2 * kv_bytes, most_state_bytes + kv_bytes))
+def kv_memory_for(layout: KVLayout, num_blocks: int, num_state_slots: int) -> int:
+    """The least `kv_memory` that comes to hold so many blocks and state slots at once: two slots there are always."""
+    num_slots = max(2, num_state_slots) if layout.spec.states else 0
+    return num_blocks * layout.block_bytes + num_slots * layout.spec.bytes_per_state
 
 
 # -- what a block is -------------------------------------------------------------------------------------
@@ -146,7 +155,8 @@ def kv_layout(storage: str, config: EngineConfig, spec: KVSpec, max_model_len: i
 def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout:
     from quire.memory.paged import paged_block_bytes
 
-    return layout_of_blocks("paged", spec, config.block_size, paged_block_bytes(spec, config.block_size))
+    block_bytes = paged_block_bytes(spec, config.block_size) if spec.stores_kv else 0
+    return layout_of_blocks("paged", spec, config.block_size, block_bytes)
 
 
 def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout:
@@ -223,10 +233,10 @@ def fit_within(config: EngineConfig, layout: KVLayout, max_model_len: int, free_
 
     *raises:* ArgumentError, CapacityError: not enough for the first tokens, or a `kv_memory` of more than is free.
     """
-    num_state_slots = 0
+    num_state_slots = exchange_bytes = 0
     if layout.spec.states:
-        budget = state_budget(config, layout, max_model_len, free_bytes)
-        num_state_slots = _num_state_slots(config, layout.spec, budget)
+        exchange_bytes = state_budget(config, layout, max_model_len, free_bytes)
+        num_state_slots = _num_state_slots(config, layout, exchange_bytes)
     num_blocks = blocks_within(
         config,
         layout,
@@ -234,7 +244,7 @@ def fit_within(config: EngineConfig, layout: KVLayout, max_model_len: int, free_
         free_bytes=free_bytes,
         state_bytes=num_state_slots * layout.spec.bytes_per_state,
     )
-    return KVFit(layout, num_blocks, num_state_slots)
+    return KVFit(layout, num_blocks, num_state_slots, exchange_bytes)
 
 
 def blocks_within(
@@ -251,6 +261,8 @@ def blocks_within(
     *raises:* as `fit_within`.
     """
     num_blocks, least = layout.blocks_alone(max_model_len), layout.blocks_alone(1)
+    if not layout.block_bytes:  # they stand for tokens and hold nothing
+        return max(1 << 16, min(1 << 20, 2 * num_blocks))
     budget = kv_memory_bytes(
         config.kv_memory,
         most_useful_bytes=config.max_num_seqs * num_blocks * layout.block_bytes + state_bytes,
@@ -263,11 +275,7 @@ def blocks_within(
             f"expected a kv_memory of at least {least * layout.block_bytes} bytes ({what}), got "
             f"{config.kv_memory!r}, {budget} bytes - in `kv_memory`"
         )
-    found = min(budget // layout.block_bytes, 2**31 - 1)
-    if layout.spec.stores_kv:
-        return found
-    # Blocks of a model of states alone stand for tokens and hold nothing: not as many as their bytes allow.
-    return min(found, max(1 << 16, min(1 << 20, 2 * num_blocks)))
+    return min(budget // layout.block_bytes, 2**31 - 1)
 
 
 def _first_tokens(layout: KVLayout, least: int) -> str:
@@ -289,17 +297,19 @@ def state_budget(config: EngineConfig, layout: KVLayout, max_model_len: int, fre
     )
 
 
-def _num_state_slots(config: EngineConfig, spec: KVSpec, budget: int) -> int:
+def _num_state_slots(config: EngineConfig, layout: KVLayout, budget: int) -> int:
     """Slots for states at the start: two for each sequence that may run, one to compute in and one checkpoint, or
-    fewer: at most half of the budget. Later they exchange memory with blocks (`quire.cache.exchange`).
+    fewer: at most half of the budget, but two. Later they exchange memory with blocks (`quire.cache.exchange`).
 
-    *raises:* ArgumentError: the budget holds no two slots beside a half for K and V.
+    *raises:* ArgumentError: the budget does not hold two slots and the first tokens.
     """
-    each = spec.bytes_per_state
-    found = min(_wanted_slots(config), budget // 2 // each)
-    if found < 2:
+    each, num_first = layout.spec.bytes_per_state, layout.blocks_alone(1)
+    least = kv_memory_for(layout, num_first, 2)
+    if budget < least:
+        first = f" and {num_first} {_first_tokens(layout, num_first)}" if layout.block_bytes else ""
         raise ArgumentError(
-            f"expected a kv_memory of at least {4 * each} bytes (half of it for two states of {each} bytes), got "
+            f"expected a kv_memory of at least {least} bytes (two states of {each} bytes{first}), got "
             f"{config.kv_memory!r}, {budget} bytes - in `kv_memory`"
         )
-    return found
+    half = budget // 2 if layout.block_bytes else budget
+    return min(_wanted_slots(config), max(2, half // each))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "PlanRow", "plan", "refuse_if_none_fits", "require_room"]
 
 _WEIGHTS = {
+    "codes": "in codes",
     "linear": "linear layers, packed",
     "experts": "experts, packed",
     "latents": "latent heads, packed",
@@ -204,8 +205,6 @@ def require_room(config: EngineConfig) -> None:
         unloaded = _unloaded(config)
     except QuireError:
         return  # `load` says it, or fetches what is not there
-    if unloaded.has_codes and config.weight_formats is None and config.packed_weights is None:
-        return  # what codes take is known once they are held
     found = _plan_of(config, unloaded, config.max_model_len, None, 0, None)
     if not found.fits:
         raise _refusal(found, config)
@@ -231,10 +230,10 @@ def _why_not(fit: KVFit, config: EngineConfig, max_model_len: int) -> str | None
     if config.max_model_len is None or fit.max_num_sequences(max_model_len) >= 1:
         return None
     layout, most = fit.layout, fit.max_num_tokens(1, max_model_len)
-    needed = kv_memory_for(config, layout, layout.num_blocks(max_model_len), 1)
+    needed = kv_memory_for(layout, layout.num_blocks(max_model_len), 1)
     return (
         f"expected a KV cache that holds a request of max_model_len {max_model_len} tokens, which needs "
-        f"{format_size(needed)}, got one of {format_size(fit.kv_bytes + fit.state_bytes)} ({fit.num_blocks} "
+        f"{format_size(needed)}, got one of {format_size(fit.num_bytes)} ({fit.num_blocks} "
         f"{layout.block_name}s), which holds {most} tokens; raise kv_memory or lower max_model_len to at most {most} - "
         "in `max_model_len`"
     )
@@ -251,6 +250,7 @@ def _unloaded(config: EngineConfig) -> UnloadedModel:
         dtype=config.dtype,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
+        widened=config.weight_formats is not None or config.packed_weights is not None,
     )
 
 
@@ -302,9 +302,10 @@ def _plan_of(
     fits = fit is not None and max_concurrency >= wanted
     needed_blocks = layout.num_blocks(asked, wanted, shared_prefix)
     num_slots = (wanted + bool(shared_prefix)) if spec.states else 0
-    needed_bytes = kv_memory_for(config, layout, needed_blocks, num_slots)
-    spare_blocks = max(0, fit.num_blocks - needed_blocks) if fit is not None else 0
-    spare_slots = max(0, fit.num_state_slots - num_slots) if fit is not None else 0
+    needed_bytes = kv_memory_for(layout, needed_blocks, num_slots)
+    spare_bytes = 0 if fit is None else max(0, fit.num_bytes - needed_bytes)
+    of_prompts = _prompt_rows(config, layout, asked, wanted, spare_bytes)
+    spare_bytes -= sum(row.num_bytes for row in of_prompts)
     if fit is not None and not fits:
         reason = _why_not(fit, config, max_model_len) or _why_so_few(fit, config, wanted, needed_bytes)
     return Plan(
@@ -329,8 +330,8 @@ def _plan_of(
         rows=(
             *weights,
             *_kv_rows(layout, asked, wanted, shared_prefix),
-            *_prompt_rows(config, layout, asked, wanted, spare_blocks),
-            *_state_rows(config, spec, num_slots, asked, wanted, spare_slots),
+            *of_prompts,
+            *_state_rows(config, spec, num_slots, asked, wanted, spare_bytes),
             *_scratch_rows(config, unloaded, asked, wanted),
             PlanRow(
                 "runtime", "python, torch, transformers", runtime_bytes, "this process after its imports"
@@ -357,13 +358,10 @@ def _fit(
 def _why_so_few(fit: KVFit, config: EngineConfig, wanted: int, needed_bytes: int) -> str:
     if wanted > config.max_num_seqs:
         return f"max_num_seqs is {config.max_num_seqs}"
-    slots = ""
-    if fit.layout.spec.states and fit.num_state_slots < wanted:
-        slots = f", {fit.num_state_slots} states of {format_size(fit.layout.spec.bytes_per_state)}"
-    return (
-        f"{format_size(needed_bytes)} needed, kv_memory is {format_size(fit.kv_bytes + fit.state_bytes)} "
-        f"({fit.num_blocks} {fit.layout.block_name}s{slots})"
-    )
+    held = f"{fit.num_blocks} {fit.layout.block_name}s"
+    if fit.exchange_bytes:
+        held = f"{fit.layout.block_name}s, and states of {format_size(fit.layout.spec.bytes_per_state)}"
+    return f"{format_size(needed_bytes)} needed, kv_memory is {format_size(fit.num_bytes)} ({held})"
 
 
 def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]:
@@ -382,8 +380,13 @@ def _weight_rows(config: EngineConfig, unloaded: UnloadedModel) -> list[PlanRow]
     formats = config.weight_formats
     forms = {} if formats is None else planned_forms(unloaded.model, formats)
     return [
-        PlanRow("weights", _WEIGHTS[row.kind], row.num_bytes, f"{row.num_tensors} tensors")
-        for row in planned_weights(unloaded.model, packing=packing, form_of=forms.get)
+        PlanRow(
+            "weights",
+            ", ".join(filter(None, (_WEIGHTS[row.kind], row.label))),
+            row.num_bytes,
+            f"{row.num_tensors} tensors",
+        )
+        for row in planned_weights(unloaded.model, packing=packing, form_of=forms.get, codes=unloaded.codes)
     ]
 
 
@@ -421,7 +424,7 @@ def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: in
 
 
 def _prompt_rows(
-    config: EngineConfig, layout: KVLayout, context: int, concurrency: int, spare_blocks: int
+    config: EngineConfig, layout: KVLayout, context: int, concurrency: int, spare_bytes: int
 ) -> list[PlanRow]:
     """What layers that forget hold beside their windows while prompts are computed: a step's tokens of them."""
     forgetting = [group for group in layout.spec.groups if group.span.kind != "full"]
@@ -435,7 +438,7 @@ def _prompt_rows(
         _, alone = blocks_with_prefix([group], context, 0, layout.block_size)
         during = min(-(-context // tokens), -(-(group.span.most_kept + chunk - 1) // tokens) + 1)
         more += num_prompts * max(0, during - alone)
-    num_blocks = min(more, spare_blocks)
+    num_blocks = min(more, spare_bytes // layout.block_bytes)
     if not num_blocks:
         return []
     note = f"{num_blocks} blocks of prompts before their windows move on"
@@ -443,13 +446,15 @@ def _prompt_rows(
 
 
 def _state_rows(
-    config: EngineConfig, spec: KVSpec, num_slots: int, context: int, concurrency: int, spare_slots: int
+    config: EngineConfig, spec: KVSpec, num_slots: int, context: int, concurrency: int, spare_bytes: int
 ) -> list[PlanRow]:
     if not spec.states:
         return []
     each = spec.bytes_per_state
     rows = [PlanRow("states", "state slots", num_slots * each, f"{num_slots} of {format_size(each)}")]
     every = context // config.checkpoint_every if config.checkpoint_every else 0
+    # Two slots are there always.
+    spare_slots = max(0, 2 - num_slots) + spare_bytes // each
     if config.prefix_caching and (num_kept := min(spare_slots, concurrency * (1 + every))):
         note = f"{num_kept} of {format_size(each)}, given up when slots are short"
         rows.append(PlanRow("states", "checkpoints", num_kept * each, note))

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 __all__ = [
     "OpenStorage",
     "device_of",
+    "exchange_bytes_within",
     "num_blocks_within",
     "open_storage",
     "register",
-    "state_bytes_within",
     "storage_of",
     "unregister",
 ]
@@ -101,7 +101,7 @@ def num_blocks_within(
     already, as good as free."""
     return blocks_within(
         config,
-        layout_of_blocks(config.storage, spec, block_size, block_bytes),
+        layout_of_blocks(config.storage, spec, block_size, block_bytes if spec.stores_kv else 0),
         max_model_len,
         free_bytes=device_of(config).free_bytes() + own_bytes,
         state_bytes=state_bytes,
@@ -120,7 +120,7 @@ def _paged(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any,
     states = _states(spec, fit) if spec.states else None
     storage = PagedStorage(spec, fit.num_blocks, config.block_size, device=device_of(config))
     storage.states = states
-    return _with_cache(config, storage, fit, max_model_len)
+    return _with_cache(config, storage, fit)
 
 
 def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[Any, Any]:
@@ -145,46 +145,39 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
     except BaseException:
         storage.close()
         raise
-    return _with_cache(config, storage, fit, max_model_len)
+    return _with_cache(config, storage, fit)
 
 
 def _states(spec: KVSpec, fit: KVFit) -> StateSlots:
     """Those of the start, with addresses for as many as all of the budget would make, and for more, where there are
     any: the budget may be raised."""
-    most = fit.num_state_slots + fit.kv_bytes // spec.bytes_per_state
+    most = max(fit.num_state_slots, fit.exchange_bytes // spec.bytes_per_state)
     try:
         return StateSlots(spec, fit.num_state_slots, max(most, HOST.total_bytes() // spec.bytes_per_state))
     except CapacityError:
         return StateSlots(spec, fit.num_state_slots, most)
 
 
-def state_bytes_within(config: EngineConfig, layout: KVLayout, max_model_len: int, own_bytes: int = 0) -> int:
-    """`kv_memory` of a model of states alone, without what blocks count as. own_bytes: as good as free."""
+def exchange_bytes_within(config: EngineConfig, layout: KVLayout, max_model_len: int, own_bytes: int) -> int:
+    """`KVFit.exchange_bytes` of `kv_memory`. own_bytes: as good as free."""
     free_bytes = device_of(config).free_bytes() + own_bytes
     return state_budget(config, layout, max_model_len, free_bytes)
 
 
-def _exchange(
-    config: EngineConfig, storage: Any, cache: StateCache, fit: KVFit, max_model_len: int
-) -> Exchange:
+def _exchange(storage: Any, cache: StateCache, fit: KVFit) -> Exchange:
     """What has the blocks and the slots that there are at the start exchange their memory."""
-    spec, slots, block_bytes = storage.spec, storage.states, storage.block_bytes
-    num_bytes = cache.num_blocks * block_bytes + slots.num_bytes
-    if not spec.stores_kv:
-        # All of the budget is for states but what stands for their tokens, as many as there are.
-        budget = state_bytes_within(config, fit.layout, max_model_len)
-        num_bytes = max(slots.num_bytes, budget - cache.num_blocks * block_bytes)
+    slots = storage.states
     return Exchange(
         cache,
-        num_bytes=num_bytes,
+        num_bytes=fit.exchange_bytes,
         slot_bytes=slots.bytes_per_slot,
-        block_bytes=block_bytes if spec.stores_kv else 0,
+        block_bytes=fit.layout.block_bytes,
         max_slots=slots.max_slots,
         max_blocks=max(cache.num_blocks, storage.max_blocks),
     )
 
 
-def _with_cache(config: EngineConfig, storage: Any, fit: KVFit, max_model_len: int) -> tuple[Any, Any]:
+def _with_cache(config: EngineConfig, storage: Any, fit: KVFit) -> tuple[Any, Any]:
     """`storage` and a `Cache` over its blocks."""
     options: dict[str, Any] = {
         "num_blocks": fit.num_blocks,
@@ -203,7 +196,7 @@ def _with_cache(config: EngineConfig, storage: Any, fit: KVFit, max_model_len: i
                 checkpoint_every=config.checkpoint_every,
                 **options,
             )
-            cache.exchange = _exchange(config, storage, cache, fit, max_model_len)
+            cache.exchange = _exchange(storage, cache, fit)
     except BaseException:
         storage.close()
         raise

@@ -27,9 +27,9 @@ from quire.model.experts import coded_form, compute_from, is_proved, projections
 from quire.model.held_weight import HeldParameter, HeldWeight
 from quire.model.overlay import let_go
 from quire.model.prove.alike import kind_of
-from quire.quantized import CodedWeight, QuantizedWeight
+from quire.quantized import CodedWeight, CodeForm, QuantizedWeight
 
-__all__ = ["CodedExperts", "give_back_unproved", "hold_experts"]
+__all__ = ["CodedExperts", "ExpertForms", "give_back_unproved", "hold_experts"]
 
 
 class CodedExperts(list[CodedWeight]):
@@ -43,6 +43,19 @@ class CodedExperts(list[CodedWeight]):
     @property
     def num_bytes(self) -> int:
         return sum(weight.num_bytes for weight in self)
+
+
+class ExpertForms(tuple[CodeForm, ...]):
+    """The form of each expert's codes, for a plan."""
+
+    @property
+    def label(self) -> str:
+        """As of `CodedExperts`."""
+        return ", ".join(dict.fromkeys(form.label for form in self))
+
+    def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        """What `CodedExperts.num_bytes` is of experts of that shape."""
+        return sum(form.num_bytes(num_outputs, num_inputs) for form in self)
 
 
 def hold_experts(

@@ -8,7 +8,8 @@ the model as it is then.
 `engine_fingerprint` is for the tiers of an engine: equal fingerprints give equal bits for equal tokens. It adds the
 dtype, the back end and what it runs on: instruction set, the very build of the kernels, torch and transformers. Where
 the weights were read from a source with files, safetensors or GGUF, the files are digested instead, and the digests
-of large ones are kept beside them, by path, size, times and inode, so that a later start reads nothing.
+of large ones are kept beside them, by path, size, times and inode, so that a later start reads nothing. Weights that
+follow from codes in those files count with the versions of what reads, widens and rounds them.
 
 Cost: one pass of SHA-256 over the weights, about 1 to 2 s for each GiB; microseconds where the digests are kept.
 """
@@ -69,6 +70,8 @@ def engine_fingerprint(loaded: LoadedModel, backend: str | None = None) -> bytes
     }
     if coded := _coded(loaded.model):
         parts["coded"] = coded
+    if loaded.reckoned_by:
+        parts["reckoned_by"] = loaded.reckoned_by
     if hooked(loaded.model) is not None:
         parts["hooks"] = os.urandom(16).hex()  # what they do cannot be told
     if device.is_native:

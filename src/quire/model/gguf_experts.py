@@ -22,7 +22,7 @@ from quire.model.mapped_weights import MappedWeights
 from quire.model.sources import StoredTensor, widen
 from quire.model.stored_experts import Part, StoredExpert, experts_in, numbered, projection_shape
 from quire.quantized import QuantizedWeight
-from quire.quantized.readers import GGUF_TYPES, read_gguf
+from quire.quantized.readers import GGUF_TYPES, gguf_form, read_gguf
 
 __all__ = ["GGUFExperts", "gguf_experts"]
 
@@ -70,7 +70,12 @@ def _of_layer(
         num_experts, num_rows, _ = tensor.shape
         asked = numbered(first, num_experts * num_rows).view(num_experts, num_rows, -1)
         first += num_experts * num_rows
-        of_tensor = [Part(num_rows, partial(_read, tensor, expert, mapped)) for expert in range(num_experts)]
+        form = None
+        if tensor.stored in GGUF_TYPES:
+            form = partial(gguf_form, str(tensor.stored), tensor.shape[2])
+        of_tensor = [
+            Part(num_rows, partial(_read, tensor, expert, mapped), form) for expert in range(num_experts)
+        ]
         parts += of_tensor
         owners |= {id(part): tensor.name for part in of_tensor}
         try:

@@ -32,13 +32,30 @@ from transformers import (
 )
 
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
+from quire.memory.heap import give_back_freed
+from quire.model.coded_experts import ExpertForms
 from quire.model.experts import is_experts
 from quire.model.held_weight import HeldParameter
-from quire.model.load_gguf import WidenedWeights, end_ids, gguf_config, load_gguf_model, load_gguf_tokenizer
-from quire.model.load_quantized import load_quantized, quantization_of
+from quire.model.load_gguf import (
+    WidenedWeights,
+    end_ids,
+    gguf_config,
+    load_gguf_model,
+    load_gguf_tokenizer,
+    planned_gguf_codes,
+)
+from quire.model.load_quantized import load_quantized, plain_config, planned_codes, quantization_of
 from quire.model.mapped_weights import MappedWeights
 from quire.model.quantized import quantize_model
-from quire.model.sources import GGUFSource, LiveSource, SafetensorsSource, WeightSource, is_gguf
+from quire.model.sources import (
+    GGUFSource,
+    LiveSource,
+    SafetensorsSource,
+    WeightSource,
+    is_gguf,
+    reckoned_by,
+)
+from quire.quantized import CodeForm, readers
 from quire.spec import KVFormat, KVSpec, element_formats, format_of
 from quire.spec.weight_formats import WeightFormats
 
@@ -50,6 +67,8 @@ EMBEDDED = Path(__file__).parent / "embedded"
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _log = logging.getLogger("quire")
+# Of a language model's tensors within a larger model, and when it is alone.
+_NAMES_OF_TEXT = {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -71,6 +90,7 @@ class LoadedModel:
         mapped: where its tensors lie in files, or which of a file's they follow from; None for a model that somebody
             else loaded.
         not_taken: what the model was made for beside text and is not given here: "images", "audio".
+        reckoned_by: where weights follow from codes in the source's files, the versions that say how; else "".
     """
 
     model: PreTrainedModel
@@ -85,6 +105,7 @@ class LoadedModel:
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
     mapped: MappedWeights | WidenedWeights | None = None
     not_taken: tuple[str, ...] = ()
+    reckoned_by: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -166,7 +187,12 @@ def load(
         quantize_model(model, weights, mapped.release)
     loaded_model = _describe(model, tokenizer, name, wanted)
     stored = SafetensorsSource.of_checkpoint(where, None if local else revision)
-    return replace(loaded_model, source=stored or loaded_model.source, mapped=mapped)
+    return replace(
+        loaded_model,
+        source=stored or loaded_model.source,
+        mapped=mapped,
+        reckoned_by="" if quantization_of(config) is None else _readers(),
+    )
 
 
 def _from_pretrained(
@@ -189,7 +215,7 @@ def _from_pretrained(
         whole = options.pop("config", config)
         dtype = options.pop("dtype")
         if dtype == "auto":
-            dtype = whole.dtype or whole.get_text_config(decoder=True).dtype
+            dtype = _dtype_of(whole)
         if dtype is None:
             stored = [] if is_quantized or source is None else [one.stored for one in source]
             dtype = next((one for one in stored if one in _FLOATS), torch.bfloat16)
@@ -202,6 +228,12 @@ def _may_have_experts(config: Any) -> bool:
     """By the names that configs have for their number: only memory depends on it."""
     text = config.get_text_config(decoder=True)
     return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def _dtype_of(config: Any) -> torch.dtype | None:
+    """What a config says that its model computes in."""
+    said = config.dtype or config.get_text_config(decoder=True).dtype
+    return getattr(torch, said) if isinstance(said, str) else said
 
 
 def _language_config(config: Any, error: ImportError) -> Any:
@@ -224,10 +256,9 @@ def _text_part(
     text = _language_config(config, error)
     text.dtype = text.dtype or config.dtype
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
-    names = {r"^model\.language_model\.": "model.", r"^language_model\.model\.": "model."}
     if (quantization := quantization_of(config)) is not None:
         text.quantization_config = quantization
-    loaded = read(kind, config=text, key_mapping=names, **loading)
+    loaded = read(kind, config=text, key_mapping=_NAMES_OF_TEXT, **loading)
     _log.warning("%s: its language model alone is loaded: %s", where, _one_line(error))
     return loaded
 
@@ -238,8 +269,10 @@ def _load_gguf(
     source = GGUFSource(path)
     try:
         dtype = wanted.torch_dtype if wanted else source.dtype
+        # First: it takes a multiple of the vocabulary while it is made, and then the weights are not there yet.
+        tokenizer = load_gguf_tokenizer(source, gguf_config(source))
+        give_back_freed()
         model, report, weights = load_gguf_model(source, dtype, widened=widened, rounded=rounded)
-        tokenizer = load_gguf_tokenizer(source, model.config)
     except (LoadError, ArgumentError):
         raise
     except Exception as error:  # transformers, gguf and tokenizers raise many kinds
@@ -252,8 +285,13 @@ def _load_gguf(
         loaded,
         source=source,
         mapped=weights,
+        reckoned_by=f"{reckoned_by()}, {_readers()}",
         eos_token_ids=tuple(dict.fromkeys((*loaded.eos_token_ids, *end_ids(source)))),
     )
+
+
+def _readers() -> str:
+    return f"readers {readers.VERSION}"
 
 
 def _refuse_missing(model: PreTrainedModel, report: dict[str, Any], shown: str) -> None:
@@ -548,7 +586,8 @@ class UnloadedModel:
         model: on torch's meta device: names and shapes of its parameters, no memory.
         spec, name, model_type, max_model_len, vocab_size: as of `LoadedModel`.
         has_experts: whether it is a mixture of experts.
-        has_codes: some of them are quantized, so that `model` is larger than what will be held of it.
+        codes: the form of those parameters that will be held as codes, by name.
+        is_part: whether it is the language model within a larger one, as of `_text_part`.
     """
 
     model: PreTrainedModel
@@ -558,7 +597,8 @@ class UnloadedModel:
     max_model_len: int
     vocab_size: int
     has_experts: bool = False
-    has_codes: bool = False
+    codes: dict[str, CodeForm | ExpertForms] = field(default_factory=dict)
+    is_part: bool = False
 
 
 def without_weights(
@@ -567,8 +607,10 @@ def without_weights(
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    widened: bool = False,
 ) -> UnloadedModel:
-    """What `load` would give, its weights left out. A Hub id must be in the local cache; a folder need have no weights.
+    """What `load` would give, its weights left out. A Hub id must be in the local cache; a folder need have no weights,
+    unless its config says that they are quantized. widened: as of `load`.
 
     Raises:
         ArgumentError, LoadError, ConfigError, UnsupportedModelError: as `load`, as far as config and headers tell.
@@ -578,7 +620,7 @@ def without_weights(
         stored = GGUFSource(file)
         config = gguf_config(stored)
         found = _unloaded(config, wanted.torch_dtype if wanted else stored.dtype, file.stem)
-        return replace(found, has_codes=any(tensor.is_quantized for tensor in stored))
+        return found if widened else replace(found, codes=planned_gguf_codes(stored, found.model))
     where, local = _locate(source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     if not local:
@@ -592,40 +634,35 @@ def without_weights(
         raise LoadError(
             f"cannot read the config of {_shown(source, where)}{hint}: {_one_line(error)}"
         ) from error
-    text = config.get_text_config(decoder=True)
-    if (quantization := getattr(config, "quantization_config", None)) is not None:
-        method = (
-            quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        )
-        raise UnsupportedModelError(
-            f"model type {config.model_type}: its weights are quantized by {getattr(method, 'value', method)}, and "
-            "what codes will take is not told before they are loaded yet; start the model, it says so"
-        )
     header = SafetensorsSource.of_checkpoint(where, None if local else revision)
     tensors = [] if header is None else list(header)  # a damaged one is said here
-    stored_dtype = config.dtype or text.dtype
+    is_plain = quantization_of(config) is None
+    stored_dtype = _dtype_of(config) or (None if is_plain else torch.bfloat16)
     if stored_dtype is None:
         stored_dtype = next((one.stored for one in tensors if one.stored in _FLOATS), torch.float32)
-    name = "embedded" if source is None else Path(where).name if local else where
-    return _unloaded(
-        config,
+    found = _unloaded(
+        config if is_plain else plain_config(config),
         wanted.torch_dtype if wanted else stored_dtype,
-        name,
+        "embedded" if source is None else Path(where).name if local else where,
         trust_remote_code=trust_remote_code,
     )
+    if is_plain:
+        return found
+    names = _NAMES_OF_TEXT if found.is_part else None
+    codes = planned_codes(found.model, where, header, config, names)
+    return found if widened else replace(found, codes=codes)
 
 
 def _unloaded(config: Any, dtype: Any, name: str, **options: Any) -> UnloadedModel:
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
     kind = _auto_class(config)
     options |= {"dtype": dtype, **_attention(config)}
     model: Any
+    is_part = False
     with torch.device("meta"):
         try:
             model = kind.from_config(config, **options)
         except ImportError as error:  # as `_text_part`
-            config = _language_config(config, error)
+            config, is_part = _language_config(config, error), True
             model = AutoModelForCausalLM.from_config(config, **options)
     dtype_name = str(dtype).removeprefix("torch.")
     _require_element(config.model_type, dtype_name)
@@ -640,4 +677,5 @@ def _unloaded(config: Any, dtype: Any, name: str, **options: Any) -> UnloadedMod
         max_model_len=spec.max_model_len or 2**20,
         vocab_size=int(weight.shape[0]) if isinstance(weight, torch.Tensor) else spec.vocab_size or 0,
         has_experts=any(is_experts(module) for module in model.modules()),
+        is_part=is_part,
     )

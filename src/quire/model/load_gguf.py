@@ -8,8 +8,8 @@ Where transformers itself reads a file lazily (its newer architectures) its way 
 Codes are kept of linear layers, heads, embeddings and experts whose type has a reader (`quire.quantized.readers`), each
 in its own, if all that the writer did to them was to order their rows: that is undone on the rows of codes.
 
-Cost: the codes as the kernels take them, and while it is loaded those of one weight, or expert, more. Of what is
-widened the weights in `dtype`, and while it is loaded once more its largest tensor in float32.
+Cost: the codes as the kernels take them, and while it is loaded a byte for each of some million values, or for each of
+one expert's. Of what is widened the weights in `dtype`, and while it is loaded once more its largest tensor in float32.
 """
 
 from __future__ import annotations
@@ -27,20 +27,30 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import __version__ as transformers_version
 
+from quire.backends import native_module
 from quire.errors import LoadError
+from quire.model.coded_experts import ExpertForms
 from quire.model.gguf_experts import gguf_experts
 from quire.model.linear import is_transposed
 from quire.model.mapped_weights import MappedWeights, Origin
 from quire.model.quantized import expert_forms, planned_forms
 from quire.model.sources import GGUFSource, StoredTensor, reckoned_by, widen
-from quire.model.unread_weights import UnreadWeights, may_hold
-from quire.quantized import QuantizedWeight
-from quire.quantized.readers import GGUF_TYPES, read_gguf
+from quire.model.unread_weights import UnreadWeights, held_forms, may_hold
+from quire.quantized import PANEL, CodeForm, QuantizedWeight
+from quire.quantized.readers import GGUF_TYPES, gguf_form, read_gguf
 from quire.spec.weight_formats import Rounding, WeightFormats
 
-__all__ = ["WidenedWeights", "end_ids", "gguf_config", "load_gguf_model", "load_gguf_tokenizer"]
+__all__ = [
+    "WidenedWeights",
+    "end_ids",
+    "gguf_config",
+    "load_gguf_model",
+    "load_gguf_tokenizer",
+    "planned_gguf_codes",
+]
 
 _log = logging.getLogger("quire")
+_READ_AT_ONCE = 1 << 22  # values of a weight whose codes are unpacked
 _COLUMNS = (
     8  # of the weight that tells what a processor does: more than one, so that a change of columns shows
 )
@@ -137,6 +147,26 @@ def load_gguf_model(
     return model, report, weights
 
 
+def planned_gguf_codes(source: GGUFSource, shape: PreTrainedModel) -> dict[str, CodeForm | ExpertForms]:
+    """Which parameters of `shape`, the model on torch's meta device, `load_gguf_model` would leave as codes, and of
+    what form. The header is read."""
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported
+
+    if is_gguf_arch_supported(source.architecture):
+        return {}
+    fields = _config(source)[1]
+    processor, names = _processing(source, shape, fields)
+    process, mapped = partial(_process, processor, names, fields), MappedWeights(str(source.path.resolve()))
+    of_codes = [tensor for tensor in source if tensor.stored in GGUF_TYPES]
+    found = gguf_experts(of_codes, shape, process, names, mapped)
+    forms = {}
+    for tensor in source:
+        place = names.get(tensor.name)
+        if place is not None and _rows(tensor, place, shape, processor, names) is not None:
+            forms[place] = gguf_form(str(tensor.stored), tensor.shape[1])
+    return held_forms(shape, forms, {place: experts for place, (_, experts) in found.items()})
+
+
 def load_gguf_tokenizer(source: GGUFSource, config: Any) -> Any:
     """The tokenizer and its chat template; None where the file has no vocabulary."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
@@ -195,27 +225,11 @@ def _tensors(
     widened: of linear layers, heads and embeddings no codes are kept. forms: as what experts are rounded; none: they
     are as the file has them; None: no codes are kept of them.
     """
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
-
-    processor = TENSOR_PROCESSORS.get(source.architecture, TensorProcessor)(config=fields)
-    names = get_gguf_hf_weights_map(shape, processor)
+    processor, names = _processing(source, shape, fields)
     tensors: dict[str, torch.Tensor] = {}
     unknown = []
     mapped = MappedWeights(str(source.path.resolve()))
-
-    def process(tensor: StoredTensor, values: np.ndarray, parsed: dict[str, torch.Tensor]) -> Any:
-        # A processor of experts puts what it makes of them there itself.
-        return processor.process(
-            weights=values,
-            name=tensor.name,
-            tensor_key_mapping=names,
-            parsed_parameters={"tensors": parsed, "config": fields},
-        )
-
+    process = partial(_process, processor, names, fields)
     read_later: set[str] = set()
     if forms is not None:
         of_codes = [tensor for tensor in source if forms or tensor.stored in GGUF_TYPES]
@@ -258,6 +272,37 @@ def _tensors(
     return tensors
 
 
+def _processing(
+    source: GGUFSource, shape: PreTrainedModel, fields: dict[str, Any]
+) -> tuple[Any, dict[str, str]]:
+    """transformers' processor of the file's tensors, and which parameter of the model each tensor becomes."""
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    processor = TENSOR_PROCESSORS.get(source.architecture, TensorProcessor)(config=fields)
+    return processor, get_gguf_hf_weights_map(shape, processor)
+
+
+def _process(
+    processor: Any,
+    names: dict[str, str],
+    fields: dict[str, Any],
+    tensor: StoredTensor,
+    values: np.ndarray,
+    parsed: dict[str, torch.Tensor],
+) -> Any:
+    """What transformers makes of a tensor's values. A processor of experts puts it into `parsed` itself."""
+    return processor.process(
+        weights=values,
+        name=tensor.name,
+        tensor_key_mapping=names,
+        parsed_parameters={"tensors": parsed, "config": fields},
+    )
+
+
 def _rows(
     tensor: StoredTensor, place: str, shape: PreTrainedModel, processor: Any, names: dict[str, str]
 ) -> torch.Tensor | None:
@@ -290,13 +335,22 @@ def _rows(
     return torch.from_numpy(rows.astype(np.int64))
 
 
-def _read(tensor: StoredTensor, rows: torch.Tensor, mapped: MappedWeights) -> QuantizedWeight:
+def _read(tensor: StoredTensor, rows: torch.Tensor, mapped: MappedWeights) -> Iterator[QuantizedWeight]:
+    """The weight, some of its outputs at a time. Pages of the file are given back once they are read."""
     data = tensor.read()
     data = data.reshape(-1, data.shape[-1])
     is_ordered = torch.equal(rows, torch.arange(len(rows)))
-    weight = read_gguf(str(tensor.stored), data if is_ordered else data[rows])
-    mapped.release(data)
-    return weight
+    step = len(rows)
+    if native_module() is not None:
+        step = max(PANEL, _READ_AT_ONCE // tensor.shape[1] // PANEL * PANEL)
+    try:
+        for start in range(0, len(rows), step):
+            part = data[start : start + step] if is_ordered else data[rows[start : start + step]]
+            yield read_gguf(str(tensor.stored), part)
+            if is_ordered:
+                mapped.release(part)
+    finally:  # who has the whole weight asks for no more
+        mapped.release(data)
 
 
 def _load_lazily(source: GGUFSource, dtype: torch.dtype) -> Any:

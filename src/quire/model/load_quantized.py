@@ -23,7 +23,7 @@ the weights in `dtype`, and the float32 form of one weight, or of one expert.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -36,17 +36,18 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from quire.errors import LoadError
+from quire.model.coded_experts import ExpertForms
 from quire.model.linear import is_transposed
 from quire.model.mapped_weights import MappedWeights
 from quire.model.quantized import expert_forms, planned_forms
 from quire.model.sources import SafetensorsSource
 from quire.model.stored_experts import Part, StoredExpert, merged_experts, projection_shape
-from quire.model.unread_weights import UnreadWeights, may_hold
-from quire.quantized import QuantizedWeight
+from quire.model.unread_weights import UnreadWeights, held_forms, may_hold
+from quire.quantized import CodeForm, QuantizedWeight
 from quire.quantized.readers import StoredWeight, StoredWeights, method_of, stored_weights
 from quire.spec.weight_formats import Rounding, WeightFormats
 
-__all__ = ["load_quantized", "quantization_of"]
+__all__ = ["load_quantized", "plain_config", "planned_codes", "quantization_of"]
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
@@ -77,12 +78,8 @@ def load_quantized(
     *raises:* LoadError: its weights are no safetensors files, or not understood; ArgumentError: a pattern of `rounded`
     fits nothing; others as transformers raises them.
     """
-    quantization = quantization_of(config) or {}
-    if source is None:
-        raise LoadError(
-            f"expected weights that are quantized by {method_of(quantization)} in safetensors files, {where} has none"
-        )
-    config = _plain_config(config)
+    quantization, source = quantization_of(config) or {}, _required(source, where, config)
+    config = plain_config(config)
     with torch.device("meta"):
         if hasattr(kind, "from_config"):
             trusted = {"trust_remote_code": options.get("trust_remote_code", False)}
@@ -91,13 +88,10 @@ def load_quantized(
             shape = kind(config)
     tensors = {tensor.name: tensor for tensor in source}
     with ExitStack() as files:
-        opened: dict[Path, Any] = {
-            path: files.enter_context(safe_open(path, framework="pt")) for path in source.files
-        }
-        reading = _Reading(opened, {name: tensor.path for name, tensor in tensors.items() if tensor.path})
+        reading = _Reading(files, source)
         found = stored_weights(quantization, tensors, reading.tensor) if quantization else StoredWeights(())
         plain = tensors.keys() - found.names
-        places = _places(shape, [weight.name for weight in found.weights], options.get("key_mapping"))
+        places = _places(shape, found.weights, options.get("key_mapping"))
         unread = UnreadWeights()
         forms = None if rounded is None else _forms(shape, rounded)
         experts = {}
@@ -106,18 +100,16 @@ def load_quantized(
             experts = _experts(shape, found, places, stored, reading, options.get("key_mapping"))
             experts = {place: made for place, made in experts.items() if forms is None or place in forms}
         read_later = {name for names, _ in experts.values() for name in names}
-        state: dict[str, Any] = {
-            name: opened[reading.paths[name]].get_slice(name) for name in sorted(plain - read_later)
-        }
+        state = {name: reading.slice(name) for name in sorted(plain - read_later)}
         for place, (_, of_place) in experts.items():
             rounding = None if forms is None else forms[place]
             of_model = shape.get_parameter(place).shape
             state[place] = unread.experts_stand_in(place, of_model, dtype, of_place, rounding)
         for weight in found.weights:
-            place = places.get(weight.name)
             if weight.name in read_later:
                 continue
-            if place is None or len(weight.shape) != 2 or not may_hold(shape, place, *weight.shape):
+            place = places.get(weight.name)
+            if place is None or len(weight.shape) != 2:
                 if not widened:
                     unread.widen(
                         weight.name, "the model has it in another form, or as a part of another weight"
@@ -128,7 +120,9 @@ def load_quantized(
                 state[weight.name] = _Widened(weight, reading, dtype, transposed)
             else:
                 of_place = shape.get_parameter(place).shape
-                state[weight.name] = unread.stand_in(place, of_place, dtype, partial(reading.weight, weight))
+                state[weight.name] = unread.stand_in(
+                    place, of_place, dtype, partial(reading.in_parts, weight)
+                )
         loaded: Any = type(shape)
         model, report = loaded.from_pretrained(
             None,
@@ -144,22 +138,65 @@ def load_quantized(
     return model, report
 
 
-class _Reading:
-    """The tensors of open files by name, one reader at a time."""
+def planned_codes(
+    shape: PreTrainedModel, where: str, source: SafetensorsSource | None, config: Any, key_mapping: Any = None
+) -> dict[str, CodeForm | ExpertForms]:
+    """Which parameters of `shape`, the model on torch's meta device, `load_quantized` would leave as codes, and of what
+    form. Headers are read, and some scales.
 
-    def __init__(self, opened: dict[Path, Any], paths: dict[str, Path]) -> None:
-        self._opened, self.paths = opened, paths
+    *raises:* LoadError: as `load_quantized`.
+    """
+    source = _required(source, where, config)
+    tensors = {tensor.name: tensor for tensor in source}
+    with ExitStack() as files:
+        reading = _Reading(files, source)
+        found = stored_weights(quantization_of(config) or {}, tensors, reading.tensor)
+        places = _places(shape, found.weights, key_mapping)
+        experts = _experts(shape, found, places, {}, reading, key_mapping)
+        read_later = {name for names, _ in experts.values() for name in names}
+        forms = {
+            places[weight.name]: weight.form(reading.tensor)
+            for weight in found.weights
+            if weight.name in places and weight.name not in read_later
+        }
+        return held_forms(shape, forms, {place: of_place for place, (_, of_place) in experts.items()})
+
+
+def _required(source: SafetensorsSource | None, where: str, config: Any) -> SafetensorsSource:
+    if source is None:
+        method = method_of(quantization_of(config) or {})
+        raise LoadError(
+            f"expected weights that are quantized by {method} in safetensors files, {where} has none"
+        )
+    return source
+
+
+class _Reading:
+    """The tensors of a source's files by name, opened in `files`, one reader at a time."""
+
+    def __init__(self, files: ExitStack, source: SafetensorsSource) -> None:
+        self._opened: dict[Path, Any] = {
+            path: files.enter_context(safe_open(path, framework="pt")) for path in source.files
+        }
+        self._paths = {tensor.name: tensor.path for tensor in source if tensor.path}
         self._mapped = MappedWeights()
         self.lock = threading.Lock()
 
+    def slice(self, name: str) -> Any:
+        return self._opened[self._paths[name]].get_slice(name)
+
     def tensor(self, name: str) -> torch.Tensor:
-        return self._opened[self.paths[name]].get_tensor(name)
+        return self._opened[self._paths[name]].get_tensor(name)
 
     def weight(self, weight: StoredWeight) -> QuantizedWeight:
         """That of one module. Pages of its tensors are given back."""
         (read,) = weight.read(self.tensor)
         self.release(weight.parts)
         return read
+
+    def in_parts(self, weight: StoredWeight) -> Iterator[QuantizedWeight]:
+        """The same as `UnreadWeights` takes it, in one part."""
+        yield self.weight(weight)
 
     def expert(self, weight: StoredWeight, expert: int) -> QuantizedWeight:
         """The same of one of the experts that are stored together."""
@@ -220,36 +257,45 @@ def _experts(
     }
     experts: dict[str, tuple[list[str], list[StoredExpert]]] = {}
     for weight in found.weights:
+        form = partial(weight.form, reading.tensor)
         if len(weight.shape) == 2:
-            parts[weight.name] = Part(weight.shape[0], partial(reading.weight, weight))
+            parts[weight.name] = Part(weight.shape[0], partial(reading.weight, weight), form)
             continue
-        place = places.get(weight.name)
-        wanted = None if place is None else projection_shape(shape, place)
-        if place is not None and wanted is not None and wanted[:3] == weight.shape:
+        if (place := places.get(weight.name)) is not None:
             num_experts, num_outputs, _ = weight.shape
             together = [
-                StoredExpert((Part(num_outputs, partial(reading.expert, weight, expert)),), None)
+                StoredExpert((Part(num_outputs, partial(reading.expert, weight, expert), form),), None)
                 for expert in range(num_experts)
             ]
             experts[place] = [weight.name], together
     return experts | merged_experts(shape, parts, key_mapping)
 
 
-def _places(shape: PreTrainedModel, names: list[str], key_mapping: Any) -> dict[str, str]:
-    """The parameters that tensors of a checkpoint become; none for those that transformers merges or splits."""
+def _places(shape: PreTrainedModel, weights: Iterable[StoredWeight], key_mapping: Any) -> dict[str, str]:
+    """The parameters that may have weights of a checkpoint as codes, by the weights' names: of modules, and of all
+    experts that are stored together; none for those that transformers merges or splits."""
     entries = get_model_conversion_mapping(shape, key_mapping)
     renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
     state = shape.state_dict()
     found: dict[str, str] = {}
-    for name in names:
+    for weight in weights:
+        name = weight.name
         place, converter = rename_source_key(name, renamings, converters, shape.base_model_prefix, state)
-        if converter is None and place in state:
+        if converter is not None or place not in state:
+            continue
+        if len(weight.shape) == 2:
+            fits = may_hold(shape, place, *weight.shape)
+        else:
+            of_model = projection_shape(shape, place)
+            fits = of_model is not None and of_model[:3] == weight.shape
+        if fits:
             found[name] = place
     return found
 
 
-def _plain_config(config: Any) -> Any:
+def plain_config(config: Any) -> Any:
+    """A copy that says nothing of quantized weights."""
     plain = type(config).from_dict(config.to_dict())
     for name in ("quantization_config", "compression_config"):
         if hasattr(plain, name):

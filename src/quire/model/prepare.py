@@ -36,6 +36,7 @@ from quire.attention import AttentionOptions, Backend
 from quire.attention import backend as attention_backend
 from quire.errors import ArgumentError, LoadError, UnsupportedModelError
 from quire.memory.block_bytes import BlockStorage
+from quire.memory.heap import give_back_freed
 from quire.memory.storage import Storage
 from quire.model import attention_function, rope, row_invariant
 from quire.model.as_generated import check_generate
@@ -403,6 +404,7 @@ class PreparedModel:
 
             self.fused = fuse(self, attended, self._adapters)
             self._undo.append(self.fused.restore)
+        give_back_freed()
         replaced = self._probe(model)
         fused = None if self.fused is None else self.fused.found(model)
         if proof is not None and fused is not None:

@@ -38,9 +38,11 @@ from quire.spec.weight_formats import Rounding, WeightFormats
 __all__ = [
     "coded_weights",
     "expert_forms",
+    "hold_coded",
     "hold_quantized",
     "planned_forms",
     "quantize_model",
+    "require_plain",
     "tell_weights",
 ]
 
@@ -59,8 +61,14 @@ def hold_quantized(
     *raises:* ArgumentError: one of them is something else, has another shape, or there is no product of this format.
     """
     together = [modules] if isinstance(modules, nn.Module) else list(modules)
-    transposed = [_checked(module, weight) for module in together]
-    packed = CodedWeight(weight, dtype)
+    for module in together:
+        _checked(module, weight)
+    hold_coded(together, CodedWeight(weight, dtype))
+
+
+def hold_coded(together: Sequence[nn.Module], packed: CodedWeight) -> None:
+    """As `hold_quantized`, of a weight that is packed, in its dtype."""
+    transposed, dtype = [_checked(module, packed) for module in together], packed.dtype
 
     def unpack() -> torch.Tensor:
         dense = packed.unpack()
@@ -74,14 +82,19 @@ def hold_quantized(
         cast(PackedModule, module).hold(held, lies_transposed)
 
 
-def _checked(module: nn.Module, weight: QuantizedWeight) -> bool:
-    """Whether the module's weight is [num_inputs, num_outputs]; an error where it is none that can be held."""
-    transposed = is_transposed(module)
-    plain = type(module) is nn.Linear or transposed or isinstance(module, nn.Embedding)
+def require_plain(module: nn.Module, label: str) -> None:
+    """*raises:* ArgumentError: the module is none that computes from a weight held as codes (`label`: whose)."""
+    plain = type(module) is nn.Linear or is_transposed(module) or isinstance(module, nn.Embedding)
     if not plain or (isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse)):
         raise ArgumentError(
-            f"{weight.label}: expected an nn.Linear, a plain nn.Embedding or a Conv1D, got {type(module).__name__}"
+            f"{label}: expected an nn.Linear, a plain nn.Embedding or a Conv1D, got {type(module).__name__}"
         )
+
+
+def _checked(module: nn.Module, weight: QuantizedWeight | CodedWeight) -> bool:
+    """Whether the module's weight is [num_inputs, num_outputs]; an error where it is none that can be held."""
+    require_plain(module, weight.label)
+    transposed = is_transposed(module)
     shape = tuple(_weight(module).shape[::-1] if transposed else _weight(module).shape)
     if shape != (weight.num_outputs, weight.num_inputs):
         raise ArgumentError(

@@ -34,7 +34,7 @@ from transformers.core_model_loading import (
 
 from quire.errors import ArgumentError
 from quire.model.experts import projections_of
-from quire.quantized import QuantizedWeight, joined, round_to_codes
+from quire.quantized import CodeForm, QuantizedWeight, joined, joined_form, round_to_codes
 from quire.spec.weight_formats import Rounding
 
 __all__ = ["Part", "StoredExpert", "experts_in", "merged_experts", "numbered", "projection_shape"]
@@ -44,10 +44,12 @@ _COLUMNS = 2  # more than one, so that a change of columns shows
 
 @dataclass(frozen=True)
 class Part:
-    """num_rows: outputs. read: gives them, as codes or as they are, each time it is called."""
+    """num_rows: outputs. read: gives them, as codes or as they are, each time it is called. form: tells what the codes
+    will be, by headers; None: they are no codes."""
 
     num_rows: int
     read: Callable[[], QuantizedWeight | torch.Tensor]
+    form: Callable[[], CodeForm] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,15 @@ class StoredExpert:
             codes.append(read)
         weight = joined(codes)
         return weight if self.order is None else weight.pick(self.order)
+
+    def form(self) -> CodeForm:
+        """Of what `read` gives, which nobody reads here. *raises:* ArgumentError: as `read`, as far as headers tell."""
+        forms: list[CodeForm] = []
+        for part in self.parts:
+            if part.form is None:
+                raise ArgumentError("expected an expert of codes, got a part that is none")
+            forms.append(part.form())
+        return joined_form(forms)
 
     def rounded(self, rounding: Rounding) -> QuantizedWeight:
         """Its values, rounded to codes anew."""

@@ -2,7 +2,7 @@
 
 A loader gives transformers a stand-in for each quantized weight that a module can compute from (`quantized`), and for
 each projection of experts (`coded_experts`); the model once made, `read_into` reads one weight, or one expert, after
-the other. So nothing of it is ever widened whole.
+the other. So nothing of it is ever widened whole. `held_forms` says the same of a model without memory, for a plan.
 
 Not here: files and formats. Weights that transformers merges or splits as it loads, other than experts by rows
 (`stored_experts`), get no stand-in: whoever loads widens them, and has `widen` told.
@@ -11,26 +11,26 @@ Invariant
     U1  after `read_into` no stand-in is left in the model.
     U2  what is widened for want of a product or a module is named in one line of the log.
 
-Cost: one weight unpacked at a time, or one expert, a byte for each value.
+Cost: one part of a weight unpacked at a time, or one expert, a byte for each value.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from quire.errors import ArgumentError, LoadError
-from quire.model.coded_experts import give_back_unproved, hold_experts
+from quire.model.coded_experts import ExpertForms, give_back_unproved, hold_experts
 from quire.model.linear import is_transposed
-from quire.model.quantized import hold_quantized
-from quire.model.stored_experts import StoredExpert
-from quire.quantized import QuantizedWeight
+from quire.model.quantized import hold_coded, require_plain
+from quire.model.stored_experts import StoredExpert, projection_shape
+from quire.quantized import CodedWeight, CodeForm, QuantizedWeight, require_product
 from quire.spec.weight_formats import Rounding
 
-__all__ = ["UnreadWeights", "may_hold"]
+__all__ = ["UnreadWeights", "held_forms", "may_hold"]
 
 _log = logging.getLogger("quire")
 
@@ -52,14 +52,15 @@ class UnreadWeights:
     """See the module's text."""
 
     def __init__(self) -> None:
-        self._unread: dict[str, tuple[int, Callable[[], QuantizedWeight]]] = {}
+        self._unread: dict[str, tuple[int, Callable[[], Iterable[QuantizedWeight]]]] = {}
         self._experts: dict[str, tuple[Sequence[StoredExpert], Rounding | None]] = {}
         self._widened: dict[str, str] = {}
 
     def stand_in(
-        self, name: str, shape: torch.Size, dtype: torch.dtype, read: Callable[[], QuantizedWeight]
+        self, name: str, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Iterable[QuantizedWeight]]
     ) -> torch.Tensor:
-        """For the parameter `name` of the model that is about to be made. read: gives its weight, later."""
+        """For the parameter `name` of the model that is about to be made. read: gives its weight, later, in parts as
+        `CodedWeight.of_parts` takes them, each time it is called."""
         self._unread[name] = shape.numel(), read
         return _stand_in(shape, dtype)
 
@@ -85,10 +86,7 @@ class UnreadWeights:
         *raises:* LoadError: a stand-in is not where it should be, or its weight cannot be read.
         """
         self._read_experts(model)
-        holders: dict[int, list[nn.Module]] = {}
-        for module in model.modules():
-            if (weight := module._parameters.get("weight")) is not None:
-                holders.setdefault(id(weight), []).append(module)
+        holders = _holders(model)
         # The largest first: while its codes are unpacked there is the least beside them.
         for name, (_, read) in sorted(self._unread.items(), key=lambda entry: -entry[1][0]):
             try:
@@ -99,14 +97,14 @@ class UnreadWeights:
             if modules is None:
                 continue  # tied to one that has been read
             _require_stand_in(name, parameter)
-            weight, dtype = read(), parameter.dtype
+            dtype = parameter.dtype
+            num_outputs = parameter.shape[1 if is_transposed(modules[0]) else 0]
             try:
-                hold_quantized(modules, weight, dtype)
+                hold_coded(modules, CodedWeight.of_parts(read(), num_outputs, dtype))
             except ArgumentError as error:  # no product of this format, or a module that is no plain one
                 self._widened[name] = str(error)
-                dense = weight.dequantize()
-                parameter.data = (dense.t() if is_transposed(modules[0]) else dense).to(dtype).contiguous()
-            del weight
+                dense = torch.cat([part.dequantize().to(dtype) for part in read()])
+                parameter.data = (dense.t() if is_transposed(modules[0]) else dense).contiguous()
         self._unread.clear()
         self._tell(model)
 
@@ -148,6 +146,54 @@ class UnreadWeights:
                 reason,
             )
             self._widened.clear()
+
+
+def held_forms(
+    model: nn.Module, forms: Mapping[str, CodeForm], experts: Mapping[str, Sequence[StoredExpert]]
+) -> dict[str, CodeForm | ExpertForms]:
+    """Of the weights of those forms, and of those experts, by the names of parameters of `model`, which `read_into`
+    would leave as codes.
+
+    Each once. The model may lie on "meta", so modules of experts are not asked whether they compute with them in a way
+    of their own.
+    """
+    holders = _holders(model)
+    found: dict[str, CodeForm | ExpertForms] = {}
+    for name, form in forms.items():
+        try:
+            parameter = model.get_parameter(name)
+        except AttributeError:
+            continue
+        modules = holders.pop(id(parameter), [])
+        try:
+            for module in modules:
+                require_plain(module, form.label)
+                num_inputs = parameter.shape[0 if is_transposed(module) else 1]
+                require_product(form.label, form.group, num_inputs, parameter.dtype)
+        except ArgumentError:
+            continue  # it will be widened
+        if modules:
+            found[name] = form
+    for name, of_name in experts.items():
+        if (shape := projection_shape(model, name)) is None:
+            continue
+        try:
+            told = ExpertForms(expert.form() for expert in of_name)
+            for form in set(told):
+                require_product(form.label, form.group, shape[2], model.get_parameter(name).dtype)
+        except ArgumentError:
+            continue
+        found[name] = told
+    return found
+
+
+def _holders(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that have each parameter as their weight, by its id."""
+    found: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        if (weight := module._parameters.get("weight")) is not None:
+            found.setdefault(id(weight), []).append(module)
+    return found
 
 
 def _stand_in(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

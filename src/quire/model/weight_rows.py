@@ -1,5 +1,6 @@
 """How the weights of a model are held once it serves, in bytes, by kind: told ahead, and of a model that serves.
 
+    codes         weights that are held as codes, by their format
     linear        packed panels of linear layers, with their padding. A weight that is the embedding too is here, once
     experts       packed panels of experts, or their codes
     latents       kv_b_proj of latent layers once more, head by head, as it is multiplied into queries and results
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,11 +29,19 @@ from torch import nn
 
 from quire.attention.backends import PackedWeight
 from quire.backends import native_module
+from quire.model.coded_experts import ExpertForms
 from quire.model.experts import expert_projections, projections_of
 from quire.model.held_weight import HeldParameter
 from quire.model.latent import LatentHeads, is_latent
-from quire.model.linear import DTYPE_NAMES, NativeWeight, Packing, choose_packing, planned_packing
-from quire.quantized import rounded_num_bytes
+from quire.model.linear import (
+    DTYPE_NAMES,
+    NativeWeight,
+    Packing,
+    choose_packing,
+    is_transposed,
+    planned_packing,
+)
+from quire.quantized import CodedWeight, CodeForm, rounded_num_bytes
 from quire.registry import Registry
 from quire.spec.weight_formats import Rounding
 
@@ -46,7 +55,7 @@ __all__ = [
 ]
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)")  # "model.layers.3" of "model.layers.3.mlp.up_proj"
-_KINDS = ("linear", "experts", "latents", "embeddings", "dense")
+_KINDS = ("codes", "linear", "experts", "latents", "embeddings", "dense")
 
 WeightForm = Callable[[int, int, torch.dtype, str], int]
 """(num_outputs, num_inputs, dtype that the model computes in, what follows the colon of its name) -> bytes."""
@@ -54,11 +63,12 @@ WeightForm = Callable[[int, int, torch.dtype, str], int]
 
 @dataclass(frozen=True)
 class WeightRow:
-    """Weights that are held alike. kind: see the module's text."""
+    """Weights that are held alike. kind: see the module's text. label: of codes, their format."""
 
     kind: str
     num_tensors: int
     num_bytes: int
+    label: str = ""
 
 
 def _native_bytes(num_outputs: int, num_inputs: int, dtype: torch.dtype, _: str) -> int:
@@ -102,21 +112,34 @@ def planned_weights(
     *,
     packing: Packing | None = None,
     form_of: Callable[[str], str | None] = lambda name: None,
+    codes: Mapping[str, CodeForm | ExpertForms] | None = None,
 ) -> tuple[WeightRow, ...]:
     """What `model`, all of it on the meta device, will hold; kinds of which it has none are left out.
 
     packing: as of `pack_linears`. form_of: of a packed parameter's name, the form in which its weight is held; None:
-    as the packing has it.
+    as the packing has it. codes: the form of parameters that come as codes, by their names.
     """
     rows = _Rows()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     packed: set[int] = set()
+    for name, form in (codes or {}).items():
+        parameter = model.get_parameter(name)
+        packed.add(id(parameter))
+        holder, shape = _holder(model, name), parameter.shape[-2:]
+        if is_transposed(holder) or getattr(holder, "is_transposed", False):
+            shape = shape[::-1]
+        if isinstance(form, ExpertForms):
+            rows.add("experts", form.num_bytes(shape[0], shape[1]))
+        else:
+            rows.add("codes", form.num_bytes(shape[0], shape[1]), form.label)
 
     def form_bytes(parameter: nn.Parameter, shape: tuple[int, int], kind: str) -> int:
         form, _, rest = (form_of(names[id(parameter)]) or kind).partition(":")
         return WEIGHT_FORMS[form](*shape, parameter.dtype, rest)
 
     for parameter, shape, kind, is_embedding in planned_packing(model, packing):
+        if id(parameter) in packed:
+            continue
         packed.add(id(parameter))
         row = "embeddings" if is_embedding else "dense" if kind == "watched" else "linear"
         rows.add(row, form_bytes(parameter, shape, kind))
@@ -124,6 +147,8 @@ def planned_weights(
     for module in model.modules():
         for name in projections_of(module) or ():
             parameter = cast(nn.Parameter, module._parameters[name])
+            if id(parameter) in packed:
+                continue
             is_packed = packs_experts and expert_projections(module, "meta") is not None
             if is_packed or form_of(names[id(parameter)]) is not None:
                 packed.add(id(parameter))
@@ -146,10 +171,12 @@ def held_weights(model: nn.Module, latents: Iterable[LatentHeads] = ()) -> tuple
         packed = None if held is None else held.packed
         if isinstance(packed, list):
             rows.add("experts", sum(map(_packed_bytes, packed)))
+        elif isinstance(packed, CodedWeight):
+            rows.add("codes", packed.num_bytes, packed.label)
         elif packed is not None:
             rows.add("linear", _packed_bytes(packed))
         if packed is None or (held is not None and held.dense is not None):  # lent: both
-            is_embedding = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+            is_embedding = isinstance(_holder(model, name), nn.Embedding)
             rows.add("embeddings" if is_embedding else "dense", parameter.numel() * parameter.itemsize)
     for heads in latents:
         rows.add("latents", sum(map(_packed_bytes, (*heads.into_latent, *heads.out_of_latent))))
@@ -175,18 +202,25 @@ def outputs_per_token(model: nn.Module) -> int:
     return max(widths.values(), default=0)
 
 
+def _holder(model: nn.Module, name: str) -> nn.Module:
+    """The module whose parameter has that name."""
+    return model.get_submodule(name.rpartition(".")[0])
+
+
 class _Rows:
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._bytes: Counter[tuple[str, str]] = Counter()
 
-    def add(self, kind: str, num_bytes: int) -> None:
-        self._counts[kind] += 1
-        self._bytes[kind] += num_bytes
+    def add(self, kind: str, num_bytes: int, label: str = "") -> None:
+        self._counts[kind, label] += 1
+        self._bytes[kind, label] += num_bytes
 
     def all(self) -> tuple[WeightRow, ...]:
+        found = sorted(self._counts, key=lambda key: (_KINDS.index(key[0]), -self._bytes[key]))
         return tuple(
-            WeightRow(kind, self._counts[kind], self._bytes[kind]) for kind in _KINDS if self._counts[kind]
+            WeightRow(kind, self._counts[kind, label], self._bytes[kind, label], label)
+            for kind, label in found
         )
 
 

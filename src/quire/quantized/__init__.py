@@ -5,17 +5,31 @@ Others may use the names below, and
     readers     weights of quantized checkpoints and of GGUF files as codes
 """
 
-from quire.quantized.panels import CodedWeight, rounded_num_bytes
+from quire.quantized.code_form import (
+    CodeForm,
+    FactorForm,
+    form_of,
+    joined_form,
+    require_product,
+    rounded_num_bytes,
+)
+from quire.quantized.panels import PANEL, CodedWeight
 from quire.quantized.reference import multiply
 from quire.quantized.rounding import round_to_codes
 from quire.quantized.weight import Factor, QuantizedWeight, joined
 
 __all__ = [
+    "PANEL",
+    "CodeForm",
     "CodedWeight",
     "Factor",
+    "FactorForm",
     "QuantizedWeight",
+    "form_of",
     "joined",
+    "joined_form",
     "multiply",
+    "require_product",
     "round_to_codes",
     "rounded_num_bytes",
 ]

@@ -8,28 +8,20 @@ Cost: of few rows one read of the panels, 0.5 to 1 byte a value; of many one wid
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from quire.backends import native_module
 from quire.errors import ArgumentError
+from quire.quantized.code_form import PANEL, form_of, held_dtype, require_product, zeros_dtype
 from quire.quantized.reference import multiply
 from quire.quantized.weight import Factor, QuantizedWeight
-from quire.spec.weight_formats import Rounding
 
-__all__ = ["CodedWeight", "rounded_num_bytes"]
+__all__ = ["PANEL", "CodedWeight"]
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_SMALLEST_GROUP = 16
-_PANEL = 16  # outputs of a panel
-_NUMBERS = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.uint8,
-    torch.int8,
-)  # that panels hold as they are
 
 
 class CodedWeight:
@@ -42,15 +34,8 @@ class CodedWeight:
     """
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, isa: str | None = None) -> None:
-        if dtype not in _DTYPES:
-            names = ", ".join(_DTYPES.values())
-            raise ArgumentError(f"{weight.label}: expected a model of {names}, got {dtype}")
-        inputs, group = weight.num_inputs, weight.group
-        if group not in (inputs, _SMALLEST_GROUP) and group % (2 * _SMALLEST_GROUP):
-            raise ArgumentError(
-                f"{weight.label}: expected a scale for each {_SMALLEST_GROUP} inputs, a multiple of "
-                f"{2 * _SMALLEST_GROUP}, or all {inputs}, got {group}"
-            )
+        inputs = weight.num_inputs
+        require_product(weight.label, weight.group, inputs, dtype)
         self.dtype = dtype
         self.label = weight.label
         self.num_outputs, self.num_inputs = weight.num_outputs, inputs
@@ -59,6 +44,33 @@ class CodedWeight:
         self.native: Any = _packed(weight, _DTYPES[dtype], isa)
         if self.native is None:
             self._weight = weight
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[QuantizedWeight], num_outputs: int, dtype: torch.dtype) -> CodedWeight:
+        """A weight of which the outputs come in parts, in order and of one form; each part but the last is of whole
+        panels (`PANEL` outputs). One part is unpacked at a time. Without the extension there is one part, the whole.
+
+        *raises:* ArgumentError: as the class, and where the parts make no such weight.
+        """
+        made: CodedWeight | None = None
+        native: Any = None
+        form, stop = None, 0
+        for weight in parts:
+            part = cls(weight, dtype)
+            start, stop = stop, stop + weight.num_outputs
+            if (start, stop) == (0, num_outputs):
+                return part
+            if made is None:
+                made, form = part, form_of(weight)
+                native = None if part.native is None else part.native.of_panels(num_outputs)
+            is_whole = stop % PANEL == 0 or stop == num_outputs
+            if native is None or form_of(weight) != form or stop > num_outputs or not is_whole:
+                break
+            native.put_panels(start, part.native)
+        if made is None or native is None or stop != num_outputs:
+            raise ArgumentError(f"expected parts of one form that make {num_outputs} outputs, got others")
+        made.native, made.num_outputs = native, num_outputs
+        return made
 
     @property
     def num_bytes(self) -> int:
@@ -109,23 +121,15 @@ class CodedWeight:
         return out.to(dtype)
 
 
-def rounded_num_bytes(num_outputs: int, num_inputs: int, rounding: Rounding) -> int:
-    """`num_bytes` of a weight that is rounded so (`round_to_codes`), without making it."""
-    groups = num_inputs // rounding.group_of(num_inputs)
-    if native_module() is None:
-        return num_outputs * (num_inputs + 2 * groups)
-    padded_groups = -(-num_inputs // 32) * 2 if num_inputs // groups == _SMALLEST_GROUP else groups
-    scales = -(-padded_groups * _PANEL * 2 // 64) * 64
-    return -(-num_outputs // _PANEL) * (scales + -(-num_inputs // 32) * 32 * _PANEL * rounding.bits // 8)
-
-
 def _packed(weight: QuantizedWeight, dtype: str, isa: str | None) -> Any:
     """The extension's form; None where there is no extension."""
     module: Any = native_module()
     if module is None:
         return None
     zeros = weight.zeros
-    by_group = _held(zeros, (torch.uint8, torch.float32)) if isinstance(zeros, torch.Tensor) else None
+    by_group = None
+    if isinstance(zeros, torch.Tensor):
+        by_group = zeros.to(zeros_dtype(zeros)).contiguous()
     return module.PackedWeight.of_codes(
         weight.codes.contiguous(),
         weight.bits,
@@ -141,19 +145,10 @@ def _packed(weight: QuantizedWeight, dtype: str, isa: str | None) -> Any:
 
 
 def _factor(factor: Factor) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    fine = _shortened(_held(factor.fine, _NUMBERS))
-    coarse = None if factor.coarse is None else _shortened(_held(factor.coarse, _NUMBERS[:3]))
+    fine = _held(factor.fine)
+    coarse = None if factor.coarse is None else _held(factor.coarse)
     return fine.view(torch.uint8) if fine.dtype is torch.int8 else fine, coarse, fine.dtype is torch.int8
 
 
-def _held(values: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    return (values if values.dtype in dtypes else values.float()).contiguous()
-
-
-def _shortened(values: torch.Tensor) -> torch.Tensor:
-    """In two bytes where that loses nothing."""
-    if values.dtype is torch.float32:
-        for dtype in (torch.float16, torch.bfloat16):
-            if torch.equal((short := values.to(dtype)).float(), values):
-                return short
-    return values
+def _held(values: torch.Tensor) -> torch.Tensor:
+    return values.to(held_dtype(values)).contiguous()

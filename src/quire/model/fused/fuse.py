@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from quire.attention import AttentionOptions
+from quire.memory.heap import give_back_freed
 from quire.model.cache_keyword import cache_keyword, given_cache
 from quire.model.fused.attention import FusedAttention, match_attention, rotary_table
 from quire.model.fused.layer import FusedLayer, match_layer
@@ -189,6 +190,7 @@ def fuse(
         for module in (kinds := list(kinds)):
             if kind(module) not in answers:
                 answers[kind(module)] = ask(module)
+                give_back_freed()  # weights in float32, which would stay beside those of the next kind
         return {module: answers[kind(module)] for module in kinds}
 
     found.norms.update(_known(each(norms, proof.norm)))

@@ -139,10 +139,10 @@ def rows_agree(serving: torch.Tensor, own: torch.Tensor, wider: torch.Tensor) ->
     Returns: whether they agree, a distance of `serving`, and what it was allowed to be: the middle row's, or the
     farthest row's where the middle one is near enough.
     """
-    wide = wider.double()
-    size = (wide - wide.mean(dim=1, keepdim=True)).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
-    mine = ((serving.double() - wide).norm(dim=1) / size).nan_to_num(nan=float("inf"))
-    theirs = (own.double() - wide).norm(dim=1) / size
+    # A row at a time: a vocabulary in float64 is large.
+    rows = [_distances(*row) for row in zip(serving, own, wider, strict=True)]
+    mine, theirs = torch.stack(rows).unbind(1)
+    mine = mine.nan_to_num(nan=float("inf"))
     least = _CLOSE_LOGITS if own.dtype is torch.float32 else torch.finfo(own.dtype).eps
     middle, allowed = float(mine.median()), max(_FACTOR * float(theirs.median()), least)
     if not middle <= allowed:
@@ -151,6 +151,13 @@ def rows_agree(serving: torch.Tensor, own: torch.Tensor, wider: torch.Tensor) ->
     if own.dtype is torch.float32:
         most = max(_ROW_FACTOR * float(theirs.max()), _ROW_CLOSE)
     return farthest <= most, farthest, most
+
+
+def _distances(serving: torch.Tensor, own: torch.Tensor, wider: torch.Tensor) -> torch.Tensor:
+    """[2]: of a row of `serving` and of `own` from `wider`, in parts of its size."""
+    wide = wider.double()
+    size = (wide - wide.mean()).norm().clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.stack([(row.double() - wide).norm() / size for row in (serving, own)])
 
 
 def _rms(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:

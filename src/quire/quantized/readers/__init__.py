@@ -5,16 +5,20 @@ checkpoints   safetensors files with a quantization_config: which reader, which 
 """
 
 from quire.quantized.readers.checkpoints import METHODS, method_of, stored_weights
-from quire.quantized.readers.gguf import GGUF_TYPES, read_gguf
+from quire.quantized.readers.gguf import GGUF_TYPES, gguf_form, read_gguf
 from quire.quantized.readers.stored import Stored, StoredWeight, StoredWeights
 
 __all__ = [
     "GGUF_TYPES",
     "METHODS",
+    "VERSION",
     "Stored",
     "StoredWeight",
     "StoredWeights",
+    "gguf_form",
     "method_of",
     "read_gguf",
     "stored_weights",
 ]
+
+VERSION = 1  # raised when the same tensors become other codes, scales or values

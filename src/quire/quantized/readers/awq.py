@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from quire.errors import LoadError
-from quire.quantized.readers.packed import even_groups
+from quire.quantized.code_form import CodeForm
+from quire.quantized.readers.packed import even_groups, sizes_of_groups
 from quire.quantized.readers.stored import (
     Headers,
     StoredWeight,
@@ -24,6 +25,7 @@ from quire.quantized.readers.stored import (
     mismatch,
     prefixes_of,
     require_parts,
+    scales_form,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
@@ -66,17 +68,28 @@ def awq(config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], tor
                 groups,
             )
         unpack_it = partial(_unpack, group_size=group_size)
-        weights.append(StoredWeight(prefix + "weight", (outputs, inputs), parts, unpack_it))
+        form = partial(_form, scales=parts["scales"], inputs=inputs, group_size=group_size, headers=headers)
+        weights.append(StoredWeight(prefix + "weight", (outputs, inputs), parts, form, unpack_it))
     return StoredWeights(tuple(weights))
+
+
+def _form(
+    tensor: Callable[[str], torch.Tensor], *, scales: str, inputs: int, group_size: int, headers: Headers
+) -> CodeForm:
+    group, _ = even_groups(sizes_of_groups(inputs, group_size))
+    return CodeForm(_label(group_size), 4, group, scales_form(scales, headers, tensor), torch.uint8)
+
+
+def _label(group_size: int) -> str:
+    return f"awq int4:{group_size}"
 
 
 def _unpack(parts: Mapping[str, torch.Tensor], *, group_size: int) -> list[QuantizedWeight]:
     codes, zeros = (_nibbles(parts[key]).T.contiguous() for key in ("qweight", "qzeros"))
     scales = parts["scales"].T.contiguous()
     inputs = codes.shape[1]
-    sizes = [min(group_size, inputs - start) for start in range(0, inputs, group_size)]
-    group, (scales, zeros) = even_groups(sizes, scales, zeros)
-    return [QuantizedWeight(codes, 4, group, Factor(scales), f"awq int4:{group_size}", zeros=zeros)]
+    group, (scales, zeros) = even_groups(sizes_of_groups(inputs, group_size), scales, zeros)
+    return [QuantizedWeight(codes, 4, group, Factor(scales), _label(group_size), zeros=zeros)]
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:

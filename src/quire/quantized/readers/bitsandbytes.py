@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from quire.quantized.code_form import CodeForm, FactorForm
 from quire.quantized.readers.stored import (
     Headers,
     StoredWeight,
@@ -28,6 +29,7 @@ from quire.quantized.readers.stored import (
     mismatch,
     prefixes_of,
     require_parts,
+    scales_form,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
@@ -55,14 +57,39 @@ def bitsandbytes(
         require_parts(prefix + "weight", parts.values(), headers)
         outputs, inputs = state["shape"]
         unpack_it = partial(_unpack_4bit, name=prefix + "weight", kind=kind, state=state)
-        weights.append(StoredWeight(prefix + "weight", (outputs, inputs), parts, unpack_it))
+        form = partial(
+            _form_4bit, kind=kind, state=state, inputs=inputs, absmax=parts["absmax"], headers=headers
+        )
+        weights.append(StoredWeight(prefix + "weight", (outputs, inputs), parts, form, unpack_it))
     dropped = {name for name in headers if f".{_STATE}" in name}
     for prefix in prefixes_of(headers, "SCB"):
         outputs, inputs = headers[prefix + "weight"].shape
         parts = {key: prefix + key for key in ("weight", "SCB")}
-        weights.append(StoredWeight(prefix + "weight", (outputs, inputs), parts, _unpack_int8))
+        form = CodeForm("int8", 8, inputs, FactorForm(torch.float32))
+        weights.append(
+            StoredWeight(prefix + "weight", (outputs, inputs), parts, partial(_given, form), _unpack_int8)
+        )
         dropped |= {prefix + "weight_format"} & set(headers)
     return StoredWeights(tuple(weights), frozenset(dropped))
+
+
+def _given(form: CodeForm, tensor: Callable[[str], torch.Tensor]) -> CodeForm:
+    return form
+
+
+def _form_4bit(
+    tensor: Callable[[str], torch.Tensor],
+    *,
+    kind: str,
+    state: Mapping[str, Any],
+    inputs: int,
+    absmax: str,
+    headers: Headers,
+) -> CodeForm:
+    """Nested scales are products, which two bytes do not hold."""
+    nested = "nested_blocksize" in state
+    scales = FactorForm(torch.float32) if nested else scales_form(absmax, headers, tensor)
+    return CodeForm(kind, 4, math.gcd(inputs, int(state["blocksize"])), scales, has_table=True)
 
 
 def _unpack_4bit(

@@ -22,10 +22,18 @@ from typing import Any
 import torch
 
 from quire.errors import LoadError
-from quire.quantized.readers.fp8 import FLOATS_OF_8, unpack_fp8
-from quire.quantized.readers.mxfp4 import E2M1, low_nibble_first, powers_of_two
-from quire.quantized.readers.packed import even_groups, groups_by_index, unpack
-from quire.quantized.readers.stored import Headers, StoredWeight, StoredWeights, mismatch, prefixes_of
+from quire.quantized.code_form import CodeForm
+from quire.quantized.readers.fp8 import FLOATS_OF_8, fp8_form, unpack_fp8
+from quire.quantized.readers.mxfp4 import E2M1, MXFP4_FORM, low_nibble_first, powers_of_two
+from quire.quantized.readers.packed import even_groups, groups_by_index, sizes_of_groups, unpack
+from quire.quantized.readers.stored import (
+    Headers,
+    StoredWeight,
+    StoredWeights,
+    mismatch,
+    prefixes_of,
+    scales_form,
+)
 from quire.quantized.weight import Factor, QuantizedWeight
 
 __all__ = ["compressed_tensors"]
@@ -65,24 +73,36 @@ def compressed_tensors(
         scheme = _scheme_of(config, prefix.removesuffix("."))
         outputs, columns = headers[parts[key]].shape[-2:]
         stored = headers[parts[key]].stored
+        form: Callable[[Callable[[str], torch.Tensor]], CodeForm]
         if stored == torch.int32:
             shape = tensor(prefix + "weight_shape").tolist()
+            form = partial(
+                _form_of_integers,
+                bits=_bits(scheme, columns, shape[-1]),
+                shape=shape,
+                parts=parts,
+                headers=headers,
+            )
             unpack_it = partial(_unpack_packed, name=name, shape=shape, scheme=scheme)
         elif stored == torch.int8:
             shape = [outputs, columns]
+            form = partial(_form_of_integers, bits=8, shape=shape, parts=parts, headers=headers)
             unpack_it = partial(_unpack_int8, name=name)
         elif stored in FLOATS_OF_8:
             shape = [outputs, columns]
             block = scheme.get("block_structure")
-            unpack_it = partial(_unpack_floats, name=name, block=tuple(block) if block else None)
+            block = tuple(block) if block else None
+            form = partial(fp8_form, name=name, scale=parts["weight_scale"], block=block, headers=headers)
+            unpack_it = partial(_unpack_floats, name=name, block=block)
         elif stored == torch.uint8 and headers[parts["weight_scale"]].stored == torch.uint8:
             shape = [outputs, columns * 2]
+            form = _form_of_mxfp4
             unpack_it = partial(_unpack_mxfp4)
         else:
             raise mismatch(name, "its codes as int32, int8, float8 or (MXFP4) uint8", "", stored)
         if len(headers[parts[key]].shape) != 2 or len(shape) != 2 or shape[0] != outputs:
             raise mismatch(name, "codes of", "[N, K]", [list(headers[parts[key]].shape), shape])
-        weights.append(StoredWeight(name, (shape[0], shape[1]), parts, unpack_it))
+        weights.append(StoredWeight(name, (shape[0], shape[1]), parts, form, unpack_it))
     dropped = {name for name in headers if name.rpartition(".")[2] in _DROPPED}
     return StoredWeights(tuple(weights), frozenset(dropped))
 
@@ -133,12 +153,46 @@ def _scheme_of(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     )
 
 
+def _form_of_mxfp4(tensor: Callable[[str], torch.Tensor]) -> CodeForm:
+    return MXFP4_FORM
+
+
+def _form_of_integers(
+    tensor: Callable[[str], torch.Tensor],
+    *,
+    bits: int,
+    shape: list[int],
+    parts: Mapping[str, str],
+    headers: Headers,
+) -> CodeForm:
+    inputs, of_scales = shape[1], headers[parts["weight_scale"]].shape
+    groups = 1 if len(of_scales) < 2 else of_scales[1]
+    size = -(-inputs // groups)
+    group, _ = even_groups(sizes_of_groups(inputs, size))
+    return CodeForm(
+        _label(bits, groups, size),
+        bits,
+        group,
+        scales_form(parts["weight_scale"], headers, tensor),
+        torch.uint8 if "weight_zero_point" in parts else None,
+        has_order="weight_g_idx" in parts,
+    )
+
+
+def _label(bits: int, groups: int, size: int) -> str:
+    return f"int{bits}" if groups == 1 else f"int{bits}:{size}"
+
+
+def _bits(scheme: Mapping[str, Any], words: int, inputs: int) -> int:
+    return int(scheme.get("num_bits") or words * 32 // inputs)
+
+
 def _unpack_packed(
     parts: Mapping[str, torch.Tensor], *, name: str, shape: list[int], scheme: Mapping[str, Any]
 ) -> list[QuantizedWeight]:
     outputs, inputs = shape
     words = parts["weight_packed"].shape[1]
-    bits = int(scheme.get("num_bits") or words * 32 // inputs)
+    bits = _bits(scheme, words, inputs)
     if not 2 <= bits <= 8 or words != -(-inputs * bits // 32):
         raise mismatch(
             name, f"words of {bits} bits a code", [outputs, -(-inputs * bits // 32)], [outputs, words]
@@ -184,7 +238,7 @@ def _integers(
         codes = codes if order is None else codes[:, order]
     else:
         size = -(-inputs // groups)
-        sizes = [min(size, inputs - start) for start in range(0, inputs, size)]
+        sizes = sizes_of_groups(inputs, size)
     if scales.shape[0] != codes.shape[0] or len(sizes) != groups:
         raise mismatch(name, "scales", [codes.shape[0], len(sizes)], list(scales.shape))
     if isinstance(zeros, torch.Tensor):
@@ -193,7 +247,7 @@ def _integers(
         group, (scales, zeros) = even_groups(sizes, scales, zeros)
     else:
         group, (scales,) = even_groups(sizes, scales)
-    label = f"int{bits}" if groups == 1 else f"int{bits}:{max(sizes)}"
+    label = _label(bits, groups, max(sizes))
     return QuantizedWeight(codes, bits, group, Factor(scales), label, zeros=zeros, order=order)
 
 

@@ -11,6 +11,7 @@ are not quantized here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,12 +19,20 @@ from typing import Any
 import torch
 
 from quire.errors import LoadError
+from quire.quantized.code_form import CodeForm
 from quire.quantized.readers.mxfp4 import powers_of_two
-from quire.quantized.readers.packed import even_groups
-from quire.quantized.readers.stored import Headers, StoredWeight, StoredWeights, mismatch, prefixes_of
+from quire.quantized.readers.packed import even_groups, sizes_of_groups
+from quire.quantized.readers.stored import (
+    Headers,
+    StoredWeight,
+    StoredWeights,
+    mismatch,
+    prefixes_of,
+    scales_form,
+)
 from quire.quantized.weight import Factor, QuantizedWeight
 
-__all__ = ["FLOATS_OF_8", "fp8", "unpack_fp8"]
+__all__ = ["FLOATS_OF_8", "fp8", "fp8_form", "unpack_fp8"]
 
 FLOATS_OF_8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "k_scale", "v_scale", "output_scale")
@@ -46,8 +55,12 @@ def fp8(config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], tor
         shape = headers[name].shape
         if len(shape) != 2:
             raise mismatch(name, "[N, K]", "", list(shape))
-        unpack_it = partial(_unpack, name=name, block=tuple(block) if block else None)
-        weights.append(StoredWeight(name, (shape[0], shape[1]), {"weight": name, "scale": scale}, unpack_it))
+        of_block = tuple(block) if block else None
+        form = partial(fp8_form, name=name, scale=scale, block=of_block, headers=headers)
+        unpack_it = partial(_unpack, name=name, block=of_block)
+        weights.append(
+            StoredWeight(name, (shape[0], shape[1]), {"weight": name, "scale": scale}, form, unpack_it)
+        )
     dropped = {name for name in headers if name.rpartition(".")[2] in _OF_ACTIVATIONS}
     return StoredWeights(tuple(weights), frozenset(dropped))
 
@@ -58,6 +71,46 @@ def _unpack(
     return [unpack_fp8(name, parts["weight"], parts["scale"], block)]
 
 
+def fp8_form(
+    tensor: Callable[[str], torch.Tensor],
+    *,
+    name: str,
+    scale: str,
+    block: tuple[int, int] | None,
+    headers: Headers,
+) -> CodeForm:
+    """Of the weight of the tensors `name` and `scale`. *raises:* LoadError: as `unpack_fp8`."""
+    shape, stored = headers[name].shape, headers[name].stored
+    sizes, kind = _scale_groups(name, shape, headers[scale].shape, block)
+    group, _ = even_groups(sizes)
+    return CodeForm(
+        f"fp8 {_kind(stored)}{kind}", 8, group, scales_form(scale, headers, tensor), has_table=True
+    )
+
+
+def _kind(stored: object) -> str:
+    return str(stored).rpartition("_")[2].removesuffix("fn")
+
+
+def _scale_groups(
+    name: str, shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None
+) -> tuple[list[int], str]:
+    """The inputs of each group of a weight [N, K] whose scales are of shape `scale`, and what its label says of them.
+
+    *raises:* LoadError: `scale` is of no known shape.
+    """
+    outputs, inputs = shape
+    if block is not None and tuple(scale) == (-(-outputs // block[0]), -(-inputs // block[1])):
+        return sizes_of_groups(inputs, block[1]), f":{block[0]}x{block[1]}"
+    if len(scale) == 2 and scale[0] == outputs and scale[1] > 1 and inputs % scale[1] == 0:
+        size = inputs // scale[1]
+        return sizes_of_groups(inputs, size), f":{size}"
+    if math.prod(scale) not in (1, outputs):
+        expected = "one number, " + f"[{outputs}, 1]" + (f" or blocks of {list(block)}" if block else "")
+        raise mismatch(name, "scales", expected, list(scale))
+    return [inputs], ""
+
+
 def unpack_fp8(
     name: str, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None
 ) -> QuantizedWeight:
@@ -65,27 +118,14 @@ def unpack_fp8(
 
     *raises:* LoadError: `scale` is of no known shape.
     """
-    outputs, inputs = weight.shape
-    scale = powers_of_two(scale) if scale.dtype == torch.uint8 else scale
-    codes = weight.view(torch.uint8)
+    outputs = weight.shape[0]
+    sizes, kind = _scale_groups(name, weight.shape, scale.shape, block)
+    scales = (powers_of_two(scale) if scale.dtype == torch.uint8 else scale).float()
+    if "x" in kind and block is not None:
+        scales = scales.repeat_interleave(block[0], dim=0)[:outputs]
+    elif len(sizes) == 1:
+        scales = scales.reshape(-1, 1).expand(outputs, 1).contiguous()
+    group, (scales,) = even_groups(sizes, scales)
     table = torch.arange(256, dtype=torch.uint8).view(weight.dtype).float()
-    kind = str(weight.dtype).rpartition("_")[2].removesuffix("fn")
-    if (
-        block is not None
-        and scale.dim() == 2
-        and scale.shape == (-(-outputs // block[0]), -(-inputs // block[1]))
-    ):
-        scales = scale.float().repeat_interleave(block[0], dim=0)[:outputs]
-        sizes = [min(block[1], inputs - start) for start in range(0, inputs, block[1])]
-        group, (scales,) = even_groups(sizes, scales)
-        return QuantizedWeight(
-            codes, 8, group, Factor(scales), f"fp8 {kind}:{block[0]}x{block[1]}", table=table
-        )
-    if scale.dim() == 2 and scale.shape[0] == outputs and scale.shape[1] > 1 and inputs % scale.shape[1] == 0:
-        group = inputs // scale.shape[1]
-        return QuantizedWeight(codes, 8, group, Factor(scale.float()), f"fp8 {kind}:{group}", table=table)
-    if scale.numel() not in (1, outputs):
-        expected = "one number, " + f"[{outputs}, 1]" + (f" or blocks of {list(block)}" if block else "")
-        raise mismatch(name, "scales", expected, list(scale.shape))
-    scales = scale.float().reshape(-1, 1).expand(outputs, 1).contiguous()
-    return QuantizedWeight(codes, 8, inputs, Factor(scales), f"fp8 {kind}", table=table)
+    label = f"fp8 {_kind(weight.dtype)}{kind}"
+    return QuantizedWeight(weight.view(torch.uint8), 8, group, Factor(scales), label, table=table)

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 
 from quire.errors import LoadError
+from quire.quantized.code_form import CodeForm, form_of
 from quire.quantized.weight import Factor, QuantizedWeight
 
-__all__ = ["GGUF_TYPES", "read_gguf"]
+__all__ = ["GGUF_TYPES", "gguf_form", "read_gguf"]
 
 # Values times two, so that they are integers; the scale is halved in return.
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -42,6 +43,13 @@ def read_gguf(kind: str, data: torch.Tensor) -> QuantizedWeight:
             f"expected {kind} as [N, multiple of {layout.num_bytes}] uint8, got {tuple(data.shape)} {data.dtype}"
         )
     return layout.read(kind, data.reshape(data.shape[0], -1, layout.num_bytes))
+
+
+def gguf_form(kind: str, num_inputs: int) -> CodeForm:
+    """Of a weight of so many inputs of the type `kind`. *raises:* as `read_gguf`."""
+    layout = GGUF_TYPES.get(kind)
+    row = 0 if layout is None else num_inputs // layout.num_values * layout.num_bytes
+    return form_of(read_gguf(kind, torch.zeros(1, row, dtype=torch.uint8)))
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ def _mxfp4(kind: str, blocks: torch.Tensor) -> QuantizedWeight:
     exponents = exponents.flatten(1).to(torch.int32)
     # 2**(e - 128); the two smallest are below the normal numbers.
     bits = torch.where(exponents < 2, 0x200000 << exponents.clamp(max=1), (exponents - 1) << 23)
-    scales = Factor(bits.view(torch.float32))
+    scales = Factor(bits.view(torch.float32).bfloat16())
     return _weight(kind, 4, 32, _planes(packed, _NIBBLES, 15), scales, table=_E2M1_DOUBLED)
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from quire.errors import LoadError
-from quire.quantized.readers.packed import even_groups, groups_by_index, unpack
+from quire.quantized.code_form import CodeForm
+from quire.quantized.readers.packed import even_groups, groups_by_index, sizes_of_groups, unpack
 from quire.quantized.readers.stored import (
     Headers,
     StoredWeight,
@@ -30,6 +31,7 @@ from quire.quantized.readers.stored import (
     mismatch,
     prefixes_of,
     require_parts,
+    scales_form,
 )
 from quire.quantized.weight import Factor, QuantizedWeight
 
@@ -69,7 +71,8 @@ def gptq(config: Mapping[str, Any], headers: Headers, tensor: Callable[[str], to
             _unpack, name=prefix + "weight", bits=bits, group_size=own.get("group_size") or -1,
             symmetric=bool(own.get("sym", True)), stored_as=stored_as,
         )  # fmt: skip
-        weights.append(StoredWeight(prefix + "weight", shape, parts, unpack_it))
+        form = partial(_form, bits=bits, own=own, inputs=shape[1], parts=parts, headers=headers)
+        weights.append(StoredWeight(prefix + "weight", shape, parts, form, unpack_it))
     return StoredWeights(tuple(weights))
 
 
@@ -79,6 +82,34 @@ def _overrides(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
         if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), module):
             return settings or {}
     return {}
+
+
+def _form(
+    tensor: Callable[[str], torch.Tensor],
+    *,
+    bits: int,
+    own: Mapping[str, Any],
+    inputs: int,
+    parts: Mapping[str, str],
+    headers: Headers,
+) -> CodeForm:
+    """own: the settings of this module. Zeros of a symmetric weight are one for all."""
+    groups, size = headers[parts["scales"]].shape[0], own.get("group_size") or -1
+    if size < 0 or -(-inputs // size) != groups:
+        size = -(-inputs // groups)
+    group, _ = even_groups(sizes_of_groups(inputs, size))
+    return CodeForm(
+        _label(bits, min(size, inputs)),
+        bits,
+        group,
+        scales_form(parts["scales"], headers, tensor),
+        None if own.get("sym", True) else torch.uint8,
+        has_order="g_idx" in parts and bool(own.get("desc_act")),
+    )
+
+
+def _label(bits: int, size: int) -> str:
+    return f"gptq int{bits}:{size}"
 
 
 def _unpack(
@@ -105,7 +136,7 @@ def _unpack(
         group, (scales, zeros) = even_groups(sizes, scales, zeros)
     else:
         group, (scales,) = even_groups(sizes, scales)
-    label = f"gptq int{bits}:{max(sizes)}"
+    label = _label(bits, max(sizes))
     return [QuantizedWeight(codes, bits, group, Factor(scales), label, zeros=zeros, order=order)]
 
 
@@ -133,4 +164,4 @@ def _groups(
     size = inputs if group_size < 0 else group_size
     if -(-inputs // size) != groups:
         raise mismatch(name, f"groups of {size} in {inputs} inputs", -(-inputs // size), groups)
-    return [min(size, inputs - start) for start in range(0, inputs, size)], None
+    return sizes_of_groups(inputs, size), None

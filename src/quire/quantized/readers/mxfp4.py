@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 
+from quire.quantized.code_form import CodeForm, FactorForm
 from quire.quantized.readers.stored import Headers, StoredWeight, StoredWeights, mismatch, require_parts
 from quire.quantized.weight import Factor, QuantizedWeight
 
-__all__ = ["E2M1", "low_nibble_first", "mxfp4", "powers_of_two"]
+__all__ = ["E2M1", "MXFP4_FORM", "low_nibble_first", "mxfp4", "powers_of_two"]
+
+MXFP4_FORM = CodeForm("mxfp4", 4, 32, FactorForm(torch.bfloat16), has_table=True)  # which holds powers of two
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -41,7 +44,14 @@ def mxfp4(
             )
         parts = {"blocks": blocks, "scales": scales}
         weights.append(
-            StoredWeight(name, (shape[0], shape[1], shape[2] * 32), parts, _unpack, transposed=True)
+            StoredWeight(
+                name,
+                (shape[0], shape[1], shape[2] * 32),
+                parts,
+                lambda _: MXFP4_FORM,
+                _unpack,
+                transposed=True,
+            )
         )
     return StoredWeights(tuple(weights))
 

@@ -14,7 +14,7 @@ import torch
 
 from quire.quantized.readers.stored import mismatch
 
-__all__ = ["even_groups", "groups_by_index", "unpack"]
+__all__ = ["even_groups", "groups_by_index", "sizes_of_groups", "unpack"]
 
 
 def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
@@ -49,6 +49,11 @@ def even_groups(sizes: list[int], *of_groups: torch.Tensor) -> tuple[int, list[t
         return size, list(of_groups)
     repeats = torch.tensor(sizes) // size
     return size, [values.repeat_interleave(repeats, dim=1) for values in of_groups]
+
+
+def sizes_of_groups(inputs: int, size: int) -> list[int]:
+    """Of groups of neighbours, the last one smaller where `size` does not divide the inputs."""
+    return [min(size, inputs - start) for start in range(0, inputs, size)]
 
 
 def groups_by_index(

@@ -4,7 +4,8 @@ A plain checkpoint has one tensor for each weight. A quantized one has several (
 its own, and most often for its linear layers alone. A reader goes over the names, shapes and types of all tensors and
 says which it takes; what it does not name is plain.
 
-Cost: nothing is read but headers. `StoredWeight.read` reads its tensors and unpacks them, once a call.
+Cost: nothing is read but headers. `StoredWeight.form` looks at some thousand scales of a tensor of float32;
+`StoredWeight.read` reads its tensors and unpacks them, once a call.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from quire.errors import LoadError
+from quire.quantized.code_form import CodeForm, FactorForm, held_dtype
 from quire.quantized.weight import QuantizedWeight
 
 __all__ = [
@@ -27,7 +29,10 @@ __all__ = [
     "mismatch",
     "prefixes_of",
     "require_parts",
+    "scales_form",
 ]
+
+_LOOKED_AT = 4096  # scales
 
 
 class Stored(Protocol):
@@ -50,6 +55,7 @@ class StoredWeight:
     name: of the tensor that a plain checkpoint has in their place, as "model.layers.0.mlp.up_proj.weight".
     shape: [N, K] of a linear layer, [E, N, K] of experts.
     parts: the names of its tensors by what they are to the reader.
+    form: what the weight, or each expert, will be, told by headers. tensor: gives the tensor of a name, to look into.
     unpack: makes the weight of its tensors by the same keys: one for each expert, where `shape` has three sizes; each
         of its tensors has the experts first then.
     transposed: a plain checkpoint has experts as [E, K, N].
@@ -58,6 +64,7 @@ class StoredWeight:
     name: str
     shape: tuple[int, ...]
     parts: Mapping[str, str]
+    form: Callable[[Callable[[str], torch.Tensor]], CodeForm]
     unpack: Callable[[Mapping[str, torch.Tensor]], Sequence[QuantizedWeight]]
     transposed: bool = False
 
@@ -118,6 +125,17 @@ def require_parts(name: str, parts: Iterable[str], headers: Headers) -> None:
     """*raises:* LoadError: one of the tensors that make the weight `name` is not in the checkpoint."""
     if missing := [part for part in parts if part not in headers]:
         raise LoadError(f"cannot read the weight {name}: the checkpoint lacks {missing[0]}")
+
+
+def scales_form(name: str, headers: Headers, tensor: Callable[[str], torch.Tensor]) -> FactorForm:
+    """How the scales of the tensor `name` will be held. Bytes are exponents. Whether two bytes hold numbers of float32
+    the first ones tell."""
+    stored = headers[name].stored
+    if stored == torch.uint8:
+        return FactorForm(torch.bfloat16)
+    if stored == torch.float32:
+        return FactorForm(held_dtype(tensor(name).flatten()[:_LOOKED_AT]))
+    return FactorForm(stored if isinstance(stored, torch.dtype) else torch.float32)
 
 
 def mismatch(name: str, what: str, expected: object, got: object) -> LoadError:

@@ -1,0 +1,181 @@
+"""What a quantized weight is beside its numbers: bits, groups, the types of its scales. Its size follows from that.
+
+A reader tells it of a weight whose codes nobody has read (`readers`), `form_of` of one that is there. Both are equal,
+so a plan knows what a start will hold.
+
+Not the numbers (`weight`), nor where they lie in a panel (native/kernels/quantized.hpp, whose sizes are here again).
+
+Cost: arithmetic. `held_dtype` looks at the numbers that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.backends import native_module
+from quire.errors import ArgumentError
+from quire.quantized.weight import Factor, QuantizedWeight
+from quire.spec.weight_formats import Rounding
+
+__all__ = [
+    "PANEL",
+    "CodeForm",
+    "FactorForm",
+    "form_of",
+    "held_dtype",
+    "joined_form",
+    "require_product",
+    "rounded_num_bytes",
+    "zeros_dtype",
+]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of activations
+_NUMBERS = (*_DTYPES, torch.uint8, torch.int8)  # that panels hold as they are
+_SMALLEST_GROUP, _BLOCK = 16, 32  # inputs
+PANEL = 16  # outputs
+_LINE = 64  # bytes
+
+
+@dataclass(frozen=True)
+class FactorForm:
+    """Of a `Factor`. fine: the type of the numbers of groups. coarse: of those that `ratio` groups share, or None."""
+
+    fine: torch.dtype
+    coarse: torch.dtype | None = None
+    ratio: int = 1
+
+    def num_bytes(self, num_outputs: int, num_groups: int) -> int:
+        """Of `num_outputs` rows of a panel, each part on lines of its own."""
+        found = _lines(num_outputs * num_groups * self.fine.itemsize)
+        if self.coarse is not None:
+            found += _lines(num_outputs * -(-num_groups // self.ratio) * self.coarse.itemsize)
+        return found
+
+
+@dataclass(frozen=True)
+class CodeForm:
+    """Of a `QuantizedWeight`, whose words these are.
+
+    zeros: the type of a zero for each group; None: one for all, or none. has_table, has_order: whether it has one.
+    """
+
+    label: str
+    bits: int
+    group: int
+    scales: FactorForm
+    zeros: torch.dtype | None = None
+    minimums: FactorForm | None = None
+    has_table: bool = False
+    has_order: bool = False
+
+    def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        """What `CodedWeight.num_bytes` is of such a weight."""
+        order = 8 * num_inputs * self.has_order
+        if native_module() is None:
+            return order + self._twin_bytes(num_outputs, num_inputs)
+        whole = self.group == num_inputs and self.group != _SMALLEST_GROUP
+        depth = -(-num_inputs // _BLOCK) * _BLOCK
+        groups = 1 if whole else depth // self.group
+        panel = depth * PANEL * self._held_bits // 8 + self.scales.num_bytes(PANEL, groups)
+        if self.minimums is not None:
+            panel += self.minimums.num_bytes(PANEL, groups)
+        if self.zeros is not None:
+            panel += _lines(PANEL * groups * self.zeros.itemsize)
+        return order + -(-num_outputs // PANEL) * panel
+
+    @property
+    def _held_bits(self) -> int:
+        if self.bits <= 4:
+            return 4
+        return 8 if self.bits > 6 or self.has_table else self.bits
+
+    def _twin_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        """Where a code takes a byte, and nothing is padded."""
+        groups = num_inputs // self.group
+        found = num_outputs * num_inputs + 4 * (1 << self.bits) * self.has_table
+        for factor in (self.scales, self.minimums):
+            if factor is not None:
+                found += num_outputs * groups * factor.fine.itemsize
+                found += (
+                    num_outputs * groups // factor.ratio * (factor.coarse.itemsize if factor.coarse else 0)
+                )
+        return found + (0 if self.zeros is None else num_outputs * groups * self.zeros.itemsize)
+
+
+def require_product(label: str, group: int, num_inputs: int, dtype: torch.dtype) -> None:
+    """*raises:* ArgumentError: nothing multiplies `dtype` by a weight with a scale for each `group` inputs."""
+    if dtype not in _DTYPES:
+        names = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
+        raise ArgumentError(f"{label}: expected a model of {names}, got {dtype}")
+    if group not in (num_inputs, _SMALLEST_GROUP) and group % _BLOCK:
+        raise ArgumentError(
+            f"{label}: expected a scale for each {_SMALLEST_GROUP} inputs, a multiple of {_BLOCK}, or all "
+            f"{num_inputs}, got {group}"
+        )
+
+
+def form_of(weight: QuantizedWeight) -> CodeForm:
+    """That of a weight as it will be held: scales in two bytes where that loses nothing."""
+    zeros = weight.zeros
+    return CodeForm(
+        weight.label,
+        weight.bits,
+        weight.group,
+        _factor_form(weight.scales),
+        zeros_dtype(zeros) if isinstance(zeros, torch.Tensor) else None,
+        None if weight.minimums is None else _factor_form(weight.minimums),
+        weight.table is not None,
+        weight.order is not None,
+    )
+
+
+def joined_form(forms: Sequence[CodeForm]) -> CodeForm:
+    """That of one weight of the outputs of several (`weight.joined`): scales that differ in their type are held in
+    float32. Orders of inputs are taken for the same.
+
+    *raises:* ArgumentError: they are coded in different ways.
+    """
+    first = forms[0]
+    types = {form.scales.fine for form in forms}
+    fine = types.pop() if len(types) == 1 else torch.float32
+    alike = [replace(form, label=first.label, scales=replace(form.scales, fine=fine)) for form in forms]
+    if any(form != alike[0] for form in alike):
+        labels = ", ".join(dict.fromkeys(form.label for form in forms))
+        raise ArgumentError(f"expected weights that are coded in one way to hold them as one, got {labels}")
+    return alike[0]
+
+
+def _factor_form(factor: Factor) -> FactorForm:
+    if factor.coarse is None:
+        return FactorForm(held_dtype(factor.fine))
+    ratio = factor.fine.shape[1] // factor.coarse.shape[1]
+    return FactorForm(held_dtype(factor.fine), held_dtype(factor.coarse), ratio)
+
+
+def held_dtype(values: torch.Tensor) -> torch.dtype:
+    """The type in which these scales are held: float16 or bfloat16 where it loses nothing. The twin's are as given."""
+    if native_module() is None or (values.dtype in _NUMBERS and values.dtype is not torch.float32):
+        return values.dtype
+    values = values.float()
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(values.to(dtype).float(), values):
+            return dtype
+    return torch.float32
+
+
+def zeros_dtype(zeros: torch.Tensor) -> torch.dtype:
+    """The type in which a zero for each group is held."""
+    return zeros.dtype if zeros.dtype is torch.uint8 or native_module() is None else torch.float32
+
+
+def rounded_num_bytes(num_outputs: int, num_inputs: int, rounding: Rounding) -> int:
+    """Of a weight that is rounded so (`round_to_codes`)."""
+    form = CodeForm(str(rounding), rounding.bits, rounding.group_of(num_inputs), FactorForm(torch.float16))
+    return form.num_bytes(num_outputs, num_inputs)
+
+
+def _lines(num_bytes: int) -> int:
+    return -(-num_bytes // _LINE) * _LINE
