@@ -26,9 +26,11 @@ struct Setup {
     std::int64_t watermark_blocks = 0;
     bool overlapped_steps = false;
     std::int64_t run_blocks = 1;
+    std::vector<std::int32_t> blocks_per_node = {};
 
     BlockManager make() const {
-        return BlockManager(spans, num_blocks, block_size, prefix_caching, watermark_blocks, overlapped_steps, run_blocks);
+        return BlockManager(spans, num_blocks, block_size, prefix_caching, watermark_blocks, overlapped_steps, run_blocks,
+                            blocks_per_node);
     }
 };
 
@@ -520,6 +522,8 @@ int main() {
         {{window(1), chunked(4)}, 20, 3, true, 0, true},
         {{kFull, kFull}, 16, 2, true, 1, true},
         {{chunked(6), kFull}, 20, 4, false},
+        {{kFull, window(3)}, 20, 6, true, 0, true, 1, {1, 3}},
+        {{kFull, window(5)}, 24, 4, true, 1, false, 1, {2, 1}},
     };
     for (std::size_t at = 0; at < setups.size(); ++at)
         for (std::uint64_t seed = 0; seed < 3; ++seed) random_workload(setups[at], 100 * at + seed, 200);

@@ -411,7 +411,7 @@ def _make_manager(backend: str, eviction: str, *args: Any, blocks_per_node: list
                 f"expected eviction 'lru' on backend 'native', which has no other, got {eviction!r}; "
                 "use backend='python'"
             )
-        return native_module().BlockManager(*args, blocks_per_node)  # type: ignore[union-attr]
+        return native_module().BlockManager(*args, blocks_per_node=blocks_per_node)  # type: ignore[union-attr]
     from quire.cache.manager.block_manager import PythonBlockManager
 
-    return PythonBlockManager(*args, blocks_per_node, eviction=eviction)
+    return PythonBlockManager(*args, blocks_per_node=blocks_per_node, eviction=eviction)
