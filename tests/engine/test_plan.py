@@ -118,9 +118,7 @@ def test_weights_in_codes_are_told_by_their_headers(name: str, tmp_path: Path) -
 
 
 def test_what_a_start_refuses_a_plan_refuses_in_the_same_words(tmp_path: Path) -> None:
-    quantized_checkpoints.save(
-        tmp_path, quantized_checkpoints.tiny(), *quantized_checkpoints.FORMATS["awq"]
-    )
+    quantized_checkpoints.save(tmp_path, quantized_checkpoints.tiny(), *quantized_checkpoints.FORMATS["awq"])
     config = json.loads((tmp_path / "config.json").read_text())
 
     def refusals() -> list[str]:

@@ -1,4 +1,4 @@
-"""What a start takes at its peak, beside what the process has once everything is imported and the tokenizer is there."""
+"""What a start takes at its peak, beside what a process has that imported everything and made the tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 
 from quire.model.load import without_weights
 
-LOAD_WITHIN, START_WITHIN = 1.15, 1.6  # times the file; a start proves what it serves, and has the kernels' buffers
+LOAD_WITHIN, START_WITHIN = (
+    1.15,
+    1.6,
+)  # times the file; a start proves what it serves, and has the kernels' buffers
 KV_MEMORY = 16 << 20
 
 _PROGRAM = """

@@ -68,8 +68,8 @@ class KVLayout:
 class KVFit:
     """Blocks and state slots, and what they hold.
 
-    num_blocks, num_state_slots: at the start; no slots for a model without states. exchange_bytes: what blocks and slots
-    may take together, where they exchange memory at run time; 0: their numbers stay.
+    num_blocks, num_state_slots: at the start; no slots for a model without states. exchange_bytes: what blocks and
+    slots may take together, where they exchange memory at run time; 0: their numbers stay.
     """
 
     layout: KVLayout

@@ -8,8 +8,8 @@ Where transformers itself reads a file lazily (its newer architectures) its way 
 Codes are kept of linear layers, heads and embeddings whose type has a reader (`quire.quantized.readers`), each in its
 own, if all that the writer did to them was to order their rows: that is undone on the rows of codes.
 
-Cost: the codes as the kernels take them, and while it is loaded a byte for each of some million values. Of what is widened the
-weights in `dtype`, and while it is loaded once more its largest tensor in float32.
+Cost: the codes as the kernels take them, and while it is loaded a byte for each of some million values. Of what is
+widened the weights in `dtype`, and while it is loaded once more its largest tensor in float32.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def load_gguf_model(
 
 
 def planned_gguf_codes(source: GGUFSource, shape: PreTrainedModel) -> dict[str, CodeForm]:
-    """Which parameters of `shape`, the model on torch's meta device, `load_gguf_model` would leave as codes, and of what
-    form. The header is read."""
+    """Which parameters of `shape`, the model on torch's meta device, `load_gguf_model` would leave as codes, and of
+    what form. The header is read."""
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
     if is_gguf_arch_supported(source.architecture):
@@ -237,7 +237,9 @@ def _tensors(
     return tensors
 
 
-def _processing(source: GGUFSource, shape: PreTrainedModel, fields: dict[str, Any]) -> tuple[Any, dict[str, str]]:
+def _processing(
+    source: GGUFSource, shape: PreTrainedModel, fields: dict[str, Any]
+) -> tuple[Any, dict[str, str]]:
     """transformers' processor of the file's tensors, and which parameter of the model each tensor becomes."""
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,

@@ -133,7 +133,9 @@ def planned_codes(
 def _required(source: SafetensorsSource | None, where: str, config: Any) -> SafetensorsSource:
     if source is None:
         method = method_of(quantization_of(config) or {})
-        raise LoadError(f"expected weights that are quantized by {method} in safetensors files, {where} has none")
+        raise LoadError(
+            f"expected weights that are quantized by {method} in safetensors files, {where} has none"
+        )
     return source
 
 

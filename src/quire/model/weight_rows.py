@@ -210,7 +210,8 @@ class _Rows:
     def all(self) -> tuple[WeightRow, ...]:
         found = sorted(self._counts, key=lambda key: (_KINDS.index(key[0]), -self._bytes[key]))
         return tuple(
-            WeightRow(kind, self._counts[kind, label], self._bytes[kind, label], label) for kind, label in found
+            WeightRow(kind, self._counts[kind, label], self._bytes[kind, label], label)
+            for kind, label in found
         )
 
 

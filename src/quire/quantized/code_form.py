@@ -19,7 +19,16 @@ from quire.errors import ArgumentError
 from quire.quantized.weight import Factor, QuantizedWeight
 from quire.spec.weight_formats import Rounding
 
-__all__ = ["PANEL", "CodeForm", "FactorForm", "form_of", "held_dtype", "require_product", "rounded_num_bytes", "zeros_dtype"]
+__all__ = [
+    "PANEL",
+    "CodeForm",
+    "FactorForm",
+    "form_of",
+    "held_dtype",
+    "require_product",
+    "rounded_num_bytes",
+    "zeros_dtype",
+]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of activations
 _NUMBERS = (*_DTYPES, torch.uint8, torch.int8)  # that panels hold as they are
@@ -30,7 +39,7 @@ _LINE = 64  # bytes
 
 @dataclass(frozen=True)
 class FactorForm:
-    """Of a `Factor` of one number for each group. coarse: the type of the numbers that `ratio` groups share, or None."""
+    """Of a `Factor`. fine: the type of the numbers of groups. coarse: of those that `ratio` groups share, if any."""
 
     fine: torch.dtype
     coarse: torch.dtype | None = None
@@ -88,19 +97,21 @@ class CodeForm:
         for factor in (self.scales, self.minimums):
             if factor is not None:
                 found += num_outputs * groups * factor.fine.itemsize
-                found += num_outputs * groups // factor.ratio * (factor.coarse.itemsize if factor.coarse else 0)
+                found += (
+                    num_outputs * groups // factor.ratio * (factor.coarse.itemsize if factor.coarse else 0)
+                )
         return found + (0 if self.zeros is None else num_outputs * groups * self.zeros.itemsize)
 
 
 def require_product(label: str, group: int, num_inputs: int, dtype: torch.dtype) -> None:
-    """*raises:* ArgumentError: nothing multiplies activations of `dtype` by a weight with a scale for `group` inputs."""
+    """*raises:* ArgumentError: nothing multiplies `dtype` by a weight with a scale for each `group` inputs."""
     if dtype not in _DTYPES:
         names = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
         raise ArgumentError(f"{label}: expected a model of {names}, got {dtype}")
     if group not in (num_inputs, _SMALLEST_GROUP) and group % _BLOCK:
         raise ArgumentError(
-            f"{label}: expected a scale for each {_SMALLEST_GROUP} inputs, a multiple of {_BLOCK}, or all {num_inputs}, "
-            f"got {group}"
+            f"{label}: expected a scale for each {_SMALLEST_GROUP} inputs, a multiple of {_BLOCK}, or all "
+            f"{num_inputs}, got {group}"
         )
 
 
@@ -127,7 +138,7 @@ def _factor_form(factor: Factor) -> FactorForm:
 
 
 def held_dtype(values: torch.Tensor) -> torch.dtype:
-    """The type in which these scales are held: float16, else bfloat16, where it loses nothing; the twin's are as given."""
+    """The type in which these scales are held: float16 or bfloat16 where it loses nothing. The twin's are as given."""
     if native_module() is None or (values.dtype in _NUMBERS and values.dtype is not torch.float32):
         return values.dtype
     values = values.float()
@@ -144,9 +155,7 @@ def zeros_dtype(zeros: torch.Tensor) -> torch.dtype:
 
 def rounded_num_bytes(num_outputs: int, num_inputs: int, rounding: Rounding) -> int:
     """Of a weight that is rounded so (`round_to_codes`)."""
-    form = CodeForm(
-        str(rounding), rounding.bits, rounding.group_of(num_inputs), FactorForm(torch.float16)
-    )
+    form = CodeForm(str(rounding), rounding.bits, rounding.group_of(num_inputs), FactorForm(torch.float16))
     return form.num_bytes(num_outputs, num_inputs)
 
 

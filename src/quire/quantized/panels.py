@@ -47,9 +47,7 @@ class CodedWeight:
             self._weight = weight
 
     @classmethod
-    def of_parts(
-        cls, parts: Iterable[QuantizedWeight], num_outputs: int, dtype: torch.dtype
-    ) -> CodedWeight:
+    def of_parts(cls, parts: Iterable[QuantizedWeight], num_outputs: int, dtype: torch.dtype) -> CodedWeight:
         """A weight of which the outputs come in parts, in order and of one form; each part but the last is of whole
         panels (`PANEL` outputs). One part is unpacked at a time. Without the extension there is one part, the whole.
 

@@ -77,7 +77,11 @@ def compressed_tensors(
         if stored == torch.int32:
             shape = tensor(prefix + "weight_shape").tolist()
             form = partial(
-                _form_of_integers, bits=_bits(scheme, columns, shape[-1]), shape=shape, parts=parts, headers=headers
+                _form_of_integers,
+                bits=_bits(scheme, columns, shape[-1]),
+                shape=shape,
+                parts=parts,
+                headers=headers,
             )
             unpack_it = partial(_unpack_packed, name=name, shape=shape, scheme=scheme)
         elif stored == torch.int8:
