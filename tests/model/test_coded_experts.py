@@ -174,9 +174,15 @@ def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("qwen3_moe", BACKENDS[-1]),
+        *(pytest.param(name, backend, marks=pytest.mark.ci) for name in NAMES for backend in BACKENDS),
+    ],
+)
 def test_tokens_are_transformers_with_the_dequantized_weights(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts are rounded one by one as they are read: transformers merges nothing but numbers of rows."""
     plain = tiny(name)
@@ -188,7 +194,7 @@ def test_tokens_are_transformers_with_the_dequantized_weights(
         return merge(self, tensors, *args, **kwargs)
 
     monkeypatch.setattr(MergeModulelist, "convert", watched)
-    with LLM(tmp_path, weights="int4:32", head="bf16", kv_memory="1MiB") as llm:
+    with LLM(tmp_path, weights="int4:32", head="bf16", kv_memory="1MiB", backend=backend) as llm:
         together, alone = tokens_of(llm, PROMPTS), [tokens_of(llm, [prompt])[0] for prompt in PROMPTS]
         assert llm.stats()["weight_bytes"]["int4:32"] > 0
     assert set(merged) <= {torch.int32}

@@ -105,6 +105,8 @@ def test_experts_keep_their_codes(down: str, tmp_path: Path) -> None:
     anew = load(file, dtype="float32", weights=parse_weights("int4:32")).model
     labels = [packed.label for name, packed in coded_weights(anew).items() if "experts" in name]
     assert labels == ["int4:32"] * (2 * gguf_case.NUM_LAYERS)
+    if down == "F16":
+        return
     with (
         LLM((theirs, None), kv_memory="1MiB") as dense,
         LLM(file, dtype="float32", kv_memory="1MiB") as coded,
