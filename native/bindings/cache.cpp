@@ -80,6 +80,18 @@ constexpr std::int64_t kMostBlockSize = 8191;  // as a node of the tree counts
 constexpr std::int64_t kMostRunBlocks = 1 << 15;
 constexpr std::int64_t kMostGroups = 4096;
 
+// Divisors of a node's tokens, one for each group; none where all are 1.
+void check_blocks_per_node(const std::vector<std::int32_t>& counts, std::size_t num_groups, std::int64_t block_size) {
+    if (counts.empty()) return;
+    if (counts.size() != num_groups)
+        throw BadArgument("expected blocks_per_node of " + std::to_string(num_groups) + " groups, got " +
+                          std::to_string(counts.size()));
+    for (const std::int32_t count : counts)
+        if (count < 1 || block_size % count != 0)
+            throw BadArgument("expected divisors of a node's " + std::to_string(block_size) +
+                              " tokens as blocks_per_node, got " + std::to_string(count));
+}
+
 std::vector<Span> spans_of(const std::vector<std::pair<std::string, std::int64_t>>& rules) {
     check_range("the number of groups", static_cast<std::int64_t>(rules.size()), 1, kMostGroups);
     std::vector<Span> spans;
@@ -160,18 +172,18 @@ void bind_plans(nb::module_& module) {
              R"(int32 [n]: each sequence's length once the step's new tokens are in; lookahead not counted.)")
         .def_prop_ro("slot_mapping",
                      [](GroupView& self) { return self.view(self.group().slot_mapping, self.plan->num_tokens); },
-             R"(int64 [query_start[n]]: block * block_size + offset of each new token, sequences in order. -1 only in the
+             R"(int64 [query_start[n]]: block * size + offset of each new token, sequences in order. -1 only in the
 plan of a `restore`, which no step computes: behind a window.)")
         .def_prop_ro("lookahead_slots",
                      [](GroupView& self) {
                          return self.view(self.group().lookahead_slots,
                                           self.plan->num_sequences * self.plan->num_lookahead);
                      },
-             R"(int64 [n * num_lookahead]: block * block_size + offset of each lookahead position, which follow the
+             R"(int64 [n * num_lookahead]: block * size + offset of each lookahead position, which follow the
 new tokens; those of sequence i are at i * num_lookahead .. (i + 1) * num_lookahead - 1.)")
         .def_prop_ro("block_tables", &block_tables, nb::sig("def block_tables(self) -> NDArray[numpy.int32]"),
              R"(int32 [n, widest], made when asked for. Row i has ceil((context_lengths[i] + num_lookahead) /
-block_size) entries, then -1; -1 also where a block behind a window has been given up.)")
+size) entries, then -1; -1 also where a block behind a window has been given up.)")
         .def_prop_ro("copies", &copies,
              R"(int32 [m, 3] (source block, destination block, tokens): to be done before the step writes.)");
     nb::class_<StepView, GroupView>(module, "StepPlan", "What `reserve` decided; see quire.cache.protocol.StepPlan.")
@@ -195,19 +207,21 @@ void bind_cache(nb::module_& module) {
         .def("__init__",
              [](Manager* self, const std::vector<std::pair<std::string, std::int64_t>>& spans,
                 std::int64_t num_blocks, std::int64_t block_size, bool prefix_caching, std::int64_t watermark_blocks,
-                bool overlapped_steps, std::int64_t run_blocks) {
+                bool overlapped_steps, std::int64_t run_blocks, const std::vector<std::int32_t>& blocks_per_node) {
                  check_range("num_blocks", num_blocks, 0, kMostBlocks);
                  check_range("block_size", block_size, 1, kMostBlockSize);
                  check_range("watermark_blocks", watermark_blocks, 0, kMostBlocks);
                  check_range("run_blocks", run_blocks, 1, kMostRunBlocks);
                  if ((run_blocks & (run_blocks - 1)) != 0)
                      throw BadArgument("expected a power of two for run_blocks, got " + std::to_string(run_blocks));
+                 check_blocks_per_node(blocks_per_node, spans.size(), block_size);
                  new (self) Manager(spans_of(spans), num_blocks, block_size, prefix_caching,
-                                    watermark_blocks, overlapped_steps, run_blocks);
+                                    watermark_blocks, overlapped_steps, run_blocks, blocks_per_node);
              },
              "spans"_a, "num_blocks"_a, "block_size"_a, "prefix_caching"_a, "watermark_blocks"_a,
-             "overlapped_steps"_a, "run_blocks"_a,
-             R"(`spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order.)")
+             "overlapped_steps"_a, "run_blocks"_a, "blocks_per_node"_a = std::vector<std::int32_t>{},
+             R"(`spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order. block_size: tokens of
+a node of the tree. blocks_per_node: how many blocks of each group that is, divisors of it; one each if empty.)")
         .def("match",
              [](Manager& self, const Input<std::int32_t>& tokens, const nb::bytes& name,
                 const Input<std::int64_t>& key_positions, const std::vector<nb::bytes>& keys) {

@@ -49,7 +49,7 @@ nb::dict take_events(PythonBlockManager& self) {
     arrays["owner_ids"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.owner_id; });
     arrays["cache_priorities"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.cache_priority; });
     arrays["namespace_index"] = column<std::int32_t>(batch.events, [](const Event& event) { return event.name; });
-    arrays["block_ids"] = rows_of(copy_of(std::span(batch.block_ids)), self.num_groups());
+    arrays["block_ids"] = rows_of(copy_of(std::span(batch.block_ids)), self.num_columns());
     arrays["tokens"] = rows_of(copy_of(std::span(batch.tokens)), self.block_size());
     arrays["namespaces"] = names_of(batch.names);
     nb::list keys;
@@ -62,7 +62,7 @@ nb::dict take_events(PythonBlockManager& self) {
 nb::dict tree(PythonBlockManager& self) {
     const TreeReport report = self.use(0, [&] { return self.tree(); });
     const auto of_node = [&](auto get) { return column<std::int32_t>(report.nodes, get); };
-    const auto of_block = [&](auto get) { return rows_of(column<std::int32_t>(report.block_ids, get), self.num_groups()); };
+    const auto of_block = [&](auto get) { return rows_of(column<std::int32_t>(report.block_ids, get), self.num_columns()); };
     nb::dict arrays;
     arrays["node_ids"] = column<std::int64_t>(report.nodes, [](const NodeReport& node) { return node.id; });
     arrays["parent_ids"] = column<std::int64_t>(report.nodes, [](const NodeReport& node) { return node.parent; });

@@ -9,20 +9,20 @@ namespace quire {
 UnknownSequence::UnknownSequence(SequenceId sequence)
     : std::out_of_range("sequence " + std::to_string(sequence) + " is unknown or closed"), id(sequence) {}
 
-BlockManager::BlockManager(std::vector<Span> spans, std::int64_t num_blocks, std::int64_t block_size,
+BlockManager::BlockManager(const std::vector<Span>& spans, std::int64_t num_blocks, std::int64_t block_size,
                            bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps,
-                           std::int64_t run_blocks)
-    : spans_(std::move(spans)),
+                           std::int64_t run_blocks, const std::vector<std::int32_t>& blocks_per_node)
+    : shape_(spans, block_size, blocks_per_node),
       block_size_(block_size),
       prefix_caching_(prefix_caching),
       watermark_blocks_(watermark_blocks),
       overlapped_(overlapped_steps),
       pool_(num_blocks, run_blocks),
       // As many nodes as there are blocks, and a root. More (windows leave nodes without blocks) make the slabs grow.
-      tree_(static_cast<std::int32_t>(block_size), num_groups(), static_cast<std::size_t>(num_blocks) + 1),
-      events_(static_cast<std::int32_t>(block_size), num_groups()),
-      missing_(spans_.size()),
-      stored_(spans_.size()) {
+      tree_(static_cast<std::int32_t>(block_size), shape_.starts, static_cast<std::size_t>(num_blocks) + 1),
+      events_(static_cast<std::int32_t>(block_size), num_columns()),
+      missing_(shape_.groups.size()),
+      stored_(shape_.starts.size()) {
     if (overlapped_) {
         busy_until_ = Slab<std::int64_t>(static_cast<std::size_t>(num_blocks));
         std::fill_n(busy_until_.data(), num_blocks, 0);
@@ -48,9 +48,9 @@ SequenceId BlockManager::open(const Prompt& prompt, std::int32_t owner_id, std::
     sequence->tokens.assign(prompt.tokens.begin(), prompt.tokens.end());
     sequence->keys.assign(prompt.keys.begin(), prompt.keys.end());
     sequence->name = prompt.name;
-    sequence->first_kept.assign(spans_.size(), 0);
+    sequence->first_kept.assign(shape_.groups.size(), 0);
     const std::int64_t num_tokens = find_hit(prompt.up_to_hit(most_cached));
-    prepare_tables(sequence->tables, num_blocks_for(num_tokens));
+    prepare_tables(sequence->tables, num_tokens);
     sequences_.ensure_room();
     if (prefix_caching_) take_hit(*sequence, num_tokens, tree_.make_root(prompt.name));
     sequence->seen_version = version_;
@@ -87,7 +87,6 @@ void BlockManager::complete(std::int64_t step) {
 
 SequenceId BlockManager::fork(SequenceId id) {
     Sequence& parent = find(id);
-    const std::int64_t num_shared = num_blocks_for(parent.num_computed);
     auto child = std::make_unique<Sequence>();
     child->tokens = parent.tokens;
     child->keys = parent.keys;
@@ -96,7 +95,7 @@ SequenceId BlockManager::fork(SequenceId id) {
     child->cache_priority = parent.cache_priority;
     child->most_cached = parent.most_cached;
     child->first_kept = parent.first_kept;
-    prepare_tables(child->tables, num_shared);
+    prepare_tables(child->tables, parent.num_computed);
     sequences_.ensure_room();
     child->id = next_id_++;
     child->num_computed = child->reserved = parent.num_computed;
@@ -106,6 +105,7 @@ SequenceId BlockManager::fork(SequenceId id) {
     child->seen_tokens = parent.seen_tokens;
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         const BlockTable& theirs = table(parent, group);
+        const std::int64_t num_shared = shape_of(group).num_blocks(parent.num_computed);
         for (std::int64_t block = 0; block < num_shared; ++block) {
             if (theirs[block] != kNone) pool_.hold(theirs[block], child->cache_priority);
             table(*child, group).push(theirs[block]);
@@ -120,7 +120,7 @@ SequenceId BlockManager::fork(SequenceId id) {
 
 void BlockManager::close(SequenceId id) {
     Sequence& sequence = find(id);
-    ensure_flight_room(sequence.num_blocks() * num_groups());
+    ensure_flight_room(sequence.num_entries());
     release_blocks(sequence, 0);
     num_admitted_ -= sequence.is_admitted ? 1 : 0;
     move_end(sequence, kNone);

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "core/event_log.hpp"
+#include "core/node_shape.hpp"
 #include "core/pool.hpp"
 #include "core/prefix_tree.hpp"
 #include "core/span.hpp"
@@ -110,7 +111,7 @@ struct BlockReport {
 
 struct TreeReport {
     std::vector<NodeReport> nodes;
-    std::vector<BlockReport> block_ids;  // [nodes, groups]
+    std::vector<BlockReport> block_ids;  // [nodes, columns]
     std::vector<std::string> names;
 };
 
@@ -129,8 +130,10 @@ struct BlockContent {
 
 class BlockManager {
 public:
-    BlockManager(std::vector<Span> spans, std::int64_t num_blocks, std::int64_t block_size,
-                 bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps, std::int64_t run_blocks);
+    // block_size: tokens of a node. blocks_per_node: of each group, divisors of it; empty: one each.
+    BlockManager(const std::vector<Span>& spans, std::int64_t num_blocks, std::int64_t block_size,
+                 bool prefix_caching, std::int64_t watermark_blocks, bool overlapped_steps, std::int64_t run_blocks,
+                 const std::vector<std::int32_t>& blocks_per_node = {});
 
     std::int64_t match(const Prompt& prompt);
     Explanation explain(const Prompt& prompt);
@@ -186,7 +189,8 @@ public:
     const Stats& stats() const noexcept { return stats_; }
     std::int64_t num_blocks() const noexcept { return pool_.num_blocks(); }
     std::int64_t block_size() const noexcept { return block_size_; }
-    std::int32_t num_groups() const noexcept { return static_cast<std::int32_t>(spans_.size()); }
+    std::int32_t num_groups() const noexcept { return static_cast<std::int32_t>(shape_.groups.size()); }
+    std::int32_t num_columns() const noexcept { return shape_.num_columns(); }  // blocks of a whole node
     std::int64_t num_sequences() const noexcept { return static_cast<std::int64_t>(sequences_.size()); }
     std::int64_t num_nodes() const noexcept { return tree_.num_nodes(); }
     std::span<const BlockId> block_table(SequenceId id, std::int64_t group) const;
@@ -204,17 +208,40 @@ private:
     struct Work {
         Sequence* sequence;
         std::int64_t num_new;
-        std::int64_t num_blocks;  // its tables' length once the step is reserved, at least
-        bool copies;              // block num_computed / block_size is copied on write
-        bool copies_for_node;     // ... only because its node holds more tokens
+        std::int64_t end;         // what its tables reach once the step is reserved, at least: tokens
+        std::int64_t num_nodes;   // ... and nodes
+        bool copies;              // the blocks of position num_computed's node are copied on write
+        bool copies_for_node;     // ... only because their node holds more tokens
         bool restores;            // blocks behind the windows at its end get no block
+        std::int64_t num_copied;  // blocks to copy
+        std::int64_t num_needed;  // blocks it takes, over all groups
     };
 
-    std::int64_t num_blocks_for(std::int64_t num_tokens) const noexcept {
+    std::int64_t num_nodes_for(std::int64_t num_tokens) const noexcept {
         return (num_tokens + block_size_ - 1) / block_size_;
     }
+    const GroupShape& shape_of(std::int32_t group) const noexcept {
+        return shape_.groups[static_cast<std::size_t>(group)];
+    }
     std::int64_t first_block_needed(std::int32_t group, std::int64_t position) const noexcept {
-        return spans_[static_cast<std::size_t>(group)].first_needed(position) / block_size_;
+        return shape_of(group).first_needed(position);
+    }
+    // Entries of a group's table once the step is reserved, at least.
+    static std::int64_t num_blocks_of(const Work& work, const GroupShape& shape) noexcept {
+        return shape.per_node == 1 ? work.num_nodes : shape.num_blocks(work.end);
+    }
+    // Of the node that is computed in part, each block with computed tokens: group after group, by position.
+    template <class Visit>  // (group, entry of its table)
+    void for_each_partial(const Sequence& sequence, Visit&& visit) const {
+        const std::int64_t node = sequence.num_computed / block_size_;
+        if (node * block_size_ == sequence.num_computed) return;
+        for (std::int32_t group = 0; group < num_groups(); ++group) {
+            const GroupShape& shape = shape_of(group);
+            const BlockTable& entries = sequence.tables[static_cast<std::size_t>(group)];
+            const std::int64_t stop = shape.end_in_node(node, sequence.num_computed);
+            for (std::int64_t block = node * shape.per_node; block < stop; ++block)
+                if (entries[block] != kNone) visit(group, block);
+        }
     }
     BlockTable& table(Sequence& sequence, std::int32_t group) const noexcept {
         return sequence.tables[static_cast<std::size_t>(group)];
@@ -228,7 +255,9 @@ private:
     bool is_step_under_way() const noexcept { return overlapped_ && newest_step_ > completed_step_; }
     bool is_referenced(NodeId node) const noexcept;
     void release(BlockId block_id) noexcept;
+    void release_entries(const std::vector<BlockTable>& tables, std::int64_t from) noexcept;
     void release_blocks(Sequence& sequence, std::int64_t from) noexcept;
+    std::int32_t column_of(NodeId node, BlockId block_id) const noexcept;
     void settle(BlockId block_id) noexcept;
     void remove_node(NodeId node) noexcept;
     void leave_node(BlockId block_id) noexcept;
@@ -244,7 +273,8 @@ private:
     // block_manager_hit.cpp
     std::int64_t find_hit(const Prompt& prompt);
     bool is_valid_hit(std::int64_t num_tokens) const noexcept;
-    void prepare_tables(std::vector<BlockTable>& tables, std::int64_t num_blocks) const;
+    bool is_valid_hit_in(NodeId child, std::int64_t node, std::int64_t num_tokens) const noexcept;
+    void prepare_tables(std::vector<BlockTable>& tables, std::int64_t num_tokens) const;
     void take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId root) noexcept;
     void refresh_hit(Sequence& sequence);
 
@@ -264,12 +294,12 @@ private:
     void write_row(const Work& work, std::int64_t row, StepPlan& plan) const noexcept;
 
     // block_manager_commit.cpp
-    void commit_full_block(Sequence& sequence, std::int64_t block, NodeId equal, PrefixTree::StagedKeys&& keys) noexcept;
+    void commit_full_node(Sequence& sequence, std::int64_t depth, NodeId equal, PrefixTree::StagedKeys&& keys) noexcept;
     void stage_events(const Sequence& sequence, std::int64_t first, std::int64_t num_full);
     void note_stored(const Sequence& sequence, std::int64_t block, NodeId node, std::span<const BlockId> block_ids) noexcept;
     void commit_tail(Sequence& sequence, std::int64_t num_computed, PrefixTree::StagedKeys&& keys) noexcept;
-    NodeId own_partial_node(const Sequence& sequence, std::int64_t block) const noexcept;
-    NodeId make_node(Sequence& sequence, std::int64_t block, const BlockView& view, PrefixTree::StagedKeys&& keys) noexcept;
+    NodeId own_partial_node(const Sequence& sequence, std::int64_t depth) const noexcept;
+    NodeId make_node(Sequence& sequence, std::int64_t depth, const BlockView& view, PrefixTree::StagedKeys&& keys) noexcept;
     void remove_covered_sibling(NodeId node) noexcept;
     void release_behind_windows(Sequence& sequence, std::int64_t num_computed) noexcept;
     bool is_kept(const Sequence& sequence, std::int64_t num_tokens) const noexcept;
@@ -282,8 +312,8 @@ private:
     void check_nodes() const;
     void check_sequence(const Sequence& sequence) const;
 
-    std::vector<Span> spans_;
-    std::int64_t block_size_;
+    NodeShape shape_;
+    std::int64_t block_size_;  // tokens of a node
     bool prefix_caching_;
     std::int64_t watermark_blocks_;
     bool overlapped_;
@@ -301,9 +331,10 @@ private:
 
     // Scratch of one call, kept to spare allocations.
     std::vector<NodeId> path_;           // find_hit: the nodes of the hit; commit: equal nodes found
-    std::vector<std::int64_t> missing_;  // find_hit: by group, the deepest block without a block
+    std::vector<std::int64_t> missing_;  // find_hit: by group, the deepest block that the path lacks
     std::vector<Work> works_;
-    std::vector<BlockId> stored_;  // commit: blocks of a block that are found from now on, by group
+    std::vector<BlockId> sources_;  // reserve: of copies, in order
+    std::vector<BlockId> stored_;  // commit: blocks of a node that are found from now on, by column
     std::vector<std::vector<ExtraKey>> event_keys_;  // commit: for the events of full blocks, from event_block_ on
     std::int64_t event_block_ = 0;
     std::int32_t event_name_ = -1;

@@ -8,8 +8,8 @@ void BlockManager::ensure_flight_room(std::int64_t num_released) {
 }
 
 bool BlockManager::is_referenced(NodeId node) const noexcept {
-    for (std::int32_t group = 0; group < num_groups(); ++group) {
-        const BlockId block_id = tree_.block_id(node, group);
+    for (std::int32_t column = 0; column < num_columns(); ++column) {
+        const BlockId block_id = tree_.block_id(node, column);
         if (block_id != kNone && pool_.num_refs(block_id) > 0) return true;
     }
     return false;
@@ -35,15 +35,40 @@ void BlockManager::release(BlockId block_id) noexcept {
     }
 }
 
-// Releases the blocks from `from` on, deepest first, at equal depth in group order, and cuts the tables there.
+// Releases the blocks that begin at token `from` or behind it: deepest node first, in a node group by group, of a group the
+// last one first.
+void BlockManager::release_entries(const std::vector<BlockTable>& tables, std::int64_t from) noexcept {
+    std::int64_t num_nodes = 0;
+    for (std::size_t group = 0; group < tables.size(); ++group) {
+        const std::int64_t per_node = shape_.groups[group].per_node;
+        num_nodes = std::max(num_nodes, (tables[group].size() + per_node - 1) / per_node);
+    }
+    for (std::int64_t node = num_nodes - 1; node >= from / block_size_; --node)
+        for (std::size_t group = 0; group < tables.size(); ++group) {
+            const GroupShape& shape = shape_.groups[group];
+            const std::int64_t first = std::max(node * shape.per_node, shape.num_blocks(from));
+            const std::int64_t stop = std::min<std::int64_t>((node + 1) * shape.per_node, tables[group].size());
+            for (std::int64_t block = stop - 1; block >= first; --block)
+                if (const BlockId block_id = tables[group][block]; block_id != kNone) release(block_id);
+        }
+}
+
+// ... and cuts the tables there.
 void BlockManager::release_blocks(Sequence& sequence, std::int64_t from) noexcept {
-    for (std::int64_t block = sequence.num_blocks() - 1; block >= from; --block)
-        for (BlockTable& entries : sequence.tables)
-            if (entries[block] != kNone) release(entries[block]);
-    for (BlockTable& entries : sequence.tables)
-        if (entries.size() > from) entries.truncate(from);
-    for (std::int64_t& first : sequence.first_kept)
-        if (first > from) first = from;
+    release_entries(sequence.tables, from);
+    for (std::size_t group = 0; group < sequence.tables.size(); ++group) {
+        BlockTable& entries = sequence.tables[group];
+        const std::int64_t num_blocks = shape_.groups[group].num_blocks(from);
+        if (entries.size() > num_blocks) entries.truncate(num_blocks);
+        sequence.first_kept[group] = std::min(sequence.first_kept[group], num_blocks);
+    }
+}
+
+// Where the node has the block.
+std::int32_t BlockManager::column_of(NodeId node, BlockId block_id) const noexcept {
+    std::int32_t column = 0;
+    while (tree_.block_id(node, column) != block_id) ++column;
+    return column;
 }
 
 void BlockManager::settle(BlockId block_id) noexcept {
@@ -57,20 +82,16 @@ void BlockManager::settle(BlockId block_id) noexcept {
 // Takes the block out of its node, which keeps a hole.
 void BlockManager::leave_node(BlockId block_id) noexcept {
     const NodeId node = pool_.node(block_id);
-    for (std::int32_t group = 0; group < num_groups(); ++group) {
-        if (tree_.block_id(node, group) != block_id) continue;
-        tree_.set_block(node, group, kNone);
-        break;
-    }
+    tree_.set_block(node, column_of(node, block_id), kNone);
     pool_.set_node(block_id, kNone);
 }
 
-// The tree forgets what the node says. It stays as a hole in every group while it has children.
+// The tree forgets what the node says. It stays, with holes alone, while it has children.
 void BlockManager::remove_node(NodeId node) noexcept {
-    for (std::int32_t group = 0; group < num_groups(); ++group) {
-        const BlockId block_id = tree_.block_id(node, group);
+    for (std::int32_t column = 0; column < num_columns(); ++column) {
+        const BlockId block_id = tree_.block_id(node, column);
         if (block_id == kNone) continue;
-        tree_.set_block(node, group, kNone);
+        tree_.set_block(node, column, kNone);
         pool_.set_node(block_id, kNone);
         if (pool_.state(block_id) != BlockState::cached) continue;
         pool_.take_out(block_id);
@@ -83,27 +104,25 @@ void BlockManager::drop_bare(NodeId node) noexcept {
     while (node != kNone && tree_.is_bare(node)) node = tree_.remove(node);
 }
 
-// Gives up cached content: a full-attention block takes its node along, a window's leaves a hole. What another owner may
-// not lose in this call stays in the node, and so do the nodes below.
+// Gives up cached content: a full-attention block takes its node along, a window's leaves a hole. What a table names or
+// another owner may not lose in this call stays in the node, and so do the nodes below.
 void BlockManager::evict(BlockId victim, std::int32_t owner_id, Event::Reason reason) noexcept {
     const NodeId node = pool_.node(victim);
     const std::int64_t had = pool_.num_cached();
-    std::int32_t of_victim = 0;
-    while (tree_.block_id(node, of_victim) != victim) ++of_victim;
-    const bool takes_all = spans_[static_cast<std::size_t>(of_victim)].is_full();
+    const bool takes_all = shape_.is_full[static_cast<std::size_t>(column_of(node, victim))];
     BlockId* const noted = note_removed(node, owner_id, reason);
     pool_.charge(victim);
-    for (std::int32_t group = 0; group < num_groups(); ++group) {
-        const BlockId block_id = tree_.block_id(node, group);
-        if (block_id == kNone || (block_id != victim && !takes_all)) continue;
+    for (std::int32_t column = 0; column < num_columns(); ++column) {
+        const BlockId block_id = tree_.block_id(node, column);
+        if (block_id == kNone || (block_id != victim && (!takes_all || pool_.num_refs(block_id) > 0))) continue;
         const bool is_cached = pool_.state(block_id) == BlockState::cached;
         if (block_id != victim && is_cached) {
             if (!pool_.may_lose(block_id)) continue;
             pool_.charge(block_id);
         }
-        tree_.set_block(node, group, kNone);
+        tree_.set_block(node, column, kNone);
         pool_.set_node(block_id, kNone);
-        if (noted != nullptr) noted[group] = block_id;
+        if (noted != nullptr) noted[column] = block_id;
         if (!is_cached) continue;
         pool_.take_out(block_id);
         pool_.make_free(block_id);
@@ -127,8 +146,8 @@ BlockId BlockManager::allocate(const Sequence& sequence, BlockId before, std::in
 BlockId* BlockManager::note_removed(NodeId node, std::int32_t owner_id, Event::Reason reason) noexcept {
     if (!events_.is_on() || !tree_.is_full(node)) return nullptr;
     std::int32_t cache_priority = kDiscard;
-    for (std::int32_t group = 0; group < num_groups(); ++group)
-        if (const BlockId block_id = tree_.block_id(node, group); block_id != kNone)
+    for (std::int32_t column = 0; column < num_columns(); ++column)
+        if (const BlockId block_id = tree_.block_id(node, column); block_id != kNone)
             cache_priority = std::max(cache_priority, pool_.order().cache_priority_of(block_id));
     return events_.add({Event::Kind::removed, reason, tree_.id(node), -1, owner_id, -1, cache_priority});
 }

@@ -46,7 +46,8 @@ void BlockManager::check_blocks() const {
         prove(state != BlockState::cached || node != kNone, "C5", "cached block " + text(block_id) + " belongs to no node");
         if (node == kNone) continue;
         std::int64_t num_times = 0;
-        for (std::int32_t group = 0; group < num_groups(); ++group) num_times += tree_.block_id(node, group) == block_id ? 1 : 0;
+        for (std::int32_t column = 0; column < num_columns(); ++column)
+            num_times += tree_.block_id(node, column) == block_id ? 1 : 0;
         prove(num_times == 1, "C2",
               "block " + text(block_id) + " stands " + text(num_times) + " times in node " + text(node));
     }
@@ -66,9 +67,11 @@ void BlockManager::check_nodes() const {
         prove(tree_.num_ends(node) == expected, "C8",
               name + " counts " + text(tree_.num_ends(node)) + " sequences, " + text(expected) + " end in it");
         prove(!tree_.is_bare(node), "C6", name + " is bare");
-        for (std::int32_t group = 0; group < num_groups(); ++group) {
-            const BlockId block_id = tree_.block_id(node, group);
+        for (std::int32_t column = 0; column < num_columns(); ++column) {
+            const BlockId block_id = tree_.block_id(node, column);
             if (block_id == kNone) continue;
+            prove(shape_.starts[static_cast<std::size_t>(column)] < tree_.num_tokens(node), "C6",
+                  name + " of " + text(tree_.num_tokens(node)) + " tokens has a block in column " + text(column));
             prove(pool_.node(block_id) == node, "C2",
                   "block " + text(block_id) + " of " + name + " says it belongs to node " + text(pool_.node(block_id)));
         }
@@ -83,10 +86,10 @@ void BlockManager::check_nodes() const {
         const std::int64_t time = times[static_cast<std::size_t>(block_id)];
         if (time < 0) continue;
         const NodeId node = pool_.node(block_id);
-        for (std::int32_t group = 0; group < num_groups(); ++group) {
-            if (tree_.block_id(node, group) != block_id || !spans_[static_cast<std::size_t>(group)].is_full()) continue;
+        for (std::int32_t column = 0; column < num_columns(); ++column) {
+            if (tree_.block_id(node, column) != block_id || !shape_.is_full[static_cast<std::size_t>(column)]) continue;
             for (NodeId up = tree_.parent(node); !tree_.is_root(up); up = tree_.parent(up)) {
-                const BlockId above = tree_.block_id(up, group);
+                const BlockId above = tree_.block_id(up, column);
                 const std::int64_t of_above = above == kNone ? -1 : times[static_cast<std::size_t>(above)];
                 prove(of_above < 0 || of_above > time, "C5",
                       "block " + text(above) + " was let go before block " + text(block_id) + " below it");
@@ -101,34 +104,39 @@ void BlockManager::check_sequence(const Sequence& sequence) const {
     const std::int64_t num_computed = sequence.num_computed;
     const std::int64_t partial = num_computed / block_size_;
     const std::int64_t offset = num_computed % block_size_;
-    prove(num_computed <= sequence.num_tokens() && num_computed <= sequence.reserved &&
-              sequence.reserved <= sequence.num_blocks() * block_size_,
+    std::int64_t least = INT64_MAX;  // tokens that all tables reach
+    for (std::int32_t group = 0; group < num_groups(); ++group)
+        least = std::min(least, sequence.tables[static_cast<std::size_t>(group)].size() * shape_of(group).tokens);
+    prove(num_computed <= sequence.num_tokens() && num_computed <= sequence.reserved && sequence.reserved <= least,
           "C7",
           name + " has " + text(num_computed) + " computed of " + text(sequence.num_tokens()) + " tokens, " +
-              text(sequence.reserved) + " reserved in " + text(sequence.num_blocks()) + " blocks");
+              text(sequence.reserved) + " reserved in blocks of " + text(least));
     for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const GroupShape& shape = shape_of(group);
         const BlockTable& entries = sequence.tables[static_cast<std::size_t>(group)];
         const std::int64_t first = first_block_needed(group, num_computed);
-        prove(entries.size() == sequence.num_blocks(), "C7",
-              name + " has " + text(entries.size()) + " blocks in group " + text(group) + ", " +
-                  text(sequence.num_blocks()) + " in group 0");
+        prove((entries.size() - 1) * shape.tokens < least, "C7",
+              name + " has " + text(entries.size()) + " blocks in group " + text(group) + ", another one's end at token " +
+                  text(least));
         for (std::int64_t block = 0; block < entries.size(); ++block) {
             const BlockId block_id = entries[block];
             const std::string where = name + ", group " + text(group) + ", block " + text(block);
             // A restored sequence has no blocks where it will never have written.
-            const bool may_lack = block * block_size_ >= num_computed && sequence.restored_to != 0 &&
+            const bool may_lack = block * shape.tokens >= num_computed && sequence.restored_to != 0 &&
                                   block < first_block_needed(group, sequence.restored_to);
             prove((block_id == kNone) == (block < first) || may_lack, "C7",
                   where + ": block " + text(block_id) + ", " + text(first) + " is needed first");
             if (block_id == kNone) continue;
             prove(pool_.state(block_id) == BlockState::held, "C2", where + ": block " + text(block_id) + " is not held");
             const NodeId node = pool_.node(block_id);
-            if (block * block_size_ >= num_computed) {
+            if (block * shape.tokens >= num_computed) {
                 prove(pool_.num_refs(block_id) == 1 && node == kNone, "C4",
                       where + ": block " + text(block_id) + " is not its own, " + text(pool_.num_refs(block_id)) + " references");
-            } else if (block == partial && sequence.is_writer) {
-                prove(node == pool_.node(sequence.tables.front()[block]), "C4",
-                      where + ": block " + text(block_id) + " is written and in another node than group 0's");
+            } else if (block / shape.per_node == partial && sequence.is_writer) {
+                const NodeId own = own_partial_node(sequence, partial);
+                const std::int64_t num_own = own == kNone ? 0 : tree_.num_tokens(own);
+                prove(node == own || (node == kNone && block * shape.tokens - partial * block_size_ >= num_own), "C4",
+                      where + ": block " + text(block_id) + " is written and in another node than the first one");
                 const std::int64_t num_findable = node == kNone ? 0 : tree_.num_tokens(node);
                 prove(num_findable <= offset, "C4",
                       where + ": block " + text(block_id) + " is written from " + text(offset) + ", found up to " +
@@ -144,9 +152,14 @@ void BlockManager::check_sequence(const Sequence& sequence) const {
         prove(tree_.is_full(node) && tree_.num_common(node, spelled) == block_size_, "C8",
               name + ": block " + text(block) + " is not what its node says");
         for (std::int32_t group = 0; group < num_groups(); ++group) {
-            const BlockId block_id = sequence.tables[static_cast<std::size_t>(group)][block];
-            prove(block_id == kNone || block_id == tree_.block_id(node, group), "C8",
-                  name + ": block " + text(block) + " is not its node's block");
+            const GroupShape& shape = shape_of(group);
+            for (std::int64_t part = 0; part < shape.per_node; ++part) {
+                const BlockId block_id =
+                    sequence.tables[static_cast<std::size_t>(group)][block * shape.per_node + part];
+                const auto column = shape.first_column + static_cast<std::int32_t>(part);
+                prove(block_id == kNone || block_id == tree_.block_id(node, column), "C8",
+                      name + ": block " + text(block_id) + " is not its node's block");
+            }
         }
         node = tree_.parent(node);
     }

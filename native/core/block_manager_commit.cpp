@@ -25,8 +25,8 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
     const std::int64_t first = sequence.num_computed / block_size_;
     const std::int64_t num_full = num_computed / block_size_;
     const bool is_findable = sequence.node != kNone;
-    const std::int64_t num_nodes = is_findable ? num_blocks_for(num_computed) - first : 0;
-    std::vector<PrefixTree::StagedKeys> keys;  // by block from `first`; empty where the sequence has no keys at all
+    const std::int64_t num_nodes = is_findable ? num_nodes_for(num_computed) - first : 0;
+    std::vector<PrefixTree::StagedKeys> keys;  // by node from `first`; empty where the sequence has no keys at all
     std::size_t num_deduplicated = 0;
     std::int64_t num_released = 0;
     if (is_findable) {
@@ -46,14 +46,16 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
         }
         if (events_.is_on()) stage_events(sequence, first, num_full);
         num_deduplicated = path_.size();
-        num_released = static_cast<std::int64_t>(num_deduplicated) * num_groups();
+        num_released = static_cast<std::int64_t>(num_deduplicated) * num_columns();
     }
     for (std::int32_t group = 0; group < num_groups(); ++group) {
         const std::int64_t kept = sequence.first_kept[static_cast<std::size_t>(group)];
         const std::int64_t needed = first_block_needed(group, num_computed);
         if (needed > kept) num_released += needed - kept;
+        BlockTable& entries = table(sequence, group);
+        const std::int64_t in_first = first * shape_of(group).per_node;
         if (needed > kept || num_deduplicated != 0)
-            table(sequence, group).prepare(needed > kept ? std::min(kept, first) : first, sequence.num_blocks());
+            entries.prepare(needed > kept ? std::min(kept, in_first) : in_first, entries.size());
     }
     ensure_flight_room(num_released);
 
@@ -69,7 +71,7 @@ void BlockManager::commit(SequenceId id, std::int64_t num_computed) {
         };
         for (std::int64_t block = first; block < num_full; ++block) {
             const auto at = static_cast<std::size_t>(block - first);
-            commit_full_block(sequence, block, at < num_deduplicated ? path_[at] : kNone, staged(block));
+            commit_full_node(sequence, block, at < num_deduplicated ? path_[at] : kNone, staged(block));
         }
         if (num_computed % block_size_ != 0) commit_tail(sequence, num_computed, staged(num_full));
     }
@@ -85,50 +87,62 @@ void BlockManager::advance(std::span<const SequenceId> ids, std::span<const std:
     }
 }
 
-// The partial node of our blocks, which only we may extend: all blocks of the block are in it, or none.
-NodeId BlockManager::own_partial_node(const Sequence& sequence, std::int64_t block) const noexcept {
-    for (const BlockTable& entries : sequence.tables)
-        if (entries[block] != kNone) return pool_.node(entries[block]);
+// The partial node of our blocks, which only we may extend: all blocks that begin before its end are in it. Those behind are
+// in none: a sibling said as much when they came.
+NodeId BlockManager::own_partial_node(const Sequence& sequence, std::int64_t depth) const noexcept {
+    if (sequence.num_computed <= depth * block_size_) return kNone;
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const GroupShape& shape = shape_of(group);
+        const BlockTable& entries = sequence.tables[static_cast<std::size_t>(group)];
+        const std::int64_t stop = shape.end_in_node(depth, sequence.num_computed);
+        for (std::int64_t block = depth * shape.per_node; block < stop; ++block)
+            if (entries[block] != kNone && pool_.node(entries[block]) != kNone) return pool_.node(entries[block]);
+    }
     return kNone;
 }
 
-void BlockManager::commit_full_block(Sequence& sequence, std::int64_t block, NodeId equal,
-                                     PrefixTree::StagedKeys&& keys) noexcept {
+void BlockManager::commit_full_node(Sequence& sequence, std::int64_t depth, NodeId equal,
+                                    PrefixTree::StagedKeys&& keys) noexcept {
     if (equal == kNone) {
         const NodeId made =
-            make_node(sequence, block, prompt_of(sequence).block(block * block_size_, block_size_), std::move(keys));
+            make_node(sequence, depth, prompt_of(sequence).block(depth * block_size_, block_size_), std::move(keys));
         if (events_.is_on()) {
-            for (std::int32_t group = 0; group < num_groups(); ++group)
-                stored_[static_cast<std::size_t>(group)] = tree_.block_id(made, group);
-            note_stored(sequence, block, made, stored_);
+            for (std::int32_t column = 0; column < num_columns(); ++column)
+                stored_[static_cast<std::size_t>(column)] = tree_.block_id(made, column);
+            note_stored(sequence, depth, made, stored_);
         }
         move_end(sequence, made);
         return;
     }
     // The full node says all that our partial one did; whoever holds its blocks keeps them.
-    const NodeId own = own_partial_node(sequence, block);
+    const NodeId own = own_partial_node(sequence, depth);
     if (own != kNone) remove_node(own);
     std::fill(stored_.begin(), stored_.end(), kNone);
     bool has_filled = false;
     for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const GroupShape& shape = shape_of(group);
         BlockTable& entries = table(sequence, group);
-        const BlockId ours = entries[block];
-        const BlockId theirs = tree_.block_id(equal, group);
-        if (ours == kNone) continue;  // behind a window of a restored sequence: never written
-        if (theirs == kNone) {
-            tree_.set_block(equal, group, ours);
-            pool_.set_node(ours, equal);
-            stored_[static_cast<std::size_t>(group)] = ours;
-            has_filled = true;
-            ++version_;
-            continue;
+        for (std::int64_t part = 0; part < shape.per_node; ++part) {
+            const std::int64_t block = depth * shape.per_node + part;
+            const auto column = shape.first_column + static_cast<std::int32_t>(part);
+            const BlockId ours = entries[block];
+            const BlockId theirs = tree_.block_id(equal, column);
+            if (ours == kNone) continue;  // behind a window: given up, or never written by one that was restored
+            if (theirs == kNone) {
+                tree_.set_block(equal, column, ours);
+                pool_.set_node(ours, equal);
+                stored_[static_cast<std::size_t>(column)] = ours;
+                has_filled = true;
+                ++version_;
+                continue;
+            }
+            pool_.hold(theirs, sequence.cache_priority);
+            entries.set(block, theirs);
+            release(ours);
+            ++stats_.deduplicated_blocks;
         }
-        pool_.hold(theirs, sequence.cache_priority);
-        entries.set(block, theirs);
-        release(ours);
-        ++stats_.deduplicated_blocks;
     }
-    if (has_filled && events_.is_on()) note_stored(sequence, block, equal, stored_);
+    if (has_filled && events_.is_on()) note_stored(sequence, depth, equal, stored_);
     move_end(sequence, equal);
 }
 
@@ -172,17 +186,29 @@ void BlockManager::commit_tail(Sequence& sequence, std::int64_t num_computed, Pr
 }
 
 // Extends our partial node to what `view` says, or makes a node of our blocks.
-NodeId BlockManager::make_node(Sequence& sequence, std::int64_t block, const BlockView& view,
+NodeId BlockManager::make_node(Sequence& sequence, std::int64_t depth, const BlockView& view,
                                PrefixTree::StagedKeys&& keys) noexcept {
-    NodeId node = own_partial_node(sequence, block);
+    NodeId node = own_partial_node(sequence, depth);
+    const std::int64_t had = node == kNone ? 0 : tree_.num_tokens(node);
     if (node != kNone) {
         tree_.extend(node, view, std::move(keys));
     } else {
         node = tree_.insert(sequence.node, view, std::move(keys));
-        for (std::int32_t group = 0; group < num_groups(); ++group) {
-            const BlockId block_id = table(sequence, group)[block];
-            tree_.set_block(node, group, block_id);
-            if (block_id != kNone) pool_.set_node(block_id, node);
+    }
+    // Blocks that begin in what it did not say before are new to it.
+    const std::int64_t end = depth * block_size_ + static_cast<std::int64_t>(view.tokens.size());
+    for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const GroupShape& shape = shape_of(group);
+        if (had != 0 && shape.per_node == 1) continue;
+        const BlockTable& entries = table(sequence, group);
+        const std::int64_t first = depth * shape.per_node;
+        const std::int64_t new_ones = had == 0 ? first : shape.num_blocks(depth * block_size_ + had);
+        const std::int64_t stop = shape.end_in_node(depth, end);
+        for (std::int64_t block = new_ones; block < stop; ++block) {
+            const BlockId block_id = entries[block];
+            if (block_id == kNone) continue;
+            tree_.set_block(node, shape.first_column + static_cast<std::int32_t>(block - first), block_id);
+            pool_.set_node(block_id, node);
         }
     }
     ++version_;
@@ -213,8 +239,8 @@ void BlockManager::release_behind_windows(Sequence& sequence, std::int64_t num_c
 
 // Whether the sequence's own tables hold all that a query at position `num_tokens` needs.
 bool BlockManager::is_kept(const Sequence& sequence, std::int64_t num_tokens) const noexcept {
-    const std::int64_t last = (num_tokens - 1) / block_size_;
     for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const std::int64_t last = (num_tokens - 1) / shape_of(group).tokens;
         const std::int64_t first = first_block_needed(group, num_tokens);
         if (first <= last && first < sequence.first_kept[static_cast<std::size_t>(group)]) return false;
     }
@@ -226,14 +252,14 @@ std::int64_t BlockManager::rewind(SequenceId id, std::int64_t position) {
     if (position < 0 || position > sequence.num_tokens())
         throw BadArgument("expected a position of 0 .. " + std::to_string(sequence.num_tokens()) + " for sequence " +
                           std::to_string(id) + ", got " + std::to_string(position) + " in rewind");
-    ensure_flight_room(sequence.num_blocks() * num_groups());
+    ensure_flight_room(sequence.num_entries());
 
     sequence.tokens.resize(static_cast<std::size_t>(position));
     while (!sequence.keys.empty() && sequence.keys.back().position >= position) sequence.keys.pop_back();
     std::int64_t kept = std::min(position, sequence.num_computed);
-    while (kept > 0 && !is_kept(sequence, kept)) kept = (kept - 1) / block_size_ * block_size_;
+    while (kept > 0 && !is_kept(sequence, kept)) kept = (kept - 1) / shape_.step * shape_.step;
     if (kept < sequence.num_computed) sequence.is_writer = false;
-    release_blocks(sequence, num_blocks_for(kept));
+    release_blocks(sequence, kept);
     if (sequence.node != kNone) {
         NodeId node = sequence.node;
         for (std::int64_t depth = sequence.num_computed / block_size_; depth > kept / block_size_; --depth)

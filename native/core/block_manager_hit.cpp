@@ -21,17 +21,28 @@ BlockView Prompt::block(std::int64_t start, std::int64_t count) const noexcept {
     return view;
 }
 
-// A hit is valid if in every group the blocks it needs have blocks; missing_ tells the deepest block that has none.
+// A hit is valid if in every group the blocks it needs are there; missing_ tells the deepest that the path lacks.
 bool BlockManager::is_valid_hit(std::int64_t num_tokens) const noexcept {
-    const std::int64_t last = (num_tokens - 1) / block_size_;
+    for (std::int32_t group = 0; group < num_groups(); ++group)
+        if (missing_[static_cast<std::size_t>(group)] >= first_block_needed(group, num_tokens)) return false;
+    return true;
+}
+
+// ... of one that ends in `child`, at depth `node` below the path.
+bool BlockManager::is_valid_hit_in(NodeId child, std::int64_t node, std::int64_t num_tokens) const noexcept {
     for (std::int32_t group = 0; group < num_groups(); ++group) {
-        const std::int64_t first = first_block_needed(group, num_tokens);
-        if (first <= last && missing_[static_cast<std::size_t>(group)] >= first) return false;
+        const GroupShape& shape = shape_of(group);
+        const std::int64_t needed = shape.first_needed(num_tokens);
+        if (missing_[static_cast<std::size_t>(group)] >= needed) return false;
+        const std::int64_t first = node * shape.per_node;
+        const std::int64_t stop = shape.end_in_node(node, num_tokens);
+        for (std::int64_t block = std::max(first, needed); block < stop; ++block)
+            if (tree_.block_id(child, shape.first_column + static_cast<std::int32_t>(block - first)) == kNone) return false;
     }
     return true;
 }
 
-// The longest valid hit; path_ holds a node for each of its blocks, the partial one last. Only the scratch changes.
+// The longest valid hit; path_ holds its nodes, the partial one last. Only the scratch changes.
 // Where the closest child has lost a block, kMaxOthers siblings in all that share less and have theirs are looked at:
 // content that a pin keeps stays found beside what a window left behind.
 std::int64_t BlockManager::find_hit(const Prompt& prompt) {
@@ -39,7 +50,7 @@ std::int64_t BlockManager::find_hit(const Prompt& prompt) {
     path_.clear();
     NodeId node = tree_.find_root(prompt.name);
     if (node == kNone || limit < 1) return 0;
-    path_.reserve(static_cast<std::size_t>(num_blocks_for(limit)));
+    path_.reserve(static_cast<std::size_t>(num_nodes_for(limit)));
     std::fill(missing_.begin(), missing_.end(), -1);
     std::int64_t longest = 0;
     std::int64_t num_others = kMaxOthers;
@@ -50,44 +61,58 @@ std::int64_t BlockManager::find_hit(const Prompt& prompt) {
         const Neighbours near = tree_.find(node, view);
         const auto [child, num_common] = tree_.longest(near, view);
         if (child == kNone) break;
-        const std::int64_t block = start / block_size_;
+        const std::int64_t depth = static_cast<std::int64_t>(path_.size());
         path_.push_back(child);
-        if (!tree_.is_whole(child) && is_valid_hit(start + count)) {
+        const bool is_whole = tree_.is_whole(child, num_common);
+        if (!is_whole && is_valid_hit(start + count)) {
             const auto [other, num_shared] = tree_.longest_whole(near, view, num_others);
             if (other != kNone && is_valid_hit(start + num_shared)) {
                 longest = start + num_shared;
                 last = other;
             }
         }
-        for (std::int32_t group = 0; group < num_groups(); ++group)
-            if (tree_.block_id(child, group) == kNone) missing_[static_cast<std::size_t>(group)] = block;
-        if (is_valid_hit(start + num_common)) {
-            longest = start + num_common;
+        std::int64_t hit = start + num_common;
+        while (hit > start && !(is_whole ? is_valid_hit(hit) : is_valid_hit_in(child, depth, hit)))
+            hit = (hit - 1) / shape_.step * shape_.step;
+        if (hit > start && hit >= longest) {
+            longest = hit;
             last = child;
+        }
+        for (std::int32_t group = 0; !is_whole && group < num_groups(); ++group) {
+            const GroupShape& shape = shape_of(group);
+            const std::int64_t first = depth * shape.per_node;
+            const std::int64_t stop = shape.end_in_node(depth, start + num_common);
+            for (std::int64_t block = first; block < stop; ++block)
+                if (tree_.block_id(child, shape.first_column + static_cast<std::int32_t>(block - first)) == kNone)
+                    missing_[static_cast<std::size_t>(group)] = block;
         }
         if (num_common < block_size_) break;
         node = child;
     }
-    path_.resize(static_cast<std::size_t>(num_blocks_for(longest)));
+    path_.resize(static_cast<std::size_t>(num_nodes_for(longest)));
     if (longest != 0) path_.back() = last;
     return longest;
 }
 
-void BlockManager::prepare_tables(std::vector<BlockTable>& tables, std::int64_t num_blocks) const {
+void BlockManager::prepare_tables(std::vector<BlockTable>& tables, std::int64_t num_tokens) const {
     tables.resize(static_cast<std::size_t>(num_groups()));
-    for (BlockTable& entries : tables) entries.prepare(0, num_blocks);
+    for (std::size_t group = 0; group < tables.size(); ++group)
+        tables[group].prepare(0, shape_.groups[group].num_blocks(num_tokens));
 }
 
 // Refers the sequence, whose tables are empty and have room, to the blocks of path_.
 void BlockManager::take_hit(Sequence& sequence, std::int64_t num_tokens, NodeId root) noexcept {
-    const std::int64_t num_blocks = num_blocks_for(num_tokens);
     for (std::int32_t group = 0; group < num_groups(); ++group) {
+        const GroupShape& shape = shape_of(group);
         BlockTable& entries = table(sequence, group);
-        const std::int64_t first = std::min(first_block_needed(group, num_tokens), num_blocks);
+        const std::int64_t num_blocks = shape.num_blocks(num_tokens);
+        const std::int64_t first = std::min(shape.first_needed(num_tokens), num_blocks);
         sequence.first_kept[static_cast<std::size_t>(group)] = first;
         for (std::int64_t block = 0; block < first; ++block) entries.push(kNone);
         for (std::int64_t block = first; block < num_blocks; ++block) {
-            const BlockId block_id = tree_.block_id(path_[static_cast<std::size_t>(block)], group);
+            const std::int64_t node = shape.per_node == 1 ? block : block / shape.per_node;
+            const auto column = shape.first_column + static_cast<std::int32_t>(block - node * shape.per_node);
+            const BlockId block_id = tree_.block_id(path_[static_cast<std::size_t>(node)], column);
             pool_.hold(block_id, sequence.cache_priority);
             entries.push(block_id);
         }
@@ -107,14 +132,11 @@ void BlockManager::refresh_hit(Sequence& sequence) {
     const std::int64_t num_tokens = find_hit(prompt_of(sequence).up_to_hit(sequence.most_cached));
     if (num_tokens > sequence.num_computed) {
         std::vector<BlockTable> fresh;
-        prepare_tables(fresh, num_blocks_for(num_tokens));
-        ensure_flight_room(sequence.num_blocks() * num_groups());
+        prepare_tables(fresh, num_tokens);
+        ensure_flight_room(sequence.num_entries());
         sequence.tables.swap(fresh);
         take_hit(sequence, num_tokens, sequence.node);
-        const std::int64_t had = fresh.front().size();
-        for (std::int64_t block = had - 1; block >= 0; --block)
-            for (const BlockTable& entries : fresh)
-                if (entries[block] != kNone) release(entries[block]);
+        release_entries(fresh, 0);
     }
     sequence.seen_version = version_;
     sequence.seen_tokens = sequence.num_tokens();

@@ -131,14 +131,14 @@ bool BlockManager::has_computed(const Sequence& sequence, NodeId above, std::int
 std::int64_t BlockManager::forget(NodeId node) noexcept {
     std::int64_t num_in_use = 0;
     bool any = false;
-    for (std::int32_t group = 0; group < num_groups(); ++group) any |= tree_.block_id(node, group) != kNone;
+    for (std::int32_t column = 0; column < num_columns(); ++column) any |= tree_.block_id(node, column) != kNone;
     if (!any) return 0;
     BlockId* const noted = note_removed(node, 0, Event::Reason::forgotten);
-    for (std::int32_t group = 0; group < num_groups(); ++group) {
-        const BlockId block_id = tree_.block_id(node, group);
+    for (std::int32_t column = 0; column < num_columns(); ++column) {
+        const BlockId block_id = tree_.block_id(node, column);
         if (block_id == kNone) continue;
-        if (noted != nullptr) noted[group] = block_id;
-        tree_.set_block(node, group, kNone);
+        if (noted != nullptr) noted[column] = block_id;
+        tree_.set_block(node, column, kNone);
         pool_.set_node(block_id, kNone);
         if (pool_.state(block_id) != BlockState::cached) {
             ++num_in_use;
@@ -173,12 +173,12 @@ void BlockManager::record_events(bool is_on) {
     for (std::size_t at = 0; at < nodes.size(); ++at) {
         const NodeId node = nodes[at];
         BlockId first = kNone;
-        for (std::int32_t group = num_groups() - 1; group >= 0; --group)
-            if (tree_.block_id(node, group) != kNone) first = tree_.block_id(node, group);
+        for (std::int32_t column = num_columns() - 1; column >= 0; --column)
+            if (tree_.block_id(node, column) != kNone) first = tree_.block_id(node, column);
         if (!tree_.is_full(node) || first == kNone) continue;
         const NodeId parent = tree_.parent(node);
         std::vector<BlockId> block_ids;
-        for (std::int32_t group = 0; group < num_groups(); ++group) block_ids.push_back(tree_.block_id(node, group));
+        for (std::int32_t column = 0; column < num_columns(); ++column) block_ids.push_back(tree_.block_id(node, column));
         BlockId* const noted = events_.add({Event::Kind::stored, Event::Reason::none, tree_.id(node),
                                            tree_.is_root(parent) ? -1 : tree_.id(parent), pool_.order().number_of(first),
                                            names.at(node), highest_cache_priority(block_ids)});
@@ -200,8 +200,8 @@ TreeReport BlockManager::tree() {
         places[node] = {name, depth + 1};
         report.nodes.push_back({tree_.id(node), tree_.is_root(parent) ? -1 : tree_.id(parent), name, depth + 1,
                                 tree_.num_tokens(node)});
-        for (std::int32_t group = 0; group < num_groups(); ++group) {
-            const BlockId block_id = tree_.block_id(node, group);
+        for (std::int32_t column = 0; column < num_columns(); ++column) {
+            const BlockId block_id = tree_.block_id(node, column);
             report.block_ids.push_back(block_id == kNone ? BlockReport{}
                                                  : BlockReport{block_id, pool_.num_refs(block_id), pool_.order().number_of(block_id),
                                                               pool_.order().cache_priority_of(block_id),
@@ -245,13 +245,20 @@ std::optional<BlockContent> BlockManager::content_of(BlockId block_id) const {
                           std::to_string(block_id) + " in content_of");
     NodeId node = pool_.node(block_id);
     if (node == kNone) return std::nullopt;
-    BlockContent content{{}, {}, tree_.num_tokens(node)};
+    const std::int32_t column = column_of(node, block_id);
+    const std::int32_t start = shape_.starts[static_cast<std::size_t>(column)];
+    std::int64_t num_own = tree_.num_tokens(node) - start;
+    for (const GroupShape& shape : shape_.groups)
+        if (shape.first_column <= column && column < shape.first_column + shape.per_node) num_own = std::min(num_own, shape.tokens);
+    BlockContent content{{}, {}, static_cast<std::int32_t>(num_own)};
     std::vector<NodeId> path;
     for (; !tree_.is_root(node); node = tree_.parent(node)) path.push_back(node);
     for (auto at = path.rbegin(); at != path.rend(); ++at) {
         const auto tokens = tree_.tokens(*at);
         content.tokens.insert(content.tokens.end(), tokens.begin(), tokens.end());
     }
+    const std::int64_t before = (static_cast<std::int64_t>(path.size()) - 1) * block_size_;
+    content.tokens.resize(static_cast<std::size_t>(before + start + num_own));
     const std::vector<NodeId> roots = tree_.roots();
     const auto place = std::find(roots.begin(), roots.end(), node) - roots.begin();
     content.name = tree_.names()[static_cast<std::size_t>(place)];

@@ -11,7 +11,7 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
                                       std::int64_t num_lookahead, bool restores) {
     works_.clear();
     works_.reserve(ids.size());
-    for (const SequenceId id : ids) works_.push_back({&find(id), 0, 0, false, false, restores});
+    for (const SequenceId id : ids) works_.push_back({&find(id), 0, 0, 0, false, false, restores, 0, 0});
     ++num_calls_;
     for (std::size_t at = 0; at < works_.size(); ++at) {
         Work& work = works_[at];
@@ -31,20 +31,23 @@ std::int64_t BlockManager::plan_works(std::span<const SequenceId> ids, std::span
                               std::to_string(sequence.id) + " (" + std::to_string(sequence.num_tokens()) + " known, " +
                               std::to_string(sequence.num_computed) + " computed), got " +
                               std::to_string(work.num_new) + " in reserve; append them first");
-        work.num_blocks = num_blocks_for(sequence.num_computed + work.num_new + num_lookahead);
+        work.end = sequence.num_computed + work.num_new + num_lookahead;
+        work.num_nodes = num_nodes_for(work.end);
     }
     std::int64_t num_needed = 0;
     for (Work& work : works_) {
         const Sequence& sequence = *work.sequence;
         const bool may_write_in_place = sequence.is_writer && !gives_up_partial_block(work);
         if (!may_write_in_place && sequence.num_computed % block_size_ != 0) plan_copy(work);
-        num_needed += blocks_of(work);
+        work.num_needed = blocks_of(work);
+        num_needed += work.num_needed;
     }
     // plan_copy counts the references that copies give up as gone already; here they are back.
     for (const Work& work : works_)
         if (work.copies)
-            for (const BlockTable& entries : work.sequence->tables)
-                pool_.recount(entries[work.sequence->num_computed / block_size_]);
+            for_each_partial(*work.sequence, [&](std::int32_t group, std::int64_t block) {
+                pool_.recount(table(*work.sequence, group)[block]);
+            });
     return num_needed;
 }
 
@@ -67,10 +70,11 @@ std::int64_t BlockManager::first_block_with_block(const Work& work, std::int32_t
 
 // Blocks one sequence takes, over all groups.
 std::int64_t BlockManager::blocks_of(const Work& work) const noexcept {
-    std::int64_t num_blocks = work.copies ? num_groups() : 0;
+    std::int64_t num_blocks = work.copies ? work.num_copied : 0;
     for (std::int32_t group = 0; group < num_groups(); ++group) {
-        const std::int64_t first = std::max(work.sequence->num_blocks(), first_block_with_block(work, group));
-        num_blocks += std::max<std::int64_t>(work.num_blocks - first, 0);
+        const std::int64_t had = work.sequence->tables[static_cast<std::size_t>(group)].size();
+        const std::int64_t first = std::max(had, first_block_with_block(work, group));
+        num_blocks += std::max<std::int64_t>(num_blocks_of(work, shape_of(group)) - first, 0);
     }
     return num_blocks;
 }
@@ -100,33 +104,35 @@ void BlockManager::keep_quotas() noexcept {
     }
 }
 
-// Whether the block that holds position num_computed lies behind a window at the end of a restore. Not all its blocks are
-// written then, so its node must not come to say more.
+// Whether a block that holds position num_computed lies behind a window at the end of a restore. Not all blocks of its node
+// are written then, so that must not come to say more.
 bool BlockManager::gives_up_partial_block(const Work& work) const noexcept {
     if (!work.restores) return false;
     for (std::int32_t group = 0; group < num_groups(); ++group)
-        if (work.sequence->num_computed / block_size_ < first_block_with_block(work, group)) return true;
+        if (work.sequence->num_computed / shape_of(group).tokens < first_block_with_block(work, group)) return true;
     return false;
 }
 
-// Decides whether the block that holds position num_computed must be copied before it is written.
+// Decides whether the blocks of the node that holds position num_computed must be copied before they are written.
 void BlockManager::plan_copy(Work& work) noexcept {
     const Sequence& sequence = *work.sequence;
-    const std::int64_t block = sequence.num_computed / block_size_;
     const std::int64_t offset = sequence.num_computed % block_size_;
     bool is_findable_beyond = false;
     bool is_in_use = gives_up_partial_block(work);
-    for (const BlockTable& entries : sequence.tables) {
-        const BlockId block_id = entries[block];
+    for_each_partial(sequence, [&](std::int32_t group, std::int64_t block) {
+        const BlockId block_id = sequence.tables[static_cast<std::size_t>(group)][block];
         const NodeId node = pool_.node(block_id);
+        ++work.num_copied;
         is_findable_beyond |= node != kNone && tree_.num_tokens(node) > offset;
         is_in_use |= pool_.num_refs(block_id) > 1;
         is_in_use |= overlapped_ && busy_until_[static_cast<std::size_t>(block_id)] > completed_step_;
-    }
+    });
     work.copies = is_findable_beyond || is_in_use;
     work.copies_for_node = work.copies && !is_in_use;
     if (work.copies)
-        for (const BlockTable& entries : sequence.tables) pool_.discount(entries[block]);
+        for_each_partial(sequence, [&](std::int32_t group, std::int64_t block) {
+            pool_.discount(sequence.tables[static_cast<std::size_t>(group)][block]);
+        });
 }
 
 std::int64_t BlockManager::num_blocks_needed(std::span<const SequenceId> ids,
@@ -155,11 +161,13 @@ std::shared_ptr<const StepPlan> BlockManager::restore(SequenceId id, std::int64_
 std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std::int64_t num_lookahead) {
     count_needs();
     std::int64_t num_new = 0;
-    std::int64_t num_copies = 0;
+    std::int64_t num_copying = 0;  // sequences
+    std::int64_t num_copied = 0;   // blocks
     std::int64_t num_tokens = 0;
     for (const Work& work : works_) {
         num_new += work.sequence->is_admitted ? 0 : 1;
-        num_copies += work.copies ? 1 : 0;
+        num_copying += work.copies ? 1 : 0;
+        num_copied += work.copies ? work.num_copied : 0;
         num_tokens += work.num_new;
     }
     const auto num_works = static_cast<std::int64_t>(works_.size());
@@ -167,9 +175,9 @@ std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std
     // A lone sequence that lacks the room to copy its block takes the block from the tree instead.
     const bool takes_over = is_alone && works_[0].copies_for_node && !fits(num_needed, 0);
     if (takes_over) {
-        num_needed -= num_groups();
-        pool_.order().owner_id(works_[0].sequence->owner_id).need -= num_groups();
-        num_copies = 0;
+        num_needed -= num_copied;
+        pool_.order().owner_id(works_[0].sequence->owner_id).need -= num_copied;
+        num_copying = num_copied = 0;
     }
     if (!fits(num_needed, num_new != 0 && !is_alone ? watermark_blocks_ : 0)) return nullptr;
 
@@ -181,25 +189,33 @@ std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std
     plan->num_lookahead = num_lookahead;
     plan->query_start = Slab<std::int32_t>(rows + 1);
     plan->context_lengths = Slab<std::int32_t>(rows);
-    plan->groups.resize(spans_.size());
-    for (GroupPlan& group : plan->groups) {
+    plan->groups.resize(shape_.groups.size());
+    sources_.clear();
+    sources_.reserve(static_cast<std::size_t>(num_copied));
+    for (std::size_t at = 0; at < plan->groups.size(); ++at) {
+        GroupPlan& group = plan->groups[at];
         group.slot_mapping = Slab<std::int64_t>(static_cast<std::size_t>(num_tokens));
         group.lookahead_slots = Slab<std::int64_t>(rows * static_cast<std::size_t>(num_lookahead));
-        group.copies.reserve(static_cast<std::size_t>(num_copies));
+        group.copies.reserve(static_cast<std::size_t>(num_copying * shape_.groups[at].per_node));
         group.tables.reserve(rows);
     }
     for (const Work& work : works_) {
         const Sequence& sequence = *work.sequence;
         const bool writes_over = work.copies && !takes_over;
-        const std::int64_t first = writes_over ? sequence.num_computed / block_size_ : sequence.num_blocks();
-        for (BlockTable& entries : work.sequence->tables)
-            if (writes_over || work.num_blocks > entries.size())
-                entries.prepare(first, std::max<std::int64_t>(work.num_blocks, entries.size()));
+        const std::int64_t node = writes_over ? sequence.num_computed / block_size_ : 0;
+        for (std::int32_t group = 0; group < num_groups(); ++group) {
+            BlockTable& entries = table(*work.sequence, group);
+            const GroupShape& shape = shape_of(group);
+            const std::int64_t num_blocks = num_blocks_of(work, shape);
+            if (writes_over || num_blocks > entries.size())
+                entries.prepare(writes_over ? node * shape.per_node : entries.size(),
+                                std::max<std::int64_t>(num_blocks, entries.size()));
+        }
     }
-    if (overlapped_) pool_.ensure_flight_room(static_cast<std::size_t>(num_copies * num_groups()));
+    if (overlapped_) pool_.ensure_flight_room(static_cast<std::size_t>(num_copied));
     if (events_.is_on()) {
         // An event for each block evicted at most, for room or for a quota, and one for each that is taken over.
-        std::int64_t num_events = num_needed + num_groups();
+        std::int64_t num_events = num_needed + num_columns();
         if (pool_.is_marked())
             for (const Owner& owner_id : pool_.order().owner_ids())
                 if (owner_id.need > 0 && owner_id.quota != kNoQuota) num_events += owner_id.num_cached;
@@ -209,17 +225,18 @@ std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std
     // From here on nothing fails.
     if (takes_over) {
         const Sequence& sequence = *works_[0].sequence;
-        for (const BlockTable& entries : sequence.tables) {
-            const BlockId block_id = entries[sequence.num_computed / block_size_];
+        for_each_partial(sequence, [&](std::int32_t group, std::int64_t block) {
+            const BlockId block_id = sequence.tables[static_cast<std::size_t>(group)][block];
             const NodeId node = pool_.node(block_id);
-            if (node == kNone) continue;
+            if (node == kNone) return;
             const std::int32_t owner_id = pool_.order().owner_id(sequence.owner_id).number;
             BlockId* const noted = note_removed(node, owner_id, Event::Reason::evicted);
-            if (noted != nullptr) noted[&entries - sequence.tables.data()] = block_id;
+            if (noted != nullptr) noted[column_of(node, block_id)] = block_id;
             leave_node(block_id);
             drop_bare(node);
-        }
+        });
         works_[0].copies = false;
+        works_[0].num_needed = blocks_of(works_[0]);
     }
     keep_quotas();
     plan->step = ++newest_step_;
@@ -229,9 +246,8 @@ std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std
         allocate_blocks(work, *plan);
         write_row(work, row, *plan);
     }
-    for (std::int64_t copy = 0; copy < num_copies; ++copy)
-        for (const GroupPlan& group : plan->groups) release(group.copies[static_cast<std::size_t>(copy)].source);
-    stats_.copied_blocks += num_copies * num_groups();
+    for (const BlockId source : sources_) release(source);
+    stats_.copied_blocks += num_copied;
     stats_.most_blocks = std::max(stats_.most_blocks, pool_.num_held() + pool_.num_in_flight());
     return plan;
 }
@@ -240,22 +256,30 @@ std::shared_ptr<const StepPlan> BlockManager::apply(std::int64_t num_needed, std
 // that what is freed together is handed out in runs.
 void BlockManager::allocate_blocks(const Work& work, StepPlan& plan) noexcept {
     Sequence& sequence = *work.sequence;
-    make_room(sequence, blocks_of(work));
+    if (work.num_needed != 0) make_room(sequence, work.num_needed);
     for (std::size_t group = 0; group < sequence.tables.size(); ++group) {
+        const GroupShape& shape = shape_.groups[group];
         BlockTable& entries = sequence.tables[group];
         const auto take = [&](std::int64_t block) {
-            if (!spans_[group].is_full()) return allocate(sequence, kNone, kNone);
+            if (!shape.span.is_full()) return allocate(sequence, kNone, kNone);
             return allocate(sequence, block == 0 ? kNone : entries[block - 1], block);
         };
         if (work.copies) {
-            const std::int64_t block = sequence.num_computed / block_size_;
-            const BlockId source = entries[block];
-            entries.set(block, take(block));
-            plan.groups[group].copies.push_back(
-                {source, entries[block], static_cast<std::int32_t>(sequence.num_computed % block_size_)});
+            const std::int64_t node = sequence.num_computed / block_size_;
+            const std::int64_t stop = shape.end_in_node(node, sequence.num_computed);
+            for (std::int64_t block = node * shape.per_node; block < stop; ++block) {
+                const BlockId source = entries[block];
+                if (source == kNone) continue;
+                entries.set(block, take(block));
+                const std::int64_t num_tokens = std::min(shape.tokens, sequence.num_computed - block * shape.tokens);
+                plan.groups[group].copies.push_back({source, entries[block], static_cast<std::int32_t>(num_tokens)});
+                sources_.push_back(source);
+            }
         }
+        const std::int64_t num_blocks = num_blocks_of(work, shape);
+        if (entries.size() >= num_blocks) continue;
         const std::int64_t first = first_block_with_block(work, static_cast<std::int32_t>(group));
-        while (entries.size() < work.num_blocks)
+        while (entries.size() < num_blocks)
             entries.push(entries.size() < first ? kNone : take(entries.size()));
     }
     sequence.reserved = sequence.num_computed + work.num_new + plan.num_lookahead;
@@ -301,11 +325,12 @@ void BlockManager::write_row(const Work& work, std::int64_t row, StepPlan& plan)
     for (std::size_t group = 0; group < plan.groups.size(); ++group) {
         GroupPlan& out = plan.groups[group];
         BlockTable& entries = sequence.tables[group];
-        write_slots(entries, block_size_, sequence.num_computed, work.num_new, out.slot_mapping.data() + start);
+        const GroupShape& shape = shape_.groups[group];
+        write_slots(entries, shape.tokens, sequence.num_computed, work.num_new, out.slot_mapping.data() + start);
         if (plan.num_lookahead != 0)
-            write_slots(entries, block_size_, context, plan.num_lookahead,
+            write_slots(entries, shape.tokens, context, plan.num_lookahead,
                         out.lookahead_slots.data() + row * plan.num_lookahead);
-        out.tables.push_back(entries.publish(work.num_blocks));
+        out.tables.push_back(entries.publish(num_blocks_of(work, shape)));
     }
 }
 

@@ -39,7 +39,7 @@ struct EventKey {
 
 struct EventBatch {
     std::vector<Event> events;
-    std::vector<BlockId> block_ids;   // [events, groups]
+    std::vector<BlockId> block_ids;   // [events, columns]
     std::vector<Token> tokens;   // [stored events, block size]
     std::vector<EventKey> keys;
     std::vector<std::string> names;
@@ -47,8 +47,8 @@ struct EventBatch {
 
 class EventLog {
 public:
-    EventLog(std::int32_t block_size, std::int32_t num_groups)
-        : block_size_(static_cast<std::size_t>(block_size)), num_groups_(static_cast<std::size_t>(num_groups)) {}
+    EventLog(std::int32_t block_size, std::int32_t num_columns)
+        : block_size_(static_cast<std::size_t>(block_size)), num_columns_(static_cast<std::size_t>(num_columns)) {}
 
     bool is_on() const noexcept { return is_on_; }
     void turn_on() noexcept { is_on_ = true; }
@@ -59,7 +59,7 @@ public:
 
     void ensure_room(std::size_t num_events, std::size_t num_stored, std::size_t num_keys) {
         grow(batch_.events, num_events);
-        grow(batch_.block_ids, num_events * num_groups_);
+        grow(batch_.block_ids, num_events * num_columns_);
         grow(batch_.tokens, num_stored * block_size_);
         grow(batch_.keys, num_keys);
     }
@@ -75,8 +75,8 @@ public:
     // The event's blocks, all kNone, to be written by the caller.
     BlockId* add(const Event& event) noexcept {
         batch_.events.push_back(event);
-        batch_.block_ids.resize(batch_.block_ids.size() + num_groups_, kNone);
-        return batch_.block_ids.data() + batch_.block_ids.size() - num_groups_;
+        batch_.block_ids.resize(batch_.block_ids.size() + num_columns_, kNone);
+        return batch_.block_ids.data() + batch_.block_ids.size() - num_columns_;
     }
 
     // The block of the event just added; the keys' positions count from its start.
@@ -98,7 +98,7 @@ private:
 
     bool is_on_ = false;
     std::size_t block_size_;
-    std::size_t num_groups_;
+    std::size_t num_columns_;
     EventBatch batch_;
 };
 

@@ -46,19 +46,21 @@ const std::string* key_at(std::span<const ExtraKey> keys, std::int64_t position)
 
 }  // namespace
 
-PrefixTree::PrefixTree(std::int32_t block_size, std::int32_t num_groups, std::size_t num_nodes_expected)
+PrefixTree::PrefixTree(std::int32_t block_size, const std::vector<std::int32_t>& column_starts,
+                       std::size_t num_nodes_expected)
     : block_size_(block_size),
-      num_groups_(num_groups),
+      num_columns_(static_cast<std::int32_t>(column_starts.size())),
+      starts_(column_starts),
       nodes_(num_nodes_expected),
       tokens_(num_nodes_expected * static_cast<std::size_t>(block_size)),
-      blocks_(num_nodes_expected * static_cast<std::size_t>(num_groups)) {}
+      blocks_(num_nodes_expected * column_starts.size()) {}
 
 void PrefixTree::ensure_room(std::size_t more, std::size_t more_with_keys) {
     // The stack of free records is not counted: it only makes the estimate generous by what it holds.
     const std::size_t used = index(num_used_records_);
     nodes_.ensure(used + more, used);
     tokens_.ensure((used + more) * static_cast<std::size_t>(block_size_), used * static_cast<std::size_t>(block_size_));
-    blocks_.ensure((used + more) * static_cast<std::size_t>(num_groups_), used * static_cast<std::size_t>(num_groups_));
+    blocks_.ensure((used + more) * static_cast<std::size_t>(num_columns_), used * static_cast<std::size_t>(num_columns_));
     if (next_id_ >= 0) ids_.ensure(used + more, used);
     if (more_with_keys != 0) keys_.reserve(keys_.size() + more_with_keys);
 }
@@ -99,7 +101,7 @@ NodeId PrefixTree::make_root(std::string_view name) {
     }
     take_record();
     nodes_[index(root)] = {kNone, kNone, kNone, kNone, 0, 1, 1, 0};
-    std::fill_n(&blocks_[slot(root, 0)], num_groups_, kNone);
+    std::fill_n(&blocks_[slot(root, 0)], num_columns_, kNone);
     return root;
 }
 
@@ -170,7 +172,7 @@ std::pair<NodeId, std::int32_t> PrefixTree::longest_whole(const Neighbours& near
         ++num_visited_;
         const std::int32_t common = num_common(node, block);
         if (common <= best.second) return false;
-        if (!is_whole(node)) return true;
+        if (!is_whole(node, common)) return true;
         best = {node, common};
         return false;
     };
@@ -190,7 +192,7 @@ NodeId PrefixTree::insert(NodeId parent, const BlockView& block, StagedKeys&& ke
     const NodeId node = take_record();
     nodes_[index(node)] = {kNone, kNone, kNone, kNone, 0, 0, 0, 0};
     write_tokens(node, block);
-    std::fill_n(&blocks_[slot(node, 0)], num_groups_, kNone);
+    std::fill_n(&blocks_[slot(node, 0)], num_columns_, kNone);
     if (next_id_ >= 0) ids_[index(node)] = next_id_++;
     put_keys(node, std::move(keys));
     attach(parent, node, block);
@@ -273,17 +275,17 @@ void PrefixTree::drop_end(NodeId node) noexcept {
     if (nodes_[index(node)].num_ends < kMaxEnds) nodes_[index(node)].num_ends -= 1;
 }
 
-bool PrefixTree::is_whole(NodeId node) const noexcept {
-    for (std::int32_t group = 0; group < num_groups_; ++group)
-        if (block_id(node, group) == kNone) return false;
+bool PrefixTree::is_whole(NodeId node, std::int32_t num_tokens) const noexcept {
+    for (std::int32_t column = 0; column < num_columns_; ++column)
+        if (block_id(node, column) == kNone && starts_[index(column)] < num_tokens) return false;
     return true;
 }
 
 bool PrefixTree::is_bare(NodeId node) const noexcept {
     const Node& record = nodes_[index(node)];
     if (record.child != kNone || record.num_ends != 0) return false;
-    for (std::int32_t group = 0; group < num_groups_; ++group)
-        if (block_id(node, group) != kNone) return false;
+    for (std::int32_t column = 0; column < num_columns_; ++column)
+        if (block_id(node, column) != kNone) return false;
     return true;
 }
 

@@ -1,6 +1,6 @@
 // The prefix tree: which block holds the KV of which tokens.
 //
-// A node stands for one block of tokens below its parent: 1..block_size token ids and one block id per group, or a hole. Only
+// A node stands for 1..block_size token ids below its parent and has one block id per column (node_shape.hpp), or a hole. Only
 // a full node has children. A root stands for a namespace and has no tokens. The tree compares tokens, never hashes; where
 // a position has an extra key (an image, say), the element compared is (token, key), no key before any key.
 //
@@ -68,7 +68,8 @@ public:
     // The keys of a node to be, in memory of their own; empty where it has none.
     using StagedKeys = KeyTable::node_type;
 
-    PrefixTree(std::int32_t block_size, std::int32_t num_groups, std::size_t num_nodes_expected);
+    // column_starts: the first token of each column in a node.
+    PrefixTree(std::int32_t block_size, const std::vector<std::int32_t>& column_starts, std::size_t num_nodes_expected);
 
     // Room for `more` nodes, `more_with_keys` of them with keys.
     void ensure_room(std::size_t more, std::size_t more_with_keys);
@@ -80,8 +81,8 @@ public:
     Neighbours find(NodeId parent, const BlockView& block) const noexcept;
     // Of the neighbours the one that shares the longest prefix with the block (of two equals the later one), and how long.
     std::pair<NodeId, std::int32_t> longest(const Neighbours& near, const BlockView& block) const noexcept;
-    // As `longest` among the children that have all their blocks, of which it looks at no more than `left`, counted down:
-    // from where the block stands outwards, to the right first.
+    // As `longest` among the children that have all blocks of what is common, of which it looks at no more than `left`,
+    // counted down: from where the block stands outwards, to the right first.
     std::pair<NodeId, std::int32_t> longest_whole(const Neighbours& near, const BlockView& block,
                                                   std::int64_t& left) const noexcept;
     std::int32_t num_common(NodeId node, const BlockView& block) const noexcept;
@@ -105,14 +106,14 @@ public:
     std::span<const Token> tokens(NodeId node) const noexcept;
     std::span<const ExtraKey> keys(NodeId node) const noexcept;
     BlockView view(NodeId node) const noexcept { return {tokens(node), keys(node), 0}; }
-    BlockId block_id(NodeId node, std::int32_t group) const noexcept { return blocks_[slot(node, group)]; }
-    void set_block(NodeId node, std::int32_t group, BlockId block_id) noexcept { blocks_[slot(node, group)] = block_id; }
+    BlockId block_id(NodeId node, std::int32_t column) const noexcept { return blocks_[slot(node, column)]; }
+    void set_block(NodeId node, std::int32_t column, BlockId block_id) noexcept { blocks_[slot(node, column)] = block_id; }
 
     // How many sequences' committed prefixes end in the node. Beyond kMaxEnds it stays there: such a node is never bare.
     void add_end(NodeId node) noexcept;
     void drop_end(NodeId node) noexcept;
     std::int64_t num_ends(NodeId node) const noexcept { return nodes_[index(node)].num_ends; }
-    bool is_whole(NodeId node) const noexcept;  // has a block in each group
+    bool is_whole(NodeId node, std::int32_t num_tokens) const noexcept;  // has all blocks of its first tokens
     // No block, no children, no sequence that ends in it.
     bool is_bare(NodeId node) const noexcept;
 
@@ -149,8 +150,8 @@ private:
     static constexpr std::uint32_t kMaxEnds = (1u << 17) - 1;
 
     static std::size_t index(NodeId node) noexcept { return static_cast<std::size_t>(node); }
-    std::size_t slot(NodeId node, std::int32_t group) const noexcept {
-        return index(node) * static_cast<std::size_t>(num_groups_) + static_cast<std::size_t>(group);
+    std::size_t slot(NodeId node, std::int32_t column) const noexcept {
+        return index(node) * static_cast<std::size_t>(num_columns_) + static_cast<std::size_t>(column);
     }
     static std::uint32_t priority(NodeId node) noexcept;
     static bool stands_above(NodeId a, NodeId b) noexcept;
@@ -164,7 +165,8 @@ private:
     void put_keys(NodeId node, StagedKeys&& keys) noexcept;
 
     std::int32_t block_size_;
-    std::int32_t num_groups_;
+    std::int32_t num_columns_;
+    std::vector<std::int32_t> starts_;  // by column, its first token in a node
     Slab<Node> nodes_;
     Slab<Token> tokens_;
     Slab<BlockId> blocks_;

@@ -35,10 +35,10 @@ struct Sequence {
     // nothing that it commits is found then.
     NodeId node = kNone;
     bool is_admitted = false;     // it, or what it was forked from, has reserved
-    bool is_writer = false;       // it may write the block of position num_computed in place
+    bool is_writer = false;       // it may write the blocks of position num_computed in place
     // Entries below this are kNone, in each group: blocks behind a window.
     std::vector<std::int64_t> first_kept;
-    std::vector<BlockTable> tables;  // one a group, all of one length
+    std::vector<BlockTable> tables;  // one a group, all up to the same token
     std::vector<Token> tokens;
     std::vector<ExtraKey> keys;
     std::string name;  // namespace
@@ -47,7 +47,11 @@ struct Sequence {
     std::int64_t seen_tokens = -1;
 
     std::int64_t num_tokens() const noexcept { return static_cast<std::int64_t>(tokens.size()); }
-    std::int64_t num_blocks() const noexcept { return tables.front().size(); }
+    std::int64_t num_entries() const noexcept {
+        std::int64_t count = 0;
+        for (const BlockTable& entries : tables) count += entries.size();
+        return count;
+    }
 };
 
 // Open sequences by id: linear probing in a table at most half full. Ids count up, so the low bits spread them evenly.

@@ -43,17 +43,20 @@ const LinearKernel& kernel_of(Isa isa, Element element) {
 }
 
 const LinearKernel& quantized_kernel_of(Isa isa, Element element, bool exact) {
-    [[maybe_unused]] const bool by_tiles = element == Element::bf16 && exact;
+    [[maybe_unused]] const bool by_pairs = element == Element::bf16 && exact;
     switch (isa) {
 #if defined(__x86_64__)
-        case Isa::amx_bf16: return by_tiles ? quantized_kernel_amx_bf16(element) : quantized_kernel_avx512(element);
-        case Isa::avx512_bf16:
+        case Isa::amx_bf16: return by_pairs ? quantized_kernel_amx_bf16(element) : quantized_kernel_avx512(element);
+        case Isa::avx512_bf16: {
+            static const bool keeps_order = isa_supported(Isa::avx512_bf16) && pairs_keep_order_avx512_bf16();
+            return by_pairs && keeps_order ? quantized_kernel_avx512_bf16(element) : quantized_kernel_avx512(element);
+        }
         case Isa::avx512: return quantized_kernel_avx512(element);
         case Isa::avx2: return quantized_kernel_avx2(element);
 #endif
 #if defined(QUIRE_TEST_KERNELS)
-        case Isa::emulated_amx_bf16: return by_tiles ? quantized_kernel_emulated_amx_bf16(element) : quantized_kernel_emulated_avx512(element);
-        case Isa::emulated_avx512_bf16:
+        case Isa::emulated_amx_bf16: return by_pairs ? quantized_kernel_emulated_amx_bf16(element) : quantized_kernel_emulated_avx512(element);
+        case Isa::emulated_avx512_bf16: return by_pairs ? quantized_kernel_emulated_avx512_bf16(element) : quantized_kernel_emulated_avx512(element);
         case Isa::emulated_avx512: return quantized_kernel_emulated_avx512(element);
 #endif
         default: return quantized_kernel_portable(element);

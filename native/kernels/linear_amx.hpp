@@ -214,6 +214,7 @@ constexpr LinearKernel amx_kernel() {
     kernel.columns = Own::kColumns;
     kernel.depth = Own::kDepth;
     kernel.tile_rows = 2 * Own::kTileRows;
+    kernel.many_panels = 4;
     kernel.pass_rows = 512;
     kernel.pass_bytes = kAnyBytes;
     kernel.few_range = kernel.many_range = 512;  // 32 KiB of a panel stay in the first cache while the rows pass by

@@ -66,6 +66,7 @@ struct LinearKernel {
     std::int64_t columns;            // of a panel
     std::int64_t depth;              // K is padded to a multiple of it
     std::int64_t tile_rows;          // rows that share one read of the weights
+    std::int64_t many_panels;        // of a task of many rows
     std::int64_t pass_rows;          // rows of one pass over the weights at most, and
     std::int64_t pass_bytes;         // staged bytes of these rows in one range: what the second cache keeps for the next panel
     std::int64_t few_range;          // K of a block of up to kFewTiles tiles of rows, a multiple of `depth`
@@ -96,15 +97,18 @@ QUIRE_DECLARE_LINEAR(amx_bf16)  // bf16 only
 #endif
 #undef QUIRE_DECLARE_LINEAR
 
-// Those for codes (quantized_variant.cpp): whole panels at a time, all of K. A variant whose codes another one multiplies has none.
+// Those for codes (quantized_variant.cpp): whole panels at a time, all of K.
 #define QUIRE_DECLARE_QUANTIZED(variant) const LinearKernel& quantized_kernel_##variant(Element element);
 QUIRE_DECLARE_QUANTIZED(portable)
 QUIRE_DECLARE_QUANTIZED(emulated_avx512)
-QUIRE_DECLARE_QUANTIZED(emulated_amx_bf16)  // exact values by bf16 only
+QUIRE_DECLARE_QUANTIZED(emulated_avx512_bf16)  // exact values by bf16 only
+QUIRE_DECLARE_QUANTIZED(emulated_amx_bf16)     // the same
 #if defined(__x86_64__)
 QUIRE_DECLARE_QUANTIZED(avx2)
 QUIRE_DECLARE_QUANTIZED(avx512)
-QUIRE_DECLARE_QUANTIZED(amx_bf16)  // exact values by bf16 only
+QUIRE_DECLARE_QUANTIZED(avx512_bf16)  // exact values by bf16 only
+QUIRE_DECLARE_QUANTIZED(amx_bf16)     // the same
+bool pairs_keep_order_avx512_bf16();  // whether this processor's vdpbf16ps gives the bits of the definition
 #endif
 #undef QUIRE_DECLARE_QUANTIZED
 

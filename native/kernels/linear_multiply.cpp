@@ -52,7 +52,7 @@ struct Division {
 
     Division(const LinearKernel& kernel, std::int64_t num_panels, std::int64_t depth, std::int64_t unit, std::int64_t pass_rows, std::int64_t threads) {
         few = pass_rows <= kernel.tile_rows * kFewTiles;
-        chunk = few ? std::clamp<std::int64_t>(num_panels / (threads * 8) / 4 * 4, 4, 32) : 4;
+        chunk = few ? std::clamp<std::int64_t>(num_panels / (threads * 8) / 4 * 4, 4, 32) : kernel.many_panels;
         // Activations that the second cache does not keep from one chunk to the next are worth a wider one.
         if (!few && pass_rows * depth * kernel.staged_bytes > kHalfCache && num_panels >= 2 * chunk * 2 * threads) chunk *= 2;
         chunk = round_up(chunk, std::lcm(unit, kernel.columns) / kernel.columns);
@@ -113,7 +113,7 @@ void multiply_part(const LinearKernel& kernel, const Part& part) {
     block.form = part.form;
     if (part.form != nullptr) {  // whole panels, all of K
         const auto padded = round_up(part.rows, kernel.tile_rows);
-        block.wide = reinterpret_cast<float*>(wide_scratch.get(part.form->scratch_floats(padded) * 4));
+        block.wide = reinterpret_cast<float*>(wide_scratch.get(part.form->scratch_floats(padded, num_panels) * 4));
         block.activations = part.activations;
         block.sums_of_x_offset = round_up(part.depth * kernel.staged_bytes, kLineBytes);
         block.panels = part.panels;
@@ -123,7 +123,7 @@ void multiply_part(const LinearKernel& kernel, const Part& part) {
         block.sums = sums;
         block.first = true;
         block.out = part.out;
-        block.streams = false;
+        block.streams = part.streams;
         block.out_columns = part.columns;
         block.bias = part.bias;
         return kernel.multiply(block);

@@ -371,6 +371,7 @@ constexpr LinearKernel vector_kernel() {
     kernel.columns = Own::kColumns;
     kernel.depth = Form::kStep;
     kernel.tile_rows = Own::kRows;
+    kernel.many_panels = 4;
     kernel.pass_rows = 240;
     kernel.pass_bytes = Form::kStep == 2 ? kAnyBytes : tuning.pass_bytes;
     // A tile of pairs takes so long for a line of weights that they may come from the second cache: all of K.

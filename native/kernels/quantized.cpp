@@ -39,6 +39,22 @@ void put_code(int bits, unsigned char* block, std::int64_t k, std::int64_t colum
     if (bits == 6) put(block + kLowPlaneBytes, upper_place(k), code >> 4);
 }
 
+// Fills in entries and lookup.
+void make_lookup(QuantizedForm& form, const QuantizedParts& parts) {
+    using Lookup = QuantizedForm::Lookup;
+    if (!form.exact || form.bits > 6) return;
+    const auto fill = [&](Lookup lookup, int period, auto&& value) {
+        form.lookup = lookup;
+        for (int i = 0; i < 64; ++i) form.entries[i] = static_cast<std::uint16_t>(bits_of(value(i % period)) >> 16);
+    };
+    if (form.values == QuantizedForm::Values::table) return fill(Lookup::code, 16, [&](int code) { return form.table[code]; });
+    if (form.zeros == Number::none) return fill(Lookup::code, 1 << form.bits, [&](int code) { return static_cast<float>(code) - form.zero; });
+    if (form.bits > 4 || form.zeros != Number::u8) return;
+    const auto* zeros = static_cast<const unsigned char*>(parts.zeros);
+    const bool small = std::all_of(zeros, zeros + parts.num_outputs * (parts.num_inputs / parts.group), [](unsigned char zero) { return zero <= 16; });
+    if (small) fill(Lookup::code_less_zero, 32, [](int difference) { return static_cast<float>(difference < 16 ? difference : difference - 32); });
+}
+
 }  // namespace
 
 QuantizedForm quantized_form(const QuantizedParts& parts) {
@@ -71,6 +87,7 @@ QuantizedForm quantized_form(const QuantizedParts& parts) {
         form.values = Values::table;
         for (int code = 0; code < 16; ++code) form.table[code] = static_cast<float>(code) - parts.zero;
     }
+    make_lookup(form, parts);
     std::int64_t position = 0;
     const auto place = [&](Number number, std::int64_t count) {
         const std::int64_t at = position;

@@ -68,23 +68,31 @@ struct QuantizedForm {
     std::int64_t codes_offset = 0;
     std::int64_t panel_bytes = 0;
     float table[256] = {};         // of 4-bit codes with one zero for all too
+    // Values of at most 6 bits in bf16, by code; or by code - zero, modulo 32, where zeros are at most 16. Repeated to 64.
+    enum class Lookup : std::uint8_t { none, code, code_less_zero };
+    Lookup lookup = Lookup::none;
+    std::uint16_t entries[64] = {};
 
     std::int64_t block_bytes() const { return kBlock * kColumns * bits / 8; }
     bool halves() const { return group == kBlock / 2; }
     bool has_minimums() const { return minimums.fine != Number::none; }
-    // float32 numbers that a thread needs beside its sums to multiply `rows` rows, whole tiles of them (QuantizedScratch).
-    std::size_t scratch_floats(std::int64_t rows) const;
+    // float32 numbers that a thread needs beside its sums to multiply `rows` rows, whole tiles of them, with so many panels (QuantizedScratch).
+    std::size_t scratch_floats(std::int64_t rows, std::int64_t panels) const;
 };
 
 // Inputs that are widened at a time: for few rows so many that the memory is asked for codes while products are computed (128: 15 % less time
-// than 256 for 1 to 32 rows of a weight from memory, AMX); for many so many that sums are seldom set down.
-constexpr std::int64_t kWidenedForFew = 128, kWidenedForMany = 256, kWidenedForTiles = 2048;
-// Panels that are multiplied at a time.
-constexpr std::int64_t kPanelsTogether = 2;
+// than 256 for 1 to 32 rows of a weight from memory, AMX); for many rows so many that sums are seldom set down, and a panel's stay in the first cache.
+constexpr std::int64_t kWidenedForFew = 128, kWidenedForMany = 256, kWidenedForTiles = 512;
+// Panels that are multiplied at a time, and how many times over: what is multiplied, and what is widened meanwhile.
+constexpr std::int64_t kPanelsTogether = 2, kWideBuffers = 2;
+// Half a page, in floats, between what is read and what is written meanwhile: a load waits for a store of the same place in another page.
+constexpr std::int64_t kApart = 512;
+// Tiles of sums that wait to be scaled: of four groups, and of four that come meanwhile.
+constexpr std::int64_t kWaitingTiles = 2 * 4 * 4;
 
-inline std::size_t QuantizedForm::scratch_floats(std::int64_t rows) const {
-    const std::int64_t of_panel = kWidenedForTiles / 2 + 3 * num_groups + rows;
-    return static_cast<std::size_t>(kPanelsTogether * of_panel * kColumns + 8 * 256 + rows * num_groups + 16);
+inline std::size_t QuantizedForm::scratch_floats(std::int64_t rows, std::int64_t panels) const {
+    const std::int64_t of_panel = kWidenedForTiles / 2 + 3 * num_groups;
+    return static_cast<std::size_t>((kWideBuffers * kPanelsTogether * of_panel + panels * rows) * kColumns + kWideBuffers * kApart + kWaitingTiles * 256 + rows * num_groups + 16);
 }
 
 // A weight [num_outputs, num_inputs] as it is given: all contiguous.

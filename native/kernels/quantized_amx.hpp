@@ -11,53 +11,13 @@
 namespace quire {
 namespace {
 
-// Rows as they are, but for what does not count.
-inline void stage_counted_bf16(const void* row, std::int64_t count, void* staged, std::int64_t padded) {
-    constexpr std::uint16_t kSmallestBits = (127 - 100) << 7;
-    const auto* from = static_cast<const std::uint16_t*>(row);
-    auto* to = static_cast<std::uint16_t*>(staged);
-    for (std::int64_t i = 0; i < count; ++i) to[i] = (from[i] & 0x7fff) < kSmallestBits ? std::uint16_t{0} : from[i];
-    std::memset(to + count, 0, static_cast<std::size_t>(padded - count) * 2);
-}
-
-// stage_sums of bf16 rows, sixteen blocks side by side where the instructions can turn them: one after the other it would take longer
-// than the products of a prompt's rows.
-template <class S>
-void stage_sums_of_pairs(void* staged, std::int64_t padded, float* sums) {
-    std::int64_t done = 0;
-#if defined(__AVX512F__)
-    const auto* x = static_cast<const std::uint16_t*>(staged);
-    for (; done + 512 <= padded; done += 512) {
-        __m512i rows[16];
-        for (int i = 0; i < 16; ++i) rows[i] = _mm512_loadu_si512(x + done + i * 32);
-        S::transpose(rows);
-        const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-        __m512 even = S::zero(), odd = S::zero(), later_even = S::zero(), later_odd = S::zero(), first = S::zero();
-        for (int p = 0; p < 16; ++p) {
-            const __m512 a = _mm512_castsi512_ps(_mm512_slli_epi32(rows[p], 16)), b = _mm512_castsi512_ps(_mm512_and_si512(rows[p], upper));
-            even = S::add(even, a), odd = S::add(odd, b);
-            if (p == 7) first = S::add(even, odd);
-            if (p >= 8) later_even = S::add(later_even, a), later_odd = S::add(later_odd, b);
-        }
-        S::store(sums + done / 32, S::add(even, odd));
-        float halves[2][16];
-        S::store(halves[0], first);
-        S::store(halves[1], S::add(later_even, later_odd));
-        for (int i = 0; i < 32; ++i) sums[padded / 32 + done / 16 + i] = halves[i % 2][i / 2];
-    }
-#endif
-    const auto* rest = static_cast<const bf16*>(staged);
-    for (const int block : {32, 16}) {
-        for (std::int64_t start = done; start < padded; start += block) {
-            sums[(block == 16 ? padded / 32 : 0) + start / block] = sum_of_block(rest + start, block);
-        }
-    }
-}
-
 template <class S, class Unit, class Widen>
 struct QuantizedAmx {
     using Vec = typename S::Vec;
+    using Int = std::int64_t;
     static constexpr int kTileRows = 16;
+    static constexpr Int kTile = 256;  // sums of a tile
+    static constexpr Int kAheadBytes = 4096;  // that codes are asked for ahead of being widened, at least
 
     // Tiles 0-3: sums of rows (upper, upper, lower, lower) by panels (left, right, left, right); 4-5 rows, 6-7 panels.
     static TileConfig shapes(int upper, int lower, int inputs) {
@@ -66,17 +26,20 @@ struct QuantizedAmx {
         return config.tile(4, upper, inputs * 2).tile(5, lower, inputs * 2).tile(6, inputs / 2, 64).tile(7, inputs / 2, 64);
     }
 
+    // Up to two tiles of rows by one or two panels, whose sums lie together, tile by tile.
     struct Square {
-        const QuantizedForm* form;
+        const LinearBlock* block;
         const QuantizedScratch* scratch;
+        const GroupNumbers* numbers;
+        Int row, rows, panel, panels;
         const unsigned char* x;  // the first row's, at the first input that is widened
-        std::int64_t stride;     // bytes
-        const bf16* wide;        // [2][most inputs][16]
-        std::int64_t wide_stride;
-        std::int64_t row, rows;
-        float* acc;              // [2][padded rows][16], at the first row
-        float* parts;            // likewise
-        std::int64_t panel_stride;  // of those, floats
+        const bf16* wide;        // [panels][inputs][16]
+        Int wide_stride;
+        float* acc;              // [tiles][256]
+        float* parts;            // likewise, of a group that a range cuts; null: the tiles keep it
+
+        Int lower_tile() const { return panels * kTile; }
+        Int rows_of(bool lower) const { return lower ? rows - kTileRows : rows < kTileRows ? rows : kTileRows; }
     };
 
     template <int tile, bool load>
@@ -91,110 +54,274 @@ struct QuantizedAmx {
     static void begin_all(Unit& unit, const Square& square) {
         const float* part = square.parts;
         begin<0, load>(unit, part);
-        if constexpr (right) begin<1, load>(unit, part + square.panel_stride);
-        if constexpr (lower) begin<2, load>(unit, part + kTileRows * 16);
-        if constexpr (lower && right) begin<3, load>(unit, part + square.panel_stride + kTileRows * 16);
+        if constexpr (right) begin<1, load>(unit, part + kTile);
+        if constexpr (lower) begin<2, load>(unit, part + square.lower_tile());
+        if constexpr (lower && right) begin<3, load>(unit, part + square.lower_tile() + kTile);
     }
     template <bool lower, bool right>
-    static void store_all(Unit& unit, float* upper_left, std::int64_t panel, std::int64_t down) {
+    static void store_all(Unit& unit, float* upper_left, Int lower_tile) {
         unit.template store<0>(upper_left, 64);
-        if constexpr (right) unit.template store<1>(upper_left + panel, 64);
-        if constexpr (lower) unit.template store<2>(upper_left + down, 64);
-        if constexpr (lower && right) unit.template store<3>(upper_left + panel + down, 64);
+        if constexpr (right) unit.template store<1>(upper_left + kTile, 64);
+        if constexpr (lower) unit.template store<2>(upper_left + lower_tile, 64);
+        if constexpr (lower && right) unit.template store<3>(upper_left + lower_tile + kTile, 64);
     }
 
-    // A group's sums, scaled and added.
-    template <bool minimums>
-    static void add_scaled(const Square& square, const float* sums, int panel, std::int64_t first, std::int64_t rows, std::int64_t group) {
-        const QuantizedForm& form = *square.form;
-        const Vec scales = S::load(square.scratch->scales + (panel * form.num_groups + group) * 16);
-        Vec least = S::zero();
-        if constexpr (minimums) least = S::load(square.scratch->minimums + (panel * form.num_groups + group) * 16);
-        float* acc = square.acc + panel * square.panel_stride + first * 16;
-        for (std::int64_t r = 0; r < rows; ++r) {
-            Vec total = S::add(S::load(acc + r * 16), S::mul(scales, S::load(sums + r * 16)));
-            if constexpr (minimums) total = S::sub(total, S::mul(least, S::broadcast(square.scratch->sums_of_x[(square.row + first + r) * form.num_groups + group])));
-            S::store(acc + r * 16, total);
+    // Where the outputs of a piece's panels go, to be rounded.
+    template <bool right>
+    struct Output {
+        const LinearBlock& block;
+        unsigned char* to;
+        int columns;  // of the last panel
+        bool streams;
+        Vec left_bias = S::zero(), right_bias = S::zero();
+
+        Output(const LinearBlock& of, Int panel) : block(of), to(of.out + panel * 32) {
+            const Int left = of.out_columns - (panel + right) * 16;
+            columns = left < 16 ? static_cast<int>(left) : 16;
+            streams = of.streams && right && columns == 16 && reinterpret_cast<std::uintptr_t>(to) % kLineBytes == 0;
+            if (of.bias == nullptr) return;
+            const auto* bias = reinterpret_cast<const bf16*>(of.bias) + panel * 16;
+            if constexpr (right) left_bias = S::load(bias), bias += 16;
+            (right ? right_bias : left_bias) = S::load_part(bias, columns);
         }
-    }
+        void put(Int row, Vec left_total, Vec right_total) const {
+            auto* at = reinterpret_cast<bf16*>(to + row * block.out_stride);
+            if (block.bias != nullptr) {
+                left_total = S::add(left_total, left_bias);
+                if constexpr (right) right_total = S::add(right_total, right_bias);
+            }
+#if defined(__AVX512BF16__)
+            constexpr int kSubnormal = 0x20;  // which vcvtne2ps2bf16 takes for zero, and S::store does not
+            if (right && columns == 16 && (_mm512_fpclass_ps_mask(left_total, kSubnormal) | _mm512_fpclass_ps_mask(right_total, kSubnormal)) == 0) {
+                const auto line = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(right_total, left_total));
+                streams ? _mm512_stream_si512(reinterpret_cast<__m512i*>(at), line) : _mm512_storeu_si512(at, line);
+                return;
+            }
+#endif
+            if constexpr (right) S::store(at, left_total), at += 16;
+            S::store_part(at, right ? right_total : left_total, columns);
+        }
+    };
 
-    // A group's sums that are stored and not added yet: some of them after each block of the next group, while its products run.
-    struct Stored {
-        const float* tiles;
-        std::int64_t group;
-        int next = 4;  // tile that is added next
+    // Sums of consecutive groups of a square that were set down, and wait to be scaled and added: eight rows at a time, while products run. The
+    // last group's are rounded into the output.
+    struct Waiting {
+        static constexpr int kMost = 4;  // groups
+        static constexpr int kRows = 8, kParts = 2 * kTileRows / kRows;
 
-        template <bool lower, bool right>
-        void add(const Square& square, int count) {
-            for (; count > 0 && next < 4; --count, ++next) {
-                const bool is_lower = next >= 2;
-                const int panel = next % 2;
-                if ((is_lower && !lower) || (panel == 1 && !right)) continue;
-                const std::int64_t upper_rows = square.rows < kTileRows ? square.rows : kTileRows, first = is_lower ? kTileRows : 0;
-                const std::int64_t rows = is_lower ? square.rows - kTileRows : upper_rows;
-                if (square.form->has_minimums()) {
-                    add_scaled<true>(square, tiles + next * 256, panel, first, rows, group);
-                } else {
-                    add_scaled<false>(square, tiles + next * 256, panel, first, rows, group);
+        Square square;
+        const float* tiles;  // [groups][4][256]
+        Int group;           // first
+        int count = 0;
+        int next = kParts;   // of the parts of rows
+
+        void add(int parts) {
+            for (; parts > 0 && next < kParts; --parts, ++next) {
+                if (next * kRows < square.rows) square.panels == 2 ? add_part<true>() : add_part<false>();
+            }
+        }
+
+      private:
+        template <bool right>
+        void add_part() {
+            if (square.block->form->has_minimums()) return add_counted<right, true>();
+            add_counted<right, false>();
+        }
+        template <bool right, bool minimums>
+        void add_counted() {
+            switch (count) {
+                case 1: return add_groups<right, minimums, 1>();
+                case 2: return add_groups<right, minimums, 2>();
+                case 3: return add_groups<right, minimums, 3>();
+                default: return add_groups<right, minimums, 4>();
+            }
+        }
+
+        template <bool right, bool minimums, int groups>
+        void add_groups() {
+            const QuantizedForm& form = *square.block->form;
+            constexpr int panels = right ? 2 : 1;
+            Vec scales[panels * groups], least[panels * groups];
+            unrolled<panels * groups>([&](auto i) __attribute__((always_inline)) {
+                const Int at = (i / groups * form.num_groups + group + i % groups) * 16;
+                scales[i] = S::load(square.numbers->scales + at);
+                if constexpr (minimums) least[i] = S::load(square.numbers->minimums + at);
+            });
+            const Int first_row = next * kRows, at = first_row / kTileRows * square.lower_tile() + first_row % kTileRows * 16;
+            const Int rows = square.rows - first_row < kRows ? square.rows - first_row : kRows;
+            const float* sums = tiles + at;
+            float* acc = square.acc + at;
+            const float* of_x = square.scratch->sums_of_x + (square.row + first_row) * form.num_groups + group;
+            const auto total_of = [&](Vec total, auto panel, Int r) __attribute__((always_inline)) {
+                unrolled<groups>([&](auto g) __attribute__((always_inline)) {
+                    total = S::add(total, S::mul(scales[panel * groups + g], S::load(sums + (g * 4 + panel) * kTile + r * 16)));
+                    if constexpr (minimums) total = S::sub(total, S::mul(least[panel * groups + g], S::broadcast(of_x[r * form.num_groups + g])));
+                });
+                return total;
+            };
+            const std::integral_constant<int, 0> left_panel;
+            const std::integral_constant<int, panels - 1> right_panel;
+            const bool first = group == 0;
+            if (group + groups == form.num_groups) {
+                const Output<right> output(*square.block, square.panel);
+                for (Int r = 0; r < rows; ++r) {
+                    const Vec left = total_of(first ? S::zero() : S::load(acc + r * 16), left_panel, r);
+                    output.put(square.row + first_row + r, left, right ? total_of(first ? S::zero() : S::load(acc + kTile + r * 16), right_panel, r) : left);
                 }
+                return;
+            }
+            for (Int r = 0; r < rows; ++r) {
+                S::store(acc + r * 16, total_of(first ? S::zero() : S::load(acc + r * 16), left_panel, r));
+                if constexpr (right) S::store(acc + kTile + r * 16, total_of(first ? S::zero() : S::load(acc + kTile + r * 16), right_panel, r));
             }
         }
     };
 
+    // What is multiplied next, widened a block at a time while products run.
+    struct Widening {
+        const QuantizedForm* form;
+        WidenBlock<bf16> widen;
+        const unsigned char* codes[kPanelsTogether];  // of the piece's panels, from its first block on
+        const unsigned char* ahead[kPanelsTogether];  // what is asked for meanwhile
+        bool ahead_to_second;
+        const float* zeros;
+        bf16* to;          // [panels][kWidenedForTiles][16]
+        Int first, panels;
+        Int done = 0, all = 0, credit = 0, steps = 1;  // blocks, and shares of one
+
+        // One of `steps` steps, in which all is to be widened.
+        void step() {
+            for (credit += all; credit >= steps; credit -= steps) one();
+        }
+        void finish() {
+            while (done < all) one();
+        }
+
+      private:
+        void one() {
+            if (done == all) return;
+            const Int panel = done % panels, block = done / panels, bytes = form->block_bytes();
+            ask(ahead[panel] + block * bytes, bytes, ahead_to_second);
+            const Int group = panel * form->num_groups + (first + block) * 32 / form->group;
+            widen(*form, codes[panel] + block * bytes, zeros + group * 16, to + (panel * kWidenedForTiles + block * 32) * 16);
+            ++done;
+        }
+    };
+
+    static void ask(const unsigned char* from, Int bytes, bool to_second) {
+        for (Int i = 0; i < bytes; i += kLineBytes) to_second ? S::prefetch_l2(from + i) : S::prefetch(from + i);
+    }
+
     template <bool lower, bool right, int inputs>
-    static void range(Unit& unit, const Square& square, std::int64_t index, std::int64_t num_blocks) {
-        const QuantizedForm& form = *square.form;
-        const std::int64_t each = form.group / inputs;
-        std::int64_t group = index / each, within = index % each;
-        const int added_a_block = each >= 4 ? 1 : each >= 2 ? 2 : 4;
+    static void range(Unit& unit, const Square& square, Int index, Int num_blocks, Waiting& waiting, Widening& widening) {
+        const QuantizedForm& form = *square.block->form;
+        const Int each = form.group / inputs, stride = square.block->activation_stride;
+        Int group = index / each, within = index % each;
+        // Sums of more groups of one block than two do not stay in the first cache (10 % of 32 rows). What is handed over is added in four steps at most, or two.
+        const int together = each == 1 ? 2 : Waiting::kMost, parts_a_step = each == 1 ? 2 : 1;
         float* tiles = square.scratch->tiles;
-        Stored stored{tiles, 0};
+        if (waiting.tiles == tiles) tiles += Waiting::kMost * 4 * kTile;
+        int stored = 0;
+        const auto hand_over = [&] {
+            waiting.add(Waiting::kParts);
+            waiting = Waiting{square, tiles, group - stored, stored, 0};
+            tiles = tiles == square.scratch->tiles ? tiles + Waiting::kMost * 4 * kTile : square.scratch->tiles;
+            stored = 0;
+        };
         const unsigned char* x = square.x;
         const bf16* left = square.wide;
         const bf16* panel = left + square.wide_stride;
-        for (std::int64_t b = 0; b < num_blocks; ++b) {
+        for (Int b = 0; b < num_blocks; ++b) {
             if (within == 0) {
                 begin_all<lower, right, false>(unit, square);
-            } else if (b == 0) {
+            } else if (b == 0 && square.parts != nullptr) {
                 begin_all<lower, right, true>(unit, square);
             }
             unit.template load<6>(left, 64);
-            unit.template load_streamed<4>(x, square.stride);
+            unit.template load_streamed<4>(x, stride);
             unit.template dot_bf16<0, 4, 6>();
             if constexpr (right) {
                 unit.template load<7>(panel, 64);
                 unit.template dot_bf16<1, 4, 7>();
             }
             if constexpr (lower) {
-                unit.template load_streamed<5>(x + kTileRows * square.stride, square.stride);
+                unit.template load_streamed<5>(x + kTileRows * stride, stride);
                 unit.template dot_bf16<2, 5, 6>();
                 if constexpr (right) unit.template dot_bf16<3, 5, 7>();
             }
-            stored.template add<lower, right>(square, added_a_block);
+            waiting.add(parts_a_step);
+            widening.step();
             x += inputs * 2;
             left += inputs * 16;
             panel += inputs * 16;
             if (++within == each) {
-                store_all<lower, right>(unit, tiles, 256, 512);
-                stored = Stored{tiles, group, 0};
-                tiles = tiles == square.scratch->tiles ? tiles + 4 * 256 : square.scratch->tiles;
+                store_all<lower, right>(unit, tiles + stored * 4 * kTile, square.lower_tile());
                 within = 0;
                 ++group;
-            } else if (b + 1 == num_blocks) {
-                store_all<lower, right>(unit, square.parts, square.panel_stride, kTileRows * 16);
+                if (++stored == together) hand_over();
+            } else if (b + 1 == num_blocks && square.parts != nullptr) {
+                store_all<lower, right>(unit, square.parts, square.lower_tile());
             }
         }
-        stored.template add<lower, right>(square, 4);
+        if (stored > 0) hand_over();
+    }
+
+    // What is widened at a time: a range of K of two panels, or of the last. Few rows take all of K of the same panels first, many all panels.
+    struct Piece {
+        const LinearBlock* block;
+        Int length;  // of a range
+        bool few;
+        Int k = 0, panel = 0, index = 0;
+
+        // Which of the scratch's group numbers are its own. Pieces of the same panels have them in common where one follows the other.
+        Int numbers() const { return (few ? panel / kPanelsTogether : index) % 2; }
+        bool begins_numbers() const { return !few || k == 0; }
+        bool is_there() const { return k < block->form->depth && panel < block->num_panels; }
+        Int count() const { return block->form->depth - k < length ? block->form->depth - k : length; }
+        Int panels() const { return block->num_panels - panel < kPanelsTogether ? block->num_panels - panel : kPanelsTogether; }
+        Piece next() const {
+            Piece made = *this;
+            ++made.index;
+            if (few) {
+                made.k += length;
+                if (made.k >= block->form->depth) made.k = 0, made.panel += kPanelsTogether;
+            } else {
+                made.panel += kPanelsTogether;
+                if (made.panel >= block->num_panels) made.panel = 0, made.k += length;
+            }
+            return made;
+        }
+        // Of a panel of the piece, or of what the thread is likely to read when there are no more.
+        const unsigned char* data(Int p) const { return is_there() ? block->panels + (panel + p) * block->panel_stride : block->after + p * block->panel_stride; }
+        const unsigned char* codes(Int p) const { return data(p) + block->form->codes_offset + (is_there() ? k / 32 * block->form->block_bytes() : 0); }
+    };
+
+    // later: what is asked for while this is widened.
+    static Widening widening_of(const Piece& piece, const Piece& later, const QuantizedScratch& scratch, Int steps) {
+        const QuantizedForm& form = *piece.block->form;
+        const Int first = piece.k / form.group, end = (piece.k + piece.count() + form.group - 1) / form.group;
+        const GroupNumbers& numbers = scratch.numbers[piece.numbers()];
+        Widening made{&form, Widen::pairs(form), {}, {}, !piece.few, numbers.zeros, reinterpret_cast<bf16*>(scratch.wide[piece.index % 2]), piece.k / 32, piece.panels()};
+        for (Int p = 0; p < piece.panels(); ++p) {
+            widen_groups<S>(form, piece.data(p), numbers, p, first, end);
+            made.codes[p] = piece.codes(p);
+            made.ahead[p] = later.codes(p);
+            if (later.k == 0 || !later.is_there()) ask(later.data(p), form.codes_offset, !piece.few);
+        }
+        made.all = piece.panels() * (piece.count() / 32);
+        made.steps = steps;
+        return made;
     }
 
     template <int inputs>
     static void multiply_by(const LinearBlock& block) {
         const QuantizedForm& form = *block.form;
-        const std::int64_t most = block.rows <= 2 * kTileRows ? kWidenedForFew : kWidenedForTiles;
-        const std::int64_t padded_rows = (block.rows + kTileRows - 1) / kTileRows * kTileRows;
-        const QuantizedScratch scratch(form, block.wide, padded_rows);
+        const bool few = block.rows <= 2 * kTileRows;
+        const Int most = few ? kWidenedForFew : kWidenedForTiles;
+        const Int length = !few && form.group <= most ? most / form.group * form.group : most;  // groups are seldom cut
+        const Int padded_rows = (block.rows + kTileRows - 1) / kTileRows * kTileRows;
+        const QuantizedScratch scratch(form, block.wide, padded_rows, block.num_panels);
         if (form.has_minimums()) sum_groups(form, block, scratch.sums_of_x);
-        auto* wide = reinterpret_cast<bf16*>(scratch.wide);
         int upper = block.rows < kTileRows ? static_cast<int>(block.rows) : kTileRows, lower = upper;
         Unit unit(shapes(upper, lower, inputs));
         const auto shape = [&](int now_upper, int now_lower) {
@@ -202,50 +329,57 @@ struct QuantizedAmx {
             upper = now_upper, lower = now_lower;
             unit.configure(shapes(upper, lower, inputs));
         };
-        for (std::int64_t panel = 0; panel < block.num_panels; panel += kPanelsTogether) {
-            const std::int64_t panels = block.num_panels - panel < kPanelsTogether ? block.num_panels - panel : kPanelsTogether;
-            float* acc = block.sums + panel * padded_rows * 16;
-            std::memset(acc, 0, static_cast<std::size_t>(panels * padded_rows * 16 * 4));
-            const unsigned char* from = block.panels + panel * block.panel_stride;
-            for (std::int64_t p = 0; p < panels; ++p) widen_groups<S>(form, from + p * block.panel_stride, scratch, p);
-            for (std::int64_t k = 0; k < form.depth; k += most) {
-                const std::int64_t count = form.depth - k < most ? form.depth - k : most;
-                for (std::int64_t p = 0; p < panels; ++p) {
-                    Widen::pairs(form, from + p * block.panel_stride + form.codes_offset, scratch.zeros + p * form.num_groups * 16, k / 32, count / 32,
-                                 wide + p * most * 16);
-                }
-                for (std::int64_t row = 0; row < block.rows; row += 2 * kTileRows) {
-                    const std::int64_t rows = block.rows - row < 2 * kTileRows ? block.rows - row : 2 * kTileRows;
-                    const Square square{&form, &scratch, block.activations + row * block.activation_stride + k * 2, block.activation_stride, wide, most * 16, row, rows,
-                                        acc + row * 16, scratch.parts + row * 16, padded_rows * 16};
-                    const auto by_panels = [&](auto is_lower) {
-                        if (panels == 2) return range<is_lower(), true, inputs>(unit, square, k / inputs, count / inputs);
-                        range<is_lower(), false, inputs>(unit, square, k / inputs, count / inputs);
-                    };
-                    if (rows > kTileRows) {
-                        shape(kTileRows, static_cast<int>(rows) - kTileRows);
-                        by_panels(std::true_type{});
-                    } else {
-                        shape(static_cast<int>(rows), static_cast<int>(rows));
-                        by_panels(std::false_type{});
-                    }
+        Waiting waiting{};
+        Piece piece{&block, length, few}, next = piece.next(), later = next;
+        const Int piece_bytes = kPanelsTogether * length / 32 * form.block_bytes();
+        for (Int ahead = piece_bytes; ahead <= kAheadBytes; ahead += piece_bytes) later = later.next();
+        widening_of(piece, next, scratch, 1).finish();
+        for (; piece.is_there(); piece = next, next = next.next(), later = later.next()) {
+            Widening widening{};
+            if (next.is_there()) {
+                if (next.begins_numbers() && waiting.square.numbers == &scratch.numbers[next.numbers()]) waiting.add(Waiting::kParts);
+                const Int steps = (block.rows + 2 * kTileRows - 1) / (2 * kTileRows) * (piece.count() / inputs);
+                widening = widening_of(next, later, scratch, steps);
+            }
+            const Int panels = piece.panels();
+            for (Int row = 0; row < block.rows; row += 2 * kTileRows) {
+                const Int rows = block.rows - row < 2 * kTileRows ? block.rows - row : 2 * kTileRows;
+                const Int at = piece.panel * padded_rows * 16 + row * 16 * panels;
+                const Square square{&block, &scratch, &scratch.numbers[piece.numbers()], row, rows, piece.panel, panels, block.activations + row * block.activation_stride + piece.k * 2,
+                                    reinterpret_cast<const bf16*>(scratch.wide[piece.index % 2]), kWidenedForTiles * 16, block.sums + at, few ? nullptr : scratch.parts + at};
+                const auto by_panels = [&](auto is_lower) {
+                    if (panels == 2) return range<is_lower(), true, inputs>(unit, square, piece.k / inputs, piece.count() / inputs, waiting, widening);
+                    range<is_lower(), false, inputs>(unit, square, piece.k / inputs, piece.count() / inputs, waiting, widening);
+                };
+                if (rows > kTileRows) {
+                    shape(kTileRows, static_cast<int>(rows) - kTileRows);
+                    by_panels(std::true_type{});
+                } else {
+                    shape(static_cast<int>(rows), static_cast<int>(rows));
+                    by_panels(std::false_type{});
                 }
             }
-            for (std::int64_t p = 0; p < panels; ++p) finish_panel<S, bf16>(block, acc + p * padded_rows * 16, panel + p);
+            widening.finish();
         }
+        waiting.add(Waiting::kParts);
     }
 
-    static void multiply(const LinearBlock& block) { return block.form->halves() ? multiply_by<16>(block) : multiply_by<32>(block); }
+    static void multiply(const LinearBlock& block) {
+        block.form->halves() ? multiply_by<16>(block) : multiply_by<32>(block);
+#if defined(__AVX512F__)
+        if (block.streams) _mm_sfence();
+#endif
+    }
 };
 
 template <class S, class Unit, class Widen>
 constexpr LinearKernel amx_quantized_kernel() {
     using Own = QuantizedAmx<S, Unit, Widen>;
     LinearKernel kernel = quantized_kernel(Own::kTileRows, 2);
-    kernel.pass_rows = 480;
-    kernel.pass_bytes = 1 << 20;
-    kernel.stage = stage_counted_bf16;
-    kernel.stage_sums = stage_sums_of_pairs<S>;
+    kernel.many_panels = 8;
+    kernel.pass_rows = 512;
+    kernel.stage = stage_pairs<false>;
+    kernel.stage_sums = stage_sums_of_pairs<S, false>;
     kernel.multiply = Own::multiply;
     return kernel;
 }

@@ -11,19 +11,29 @@
 #elif defined(QUIRE_VARIANT_avx512)
 #include "kernels/simd_avx512.hpp"
 #define QUIRE_QUANTIZED_KERNEL quantized_kernel_avx512
+#elif defined(QUIRE_VARIANT_avx512_bf16)
+#include "kernels/quantized_chains.hpp"
+#include "kernels/simd_avx512.hpp"
+#define QUIRE_QUANTIZED_KERNEL quantized_kernel_avx512_bf16
+#define QUIRE_PAIRS_ONLY
 #elif defined(QUIRE_VARIANT_amx_bf16)
 #include "kernels/quantized_amx.hpp"
 #include "kernels/simd_avx512.hpp"
 #define QUIRE_QUANTIZED_KERNEL quantized_kernel_amx_bf16
-#define QUIRE_TILES_ONLY
+#define QUIRE_PAIRS_ONLY
 #elif defined(QUIRE_VARIANT_emulated_avx512)
 #include "kernels/simd_emulated.hpp"
 #define QUIRE_QUANTIZED_KERNEL quantized_kernel_emulated_avx512
+#elif defined(QUIRE_VARIANT_emulated_avx512_bf16)
+#include "kernels/quantized_chains.hpp"
+#include "kernels/simd_emulated.hpp"
+#define QUIRE_QUANTIZED_KERNEL quantized_kernel_emulated_avx512_bf16
+#define QUIRE_PAIRS_ONLY
 #elif defined(QUIRE_VARIANT_emulated_amx_bf16)
 #include "kernels/quantized_amx.hpp"
 #include "kernels/simd_emulated.hpp"
 #define QUIRE_QUANTIZED_KERNEL quantized_kernel_emulated_amx_bf16
-#define QUIRE_TILES_ONLY
+#define QUIRE_PAIRS_ONLY
 #else
 #error "linear.cmake names the variant"
 #endif
@@ -47,6 +57,10 @@ using Widen = WidenPlain;
 
 #if defined(QUIRE_VARIANT_amx_bf16)
 constexpr LinearKernel kBrain = amx_quantized_kernel<Simd, Tiles, Widen>();
+#elif defined(QUIRE_VARIANT_avx512_bf16)
+constexpr LinearKernel kBrain = chain_quantized_kernel<Avx512Bf16, Simd, Widen>();
+#elif defined(QUIRE_VARIANT_emulated_avx512_bf16)
+constexpr LinearKernel kBrain = chain_quantized_kernel<Emulated512Bf16, Simd, Widen>();
 #elif defined(QUIRE_VARIANT_emulated_amx_bf16)
 constexpr LinearKernel kBrain = amx_quantized_kernel<Simd, EmulatedTiles, Widen>();
 #else
@@ -57,7 +71,11 @@ constexpr LinearKernel kHalf = vector_quantized_kernel<Simd, f16, Widen>();
 
 }  // namespace
 
-#if defined(QUIRE_TILES_ONLY)
+#if defined(QUIRE_VARIANT_avx512_bf16)
+bool pairs_keep_order_avx512_bf16() { return chains_keep_order<Avx512Bf16>(); }
+#endif
+
+#if defined(QUIRE_PAIRS_ONLY)
 const LinearKernel& QUIRE_QUANTIZED_KERNEL(Element) { return kBrain; }
 #else
 const LinearKernel& QUIRE_QUANTIZED_KERNEL(Element element) {

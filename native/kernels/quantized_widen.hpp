@@ -2,6 +2,7 @@
 //
 //     floats   [input][16 columns] float32, for vector instructions
 //     pairs    [input / 2][16 columns][2] bf16, for the matrix unit
+//     chains   the same, a pair being inputs 4 j + 2 and 4 j, then 4 j + 3 and 4 j + 1 (quantized_rows.hpp), for vdpbf16ps
 //
 // What comes out is exact, so every instruction set gives the same. A whole code becomes a float by lying in the low bits of
 // 2^23, from which 2^23 + zero is taken; codes of 4 bits with one zero, and tables of 16, by a table in registers.
@@ -22,6 +23,10 @@ constexpr float kShift = 0x1p23f;           // a float whose last bit is 1
 constexpr std::uint32_t kShiftBits = 0x4b000000u;
 constexpr std::int64_t kAheadOfCodes = 2048;  // bytes that codes are asked for ahead of their use
 
+// Makes a block of 32 inputs: its codes, the zeros of its group (behind them those of the next, where a block has two), where to.
+template <class To>
+using WidenBlock = void (*)(const QuantizedForm& form, const unsigned char* block, const float* zeros, To* to);
+
 // Zeros as they are taken off, of one column in `zeros`: 2^23 + zero of whole ones, else the zero.
 inline float taken_off(const QuantizedForm& form, float zero) { return form.values == Values::integer ? kShift + zero : zero; }
 
@@ -29,27 +34,39 @@ inline float taken_off(const QuantizedForm& form, float zero) { return form.valu
 struct WidenPlain {
     // Blocks [first, first + count) of a panel. zeros: [groups][16] as `taken_off` gives them.
     static void floats(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
-        each(form, codes, zeros, first, count, [&](std::int64_t k, std::int64_t column, float value) { to[k * 16 + column] = value; });
-    }
-    static void pairs(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, bf16* to) {
-        each(form, codes, zeros, first, count, [&](std::int64_t k, std::int64_t column, float value) {
-            to[k / 2 * 32 + column * 2 + k % 2].bits = static_cast<std::uint16_t>(bits_of(value) >> 16);
-        });
-    }
-
-  private:
-    template <class Put>
-    static void each(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, Put&& put) {
         for (std::int64_t b = 0; b < count; ++b) {
             const unsigned char* block = codes + (first + b) * form.block_bytes();
             for (std::int64_t k = 0; k < 32; ++k) {
                 const std::int64_t group = ((first + b) * 32 + k) / form.group;
-                for (std::int64_t column = 0; column < 16; ++column) {
-                    const float zero = zeros[group * 16 + column];
-                    put(b * 32 + k, column, value_at(form, code_at(form.bits, block, k, column), form.values == Values::integer ? zero - kShift : zero));
-                }
+                for (std::int64_t column = 0; column < 16; ++column) to[(b * 32 + k) * 16 + column] = value_of(form, block, k, column, zeros[group * 16 + column]);
             }
         }
+    }
+    static WidenBlock<bf16> pairs(const QuantizedForm&) {
+        return [](const QuantizedForm& form, const unsigned char* block, const float* zeros, bf16* to) {
+            for (std::int64_t k = 0; k < 32; ++k) {
+                for (std::int64_t column = 0; column < 16; ++column) {
+                    const float value = value_of(form, block, k, column, zeros[(form.halves() ? k / 16 : 0) * 16 + column]);
+                    to[k / 2 * 32 + column * 2 + k % 2].bits = static_cast<std::uint16_t>(bits_of(value) >> 16);
+                }
+            }
+        };
+    }
+
+    static WidenBlock<bf16> chains(const QuantizedForm&) {
+        return [](const QuantizedForm& form, const unsigned char* block, const float* zeros, bf16* to) {
+            for (std::int64_t k = 0; k < 32; ++k) {
+                for (std::int64_t column = 0; column < 16; ++column) {
+                    const float value = value_of(form, block, k, column, zeros[(form.halves() ? k / 16 : 0) * 16 + column]);
+                    to[(k / 4 * 2 + k % 2) * 32 + column * 2 + (k % 4 < 2 ? 1 : 0)].bits = static_cast<std::uint16_t>(bits_of(value) >> 16);
+                }
+            }
+        };
+    }
+
+  private:
+    static float value_of(const QuantizedForm& form, const unsigned char* block, std::int64_t k, std::int64_t column, float zero) {
+        return value_at(form, code_at(form.bits, block, k, column), form.values == Values::integer ? zero - kShift : zero);
     }
 };
 
@@ -76,14 +93,8 @@ struct WidenAvx512 {
             default: return floats_of<8>(form, codes, zeros, first, count, to);
         }
     }
-    static void pairs(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, bf16* to) {
-        switch (form.bits) {
-            case 4: return pairs_of<4>(form, codes, zeros, first, count, to);
-            case 5: return pairs_of<5>(form, codes, zeros, first, count, to);
-            case 6: return pairs_of<6>(form, codes, zeros, first, count, to);
-            default: return pairs_of<8>(form, codes, zeros, first, count, to);
-        }
-    }
+    static WidenBlock<bf16> pairs(const QuantizedForm& form) { return pairs_of<false>(form); }
+    static WidenBlock<bf16> chains(const QuantizedForm& form) { return pairs_of<true>(form); }
 
   private:
     template <int by>
@@ -94,8 +105,8 @@ struct WidenAvx512 {
     }
     static __m512i line(const unsigned char* from) { return _mm512_loadu_si512(from); }
 
-    // The codes of inputs 2 p and 2 p + 1 of a block in the halves of each word; of 4 bits with what lies above them, else alone.
-    template <int bits, int p>
+    // The codes of inputs 2 p and 2 p + 1 of a block in the halves of each word; of 4 bits, and where not asked for, with what lies above them.
+    template <int bits, int p, bool alone = true>
     static __m512i codes_at(const unsigned char* block) {
         if constexpr (bits == 8) {
             const __m512i words = line(block + p / 2 * 64);
@@ -107,11 +118,11 @@ struct WidenAvx512 {
             if constexpr (bits == 5) {
                 const __m512i upper = moved<p - 4>(line(block + kLowPlaneBytes));
                 const __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi16(0xf), low, upper, 0xca);
-                return _mm512_and_si512(both, _mm512_set1_epi16(0x1f));
+                return alone ? _mm512_and_si512(both, _mm512_set1_epi16(0x1f)) : both;
             } else {
                 const __m512i upper = moved<p % 8 * 2 - 4>(line(block + kLowPlaneBytes + p / 8 * 64));
                 const __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi16(0xf), low, upper, 0xca);
-                return _mm512_and_si512(both, _mm512_set1_epi16(0x3f));
+                return alone ? _mm512_and_si512(both, _mm512_set1_epi16(0x3f)) : both;
             }
         }
     }
@@ -176,28 +187,100 @@ struct WidenAvx512 {
         });
     }
 
-    template <int bits>
-    static void pairs_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, bf16* to) {
-        if constexpr (bits == 4) {
-            if (form.values == Values::table) return pairs_by_table(form, codes, first, count, to);
+    // Pairs 2 j and 2 j + 1 of a block.
+    template <bool chained>
+    static void put_pairs(bf16* to, int j, __m512i first, __m512i second) {
+        if constexpr (chained) {
+            const __m512i even = _mm512_mask_blend_epi16(0xaaaaaaaau, second, _mm512_slli_epi32(first, 16));
+            second = _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(second, 16), first);
+            first = even;
         }
-        each<bits>(form, codes, zeros, first, count,
-                   [to](std::int64_t b, int p, Plain made) __attribute__((always_inline)) { _mm512_storeu_si512(to + (b * 32 + 2 * p) * 16, paired(made)); });
+        _mm512_storeu_si512(to + j * 64, first);
+        _mm512_storeu_si512(to + j * 64 + 32, second);
+    }
+    // make(integral_constant p): pair p.
+    template <bool chained, class Make>
+    [[gnu::always_inline]] static void put_all(bf16* to, Make&& make) {
+        unrolled_by_two([&](auto j) __attribute__((always_inline)) {
+            put_pairs<chained>(to, j, make(std::integral_constant<int, 2 * j>{}), make(std::integral_constant<int, 2 * j + 1>{}));
+        });
+    }
+    template <class Function>
+    [[gnu::always_inline]] static void unrolled_by_two(Function&& function) {
+        [&]<int... j>(std::integer_sequence<int, j...>) __attribute__((always_inline)) { (function(std::integral_constant<int, j>{}), ...); }(std::make_integer_sequence<int, 8>{});
     }
 
-    // A table of 32 words, whose halves are equal: the fifth bit of what it is asked with is another code's.
-    static void pairs_by_table(const QuantizedForm& form, const unsigned char* codes, std::int64_t first, std::int64_t count, bf16* to) {
-        alignas(64) std::uint16_t entries[32];
-        for (int i = 0; i < 32; ++i) entries[i] = static_cast<std::uint16_t>(bits_of(form.table[i % 16]) >> 16);
-        const __m512i table = _mm512_load_si512(entries);
-        for (std::int64_t b = 0; b < count; ++b) {
-            const unsigned char* block = codes + (first + b) * 256;
-            for (std::int64_t i = 0; i < 256; i += 64) Avx512::prefetch(block + kAheadOfCodes + i);
-            bf16* at = to + b * 32 * 16;
-            [&]<int... p>(std::integer_sequence<int, p...>) __attribute__((always_inline)) {
-                (_mm512_storeu_si512(at + p * 32, _mm512_permutexvar_epi16(codes_at<4, p>(block), table)), ...);
-            }(std::make_integer_sequence<int, 16>{});
+    template <bool chained>
+    static WidenBlock<bf16> pairs_of(const QuantizedForm& form) {
+        switch (form.bits) {
+            case 4: return pairs_of<chained, 4>(form);
+            case 5: return pairs_of<chained, 5>(form);
+            case 6: return pairs_of<chained, 6>(form);
+            default: return form.values == Values::table ? pairs_gathered<chained> : pairs_of_bytes<chained>;
         }
+    }
+    template <bool chained, int bits>
+    static WidenBlock<bf16> pairs_of(const QuantizedForm& form) {
+        if (form.lookup == QuantizedForm::Lookup::code) return pairs_by_code<chained, bits>;
+        if (form.lookup == QuantizedForm::Lookup::code_less_zero) return pairs_by_difference<chained, bits>;
+        return pairs_reckoned<chained, bits>;
+    }
+
+    // What lies above a code in its half of a word is not looked at: entries repeat, where a code has fewer bits than the table is asked with.
+    template <bool chained, int bits>
+    static void pairs_by_code(const QuantizedForm& form, const unsigned char* block, const float*, bf16* to) {
+        const __m512i low = _mm512_loadu_si512(form.entries), high = _mm512_loadu_si512(form.entries + 32);
+        put_all<chained>(to, [&](auto p) __attribute__((always_inline)) {
+            const __m512i codes = codes_at<bits, p, false>(block);
+            return bits == 6 ? _mm512_permutex2var_epi16(low, codes, high) : _mm512_permutexvar_epi16(codes, low);
+        });
+    }
+    // Codes of 4 bits less zeros of at most 16: five bits, one of them the sign.
+    template <bool chained, int bits>
+    static void pairs_by_difference(const QuantizedForm& form, const unsigned char* block, const float* zeros, bf16* to) {
+        const __m512i table = _mm512_loadu_si512(form.entries);
+        __m512i zero[2];
+        for (int half = 0; half < 2; ++half) {  // 2^23 + zero: its low bits are the zero
+            const __m512i words = _mm512_castps_si512(_mm512_loadu_ps(zeros + (form.halves() ? half * 16 : 0)));
+            zero[half] = _mm512_or_si512(_mm512_and_si512(words, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(words, 16));
+        }
+        put_all<chained>(to, [&](auto p) __attribute__((always_inline)) {
+            const __m512i codes = _mm512_and_si512(codes_at<bits, p>(block), _mm512_set1_epi16(0xf));
+            return _mm512_permutexvar_epi16(_mm512_sub_epi16(codes, zero[p / 8]), table);
+        });
+    }
+    // Whole codes of 8 bits: each byte of a word comes to lie in the low bits of a float of its own.
+    template <bool chained>
+    static void pairs_of_bytes(const QuantizedForm& form, const unsigned char* block, const float* zeros, bf16* to) {
+        const __m512i shift = _mm512_set1_epi32(static_cast<int>(kShiftBits));
+        const __m512i second = _mm512_set4_epi32(0x0c0c0c0d, 0x08080809, 0x04040405, 0x00000001), third = _mm512_add_epi32(second, _mm512_set1_epi32(1));
+        const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+        constexpr __mmask64 lowest = 0x1111111111111111u, lower_half = 0x3333333333333333u;
+        const __m512 zero[2] = {_mm512_loadu_ps(zeros), _mm512_loadu_ps(zeros + (form.halves() ? 16 : 0))};
+        const auto number = [](__m512i bits, __m512 less) __attribute__((always_inline)) { return _mm512_castps_si512(_mm512_sub_ps(_mm512_castsi512_ps(bits), less)); };
+        const auto paired = [&](__m512i even, __m512i odd) __attribute__((always_inline)) { return _mm512_mask_shuffle_epi8(odd, lower_half, even, upper); };
+        unrolled_by_two([&](auto j) __attribute__((always_inline)) {
+            const __m512i words = line(block + j * 64);
+            const __m512 less = zero[j / 4];
+            const __m512i a = number(_mm512_ternarylogic_epi32(words, _mm512_set1_epi32(0xff), shift, 0xea), less);
+            const __m512i b = number(_mm512_mask_shuffle_epi8(shift, lowest, words, second), less);
+            const __m512i c = number(_mm512_mask_shuffle_epi8(shift, lowest, words, third), less);
+            const __m512i d = number(_mm512_or_si512(_mm512_srli_epi32(words, 24), shift), less);
+            if constexpr (chained) {
+                put_pairs<false>(to, j, paired(b, a), paired(d, c));
+            } else {
+                put_pairs<false>(to, j, paired(a, c), paired(b, d));
+            }
+        });
+    }
+    template <bool chained>
+    static void pairs_gathered(const QuantizedForm& form, const unsigned char* block, const float*, bf16* to) {
+        put_all<chained>(to, [&](auto p) __attribute__((always_inline)) { return paired(gathered(codes_at<8, p>(block), form.table)); });
+    }
+    template <bool chained, int bits>
+    static void pairs_reckoned(const QuantizedForm& form, const unsigned char* block, const float* zeros, bf16* to) {
+        const __m512 zero[2] = {_mm512_loadu_ps(zeros), _mm512_loadu_ps(zeros + (form.halves() ? 16 : 0))};
+        put_all<chained>(to, [&](auto p) __attribute__((always_inline)) { return paired(numbers<bits, true>(codes_at<bits, p>(block), zero[p / 8])); });
     }
 };
 

@@ -48,7 +48,7 @@ struct Known {
 
 void random_siblings(std::uint64_t seed) {
     Random random(seed);
-    PrefixTree tree(kBlockSize, 1, 2);
+    PrefixTree tree(kBlockSize, {0}, 2);
     const NodeId root = tree.make_root("tenant");
     std::vector<Known> known;
     const auto find = [&](const Block& block) {
@@ -95,7 +95,7 @@ void random_siblings(std::uint64_t seed) {
 
 void many_siblings_are_found_in_few_steps() {
     constexpr int kNum = 1 << 16;
-    PrefixTree tree(1, 1, kNum + 1);
+    PrefixTree tree(1, {0}, kNum + 1);
     const NodeId root = tree.make_root("");
     for (Token token = 0; token < kNum; ++token) tree.insert(root, {{&token, 1}, {}, 0}, {});
     const std::int64_t before = tree.num_visited();
@@ -107,7 +107,7 @@ void many_siblings_are_found_in_few_steps() {
 }
 
 void roots_and_paths() {
-    PrefixTree tree(2, 3, 1);
+    PrefixTree tree(2, {0, 0, 0}, 1);
     const NodeId a = tree.make_root("a");
     const NodeId b = tree.make_root("b");
     EXPECT(a != b && tree.make_root("a") == a && tree.find_root("c") == kNone);

@@ -1,4 +1,4 @@
-// The thread pool, linear layers and attention, called from several host threads at once while another changes the number of
+// The thread pool, linear layers (dense and of codes), a mixer and attention, called from several host threads at once while another changes the number of
 // threads: each call has the bits it has alone, and ThreadSanitizer (scripts/sanitize thread) finds no race.
 #include <atomic>
 #include <cstdint>
@@ -8,6 +8,7 @@
 
 #include "kernels/attention.hpp"
 #include "kernels/linear.hpp"
+#include "kernels/state_mixer.hpp"
 #include "kernels/thread_pool.hpp"
 #include "tests/testing.hpp"
 
@@ -74,6 +75,58 @@ void test_linear(Isa isa) {
     });
 }
 
+// The same of a weight held as codes.
+void test_codes(Isa isa) {
+    constexpr std::int64_t kOutputs = 200, kInputs = 96, kGroup = 32, kRows = 40;
+    Random random(5);
+    std::vector<std::uint8_t> codes(kOutputs * kInputs);
+    for (std::uint8_t& code : codes) code = static_cast<std::uint8_t>(random.below(16));
+    const std::vector<float> scales = random_floats(kOutputs * (kInputs / kGroup), 6), x = random_floats(kRows * kInputs, 7);
+    QuantizedParts parts;
+    parts.codes = codes.data(), parts.bits = 4, parts.num_outputs = kOutputs, parts.num_inputs = kInputs, parts.group = kGroup;
+    parts.scales = parts.minimums = {scales.data(), Number::f32, nullptr, Number::none, 1};
+    std::vector<std::uint16_t> rows(x.size());  // bf16: the matrix unit takes them
+    for (std::size_t i = 0; i < x.size(); ++i) {
+        std::uint32_t bits;
+        std::memcpy(&bits, &x[i], sizeof bits);
+        rows[i] = static_cast<std::uint16_t>(bits >> 16);
+    }
+    const PackedWeight packed(Element::bf16, parts, isa);
+    std::vector<std::uint16_t> expected(kRows * kOutputs);
+    packed.multiply(rows.data(), kRows, nullptr, expected.data());
+    from_many_threads([&](int host) {
+        std::vector<std::uint16_t> out(kRows * kOutputs);
+        packed.multiply(rows.data(), kRows, nullptr, out.data());
+        EXPECT(out == expected);
+        if (host != 0) return;
+        const PackedWeight again(Element::bf16, parts, isa);
+        EXPECT(std::memcmp(again.data(), packed.data(), packed.num_bytes()) == 0);
+    });
+}
+
+// One mixer, whose weights all host threads use, each with states of its own.
+void test_mixer(Isa isa) {
+    constexpr std::int64_t kHidden = 32, kHeads = 2, kWidth = 3, kRows = 70, kInner = 2 * kHidden;
+    const std::vector<float> weight = random_floats(3 * kInner * kHidden, 8), hidden = random_floats(kRows * kHidden, 9);
+    const PackedWeight in(Element::f32, weight.data(), 3 * kInner, kHidden, kHidden, 1, isa), out(Element::f32, weight.data(), kHidden, kInner, kInner, 1, isa);
+    MixerParts parts;
+    parts.kind = MixerParts::convolution_alone;
+    parts.inputs = {{&in, nullptr}};
+    parts.output = {&out, nullptr};
+    parts.x = {{0, 0, kInner}}, parts.gate = {{0, kInner, kInner}}, parts.b = {{0, 2 * kInner, kInner}};
+    parts.convolution = weight.data(), parts.convolution_width = kWidth;
+    parts.num_heads = kHeads, parts.head_dim = kInner / kHeads, parts.size = 1, parts.num_groups = 1;
+    check_parts(parts);
+    const auto run = [&] {
+        std::vector<float> result(kRows * kHidden), state(kInner * (kWidth - 1), 0.0f);
+        run_mixer(parts, {{0, kRows}, {0}, {}, {}, isa}, {state.data(), kInner * (kWidth - 1)}, {nullptr, 0}, hidden.data(), result.data());
+        result.insert(result.end(), state.begin(), state.end());
+        return result;
+    };
+    const std::vector<float> expected = run();
+    from_many_threads([&](int) { EXPECT(run() == expected); });
+}
+
 // One batch over one view, of which the host threads ask at once, each with slots of its own to write to.
 void test_attention(Isa isa) {
     constexpr std::int64_t kBlock = 16, kHeads = 2, kGroup = 2, kWidth = 32, kShared = 8, kBlocks = kShared + kHosts, kContext = kShared * kBlock;
@@ -117,6 +170,8 @@ int main() {
     for (const Isa isa : supported_isas()) {
         if (isa_name(isa).starts_with("emulated")) continue;  // lane by lane; the others' code
         test_linear(isa);
+        test_codes(isa);
+        test_mixer(isa);
         test_attention(isa);
     }
     std::puts("ok");

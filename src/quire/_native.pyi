@@ -32,14 +32,14 @@ class GroupPlan:
     @property
     def slot_mapping(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
         """
-        int64 [query_start[n]]: block * block_size + offset of each new token, sequences in order. -1 only in the
+        int64 [query_start[n]]: block * size + offset of each new token, sequences in order. -1 only in the
         plan of a `restore`, which no step computes: behind a window.
         """
 
     @property
     def lookahead_slots(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
         """
-        int64 [n * num_lookahead]: block * block_size + offset of each lookahead position, which follow the
+        int64 [n * num_lookahead]: block * size + offset of each lookahead position, which follow the
         new tokens; those of sequence i are at i * num_lookahead .. (i + 1) * num_lookahead - 1.
         """
 
@@ -47,7 +47,7 @@ class GroupPlan:
     def block_tables(self) -> NDArray[numpy.int32]:
         """
         int32 [n, widest], made when asked for. Row i has ceil((context_lengths[i] + num_lookahead) /
-        block_size) entries, then -1; -1 also where a block behind a window has been given up.
+        size) entries, then -1; -1 also where a block behind a window has been given up.
         """
 
     @property
@@ -82,9 +82,11 @@ class BlockManager:
         watermark_blocks: int,
         overlapped_steps: bool,
         run_blocks: int,
+        blocks_per_node: Sequence[int] = [],
     ) -> None:
         """
-        `spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order.
+        `spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order. block_size: tokens of
+        a node of the tree. blocks_per_node: how many blocks of each group that is, divisors of it; one each if empty.
         """
 
     def match(
@@ -504,7 +506,7 @@ class PagedView:
         k_offset: object | None = None,
     ) -> None:
         """
-        k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width): codes of 8 bits as uint8; k_scale and v_scale [num_blocks, num_kv_heads, block_size], bfloat16, behind the codes of their rows. dtype: of what is written and of queries. k_offset: float32 [num_kv_heads, k_width], taken from keys before they are turned, or None.
+        k [num_blocks, num_kv_heads, block_size, k_width] and v likewise (v_width): codes of 8 bits as uint8; k_scale and v_scale [num_blocks, num_kv_heads, block_size], bfloat16, behind the codes of their rows. Codes of 4 bits: two in a byte, of v or of both, and scales [.., block_size, groups], one for each 32. dtype: of what is written and of queries. k_offset: float32 [num_kv_heads, k_width], taken from keys before they are turned, or None.
         """
 
     @overload

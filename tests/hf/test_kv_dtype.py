@@ -28,6 +28,7 @@ from quire.backends import native_module
 from quire.errors import ArgumentError, CapacityError, LoadError
 from quire.hf import QuireCache, accelerate, acceleration, restore
 from quire.hf.layers import RowLayer
+from quire.hf.rows import bytes_of_row
 from quire.memory import PagedStorage
 from quire.model.key_offsets import KeyOffsets, key_offset
 from quire.spec import KVSpec
@@ -91,24 +92,36 @@ def test_tokens_are_those_of_a_cache_that_was_codes(name: str, storage: str, mod
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", ["bamba", "gemma2", "gpt2", "llama4_text", "phi3", "qwen2"])
+def test_tokens_of_modes_by_storage(name: str, storage: str) -> None:
+    _check(name, storage, modes_of(name)[STORAGES.index(storage) :: len(STORAGES)])
+
+
+@pytest.mark.parametrize("storage", ["virtual", "growing"])
 @pytest.mark.parametrize(
-    "name",
+    ("kv_dtype", "formats"),
     [
-        "bamba",
-        "bloom",
-        "cohere2",
-        "gemma2",
-        "gemma3n_text",
-        "gpt2",
-        "llama4_text",
-        "phi3",
-        "qwen2",
-        "stablelm",
+        ("k8v4", [("int8", "int4")] * 3),
+        ({"default": "int4", "first:1": "auto", 2: "int8"}, [None, ("int4", "int4"), ("int8", "int8")]),
     ],
 )
-def test_tokens_of_every_mode(name: str) -> None:
-    for storage in STORAGES:
-        _check(name, storage, modes_of(name))
+def test_every_format_and_layers_of_their_own(
+    kv_dtype: Any, formats: list[Any], storage: str, tmp_path: Path
+) -> None:
+    model = model_of("gemma3_text")
+    kept = {layer: one for layer, one in enumerate(formats) if one}
+    ids, mask = prompts()
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    want = model.generate(ids, past_key_values=CodedTwin(model.config, kept), **options)
+    cache = quire_cache(model, storage, kv_dtype=kv_dtype)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), want)
+    cache.save(tmp_path / "cache")
+    loaded = QuireCache.load(tmp_path / "cache", model, **OPTIONS)
+    assert loaded.kv_dtype == cache.kv_dtype
+    for mine, theirs in zip(loaded, cache, strict=True):
+        assert torch.equal(mine[0], theirs[0])
+        assert torch.equal(mine[1], theirs[1])
 
 
 def _check(name: str, storage: str, modes: list[str]) -> None:
@@ -119,17 +132,19 @@ def _check(name: str, storage: str, modes: list[str]) -> None:
         assert as_lists(MODES[mode](model, lambda: _cache(model, storage))) == want, mode
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_tokens_under_accelerate(name: str) -> None:
+@pytest.mark.parametrize(("name", "kv_dtype"), [("llama", "k8v4"), ("gemma3_text", "int8")])
+def test_tokens_under_accelerate(name: str, kv_dtype: str) -> None:
     pytest.importorskip("quire._native")
     model = model_of(name)
     ids, mask = prompts()
     options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
     with _accelerated(model):
-        cache = _cache(model)
+        cache = quire_cache(model, kv_dtype=kv_dtype)
         got = model.generate(ids, past_key_values=cache, **options)
         assert cache.formats.is_known
-    want = model.generate(ids, past_key_values=int8_twin(cache, cache.key_offsets), **options)
+    pair = ("int8", "int4") if kv_dtype == "k8v4" else ("int8", "int8")
+    twin = CodedTwin(model.config, dict.fromkeys(range(len(cache.row_layers)), pair), cache.key_offsets)
+    want = model.generate(ids, past_key_values=twin, **options)
     assert torch.equal(got, want)
 
 
@@ -292,6 +307,10 @@ def test_a_file_keeps_codes_and_offsets(storage: Any, tmp_path: Path) -> None:
     # As if its keys needed one: any will do for what is stored from now on.
     cache.formats.loaded(1, torch.randn(HEADS, WIDTH))
     cache.save(tmp_path / "one")
+    shape, rows = cache.row_layers[1].shape, cache.row_layers[1].rows[0]
+    unused = bytes_of_row(rows, 0, 0, 41).view(41, -1)[:, shape.padding(0)]
+    assert unused.numel()
+    assert not unused.any()  # nothing that memory held before goes into a file
     loaded = QuireCache.load(tmp_path / "one", model, storage=storage, **OPTIONS)
     assert loaded.kv_dtype == "int8"
     assert torch.equal(loaded.key_offsets[1], cache.key_offsets[1])

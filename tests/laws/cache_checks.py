@@ -8,6 +8,7 @@ import numpy as np
 from laws.cache_model import Open, same
 from support.fake_storage import Step
 
+from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.prefix import Node
 
 
@@ -24,19 +25,19 @@ def check_plans(plans: list[Any], step: int, chosen: list[tuple[Open, int]], num
             same([getattr(part, name) for part in parts])
 
 
-def tables_of(
-    chosen: list[tuple[Open, int]], num_lookahead: int, block_size: int, num_groups: int
-) -> list[list[list[int]]]:
-    """What the plan's block tables have to be, by the sequences' own."""
+def tables_of(chosen: list[tuple[Open, int]], num_lookahead: int, tokens: list[int]) -> list[list[list[int]]]:
+    """What the plan's block tables have to be, by the sequences' own. tokens: of a block of each group."""
     ends = [sequence.computed + num_new + num_lookahead for sequence, num_new in chosen]
-    widths = [-(-end // block_size) for end in ends]
-    return [
-        [
-            sequence.handles[0].block_table(group)[:width].tolist() + [-1] * (max(widths) - width)
-            for (sequence, _), width in zip(chosen, widths, strict=True)
-        ]
-        for group in range(num_groups)
-    ]
+    tables: list[list[list[int]]] = []
+    for group, size in enumerate(tokens):
+        widths = [-(-end // size) for end in ends]
+        tables.append(
+            [
+                sequence.handles[0].block_table(group)[:width].tolist() + [-1] * (max(widths) - width)
+                for (sequence, _), width in zip(chosen, widths, strict=True)
+            ]
+        )
+    return tables
 
 
 def check_tables(step: Step) -> None:
@@ -48,7 +49,7 @@ def check_tables(step: Step) -> None:
             assert found.tolist() == tables
 
 
-def check_node(node: Node, chain: int, slots: np.ndarray, block_size: int) -> None:
+def check_node(node: Node, chain: int, slots: np.ndarray, shape: NodeShape) -> None:
     """Whatever the tree would let somebody find is what its tokens say."""
     position = 0
     for offset in range(node.num_tokens):
@@ -60,9 +61,10 @@ def check_node(node: Node, chain: int, slots: np.ndarray, block_size: int) -> No
             key = node.content[position:end].replace(b"\0\xff", b"\0")
             position = end + 2
         chain = hash((chain, (token >> 1, key)))
-        for group, block_id in enumerate(node.block_ids):
+        for group, one in enumerate(shape.groups):
+            block_id = node.block_ids[one.first_column + offset // one.tokens]
             if block_id >= 0:
-                found = slots[block_id * block_size + offset]
+                found = slots[block_id, offset % one.tokens]
                 assert found == hash((group, chain)), f"block {block_id} of a node holds something else"
     for child in node.children:
-        check_node(child, chain, slots, block_size)
+        check_node(child, chain, slots, shape)

@@ -62,7 +62,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def start(
         self,
-        groups: list[Span],
+        groups: tuple[list[Span], tuple[int, ...]],
         block_size: int,
         num_blocks: int,
         prefix_caching: bool,
@@ -73,7 +73,7 @@ class CacheMachine(RuleBasedStateMachine):
     ) -> None:
         self.caches = [
             Cache(
-                spec_of(*groups),
+                spec_of(*groups[0], blocks_per_node=groups[1]),
                 num_blocks=num_blocks,
                 block_size=block_size,
                 prefix_caching=prefix_caching,
@@ -88,8 +88,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = self.caches[0]
         self.spans = [group.span for group in self.cache.spec.groups]
         self.num_groups = len(self.spans)
-        self.size, self.num_blocks, self.overlapped = block_size, num_blocks, overlapped
-        self.storage = FakeStorage(self.spans, num_blocks, block_size)
+        self.tokens = [group.tokens_per_block(block_size) for group in self.cache.spec.groups]
+        self.size = self.cache.node_tokens
+        self.num_blocks, self.overlapped = num_blocks, overlapped
+        self.storage = FakeStorage(self.spans, num_blocks, self.tokens)
         for tokens in stored:
             self.serve(Content(b"", tokens), "store")
 
@@ -280,10 +282,11 @@ class CacheMachine(RuleBasedStateMachine):
             assert fits is not True
             assert self.cache.stats() == before
             sequence, num_new = chosen[0]
-            num_blocks = -(-(sequence.computed + num_new + num_lookahead) // self.size)
+            end = sequence.computed + num_new + num_lookahead
+            num_blocks = sum(-(-end // tokens) for tokens in self.tokens)
             if len(self.open_sequences) == 1 and not (self.pending or restores) and self.has_nothing_kept():
                 most = self.cache.max_blocks(sequence.owner_id)
-                assert num_blocks * self.num_groups > most, "what fits runs alone"
+                assert num_blocks > most, "what fits runs alone"
             return False
         assert fits is not False or alone
         self.newest_step += 1
@@ -291,7 +294,7 @@ class CacheMachine(RuleBasedStateMachine):
         check_plans(plans, self.newest_step, chosen, self.num_groups)
         if fits:
             assert self.cache.num_free_blocks >= available - needed
-        tables = tables_of(chosen, num_lookahead, self.size, self.num_groups)
+        tables = tables_of(chosen, num_lookahead, self.tokens)
         ids = [sequence.handles[0].id for sequence, _ in chosen]
         step = Step(plans[0], plans[1:], tables, ids, [], [], is_copied_in=restores)
         for sequence, num_new in chosen:
@@ -408,7 +411,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     def given_up_blocks(self, sequence: Open) -> list[list[int]]:
         tables = [sequence.handles[0].block_table(group) for group in range(self.num_groups)]
-        return [np.flatnonzero(table[: -(-sequence.computed // self.size)] < 0).tolist() for table in tables]
+        return [
+            np.flatnonzero(table[: -(-sequence.computed // tokens)] < 0).tolist()
+            for table, tokens in zip(tables, self.tokens, strict=True)
+        ]
 
     @precondition(lambda self: self.newest_step and self.overlapped)
     @rule(back=st.sampled_from([0, 0, 1, 3]))
@@ -535,4 +541,4 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.pending:
             for root in blocks.tree.roots.values():
                 for child in root.children:
-                    check_node(child, hash(root.content), self.storage.slots, self.size)
+                    check_node(child, hash(root.content), self.storage.slots, blocks.shape)

@@ -15,14 +15,19 @@ from quire.cache.cache import Sequence
 from quire.spec import Span
 
 FULL = Span()
+# Spans, and blocks of each group to a node (none: one each).
 GROUPS = [
-    [FULL],
-    [FULL],
-    [FULL, FULL],
-    [FULL, Span("window", 3)],
-    [FULL, Span("window", 5), Span("chunked", 4)],
-    [Span("window", 4)],
-    [Span("chunked", 6), Span("window", 1)],
+    ([FULL], ()),
+    ([FULL], ()),
+    ([FULL, FULL], ()),
+    ([FULL, Span("window", 3)], ()),
+    ([FULL, Span("window", 5), Span("chunked", 4)], ()),
+    ([Span("window", 4)], ()),
+    ([Span("chunked", 6), Span("window", 1)], ()),
+    ([FULL, Span("window", 3)], (1, 3)),
+    ([FULL, Span("window", 5)], (2, 1)),
+    ([FULL, FULL, Span("window", 2)], (1, 2, 4)),
+    ([Span("chunked", 6), Span("window", 1)], (1, 2)),
 ]
 # Prompts are pieces of a few texts, so that most of them share a beginning, and differ somewhere.
 TEXTS = [[(3 + 7 * seed + position * position) % 3 for position in range(40)] for seed in range(3)]

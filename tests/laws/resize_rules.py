@@ -38,13 +38,13 @@ class ResizingMachine(CacheMachine):
         pool = self.caches[self.backends.index("python")]._manager.blocks.pool
         self.given_up = frozenset(pool.given_up)
         slots = self.storage.slots
-        grown = np.full(pool.num_ids * self.size - len(slots), POISON, np.int64)
+        grown = np.full((pool.num_ids - len(slots), slots.shape[1]), POISON, np.int64)
         self.storage.slots = np.concatenate([slots, grown])
         self.num_blocks = wanted
 
     def lose(self, block_ids: list[int]) -> None:
         """Their memory is given back."""
-        self.storage.slots.reshape(-1, self.size)[block_ids] = POISON
+        self.storage.slots[block_ids] = POISON
 
     @precondition(lambda self: hasattr(self, "caches"))
     @rule()

@@ -309,10 +309,10 @@ def test_a_failing_prepare_leaves_the_rows_of_others_alone(every: int) -> None:
     calls = FaultyCalls()
     cache, storage = make(MIXED, 60, backend=MemfdBackend(calls))
     work = Sequences(cache, storage)
-    a = cache.open(list(range(14)))
-    assert work.step([a], [14])
+    a = cache.open(list(range(18)))
+    assert work.step([a], [18])
     row, mappings = storage.row_of(a.id), storage.num_mappings
-    b = cache.open([*range(8), *range(50, 70)])
+    b = cache.open([*range(16), *range(50, 62)])
     a.append([5])
     new = [1, b.num_tokens - b.num_computed_tokens]
     plan = cache.reserve([a, b], new)
@@ -371,7 +371,7 @@ def test_too_many_sequences_are_refused_and_nothing_is_kept() -> None:
         (KVSpec.uniform(num_layers=1, num_kv_heads=3, head_dim=96), 4096, 64),
         (KVSpec.uniform(num_layers=1, num_kv_heads=5, head_dim=80, dtype="float32"), 65536, 64),  # 25 pages
         (KVSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=33), 65536, 2048),  # 66 bytes: 33 pages
-        (MIXED, 65536, 16),
+        (MIXED, 65536, 8),  # of the narrow layers, 32
     ],
 )
 def test_the_block_size_of_a_piece(spec: KVSpec, piece_bytes: int, tokens: int) -> None:

@@ -25,7 +25,7 @@ from quire.spec.weight_formats import parse_rounding
 _native = pytest.importorskip("quire._native")
 
 ISAS = _native.supported_isas()
-EMULATED = [isa for isa in ISAS if isa.startswith("emulated") and isa != "emulated_avx512_bf16"]
+EMULATED = [isa for isa in ISAS if isa.startswith("emulated")]
 REAL = [isa for isa in ISAS if not isa.startswith("emulated")]
 
 

@@ -30,7 +30,7 @@ class TensorPerLayer(BlockStorage):
         self.num_tables, self.tables, self.pools = len(spec.groups), {}, {}
         for group in spec.groups:
             for layer in group.layers:
-                shape = (num_blocks, group.num_kv_heads, block_size)
+                shape = (num_blocks, group.num_kv_heads, group.tokens_per_block(block_size))
                 self.tables[layer] = group.index
                 self.pools[layer] = tuple(
                     torch.zeros(*shape, dim, dtype=self.dtype) for dim in (group.k_head_dim, group.v_head_dim)
@@ -48,7 +48,8 @@ class TensorPerLayer(BlockStorage):
         return self.tables[self.spec.stored_in(layer)]
 
     def view(self, layer: int) -> KVView:
-        return KVView(*self.pools[self.spec.stored_in(layer)], self.block_size)
+        k, v = self.pools[self.spec.stored_in(layer)]
+        return KVView(k, v, k.shape[2])
 
     def prepare(self, plan: Any, sequence_ids: Any) -> list[Placement]:
         self.run_copies(plan)

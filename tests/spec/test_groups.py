@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire import Cache
+from quire.memory.virtual.sizes import virtual_block_bytes, virtual_block_size
 from quire.spec import KVSpec, LayerSpec, Span
 from quire.spec.kv_spec import MAX_GROUPS, MAX_PADDING
 
@@ -16,7 +17,9 @@ def _spec(*kinds: tuple[int, LayerSpec]) -> KVSpec:
 
 def _taken(spec: KVSpec, num_tokens: int) -> float:
     """How many times the bytes of the tokens in them blocks of one size take; their edges not counted."""
-    taken = sum(spec.block_bytes(1) * group.span.num_kept(num_tokens) for group in spec.groups)
+    taken = sum(
+        spec.block_bytes(1) / group.block_factor * group.span.num_kept(num_tokens) for group in spec.groups
+    )
     return taken / spec.bytes_for(num_tokens)
 
 
@@ -71,6 +74,32 @@ def test_groups_hold_every_layer_once_and_are_dense_where_they_can_be(kinds: dic
         assert is_dense or short > MAX_PADDING or not is_long_dense or count > MAX_GROUPS
 
 
-def test_one_full_layer_among_many_windowed_ones_pads_nothing() -> None:
-    spec = _spec((31, LayerSpec(Span("window", 128), 4, 64, 64)), (1, LayerSpec(Span(), 4, 64, 64)))
-    assert _taken(spec, 1) == _taken(spec, 1 << 17) == 1
+MANY_WINDOWS = _spec((31, LayerSpec(Span("window", 128), 4, 64, 64)), (1, LayerSpec(Span(), 4, 64, 64)))
+
+
+def test_one_full_layer_among_many_windowed_ones_makes_a_handful_of_groups() -> None:
+    """It has 8 times as many tokens to a block of as many bytes."""
+    groups = MANY_WINDOWS.groups
+    assert [(len(group.layers), group.tokens_per_block(16)) for group in groups] == [
+        (1, 128), (8, 16), (8, 16), (8, 16), (7, 16)
+    ]  # fmt: skip
+    assert MANY_WINDOWS.tokens_per_node(16) == 128
+    assert max(_taken(MANY_WINDOWS, 1), _taken(MANY_WINDOWS, 1 << 17)) <= 1 + MAX_PADDING
+
+
+def test_a_budget_for_ten_sequences_of_many_windows_holds_nine() -> None:
+    num_tokens = 32_768
+    cache = Cache(MANY_WINDOWS, memory=10 * MANY_WINDOWS.bytes_for(num_tokens), block_size=16)
+    assert cache.num_blocks // cache.blocks_alone(num_tokens) == 9
+
+
+def test_what_maps_each_layer_for_itself_has_blocks_that_take_as_much_in_every_layer() -> None:
+    """Of a Gemma 4 shape a third of virtual memory was padding, when groups were of unequal numbers of layers."""
+    block_size = virtual_block_size(GEMMA4)
+    assert virtual_block_bytes(GEMMA4, block_size) / GEMMA4.block_bytes(block_size) == 1.5
+    spec = GEMMA4.for_pieces()
+    assert [(len(group.layers), group.block_factor) for group in spec.groups] == [(10, 2)] + [(10, 1)] * 5
+    assert virtual_block_bytes(spec, block_size) == spec.block_bytes(block_size)
+    assert _taken(spec, 1) == _taken(spec, 32_768) == 1
+    uniform = KVSpec.uniform(num_layers=28, num_kv_heads=8, head_dim=128)
+    assert uniform.for_pieces().groups == uniform.groups

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +20,19 @@ BACKENDS = ["python", "native"] if hasattr(native_module(), "BlockManager") else
 LONG_BACKENDS = [*BACKENDS[1:], pytest.param("python", marks=pytest.mark.ci)] if BACKENDS[1:] else BACKENDS
 
 
-def spec_of(*spans: Span) -> KVSpec:
-    """One group for each span: one layer each, all of different widths so that none share a group."""
+def spec_of(*spans: Span, blocks_per_node: SequenceOf[int] = ()) -> KVSpec:
+    """One group for each span: one layer each, all of different widths so that none share a group.
+
+    blocks_per_node: of each group, full ones first; one each if empty."""
     layers = [LayerSpec(span, 1, 8, 8 + index) for index, span in enumerate(spans)]
-    return KVSpec(layers=tuple(layers))
+    spec = KVSpec(layers=tuple(layers))
+    if blocks_per_node:
+        node = math.lcm(*blocks_per_node)
+        spec.__dict__["groups"] = tuple(  # as if it had been computed
+            replace(group, blocks_per_node=count, block_factor=node // count)
+            for group, count in zip(spec.groups, blocks_per_node, strict=True)
+        )
+    return spec
 
 
 FULL = Span()

@@ -70,15 +70,18 @@ class Step:
 
 
 class FakeStorage:
-    def __init__(self, spans: list[Span], num_blocks: int, block_size: int) -> None:
+    """tokens: of a block of each group."""
+
+    def __init__(self, spans: list[Span], num_blocks: int, tokens: list[int]) -> None:
         self.spans = spans
-        self.block_size = block_size
-        self.slots = np.full(num_blocks * block_size, POISON, np.int64)
+        self.tokens = tokens
+        self.slots = np.full((num_blocks, max(tokens)), POISON, np.int64)
 
     def touched(self, step: Step, *, written_only: bool) -> set[tuple[int, int]]:
         """(slot, owner) of all that the step writes, and reads unless `written_only` or it is copied in."""
-        size, result = self.block_size, set()
+        result = set()
         for group, span in enumerate(self.spans):
+            size = self.tokens[group]
             tables = step.tables[group]
             for table, owner, digests, start in zip(
                 tables, step.owners, step.digests, step.starts, strict=True
@@ -87,18 +90,18 @@ class FakeStorage:
                 for position in range(first, len(digests)):
                     block_id = table[position // size]
                     if block_id >= 0 or not step.is_copied_in:
-                        result.add((block_id * size + position % size, owner))
+                        result.add((block_id * self.slots.shape[1] + position % size, owner))
         return result
 
     def run(self, step: Step) -> None:
         """Copy, write, read."""
-        size, plan = self.block_size, step.plan
+        plan = step.plan
         for group in range(plan.num_groups):
             for source, destination, count in plan.group(group).copies.tolist():
-                copied = self.slots[source * size : source * size + count].copy()
-                self.slots[destination * size : (destination + 1) * size] = POISON
-                self.slots[destination * size : destination * size + count] = copied
-        written: list[int] = []
+                copied = self.slots[source, :count].copy()
+                self.slots[destination] = POISON
+                self.slots[destination, :count] = copied
+        written: list[tuple[int, int]] = []
         for group in range(plan.num_groups):
             part = plan.group(group)
             num_lookahead = len(part.lookahead_slots) // max(1, len(step.digests))
@@ -113,8 +116,10 @@ class FakeStorage:
                     assert all(slot >= 0 for slot in slots[max(0, needed - start) :])
                     values = [value for value, slot in zip(values, slots, strict=True) if slot >= 0]
                     slots = [slot for slot in slots if slot >= 0]
-                self.slots[slots] = values
-                written += slots
+                where = [divmod(slot, self.tokens[group]) for slot in slots]
+                for at, value in zip(where, values, strict=True):
+                    self.slots[at] = value
+                written += where
         assert len(set(written)) == len(written), "one slot is written twice in a step"
         for group in range(plan.num_groups):
             tables = plan.group(group).block_tables
@@ -124,14 +129,13 @@ class FakeStorage:
 
     def expect(self, group: int, table: np.ndarray, digests: list[int], position: int, where: str) -> None:
         """Everything that queries from `position` on may read of these digests is there."""
-        size = self.block_size
+        size = self.tokens[group]
         for at in range(self.spans[group].first_needed(position), len(digests)):
             block_id = int(table[at // size])
-            found = self.slots[block_id * size + at % size] if block_id >= 0 else None
+            found = self.slots[block_id, at % size] if block_id >= 0 else None
             assert found == hash((group, digests[at])), (
                 f"{where}: group {group}, position {at}: block {block_id} holds {found}, not what a recompute writes"
             )
 
     def poison(self, block_ids: Iterable[int]) -> None:
-        slots = self.slots.reshape(-1, self.block_size)
-        slots[list(block_ids)] = POISON
+        self.slots[list(block_ids)] = POISON

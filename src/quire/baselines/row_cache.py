@@ -75,6 +75,7 @@ class RowCache(KVCache):
         self.block_name = space.block_name
         self.block_bytes = block_bytes
         self.block_size = self.row_tokens = arguments.count(row_tokens, "row_tokens", 1)
+        self.node_tokens = self.block_size
         self.num_blocks = space.num_blocks
         self.num_groups = space.num_tables
         self.overlapped_steps = overlapped_steps

@@ -49,8 +49,11 @@ class BlockManager(Protocol):
         watermark_blocks: int,
         overlapped_steps: bool,
         run_blocks: int,
+        blocks_per_node: SequenceOf[int] = (),
     ) -> None:
-        """`spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order."""
+        """`spans`: one ("full", 0), ("window", size) or ("chunked", size) for each group, in order. block_size: tokens
+        of a node of the tree. blocks_per_node: how many blocks of each group that is, divisors of it; one each if
+        empty."""
         ...
 
     def match(

@@ -23,7 +23,7 @@ def num_blocks_for(spec: KVSpec, num_tokens: int, block_size: int) -> int:
 
 def max_tokens_for(spec: KVSpec, num_blocks: int, block_size: int) -> int:
     """The longest sequence that can be computed alone in `num_blocks` blocks."""
-    low, high = 0, num_blocks * block_size
+    low, high = 0, num_blocks * spec.tokens_per_node(block_size)
     if num_blocks_for(spec, UNBOUNDED, block_size) <= num_blocks:
         return UNBOUNDED
     while low < high:
@@ -40,27 +40,30 @@ def blocks_with_prefix(
 ) -> tuple[int, int]:
     """Blocks (held once, held by each) of sequences of `num_tokens` whose first `num_shared` tokens are the same.
 
-    Whole blocks are shared, a partial one is copied, and the last token of a prompt is always computed. Of a group that
-    forgets, each sequence goes on to hold a whole window of its own; the prefix's last window stays for the next one.
+    Whole nodes of the prefix tree are shared, a partial one is copied, and the last token of a prompt is always
+    computed. Of a group that forgets, each sequence goes on to hold a whole window of its own; the prefix's last window
+    stays for the next one.
     """
-    whole = min(num_shared, num_tokens - 1) // block_size
     once = each = 0
     for group in groups:
+        tokens = group.tokens_per_block(block_size)
+        whole = min(num_shared, num_tokens - 1) // (tokens * group.blocks_per_node) * group.blocks_per_node
         alone = _group_blocks(group, num_tokens, block_size)
-        forgets = alone < -(-num_tokens // block_size)
+        forgets = alone < -(-num_tokens // tokens)
         once += min(whole, alone)
         each += alone if forgets else alone - whole
     return once, each
 
 
 def _group_blocks(group: KVGroup, num_tokens: int, block_size: int) -> int:
-    whole = -(-num_tokens // block_size)
+    tokens = group.tokens_per_block(block_size)
+    whole = -(-num_tokens // tokens)
     span = group.span
     if span.kind == "full":
         return whole
     # What is kept begins at a multiple of the step, which is one of the block size only if that divides it.
-    offset = 0 if span.step % block_size == 0 else block_size - 1
-    return min(whole, -(-(span.most_kept + offset) // block_size))
+    offset = 0 if span.step % tokens == 0 else tokens - 1
+    return min(whole, -(-(span.most_kept + offset) // tokens))
 
 
 def num_blocks_in(spec: KVSpec, num_blocks: int | None, memory: str | int | None, block_size: int) -> int:

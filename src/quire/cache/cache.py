@@ -37,6 +37,7 @@ from quire.spec import KVSpec
 __all__ = ["Cache", "Dropped", "Explanation", "Match", "OwnerCounts", "Sequence"]
 
 MAX_BLOCK_SIZE = 4096  # a piece of 2 MiB is a thousand tokens and more; the native tree counts to 8191
+MAX_NODE_TOKENS = 8191  # as a node of the native tree counts
 MAX_RUN_BLOCKS = 4096  # of the smallest pieces, a page, 512 make a huge page
 
 _Sequences = SequenceOf[CacheSequence] | Int64Array
@@ -46,8 +47,9 @@ _Counts = SequenceOf[int] | NDArray[np.integer]
 class Cache(PrefixKVCache):
     """A paged KV cache with a prefix tree over `num_blocks` blocks.
 
-    A block holds one block of `block_size` tokens for the layers of one group (`spec.groups`): a token of a model
-    with two groups needs a slot in a block of each. All groups draw on one pool.
+    A block holds `block_size` tokens for the layers of one group (`spec.groups`), of a group with a small token several
+    times as many (`KVGroup.tokens_per_block`): a token of a model with two groups needs a slot in a block of each. All
+    groups draw on one pool.
 
         sequence = cache.open(prompt)                          # takes the longest known prefix
         plan = cache.reserve([sequence], [num_new_tokens])     # slots for the tokens to compute; None: no room
@@ -57,6 +59,7 @@ class Cache(PrefixKVCache):
     Not thread-safe: one owner at a time.
 
     block_bytes: what a block takes in the storage, for `memory_use`; `spec.block_bytes(block_size)` unless set.
+    node_tokens: of a node of the prefix tree, the largest block: what is shared, told of and stored as a whole.
     pins: what stays whatever happens (`pins.py`).
     """
 
@@ -109,6 +112,13 @@ class Cache(PrefixKVCache):
             )
         self.spec = spec
         self.block_size = arguments.count(block_size, "block_size", 1, MAX_BLOCK_SIZE)
+        self.node_tokens = spec.tokens_per_node(self.block_size)
+        if self.node_tokens > MAX_NODE_TOKENS:
+            most = MAX_NODE_TOKENS * self.block_size // self.node_tokens
+            raise ArgumentError(
+                f"expected a block_size of at most {most}, as the largest blocks of this model have "
+                f"{self.node_tokens // self.block_size} times as many tokens, got {self.block_size}"
+            )
         self.num_blocks = num_blocks_in(spec, num_blocks, memory, self.block_size)
         # Every id is below it: those given up by `resize` come back first.
         self.num_block_ids = self.num_blocks
@@ -123,7 +133,9 @@ class Cache(PrefixKVCache):
         self.num_groups = len(spec.groups)
         self.backend = choose_backend(backend, needs="BlockManager")
         self.block_bytes = spec.block_bytes(self.block_size)
-        self._num_full_groups = sum(group.span.kind == "full" for group in spec.groups)
+        self._full_tokens = [
+            group.tokens_per_block(self.block_size) for group in spec.groups if group.span.kind == "full"
+        ]
         self._open_ids: set[int] = set()
         self.pins = Pins(self)
         self._manager: BlockManager = _make_manager(
@@ -131,11 +143,12 @@ class Cache(PrefixKVCache):
             eviction,
             [(group.span.kind, group.span.size) for group in spec.groups],
             self.num_blocks,
-            self.block_size,
+            self.node_tokens,
             self.prefix_caching,
             self._watermark_blocks(self.num_blocks),
             self.overlapped_steps,
             self.run_blocks,
+            blocks_per_node=[group.blocks_per_node for group in spec.groups],
         )
 
     def __repr__(self) -> str:
@@ -292,8 +305,7 @@ class Cache(PrefixKVCache):
         return max_tokens_for(self.spec, self.num_possible_blocks, self.block_size)
 
     def blocks_later(self, num_tokens: int, num_reserved: int) -> int:
-        size = self.block_size
-        return self._num_full_groups * (-(-num_tokens // size) - -(-num_reserved // size))
+        return sum(-(-num_tokens // size) - -(-num_reserved // size) for size in self._full_tokens)
 
     def margin(self, share: float) -> int:
         return math.ceil(share * self.num_possible_blocks)
@@ -349,11 +361,11 @@ class Cache(PrefixKVCache):
         return {**stats, "held": stats["held"] - pinned, "pinned": pinned}
 
     def memory_use(self) -> MemoryUse:
-        size = self.block_size
         _, cached, held, in_flight = self._manager.counts()
         used = 0
         computed = {i: self._manager.num_computed_tokens(i) for i in self._open_ids}
         for group in self.spec.groups:
+            size = group.tokens_per_block(self.block_size)
             tokens_in = np.zeros(self.num_block_ids, np.int64)
             for sequence_id, num_computed in computed.items():
                 table = self._manager.block_table(sequence_id, group.index)[: -(-num_computed // size)]
@@ -392,14 +404,14 @@ class Cache(PrefixKVCache):
         return arguments.step(sequences, self._id, num_new_tokens, num_lookahead_tokens)
 
 
-def _make_manager(backend: str, eviction: str, *args: Any) -> BlockManager:
+def _make_manager(backend: str, eviction: str, *args: Any, blocks_per_node: list[int]) -> BlockManager:
     if backend == "native":
         if eviction != "lru":
             raise ArgumentError(
                 f"expected eviction 'lru' on backend 'native', which has no other, got {eviction!r}; "
                 "use backend='python'"
             )
-        return native_module().BlockManager(*args)  # type: ignore[union-attr]
+        return native_module().BlockManager(*args, blocks_per_node)  # type: ignore[union-attr]
     from quire.cache.manager.block_manager import PythonBlockManager
 
-    return PythonBlockManager(*args, eviction=eviction)
+    return PythonBlockManager(*args, blocks_per_node, eviction=eviction)

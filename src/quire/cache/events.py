@@ -32,11 +32,12 @@ REASONS = ("", "evicted", "forgotten")
 class CacheEvent:
     """One of them. Without a node (cleared) its id is -1.
 
-    blocks: of each group, -1 for those the event is not about. parent_id: -1 below a root.
+    blocks: of each group, one or several (`KVGroup.blocks_per_node`), -1 for those the event is not about. parent_id:
+    -1 below a root.
     owner: stored: whose the blocks are; removed: for whose need, 0 for nobody's.
     reason: of removed: "evicted" (room was needed by `reserve`) or "forgotten" (`drop`, `resize`); else "".
     cache_priority: the highest of the blocks': of stored those of the event, of removed all that the node had.
-    namespace, tokens (int32 [block_size]), extra_keys (by offset in the block): of stored.
+    namespace, tokens (int32 [node_tokens]), extra_keys (by offset in the node): of stored.
     """
 
     kind: Literal["stored", "removed", "cleared"]
@@ -62,10 +63,10 @@ class CacheEvents:
     owner_ids: Int32Array  # [n]
     cache_priorities: Int32Array  # [n]
     namespace_index: Int32Array  # [n], into `namespaces`; -1 where not stored
-    block_ids: Int32Array  # [n, groups]
-    tokens: Int32Array  # [stored events, block_size]
+    block_ids: Int32Array  # [n, blocks of a node]
+    tokens: Int32Array  # [stored events, node_tokens]
     namespaces: list[bytes]
-    extra_keys: list[tuple[int, int, bytes]]  # (event, offset in its block, key)
+    extra_keys: list[tuple[int, int, bytes]]  # (event, offset in its node, key)
 
     @classmethod
     def from_arrays(cls, arrays: EventArrays) -> CacheEvents:

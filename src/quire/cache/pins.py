@@ -44,7 +44,7 @@ class PinnedCache(Protocol):
 
     block_name: str
     block_bytes: int
-    block_size: int
+    node_tokens: int
     num_groups: int
 
     @property
@@ -257,9 +257,9 @@ class Pins:
     def in_what_begins_with(
         self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> list[Pin]:
-        """Those that hold some of what `Cache.drop` would forget: they go on behind the tokens, or end within the block
+        """Those that hold some of what `Cache.drop` would forget: they go on behind the tokens, or end within the node
         in which these end, which may be theirs."""
-        size, num_tokens = self._cache.block_size, len(tokens)
+        size, num_tokens = self._cache.node_tokens, len(tokens)
         num_before = (num_tokens - 1) // size * size if num_tokens else 0
         found: list[Pin] = []
         for pin in self._pins:
@@ -272,7 +272,7 @@ class Pins:
         self, tokens: np.ndarray, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None
     ) -> int:
         """Pinned blocks of whole blocks that a prompt begins with, at least: it needs none of its own for them."""
-        size = self._cache.block_size
+        size = self._cache.node_tokens
         same = [pin.num_common(tokens, extra_keys) for pin in self._pins if pin.namespace == namespace]
         return self._cache.blocks_later(max(same, default=0) // size * size, 0)
 

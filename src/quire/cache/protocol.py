@@ -16,10 +16,10 @@ A step, the only calls that run once per step whatever happens:
     do plan.copies, write K and V to plan.slot_mapping, attend through plan.block_tables
     cache.advance(ids, plan.context_lengths, sampled)   commit what was computed, append what was drawn
 
-Words. A *block* is `block_size` tokens of the layers of one group (of a cache in rows: one token of an arena or one
-page of a buffer; `block_id` says which). A *group* is a set of layers that keep the same tokens (`spec.groups`); a
-token needs a slot in each. A *slot* is `block * block_size + offset`. "Absolute" counts are from the sequence's first
-token.
+Words. A *block* is `block_size` tokens of the layers of one group, or several times as many of a group whose token is
+small (of a cache in rows: one token of an arena or one page of a buffer; `block_id` says which). A *group* is a set of
+layers that keep the same tokens (`spec.groups`); a token needs a slot in each. A *slot* is `block * size + offset`,
+where blocks of the group have `size` tokens. "Absolute" counts are from the sequence's first token.
 
 Errors, of every call
     ArgumentError        a type, shape, dtype or range that cannot be; also one that depends on the state (more new
@@ -103,20 +103,20 @@ class GroupPlan(Protocol):
 
     @property
     def slot_mapping(self) -> Int64Array:
-        """int64 [query_start[n]]: block * block_size + offset of each new token, sequences in order. -1 only in the
+        """int64 [query_start[n]]: block * size + offset of each new token, sequences in order. -1 only in the
         plan of a `restore`, which no step computes: behind a window."""
         ...
 
     @property
     def lookahead_slots(self) -> Int64Array:
-        """int64 [n * num_lookahead]: block * block_size + offset of each lookahead position, which follow the
+        """int64 [n * num_lookahead]: block * size + offset of each lookahead position, which follow the
         new tokens; those of sequence i are at i * num_lookahead .. (i + 1) * num_lookahead - 1."""
         ...
 
     @property
     def block_tables(self) -> Int32Array:
         """int32 [n, widest], made when asked for. Row i has ceil((context_lengths[i] + num_lookahead) /
-        block_size) entries, then -1; -1 also where a block behind a window has been given up."""
+        size) entries, then -1; -1 also where a block behind a window has been given up."""
         ...
 
     @property
@@ -422,7 +422,11 @@ class KVCache(Protocol):
 
 
 class PrefixKVCache(KVCache, Protocol):
-    """A cache whose sequences share blocks: what it tells of its prefix tree, and how its size changes."""
+    """A cache whose sequences share blocks: what it tells of its prefix tree, and how its size changes.
+
+    node_tokens: of a full node, the tokens of the largest block of any group."""
+
+    node_tokens: int
 
     def explain(
         self, token_ids: Any, *, namespace: bytes = b"", extra_keys: Mapping[int, bytes] | None = None

@@ -177,7 +177,7 @@ class StateCache(Cache):
             return []
         wanted = {num_tokens - 1, num_stored}
         if self.keeps_boundaries:
-            wanted.add((num_tokens - 1) // self.block_size * self.block_size)
+            wanted.add((num_tokens - 1) // self.node_tokens * self.node_tokens)
         if self.checkpoint_every:
             wanted.update(range(self.checkpoint_every, num_tokens, self.checkpoint_every))
         return sorted(position for position in wanted if num_hit < position < num_tokens)
@@ -256,7 +256,10 @@ class StateCache(Cache):
         held = [self._state_of(sequence_id) for sequence_id in ids.tolist()]
         num_blocks = partial(self.num_blocks_needed, ids, counts, num_lookahead_tokens=num_lookahead_tokens)
         if self.exchange is not None:
-            most = self.num_groups * int((-(-(counts + num_lookahead_tokens) // self.block_size) + 1).sum())
+            sizes = [
+                (group.tokens_per_block(self.block_size), group.blocks_per_node) for group in self.spec.groups
+            ]
+            most = sum(int((-(-(counts + num_lookahead_tokens) // size) + num).sum()) for size, num in sizes)
             self._exchange(self.exchange, num_blocks, most, held, self._num_wanted(ids, counts, held))
         if not self._slots_suffice(held):
             return None
@@ -339,7 +342,7 @@ class StateCache(Cache):
         """The checkpoint of most of these tokens, at most `most`, that ends with a block and has its state now."""
         keys = ExtraKeys([at for at, _ in extra_keys], [key for _, key in extra_keys])
         while (found := self.checkpoints.find(namespace, encode(tokens, keys, 0, most))) is not None:
-            if not found.num_tokens % self.block_size and self.has_state_of(found):
+            if not found.num_tokens % self.node_tokens and self.has_state_of(found):
                 return found
             most = found.num_tokens - 1
         return None

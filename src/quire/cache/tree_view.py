@@ -21,7 +21,8 @@ STATES = ("gone", "cached", "held", "in_flight")
 
 @dataclass(frozen=True)
 class TreeView:
-    """Arrays of n nodes and g groups; entries of a block that is gone are -1, its state 0.
+    """Arrays of n nodes of g blocks, group after group (one each, where all groups' blocks have as many tokens);
+    entries of a block that is gone, or behind a partial node's end, are -1, its state 0.
 
     node_ids: numbered when `tree` or `record_events` is first used, then as they are made; never used twice.
     """

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from quire.cache.block_hash import block_hashes, namespace_digest
+from quire.cache.block_hash import namespace_digest
 from quire.cache.prefix_key import ResolvedKey
 from quire.cache.state_cache import StateCache
 from quire.engine.monitor import CacheMonitor
@@ -252,7 +252,7 @@ def _in_memory(
         reached,
         differs_at=at,
         is_log_full=monitor.history.num_forgotten > 0,
-        is_end=reached >= len(tokens) // monitor.mirror.block_size * monitor.mirror.block_size,
+        is_end=reached >= len(tokens) // monitor.mirror.node_tokens * monitor.mirror.node_tokens,
     )
 
 
@@ -289,8 +289,8 @@ def _look(
 ) -> tuple[Loss | None, float | None, int, np.ndarray]:
     """What became of the block in which token `found` lies; where the nearest one differs, and its tokens."""
     mirror = monitor.mirror
-    size = mirror.block_size
-    hashes = block_hashes(key.namespace, tokens, key.extra_keys, size)
+    size = mirror.node_tokens
+    hashes = mirror.hashes(key.namespace, tokens, key.extra_keys)
     index = found // size
     rest = tokens[index * size : (index + 1) * size]
     keys = {

@@ -167,6 +167,7 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> KVLayout
             f"expected storage paged for a model of states alone ({spec.name}), which has no keys and values to map, "
             "got 'virtual' - in `storage`"
         )
+    spec = spec.for_pieces()
     block_size = virtual_block_size(spec, parse_size(config.piece_size, where="piece_size"))
     return layout_of_blocks("virtual", spec, block_size, virtual_block_bytes(spec, block_size))
 

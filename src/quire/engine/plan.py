@@ -416,7 +416,8 @@ def _kv_rows(layout: KVLayout, context: int, concurrency: int, shared_prefix: in
         num_blocks = once + concurrency * each
         used = sum(group.bytes_per_block(layout.block_size) for group in groups) / len(groups)
         padding = 1 - used / layout.block_bytes
-        note = f"{sum(len(group.layers) for group in groups)} layers, {num_blocks} blocks of {layout.block_size} tokens"
+        size = groups[0].tokens_per_block(layout.block_size)
+        note = f"{sum(len(group.layers) for group in groups)} layers, {num_blocks} blocks of {size} tokens"
         if once and shared_prefix:
             note += f", {once} of them shared"
         if padding >= 0.0005:
@@ -434,11 +435,11 @@ def _prompt_rows(
         return []
     chunk = min(config.max_batch_tokens, context)
     num_prompts = min(concurrency, max(1, config.max_batch_tokens // context))
-    whole = -(-context // layout.block_size)
     more = 0
     for group in forgetting:
+        tokens = group.tokens_per_block(layout.block_size)
         _, alone = blocks_with_prefix([group], context, 0, layout.block_size)
-        during = min(whole, -(-(group.span.most_kept + chunk - 1) // layout.block_size) + 1)
+        during = min(-(-context // tokens), -(-(group.span.most_kept + chunk - 1) // tokens) + 1)
         more += num_prompts * max(0, during - alone)
     num_blocks = min(more, spare_bytes // layout.block_bytes)
     if not num_blocks:

@@ -25,6 +25,7 @@ from quire.cache.block_hash import root_key
 from quire.cache.protocol import CacheSequence, StepPlan
 from quire.engine.llm import LLM
 from quire.errors import CapacityError
+from quire.memory.block_bytes import node_table
 from quire.scheduler.step import ScheduledStep
 from quire.spec.payload import PayloadLayout
 from quire.tiers.disk import DiskTier
@@ -97,7 +98,7 @@ def _compare(tier: DiskTier, llm: LLM, entry: StoredEntry) -> Compared:
         return Compared(entry, reason="it is gone")
     tokens = np.concatenate([np.frombuffer(one.info.tokens, "<i4") for one in chain])
     start = entry.info.start
-    layout = PayloadLayout.of(llm.spec)
+    layout = PayloadLayout.of(llm.cache.spec)
     try:
         stored = decode(value, key=entry.key, tokens=tokens[start:], start=start, layout=layout)
     except SegmentError as error:
@@ -116,17 +117,19 @@ def _compare(tier: DiskTier, llm: LLM, entry: StoredEntry) -> Compared:
 
 
 def recomputed(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
-    """The payload of tokens `start` .. of these, uint8; `start` a multiple of the block size. Nothing of it is kept.
+    """The payload of tokens `start` .. of these, uint8; `start` a multiple of a node's tokens. Nothing of it is kept.
 
     *raises:* CapacityError: the sequence does not fit.
     """
     cache, tiers = llm.cache, llm.tiers
+    spec = cache.spec
+    node_tokens = spec.tokens_per_node(cache.block_size)
     llm.driver.require_open()
     storage: Any = llm.core.storage
     llm.engine.scheduler.check_fits(len(tokens), f"a segment that ends at token {len(tokens)}")
-    payload = np.zeros(PayloadLayout.of(llm.spec).num_bytes(len(tokens) - start), np.uint8)
+    payload = np.zeros(PayloadLayout.of(llm.cache.spec).num_bytes(len(tokens) - start), np.uint8)
     cache_sequence = cache.open(tokens, namespace=_NAMESPACE, max_num_tokens=len(tokens))
-    first_block = start // cache.block_size
+    first_node = start // node_tokens
     try:
         done = 0
         while done < len(tokens):
@@ -135,8 +138,8 @@ def recomputed(llm: LLM, tokens: np.ndarray, start: int) -> np.ndarray:
                 tiers.stores.collect()
             llm.runner.run(_step(cache_sequence, tokens, done, stop, plan))
             if stop > start:
-                block_ids = np.stack([cache_sequence.block_table(group) for group in range(cache.num_groups)])
-                own = block_ids[:, first_block:]
+                tables = [cache_sequence.block_table(group) for group in range(cache.num_groups)]
+                own = node_table(spec, tables)[:, first_node:]
                 storage.read_blocks(own, stop - start, first=max(0, done - start), out=payload)
             cache.commit(cache_sequence, stop)  # not before: what lies behind a window goes now
             done = stop

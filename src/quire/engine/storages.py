@@ -128,7 +128,7 @@ def _virtual(config: EngineConfig, spec: KVSpec, max_model_len: int) -> tuple[An
 
     layout = kv_layout("virtual", config, spec, max_model_len)
     storage = VirtualStorage(
-        spec,
+        layout.spec,
         1,
         layout.block_size,
         max_model_len=max_model_len,

@@ -65,7 +65,8 @@ class QuireCache(DynamicCache):
         kv_memory: what this cache and its forks may take together: bytes, or a size such as "4GiB".
         piece_size: of `virtual`, what memory is mapped in: a power of two from 4 KiB to 2 MiB.
         max_length: tokens a row may have. Not given: as many as the model has positions; `growing` has no limit then.
-        kv_dtype: what K and V are kept in: "auto", the model's dtype; "int8" and others of `quire.spec.kv_dtype`.
+        kv_dtype: what K and V are kept in: "auto", the model's dtype; "int8", "k8v4", "int4"; or by layer, as
+            `quire.spec.kv_dtype` has it.
         key_offsets: of codes, what is taken off keys before: by layer, [num_kv_heads, k_head_dim], layers that it lacks
             have none. Not given: measured, once the model's keys are seen (`quire.hf.formats`).
         backend: whose memory it is, by a name of `quire.attention.backend`; not given, this machine's. Another device's
@@ -86,7 +87,7 @@ class QuireCache(DynamicCache):
         kv_memory: str | int = "4GiB",
         piece_size: str | int = "64KiB",
         max_length: int | None = None,
-        kv_dtype: str = "auto",
+        kv_dtype: str | Mapping[str | int, str] = "auto",
         key_offsets: Mapping[int, torch.Tensor] | None = None,
         backend: str | None = None,
     ) -> None:
@@ -154,7 +155,7 @@ class QuireCache(DynamicCache):
 
     @property
     def kv_dtype(self) -> str:
-        """What K and V are kept in, as it was given."""
+        """What K and V are kept in, as it was given: one text, names in full."""
         return self.formats.kv_dtype
 
     @property
@@ -572,7 +573,7 @@ class QuireCache(DynamicCache):
         kv_memory: str | int = "4GiB",
         piece_size: str | int = "64KiB",
         max_length: int | None = None,
-        kv_dtype: str | None = None,
+        kv_dtype: str | Mapping[str | int, str] | None = None,
         backend: str | None = None,
     ) -> QuireCache:
         """The cache that `save` wrote, in a storage and on a back end of one's choice.

@@ -50,9 +50,8 @@ def widened(view: KVView, which: int, first: int, stop: int) -> torch.Tensor:
         rows = codec.decode(pool[:, :, begin:end], scales[:, :, begin:end])
         if which == 0:
             if codec.turns_keys:
-                rows = (rows.unflatten(-1, (-1, turn_size(width))) @ _turning_back(turn_size(width))).flatten(
-                    -2
-                )
+                size = turn_size(width)
+                rows = (rows.reshape(-1, size) @ _turning_back(size)).view(rows.shape)
             if view.k_offset is not None:
                 rows = rows + view.k_offset[:, None]
         out[:, :, begin - first : end - first] = rows

@@ -270,7 +270,7 @@ def _take_formats(cache: _Cache, header: StoredHeader, path: Path, any_kv_dtype:
     """Have the cache, an empty one, keep keys and values as the file does."""
     try:
         stored = CacheFormats(cache.config, header.kv_dtype, None, cache.backend)
-    except (QuireError, TypeError, ValueError) as error:
+    except QuireError as error:
         raise _refused(path, f"its keys and values are kept in {header.kv_dtype!r}: {error}") from error
     if any_kv_dtype:
         cache.formats = stored

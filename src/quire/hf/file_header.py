@@ -106,12 +106,12 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class StoredHeader:
-    """fingerprint: as `quire.model.fingerprint.fingerprint`; "behaviour" is missing in earlier files. kv_dtype: as it
-    was given to the cache; "auto" in earlier files."""
+    """fingerprint: as `quire.model.fingerprint.fingerprint`; "behaviour" is missing in earlier files. kv_dtype: of the
+    cache, as one text; "auto" in earlier files."""
 
     fingerprint: Mapping[str, str]
     layers: tuple[StoredLayer, ...]
-    kv_dtype: Any = "auto"
+    kv_dtype: str = "auto"
 
     @property
     def num_bytes(self) -> int:
@@ -140,17 +140,8 @@ def parse(text: bytes) -> StoredHeader:
     return StoredHeader(
         {name: fingerprint[name] for name in _FINGERPRINT if name in fingerprint},
         tuple(_layer(entry, f"layers[{index}]") for index, entry in enumerate(layers)),
-        _kv_dtype(document) if "kv_dtype" in document else "auto",
+        _get(document, "kv_dtype", str, "the header") if "kv_dtype" in document else "auto",
     )
-
-
-def _kv_dtype(document: Any) -> Any:
-    """A name, or names by what they are for. What they mean is not asked here."""
-    found = _get(document, "kv_dtype", (str, dict), "the header")
-    for name in found.values() if isinstance(found, dict) else ():
-        if type(name) is not str:
-            raise BadHeaderError(f"expected names, got {_shown(name)} - in kv_dtype")
-    return found
 
 
 def _layer(entry: Any, where: str) -> StoredLayer:

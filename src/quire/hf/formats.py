@@ -14,6 +14,7 @@ Cost: reading the config once; where nothing is in codes, a comparison a layer a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,9 +25,11 @@ from quire.attention import Backend
 from quire.errors import ArgumentError, QuireError
 from quire.hf.stored_shape import StoredShape
 from quire.spec import KVSpec, format_of
-from quire.spec.kv_dtype import with_kv_dtype
+from quire.spec.kv_dtype import kv_dtype_text, layers_left, with_kv_dtype
 
 __all__ = ["CacheFormats"]
+
+_log = logging.getLogger("quire")
 
 _PLAIN = ("", "")
 _MEASURED = 512  # tokens of all rows together
@@ -37,7 +40,7 @@ class CacheFormats:
 
     Args:
         config: the model's.
-        kv_dtype: as `with_kv_dtype` has it.
+        kv_dtype: as `with_kv_dtype` has it; kept as one text.
         key_offsets: by layer, [num_kv_heads, k_head_dim]; layers that it lacks have none. None: they are measured.
         backend: what writes and reads the codes.
 
@@ -48,13 +51,13 @@ class CacheFormats:
     def __init__(
         self,
         config: PreTrainedConfig,
-        kv_dtype: str,
+        kv_dtype: str | Mapping[str | int, str],
         key_offsets: Mapping[int, torch.Tensor] | None,
         backend: Backend,
     ) -> None:
-        self.kv_dtype = kv_dtype
+        self.kv_dtype = kv_dtype_text(kv_dtype)
         self._backend = backend
-        self._spec = None if kv_dtype == "auto" else _spec_of(config, kv_dtype)
+        self._spec = None if self.kv_dtype == "auto" else _spec_of(config, self.kv_dtype)
         self._left_out: frozenset[int] = frozenset()
         self.coded = frozenset(
             number
@@ -200,6 +203,10 @@ def _spec_of(config: PreTrainedConfig, kv_dtype: str) -> KVSpec:
         raise ArgumentError(
             f"expected a config that tells each layer's keys and values for kv_dtype={kv_dtype!r}: {error}; take auto"
         ) from error
+    for reason in layers_left(spec, kv_dtype).values():
+        _log.warning(
+            "%s: a QuireCache keeps K and V in the model's dtype where a layer has %s", spec.name, reason
+        )
     return with_kv_dtype(spec, kv_dtype)
 
 

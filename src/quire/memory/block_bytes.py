@@ -25,7 +25,7 @@ from quire.memory.device import DeviceMemory
 from quire.memory.state_slots import StateSlots
 from quire.spec import KVGroup, KVSpec
 
-__all__ = ["BlockStorage", "BlockWriter"]
+__all__ = ["BlockStorage", "BlockWriter", "node_table"]
 
 _MAX_PLACES = 512  # buffers for one payload
 
@@ -35,6 +35,9 @@ class BlockStorage:
 
     Attributes: see `Storage`, and here `block_size` (tokens), `device` (whose memory it is, and who copies it) and
     `block_pieces` (of this spec).
+
+    Tables of blocks are those of `node_table`: int [columns, nodes], a column for each group, or several for one that
+    has several blocks to a node.
     """
 
     spec: KVSpec
@@ -76,8 +79,8 @@ class BlockStorage:
     ) -> np.ndarray:
         """The payload of tokens 0 .. `num_tokens`, uint8; of them those from `first` on are read.
 
-        block_ids: int [groups, blocks], the block of each block of each group; block 0 holds token 0. What lies in
-        blocks whose block is -1, and before `first`, is left as it is (zeros in a new payload). origins: where the
+        block_ids: int [columns, nodes], see `BlockStorage`; node 0 begins with token 0. What lies in
+        blocks whose id is -1, and before `first`, is left as it is (zeros in a new payload). origins: where the
         payload begins in each group, 0 .. num_tokens; what lies before is not in it. out: a payload to fill.
         """
         if out is None:
@@ -131,16 +134,12 @@ class BlockStorage:
             raise ArgumentError(
                 f"expected tokens {first} .. {num_tokens} within a payload of {total}, which begins at {list(origins)}"
             )
-        size = self.block_size
-        blocks = np.arange(first // size, -(-num_tokens // size))
-        if (
-            block_ids.ndim != 2
-            or len(block_ids) != len(groups)
-            or block_ids.shape[1] < -(-num_tokens // size)
-        ):
+        node = self.spec.tokens_per_node(self.block_size)
+        num_columns, num_nodes = sum(group.blocks_per_node for group in groups), -(-num_tokens // node)
+        if block_ids.ndim != 2 or len(block_ids) != num_columns or block_ids.shape[1] < num_nodes:
             raise ArgumentError(
-                f"expected blocks [{len(groups)}, {-(-num_tokens // size)}] for {num_tokens} tokens in blocks "
-                f"of {size}, got {block_ids.shape}"
+                f"expected blocks [{num_columns}, {num_nodes}] for {num_tokens} tokens in blocks "
+                f"of {node}, got {block_ids.shape}"
             )
         if block_ids.size and not (block_ids.min() >= -1 and block_ids.max() < self.num_blocks):
             raise ArgumentError(
@@ -149,15 +148,16 @@ class BlockStorage:
         if first == num_tokens:
             return
         parts: list[np.ndarray] = []
-        for group in groups:
-            origin = origins[group.index]
-            kept = blocks[(block_ids[group.index, blocks] >= 0) & ((blocks + 1) * size > origin)]
+        for group, own in zip(groups, _by_group(groups, block_ids), strict=True):
+            origin, size = origins[group.index], group.tokens_per_block(self.block_size)
+            blocks = np.arange(first // size, -(-num_tokens // size))
+            kept = blocks[(own[blocks] >= 0) & ((blocks + 1) * size > origin)]
             if len(kept):
                 starts, stops = (
                     np.maximum(kept * size, max(first, origin)),
                     np.minimum((kept + 1) * size, num_tokens),
                 )
-                places = self.block_places(group, block_ids[group.index, kept])
+                places = self.block_places(group, own[kept])
                 table = self.block_pieces.of(group, places, total, origins, kept * size, starts, stops)
                 parts.append(table)
         if parts:
@@ -176,7 +176,7 @@ class BlockStorage:
 class BlockWriter:
     """`write_blocks` again and again into the blocks of one table, as far as it can be computed ahead.
 
-    block_ids: int [groups, blocks], used by a plan that was prepared or settled for as long as there is writing.
+    block_ids: int [columns, nodes], used by a plan that was prepared or settled for as long as there is writing.
 
     Every other payload is written from its last piece back. Threads that write neighbouring ones into memory that was
     never written before would else take the same pages' faults at the same time, each for a page of its own that
@@ -186,41 +186,45 @@ class BlockWriter:
     def __init__(self, storage: BlockStorage, block_ids: Any) -> None:
         self._storage = storage
         self._block_ids = np.asarray(block_ids, np.int64)
-        self._block_bytes = storage.block_pieces.layout.num_bytes(storage.block_size)
+        self._per_node = [group.blocks_per_node for group in storage.spec.groups]
+        self._node_tokens = storage.spec.tokens_per_node(storage.block_size)
+        self._node_bytes = storage.block_pieces.layout.num_bytes(self._node_tokens)
         self._places: list[BlockPlaces] = []  # of each group; none where some blocks have no block
         if self._block_ids.size and self._block_ids.min() >= 0 and self._block_ids.max() < storage.num_blocks:
+            groups = storage.spec.groups
             self._places = [
-                storage.block_places(group, self._block_ids[group.index]) for group in storage.spec.groups
+                storage.block_places(group, own)
+                for group, own in zip(groups, _by_group(groups, self._block_ids), strict=True)
             ]
-        self._templates: dict[int, list[np.ndarray]] = {}  # by blocks
+        self._templates: dict[int, list[np.ndarray]] = {}  # by nodes
         self._in_order: dict[int, tuple[np.ndarray, list[Any]] | None] = {}  # likewise
 
     def write(
-        self, first_block: int, stop_block: int, payload: np.ndarray, num_tokens: int, *, first: int = 0
+        self, first_node: int, stop_node: int, payload: np.ndarray, num_tokens: int, *, first: int = 0
     ) -> None:
-        """Writes tokens `first` .. `num_tokens` of a payload that begins with block `first_block` of the table."""
-        count = stop_block - first_block
-        is_whole = first == 0 and num_tokens == count * self._storage.block_size and count > 0
+        """Writes tokens `first` .. `num_tokens` of a payload that begins with node `first_node` of the table."""
+        count = stop_node - first_node
+        is_whole = first == 0 and num_tokens == count * self._node_tokens and count > 0
         if not (
             is_whole
             and self._places
-            and first_block >= 0
-            and stop_block <= self._block_ids.shape[1]
-            and payload.nbytes == count * self._block_bytes
+            and first_node >= 0
+            and stop_node <= self._block_ids.shape[1]
+            and payload.nbytes == count * self._node_bytes
             and payload.dtype == np.uint8
             and payload.flags.c_contiguous
         ):
             self._storage.write_blocks(
-                self._block_ids[:, first_block:stop_block], payload, num_tokens, first=first
+                self._block_ids[:, first_node:stop_node], payload, num_tokens, first=first
             )
             return
-        pieces = self._pieces(first_block, stop_block)
-        if first_block // count % 2:
+        pieces = self._pieces(first_node, stop_node)
+        if first_node // count % 2:
             pieces = np.ascontiguousarray(pieces[::-1])
         self._storage.device.copy_pieces(payload, pieces, True)
 
-    def places(self, first_block: int, stop_block: int) -> list[Any] | None:
-        """Writable buffers that take the payload of these blocks one after the other, without its being copied.
+    def places(self, first_node: int, stop_node: int) -> list[Any] | None:
+        """Writable buffers that take the payload of these nodes one after the other, without its being copied.
 
         None where it would be scattered over more than 512 of them, or lies in a device's memory. They are the
         storage's own memory: to be written for as long as the blocks are there.
@@ -228,11 +232,11 @@ class BlockWriter:
         if (
             not self._storage.device.is_host
             or not self._places
-            or not 0 <= first_block < stop_block <= self._block_ids.shape[1]
+            or not 0 <= first_node < stop_node <= self._block_ids.shape[1]
         ):
             return None
-        count = stop_block - first_block
-        pieces = self._pieces(first_block, stop_block)
+        count = stop_node - first_node
+        pieces = self._pieces(first_node, stop_node)
         if count not in self._in_order:
             self._in_order[count] = self._order_of(pieces)
         in_order = self._in_order[count]
@@ -251,25 +255,51 @@ class BlockWriter:
         order = pieces[:, 0].argsort()
         return order, [ctypes.c_uint8 * num_bytes for num_bytes in pieces[order, 3].tolist()]
 
-    def _pieces(self, first_block: int, stop_block: int) -> np.ndarray:
-        """int64 [pieces, 5], see `DeviceMemory.copy_pieces`: of a payload of whole blocks."""
-        count = stop_block - first_block
+    def _pieces(self, first_node: int, stop_node: int) -> np.ndarray:
+        """int64 [pieces, 5], see `DeviceMemory.copy_pieces`: of a payload of whole nodes."""
+        count = stop_node - first_node
         templates = self._templates.get(count)
         if templates is None:
             templates = self._templates[count] = self._templates_of(count)
         parts = [
-            at_places(template, places.addresses[:, :, first_block:stop_block])
-            for template, places in zip(templates, self._places, strict=True)
+            at_places(template, places.addresses[:, :, first_node * count : stop_node * count])
+            for template, places, count in zip(templates, self._places, self._per_node, strict=True)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _templates_of(self, count: int) -> list[np.ndarray]:
-        size, groups = self._storage.block_size, self._storage.spec.groups
-        starts = np.arange(count) * size
-        none = (0,) * len(groups)
-        return [
-            self._storage.block_pieces.template(
-                group, places, count * size, none, starts, starts, starts + size
+        groups, none = self._storage.spec.groups, (0,) * len(self._storage.spec.groups)
+        found: list[np.ndarray] = []
+        for group, places in zip(groups, self._places, strict=True):
+            size = group.tokens_per_block(self._storage.block_size)
+            starts = np.arange(count * group.blocks_per_node) * size
+            found.append(
+                self._storage.block_pieces.template(
+                    group, places, count * self._node_tokens, none, starts, starts, starts + size
+                )
             )
-            for group, places in zip(groups, self._places, strict=True)
-        ]
+        return found
+
+
+def node_table(spec: KVSpec, tables: Sequence[np.ndarray]) -> np.ndarray:
+    """The block tables of one sequence, one a group, as int32 [columns, nodes]: a column for each block of a group in a
+    node (`KVGroup.blocks_per_node`), -1 where a table has ended or a window has given a block back."""
+    counts = [group.blocks_per_node for group in spec.groups]
+    num_nodes = max(-(-len(table) // count) for table, count in zip(tables, counts, strict=True))
+    rows: list[np.ndarray] = []
+    for table, count in zip(tables, counts, strict=True):
+        padded = np.full(num_nodes * count, -1, np.int32)
+        padded[: len(table)] = table
+        rows.append(padded.reshape(num_nodes, count).T)
+    return np.concatenate(rows)
+
+
+def _by_group(groups: Sequence[KVGroup], block_ids: np.ndarray) -> list[np.ndarray]:
+    """The table of each group, of int [columns, nodes]."""
+    found: list[np.ndarray] = []
+    at = 0
+    for group in groups:
+        columns = block_ids[at : at + group.blocks_per_node]
+        found.append(columns[0] if len(columns) == 1 else columns.T.reshape(-1))
+        at += group.blocks_per_node
+    return found

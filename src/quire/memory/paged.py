@@ -64,8 +64,12 @@ def _num_slots(spec: KVSpec) -> int:
 def _block_elements(spec: KVSpec, block_size: int) -> int:
     """Elements that one block takes in a slot."""
     layers_of_slot = {group.index: group.most_layers // _num_slots(spec) for group in spec.groups}
-    return block_size * max(
-        layers_of_slot[group.index] * group.num_kv_heads * sum(group.row_elements) for group in spec.groups
+    return max(
+        group.tokens_per_block(block_size)
+        * layers_of_slot[group.index]
+        * group.num_kv_heads
+        * sum(group.row_elements)
+        for group in spec.groups
     )
 
 
@@ -75,7 +79,8 @@ class PagedStorage(BlockStorage):
     Args:
         spec: the model's KV shape.
         num_blocks: blocks to begin with.
-        block_size: tokens of a block, 1 to 512.
+        block_size: tokens of a block, 1 to 512; of a group with a small token several times as many
+            (`KVGroup.tokens_per_block`).
         max_blocks: blocks `resize` can reach; as many as the device's memory holds if not given.
         device: whose memory it is, and whose copies move it.
 
@@ -213,9 +218,10 @@ class PagedStorage(BlockStorage):
             return
         if rows.ndim != 2 or rows.shape[1] != 3:
             raise ArgumentError(f"expected copies as [m, 3], got {rows.shape}")
-        if rows.min() < 0 or rows[:, :2].max() >= self.num_blocks or rows[:, 2].max() > self.block_size:
+        tokens = self.spec.groups[group].tokens_per_block(self.block_size)
+        if rows.min() < 0 or rows[:, :2].max() >= self.num_blocks or rows[:, 2].max() > tokens:
             raise ArgumentError(
-                f"expected copies among {self.num_blocks} blocks of {self.block_size} tokens, got {rows.tolist()}"
+                f"expected copies among {self.num_blocks} blocks of {tokens} tokens, got {rows.tolist()}"
             )
         self.device.copy_blocks(self._tensors(self.spec.groups[group]), rows)
 
@@ -323,11 +329,11 @@ class PagedStorage(BlockStorage):
         return [(slot * self._slot_bytes, block_bytes) for slot in range(self.num_slots)]
 
     def _tensors(self, group: KVGroup) -> tuple[torch.Tensor, ...]:
-        """Rows of K and V of all layers of a group: [num_layers, num_blocks, num_kv_heads, block_size, row elements];
-        of K alone of latent layers."""
+        """Rows of K and V of all layers of a group: [num_layers, num_blocks, num_kv_heads, tokens of a block, row
+        elements]; of K alone of latent layers."""
         itemsize = self.dtype.itemsize
         elements = self._heap.tensor(self.dtype)
-        dims, tokens = group.row_elements, self.block_size
+        dims, tokens = group.row_elements, group.tokens_per_block(self.block_size)
         layer_elements = group.num_kv_heads * tokens * sum(dims)
         layer_stride = self._slot_bytes // itemsize if self.num_slots > 1 else layer_elements
         return tuple(

@@ -108,11 +108,15 @@ def _keys(prepared: PreparedModel) -> dict[int, torch.Tensor]:
         states = StateStep(RecurrenceStep([0, count], [0]), positions)
     firsts = [group * each for group in range(len(spec.groups))]
     tables = [torch.arange(first, first + each, dtype=torch.int32)[None] for first in firsts]
+    sizes = [group.tokens_per_block(_BLOCK_SIZE) for group in spec.groups]
     step = ForwardStep(
         input_ids=tokens,
         position_ids=positions,
-        plans=tuple(AttentionPlan.build([0, count], [count], table, _BLOCK_SIZE) for table in tables),
-        slot_mappings=tuple(first * _BLOCK_SIZE + positions for first in firsts),
+        plans=tuple(
+            AttentionPlan.build([0, count], [count], table, size)
+            for table, size in zip(tables, sizes, strict=True)
+        ),
+        slot_mappings=tuple(first * size + positions for first, size in zip(firsts, sizes, strict=True)),
         logits_rows=positions[-1:],
         states=states,
     )

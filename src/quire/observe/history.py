@@ -21,7 +21,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from quire.cache.block_hash import block_hashes
 from quire.observe.mirror import Block, Change, TreeMirror
 
 __all__ = ["History", "Loss", "LossLog", "Spans"]
@@ -50,10 +49,10 @@ class LossLog:
     REASONS = ("", "evicted", "forgotten", "cleared")
     _NONE = bytes(32)  # for the parent of a first block: no hash is
 
-    def __init__(self, block_size: int, max_blocks: int) -> None:
+    def __init__(self, node_tokens: int, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self.num_added = 0
-        self._record = struct.Struct(f"<32s32sdddqB{4 * block_size}s")
+        self._record = struct.Struct(f"<32s32sdddqB{4 * node_tokens}s")
         fields = [
             ("name", "<u8", (4,)),
             ("parent", "<u8", (4,)),
@@ -61,7 +60,7 @@ class LossLog:
             ("idle_s", "<f8"),
             ("age_s", "<f8"),
         ]
-        fields += [("owner_id", "<i8"), ("reason", "u1"), ("tokens", "<i4", (block_size,))]
+        fields += [("owner_id", "<i8"), ("reason", "u1"), ("tokens", "<i4", (node_tokens,))]
         self._rows = np.zeros(max_blocks, np.dtype(fields))  # not touched before it is written
         assert self._rows.itemsize == self._record.size
         self._bytes = self._rows.view(np.uint8).data
@@ -151,7 +150,7 @@ class History:
     def __init__(self, mirror: TreeMirror, max_blocks: int = 65536) -> None:
         self.mirror = mirror
         self.max_blocks = max_blocks
-        self.losses = LossLog(mirror.block_size, max_blocks)
+        self.losses = LossLog(mirror.node_tokens, max_blocks)
         self.evictions = Spans()  # unused before they were evicted
         self.eviction_ages = Spans()  # from when they were stored
         self.reuse_gaps = Spans()  # between two uses of a prefix
@@ -183,8 +182,8 @@ class History:
         began_at: float,
     ) -> None:
         """A prompt was served that found `num_hit_tokens` at `began_at`, and is used no more."""
-        path = self.mirror.path(block_hashes(namespace, tokens, extra_keys, self.mirror.block_size))
-        num_hit = min(num_hit_tokens // self.mirror.block_size, len(path))
+        path = self.mirror.path(self.mirror.hashes(namespace, tokens, extra_keys))
+        num_hit = min(num_hit_tokens // self.mirror.node_tokens, len(path))
         if num_hit:
             self.reuse_gaps.add(max(0.0, began_at - path[num_hit - 1].used_at))
         now = self.mirror.clock()
@@ -194,7 +193,7 @@ class History:
     def expired(self, namespace: bytes, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None) -> None:
         """A pin of these tokens has ended."""
         now = self.mirror.clock()
-        for name in block_hashes(namespace, tokens, extra_keys, self.mirror.block_size):
+        for name in self.mirror.hashes(namespace, tokens, extra_keys):
             self._expired[name] = now
             self._expired.move_to_end(name)
         while len(self._expired) > self.max_blocks:

@@ -1,9 +1,10 @@
 """KV events for those outside: which blocks memory and tiers have, as they come and go, in the field's shape.
 
-Made from the mirror's changes; those of tiers by `tier_events`; of both, `known_parents` passes on what a consumer can
-place: a block whose parent is in no medium is not told. Blocks that come one behind the other are one event; a
-batch is what happened between two looks. On the wire (`to_wire`) a batch is a msgpack array as vLLM's publishers send
-and its consumers read it:
+A block is `block_size` tokens, as the engine was told, whatever some layers' blocks have. Made from the mirror's
+changes; those of tiers by `tier_events`; of both, `known_parents` passes on what a consumer can place: a block whose
+parent is in no medium is not told. Blocks that come one behind the other are one event; a batch is what happened
+between two looks. On the wire (`to_wire`) a batch is a msgpack array as vLLM's publishers send and its consumers read
+it:
 
     [ts, [event, ...], data_parallel_rank]
     ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys]
@@ -155,7 +156,11 @@ def _events(changes: list[Change], block_size: int, cleared: AllBlocksCleared) -
     def end_gone() -> None:
         if gone:
             events.append(
-                BlockRemoved(tuple(map(_number, gone)), namespace_digest(gone[0].namespace), reason)
+                BlockRemoved(
+                    tuple(number for block in gone for number in reversed(_numbers(block))),
+                    namespace_digest(gone[0].namespace),
+                    reason,
+                )
             )
             gone.clear()
 
@@ -182,17 +187,26 @@ def _events(changes: list[Change], block_size: int, cleared: AllBlocksCleared) -
 def _stored(run: list[Block], block_size: int) -> BlockStored:
     parent = run[0].parent
     return BlockStored(
-        block_hashes=tuple(map(_number, run)),
-        parent_block_hash=None if parent is None else _number(parent),
+        block_hashes=tuple(number for block in run for number in _numbers(block)),
+        parent_block_hash=None if parent is None else block_number(parent.hash),
         token_ids=tuple(token for block in run for token in block.tokens.tolist()),
         block_size=block_size,
         namespace_digest=namespace_digest(run[0].namespace),
-        extra_keys=tuple(tuple(sorted(block.extra_keys.items())) for block in run),
+        extra_keys=tuple(
+            tuple(
+                (at - first, key)
+                for at, key in sorted(block.extra_keys.items())
+                if first <= at < first + block_size
+            )
+            for block in run
+            for first in range(0, len(block.tokens), block_size)
+        ),
     )
 
 
-def _number(block: Block) -> int:
-    return block_number(block.hash)
+def _numbers(block: Block) -> list[int]:
+    """Of the blocks of `block_size` tokens that it is."""
+    return [block_number(one) for one in (*block.inner_hashes, block.hash)]
 
 
 def to_wire(batch: EventBatch, data_parallel_rank: int | None = None) -> list[Any]:

@@ -1,8 +1,9 @@
-"""The full blocks of a cache's prefix tree, kept up by its events: what reports, explanations, subscribers and
-stores read, each of which hangs its own data on these blocks.
+"""The full nodes of a cache's prefix tree, kept up by its events: what reports, explanations, subscribers and
+stores read, each of which hangs its own data on these blocks. A *block* here is a node's tokens in all groups.
 
 A block *is there* while all its groups that keep everything have it (in a model without such groups: any group):
-only then can a prefix go through it. Its name is a hash chained over namespace, tokens and extra keys; whoever does not
+only then can a prefix go through it. Its name is a hash chained over namespace, tokens and extra keys, `block_size`
+tokens a link: of a node that is several blocks long it is the last link (`KVGroup.blocks_per_node`). Whoever does not
 know the namespace can compute none.
 
 Cost: 15 us and at most 0.8 KB for each block that comes, the log of its loss included (one core, blocks of 16 tokens).
@@ -11,11 +12,13 @@ Cost: 15 us and at most 0.8 KB for each block that comes, the log of its loss in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from quire.cache.block_hash import chained_hashes, root_hash
+import numpy as np
+
+from quire.cache.block_hash import block_hashes, chained_hashes, root_hash
 from quire.cache.events import CacheEvent
 from quire.cache.protocol import PrefixKVCache
 
@@ -31,6 +34,7 @@ class Block:
         "depth",
         "extra_keys",
         "hash",
+        "inner_hashes",
         "is_there",
         "made_at",
         "namespace",
@@ -41,7 +45,9 @@ class Block:
         "used_at",
     )
 
-    def __init__(self, event: CacheEvent, parent: Block | None, num_groups: int, now: float) -> None:
+    def __init__(
+        self, event: CacheEvent, parent: Block | None, num_columns: int, block_size: int, now: float
+    ) -> None:
         assert event.namespace is not None
         assert event.tokens is not None
         self.node_id = event.node_id
@@ -50,10 +56,11 @@ class Block:
         self.tokens = event.tokens
         self.extra_keys = event.extra_keys  # by offset
         self.owner_id = event.owner_id
-        self.block_ids = [-1] * num_groups
+        self.block_ids = [-1] * num_columns
         self.depth: int = 1 if parent is None else parent.depth + 1
         before = parent.hash if parent is not None else root_hash(event.namespace)
-        [self.hash] = chained_hashes(before, event.tokens, event.extra_keys, len(event.tokens))
+        *inner, self.hash = chained_hashes(before, event.tokens, event.extra_keys, block_size)
+        self.inner_hashes = tuple(inner)  # of the blocks before its last one
         self.children: dict[int, Block] = {}
         self.is_there = False
         self.made_at = self.used_at = now
@@ -97,10 +104,13 @@ class TreeMirror:
     """
 
     def __init__(self, cache: PrefixKVCache, clock: Callable[[], float] = time.monotonic) -> None:
-        kinds = [group.span.kind for group in cache.spec.groups]
-        self._needed = [i for i, kind in enumerate(kinds) if kind == "full"]
-        self._num_groups = len(kinds)
+        is_full = [
+            group.span.kind == "full" for group in cache.spec.groups for _ in range(group.blocks_per_node)
+        ]
+        self._needed = [column for column, is_needed in enumerate(is_full) if is_needed]
+        self._num_columns = len(is_full)
         self.block_size: int = cache.block_size
+        self.node_tokens: int = cache.node_tokens
         self.clock = clock
         self.by_id: dict[int, Block] = {}
         self.by_hash: dict[bytes, Block] = {}
@@ -135,9 +145,9 @@ class TreeMirror:
                 return  # below a block that no group keeps: nothing goes through that
             if block is None:
                 block = self._add(event, now)
-            for group, block_id in enumerate(event.block_ids):
+            for column, block_id in enumerate(event.block_ids):
                 if block_id >= 0:
-                    block.block_ids[group] = block_id
+                    block.block_ids[column] = block_id
             for watcher in self.watchers:
                 watcher.block_stored(block, event)
             if self._is_whole(block) and not block.is_there:
@@ -148,9 +158,9 @@ class TreeMirror:
             return
         for watcher in self.watchers:
             watcher.block_going(block, event, keep_forgotten)
-        for group, block_id in enumerate(event.block_ids):
+        for column, block_id in enumerate(event.block_ids):
             if block_id >= 0:
-                block.block_ids[group] = -1
+                block.block_ids[column] = -1
         if block.is_there and not self._is_whole(block):
             block.is_there = False
             yield Change("removed", block, event.reason, event.owner_id)
@@ -161,12 +171,13 @@ class TreeMirror:
 
     def _is_whole(self, block: Block) -> bool:
         if self._needed:
-            return min([block.block_ids[group] for group in self._needed]) >= 0
+            return min([block.block_ids[column] for column in self._needed]) >= 0
         return max(block.block_ids) >= 0
 
     def _add(self, event: CacheEvent, now: float) -> Block:
         parent = self.by_id.get(event.parent_id)
-        block = self._hollow.pop(event.node_id, None) or Block(event, parent, self._num_groups, now)
+        block = self._hollow.pop(event.node_id, None)
+        block = block or Block(event, parent, self._num_columns, self.block_size, now)
         block.parent = parent
         self.by_id[event.node_id] = self.by_hash[block.hash] = block
         siblings = self.roots.setdefault(block.namespace, {}) if parent is None else parent.children
@@ -186,6 +197,13 @@ class TreeMirror:
                 del self.roots[block.namespace]
             else:
                 self._hollow.pop(parent.node_id, None)
+
+    def hashes(
+        self, namespace: bytes, tokens: np.ndarray, extra_keys: Mapping[int, bytes] | None
+    ) -> list[bytes]:
+        """The names of a prompt's full nodes."""
+        links = self.node_tokens // self.block_size
+        return block_hashes(namespace, tokens, extra_keys, self.block_size)[links - 1 :: links]
 
     def path(self, hashes: list[bytes]) -> list[Block]:
         """The blocks that are there, from the first on."""

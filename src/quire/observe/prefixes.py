@@ -43,7 +43,7 @@ def prefix_table(mirror: TreeMirror, owner_of: Callable[[bytes], str]) -> str:
         end = _trunk(first)
         rows.append((
             np.array2string(first.tokens[:_SHOWN_TOKENS], separator=" ") + " ...",
-            owner_of(first.namespace) or "-", end.depth * mirror.block_size, below[first.node_id], len(end.children),
+            owner_of(first.namespace) or "-", end.depth * mirror.node_tokens, below[first.node_id], len(end.children),
             _span(now - first.made_at), _span(now - last_use[first.node_id]),
         ))  # fmt: skip
     more = f"\nand {len(roots) - _NUM_SHOWN} more" if len(roots) > _NUM_SHOWN else ""

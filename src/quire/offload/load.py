@@ -33,7 +33,7 @@ from quire.cache.block_hash import block_hashes, root_hash, root_key
 from quire.cache.protocol import CacheSequence, PrefixKVCache, StepPlan
 from quire.cache.state_cache import StateCache
 from quire.cache.state_plan import StatePlan
-from quire.memory.block_bytes import BlockStorage
+from quire.memory.block_bytes import BlockStorage, node_table
 from quire.offload.speeds import Speeds
 from quire.offload.states import StateStores, state_names
 from quire.offload.store import OnName
@@ -127,7 +127,7 @@ class TierLoads:
         self._stack = stack
         self._fingerprint = fingerprint
         self._segment_tokens = segment_tokens
-        self._block_size: int = cache.block_size
+        self._node_tokens: int = cache.node_tokens
         self._speeds = speeds
         self.changed = threading.Event()
         """Set when a search or a load has ended."""
@@ -182,7 +182,7 @@ class TierLoads:
         leading = there.index(False) if False in there else len(there)
         behind_last = len(there) - there[::-1].index(True) if True in there else 0
         tails: list[SegmentName] = []
-        if self._segment_tokens > self._block_size:
+        if self._segment_tokens > self._node_tokens:
             for index in sorted({leading, behind_last, in_memory}):
                 if index >= len(there) or not there[index]:
                     tails += self._blocks(search, names, index)
@@ -191,11 +191,11 @@ class TierLoads:
     def _blocks(self, search: Search, names: list[SegmentName], index: int) -> list[SegmentName]:
         """The names of the single blocks that the segment `index` of a search consists of."""
         start = index * self._segment_tokens
-        stop = min(start + self._segment_tokens, len(search.tokens)) // self._block_size * self._block_size
+        stop = min(start + self._segment_tokens, len(search.tokens)) // self._node_tokens * self._node_tokens
         return segment_names(
             search.root,
             search.tokens[start:stop],
-            self._block_size,
+            self._node_tokens,
             start=start,
             parent=names[index - 1].key if index else None,
             extra_keys=search.extra_keys,
@@ -211,7 +211,7 @@ class TierLoads:
         if search.states is None or not search.stored:
             self._end(search)
             return
-        size = self._block_size
+        size = self._node_tokens
         ends = {end for name, _ in search.stored for end in range(name.start + size, name.end + 1, size)}
         stop = min(max(ends), len(search.tokens) - 1)
         names = [
@@ -281,9 +281,9 @@ class TierLoads:
         chain = [name for name, _ in search.beyond(found) if name.start < num_tokens]
         if self.on_name is not None:
             self._tell_names(self.on_name, chain, sequence.request.key.namespace, search)
-        tables = np.stack([cache_sequence.block_table(group) for group in range(self._cache.num_groups)])
-        size = self._block_size
-        writer = self._storage.block_writer(tables)
+        tables = [cache_sequence.block_table(group) for group in range(self._cache.num_groups)]
+        size = self._node_tokens
+        writer = self._storage.block_writer(node_table(self._cache.spec, tables))
 
         def write(index: int, payload: np.ndarray) -> None:
             name = chain[index]
@@ -317,7 +317,7 @@ class TierLoads:
     def _tell_names(self, tell: OnName, chain: list[SegmentName], namespace: bytes, search: Search) -> None:
         if not chain:
             return
-        size, tokens = self._block_size, search.tokens[: chain[-1].start]
+        size, tokens = self._cache.block_size, search.tokens[: chain[-1].start]
         hashes = [root_hash(namespace), *block_hashes(namespace, tokens, dict(search.extra_keys), size)]
         for name in chain:
             tell(name, namespace, hashes[name.start // size])

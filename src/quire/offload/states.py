@@ -83,7 +83,7 @@ class StateStores:
     def names(self, namespace: bytes, tokens: np.ndarray, extra_keys: _Keys) -> list[SegmentName]:
         """See `state_names`."""
         root = root_key(self._fingerprint, namespace)
-        return state_names(root, tokens, self._cache.block_size, extra_keys)
+        return state_names(root, tokens, self._cache.node_tokens, extra_keys)
 
     def deepest(
         self, namespace: bytes, tokens: np.ndarray, extra_keys: _Keys, most: int
@@ -105,7 +105,7 @@ class StateStores:
     def _save(self, stores: _Stores, one: Checkpoint, *, must: bool = False) -> tuple[int, bool]:
         """Stores it, unless that was done: 1 where some tier has queued it now, and whether nothing is left to do."""
         if (
-            one.num_tokens % self._cache.block_size
+            one.num_tokens % self._cache.node_tokens
             or one.cache_priority == DISCARD
             or one.stored_as >= one.cache_priority
             or not stores.is_trusted(0.0)

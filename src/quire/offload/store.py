@@ -30,7 +30,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from quire.cache.block_hash import block_hashes, root_hash, root_key
+from quire.cache.block_hash import root_hash, root_key
 from quire.cache.events import CacheEvent
 from quire.cache.feed import EventFeed
 from quire.cache.protocol import DISCARD, PrefixKVCache
@@ -87,7 +87,7 @@ class TierStores:
         self._storage = storage
         self._stack = stack
         self._fingerprint = fingerprint
-        self._segment_blocks = segment_tokens // cache.block_size
+        self._segment_blocks = segment_tokens // cache.node_tokens
         has_windows = any(group.span.kind != "full" for group in cache.spec.groups)
         self.policy: Policy = "through" if has_windows else policy
         self._kept: dict[int, _Kept] = {}  # by node id
@@ -190,7 +190,7 @@ class TierStores:
         self, namespace: bytes, tokens: np.ndarray, extra_keys: tuple[tuple[int, bytes], ...] = ()
     ) -> None:
         """Stores what memory has of the beginning of `tokens`, as far as that is not done; queues may be full."""
-        path = self.mirror.path(block_hashes(namespace, tokens, dict(extra_keys), self._cache.block_size))
+        path = self.mirror.path(self.mirror.hashes(namespace, tokens, dict(extra_keys)))
         for block in [one for one in path if one.depth % self._segment_blocks == 0] + path[-1:]:
             self._save(block)
 
@@ -207,7 +207,7 @@ class TierStores:
     ) -> list[Block]:
         """The full blocks at the beginning of `tokens` that memory knows, in order; for `payload`. O(tokens)."""
         self.collect()
-        return self.mirror.path(block_hashes(namespace, tokens, dict(extra_keys), self._cache.block_size))
+        return self.mirror.path(self.mirror.hashes(namespace, tokens, dict(extra_keys)))
 
     def payload(self, blocks: list[Block], num_tokens: int) -> np.ndarray | None:
         """The bytes of blocks of a `path`; None where a group has given one up meanwhile."""
@@ -251,7 +251,7 @@ class TierStores:
         return parent.before_key if (block.depth - 1) % self._segment_blocks else parent.end_key
 
     def _names(self, path: list[Block], *, whole: bool) -> list[SegmentName]:
-        size = self._cache.block_size
+        size = self._cache.node_tokens
         kept = self._kept[path[-1].node_id]
         start = (path[0].depth - 1) * size
         keys = [

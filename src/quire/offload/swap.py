@@ -30,7 +30,7 @@ from quire.cache.protocol import CacheSequence, KVCache
 from quire.cache.state_cache import StateCache
 from quire.cache.state_plan import StatePlan
 from quire.errors import CapacityError
-from quire.memory.block_bytes import BlockStorage
+from quire.memory.block_bytes import BlockStorage, node_table
 from quire.offload.speeds import Speeds
 from quire.offload.waiting import OffloadedSequence
 from quire.spec.payload import PayloadLayout
@@ -128,8 +128,8 @@ class Swap:
         """Blocks that `restore` would take now for the sequence, and a reservation of `num_more` tokens after it."""
         known = self.num_tokens(sequence)
         now = self._cache.num_blocks_to_restore(cache_sequence, known)
-        size = self._cache.block_size
-        return now + self._cache.num_groups * (-(-(known + num_more) // size) - -(-known // size))
+        sizes = [group.tokens_per_block(self._cache.block_size) for group in self._cache.spec.groups]
+        return now + sum(-(-(known + num_more) // size) - -(-known // size) for size in sizes)
 
     def restore(self, sequence: OffloadedSequence, cache_sequence: CacheSequence) -> int | None:
         """Copies back what the sequence, just opened, has not found; its computed tokens then.
@@ -176,8 +176,11 @@ class Swap:
 
     def _origins(self, num_tokens: int) -> tuple[int, ...]:
         """Where the first block begins that each group has of a sequence so long."""
-        groups, size = self._cache.spec.groups, self._cache.block_size
-        return tuple(group.span.first_needed(num_tokens) // size * size for group in groups)
+        sizes = [
+            (group.span, group.tokens_per_block(self._cache.block_size)) for group in self._cache.spec.groups
+        ]
+        return tuple(span.first_needed(num_tokens) // size * size for span, size in sizes)
 
     def _block_ids(self, cache_sequence: CacheSequence) -> np.ndarray:
-        return np.stack([cache_sequence.block_table(group) for group in range(self._cache.num_groups)])
+        tables = [cache_sequence.block_table(group) for group in range(self._cache.num_groups)]
+        return node_table(self._cache.spec, tables)

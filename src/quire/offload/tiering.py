@@ -68,6 +68,7 @@ class OpenTiers:
     fingerprint: bytes
     segment_tokens: int
     block_size: int
+    node_tokens: int
     _events: TierEvents | None = None
 
     def events(self) -> TierEvents:
@@ -154,7 +155,7 @@ def open_tiers(
     from quire.tiers.stack import TierStack
 
     layout = PayloadLayout.of(cache.spec)
-    num_tokens = segment_tokens(layout, cache.block_size)
+    num_tokens = segment_tokens(layout, cache.node_tokens)
     largest = max(layout.num_bytes(num_tokens), cache.spec.bytes_per_state) + _HEADER_BYTES
     stack = TierStack(
         tiers,
@@ -182,6 +183,7 @@ def open_tiers(
         fingerprint=fingerprint,
         segment_tokens=num_tokens,
         block_size=cache.block_size,
+        node_tokens=cache.node_tokens,
     )
 
 

@@ -219,13 +219,13 @@ class Snapshots:
             root_key(tiers.fingerprint, namespace),
             record.token_ids,
             tiers.segment_tokens,
-            tiers.block_size,
+            tiers.node_tokens,
             extra_keys=sorted(record.extra_keys.items()),
         )
 
     def _keep(self, record: SnapshotRecord, namespace: bytes, in_engine: InEngine) -> None:
         """Stores what the disk lacks, up to the first segment that is nowhere or finds no room."""
-        stores, size = self._tiers.stores, self._tiers.block_size
+        stores, size = self._tiers.stores, self._tiers.node_tokens
         if not stores.is_trusted(_FLUSH_S):
             raise TierError("the model's kept weights are not verified yet")
         self._tiers.stack.flush(_FLUSH_S)  # what memory has just given up may be on its way

@@ -8,15 +8,19 @@ Invariants
         (`shares_kv_with`), or keeps a state alone, belongs to none and costs nothing per token.
     K2  the layers of a group have one span rule, one shape, and one format of K and one of V.
     K3  `block_bytes(block_size)` is the largest `bytes_per_block` of any group, so that one pool of blocks of
-        that size serves them all.
+        that size serves them all. The group with the largest token has `block_size` tokens to a block; one whose token
+        is smaller may have several times as many (`block_factor`), where else there were too many groups.
     K4  what blocks of K3 take beyond the tokens in them (a group's token may be smaller than another's) is at most
         5 % of a sequence, short or long, wherever groups of whole layers can be chosen so.
+    K5  `block_factor * blocks_per_node` is the same for all groups: a node of the prefix tree is the tokens of the
+        largest block, and whole blocks of each group.
 
 Cost: every call is O(number of layers), but for the first that asks for `groups`: O(layers x kinds of layers).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +43,7 @@ __all__ = ["KVGroup", "KVSpec"]
 
 MAX_PADDING = 0.05
 MAX_GROUPS = 16
+MAX_FACTOR = 8  # of a block's tokens: as many are copied at a branch, and told of and stored as one
 _LONG = 1 << 17  # tokens of a sequence whose windows hold next to nothing of it
 
 
@@ -46,7 +51,7 @@ _LONG = 1 << 17  # tokens of a sequence whose windows hold next to nothing of it
 class KVGroup:
     """Layers with one span rule and one shape, which share a block table.
 
-    most_layers: of any group of this kind; the last one may have fewer.
+    most_layers: of any group of this kind; the last one may have fewer. block_factor, blocks_per_node: K3 and K5.
     """
 
     index: int
@@ -60,6 +65,8 @@ class KVGroup:
     latent: bool = False
     k_format: str = ""
     v_format: str = ""
+    block_factor: int = 1
+    blocks_per_node: int = 1
 
     @property
     def layer(self) -> LayerSpec:
@@ -88,8 +95,12 @@ class KVGroup:
     def bytes_per_token(self) -> int:
         return max(1, len(self.layers)) * self.num_kv_heads * sum(self.row_elements) * self.dtype_bytes
 
+    def tokens_per_block(self, block_size: int) -> int:
+        """Of its blocks, where those of the group with the largest token have `block_size`."""
+        return block_size * self.block_factor
+
     def bytes_per_block(self, block_size: int) -> int:
-        return self.bytes_per_token * block_size
+        return self.bytes_per_token * self.tokens_per_block(block_size)
 
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes this group has to keep for one sequence of `num_tokens` (a window keeps its window)."""
@@ -112,6 +123,32 @@ def _tokens_alone(dtype_bytes: int) -> KVGroup:
 
 
 @dataclass(frozen=True)
+class _Split:
+    """One way to gather layers into groups. kinds: layers of a group and its block factor. taken: how many times the
+    bytes of the tokens in them the blocks take (K4). node: the largest factor."""
+
+    kinds: dict[LayerSpec, tuple[int, int]]
+    taken: float
+    num_groups: int
+    node: int
+
+    @property
+    def is_dense(self) -> bool:
+        return self.taken <= 1 + MAX_PADDING and self.num_groups <= MAX_GROUPS
+
+    @property
+    def rank(self) -> tuple[bool, float, int, int]:
+        """The lowest is the best."""
+        cost = 0.0 if self.is_dense else self.taken + self.num_groups / 200
+        return not self.is_dense, cost, self.num_groups, self.node
+
+
+def _is_padded(taken: float, used: int) -> float:
+    """How much more is taken than used, where that is more than K4 allows; else 0."""
+    return 0.0 if taken <= (1 + MAX_PADDING) * used else taken / used
+
+
+@dataclass(frozen=True)
 class KVSpec:
     """The KV cache of a model: layers, dtype, and the groups made of them.
 
@@ -126,6 +163,7 @@ class KVSpec:
     states: tuple[
         StateSpec, ...
     ] = ()  # of layers that keep a state per sequence, beside K and V or in their place
+    in_pieces: bool = False  # see `for_pieces`
 
     def __post_init__(self) -> None:
         format_of(self.dtype)
@@ -161,24 +199,27 @@ class KVSpec:
         """The groups, full-attention ones first (group 0 is a full one where the model has any).
 
         As few as leave blocks of one size hardly padded (K4): a layer with a larger token shares its block with fewer
-        others. Of 50 windowed layers and 10 full ones whose token takes half as much, groups of 5 and one of 10.
-        """
+        others. Of 50 windowed layers and 10 full ones whose token takes half as much, groups of 5 and one of 10. Where
+        that makes too many, blocks of a small group have more tokens: of 31 windowed layers and one full one, groups of
+        8 and one of a single layer with 8 times as many tokens to a block."""
         kinds: dict[LayerSpec, list[int]] = {}  # by what is equal in the layers of a group (K2)
         for index, layer in enumerate(self.layers):
             if layer.stores_kv:
                 kinds.setdefault(replace(layer, index_of=None), []).append(index)
         if not kinds:
             return (_tokens_alone(self.dtype_bytes),)
-        sizes = self._group_sizes({kind: len(members) for kind, members in kinds.items()})
+        split = self._split({kind: len(members) for kind, members in kinds.items()})
+        node = math.lcm(*(factor for _, factor in split.values()))
         full_first = sorted(kinds.items(), key=lambda item: item[0].span.kind != "full")
         groups: list[KVGroup] = []
         for kind, members in full_first:
-            for start in range(0, len(members), sizes[kind]):
+            size, factor = split[kind]
+            for start in range(0, len(members), size):
                 groups.append(
                     KVGroup(
                         index=len(groups),
-                        layers=tuple(members[start : start + sizes[kind]]),
-                        most_layers=sizes[kind],
+                        layers=tuple(members[start : start + size]),
+                        most_layers=size,
                         span=kind.span,
                         num_kv_heads=kind.num_kv_heads,
                         k_head_dim=kind.k_head_dim,
@@ -187,35 +228,80 @@ class KVSpec:
                         latent=kind.latent,
                         k_format=kind.k_format,
                         v_format=kind.v_format,
+                        block_factor=factor,
+                        blocks_per_node=node // factor,
                     )
                 )
         return tuple(groups)
 
-    def _group_sizes(self, num_layers: dict[LayerSpec, int]) -> dict[LayerSpec, int]:
-        """Layers of a group, for each kind of layer: of the sizes that keep K4 those with the fewest groups, else those
-        with the least padding, where a group more (a table more in each step) counts as much as 1/2 % of padding."""
+    def for_pieces(self) -> KVSpec:
+        """The same for a storage whose blocks have a place in each layer of a group, as large as the largest group's
+        (virtual): groups whose blocks take as much in every layer, where that wastes less."""
+        return self if self.in_pieces else replace(self, in_pieces=True)
+
+    def _split(self, num_layers: dict[LayerSpec, int]) -> dict[LayerSpec, tuple[int, int]]:
+        """Layers of a group and its `block_factor`, for each kind of layer: of the splits that keep K4 with blocks of
+        equal tokens the one with the fewest groups. If none does, of those with more tokens to some blocks; else the
+        one with the least padding, where a group more (a table more in each step) counts as much as 1/2 % of
+        padding."""
+        found: list[_Split] = []
+        for node in range(1, MAX_FACTOR + 1):
+            found += self._splits(num_layers, node)
+            if node == 1 and any(one.is_dense for one in found):
+                break
+        return min(found, key=lambda one: one.rank).kinds
+
+    def _splits(self, num_layers: dict[LayerSpec, int], node: int) -> list[_Split]:
+        """Those in which the largest block has `node` times the tokens of the smallest, one for each size of a
+        block."""
         # Elements that a token of a layer takes as it is stored.
         widths = {kind: kind.num_kv_heads * sum(kind.row_elements(self.dtype_bytes)) for kind in num_layers}
-        found: list[tuple[bool, float, int, dict[LayerSpec, int]]] = []
+        factors = [factor for factor in range(1, node + 1) if node % factor == 0]
+        found: list[_Split] = []
+        splits: list[tuple[dict[LayerSpec, tuple[int, int]], int]] = []
         for block_width in sorted(
             {count * widths[kind] for kind in num_layers for count in range(1, num_layers[kind] + 1)}
         ):
             if block_width < max(widths.values()):
                 continue
-            num_groups = {
-                kind: -(-num_layers[kind] // min(num_layers[kind], block_width // widths[kind]))
-                for kind in num_layers
-            }
-            padding = max(
-                sum(num_groups[kind] * block_width * kind.span.num_kept(num_tokens) for kind in num_layers)
+            split: dict[LayerSpec, tuple[int, int]] = {}
+            for kind, num in num_layers.items():
+                num_groups, factor = min(
+                    (
+                        (-(-num // min(num, block_width // (widths[kind] * factor))), factor)
+                        for factor in factors
+                        if widths[kind] * factor <= block_width
+                    ),
+                    key=lambda one: (_is_padded(one[0] * block_width / one[1], num * widths[kind]), *one),
+                )
+                split[kind] = (-(-num // num_groups), factor)
+            splits.append((split, block_width))
+        if self.in_pieces:
+            # One piece for each of as many layers, as wide as the widest; of narrower layers with more tokens in it.
+            piece = max(widths.values())
+            tokens = {kind: max(one for one in factors if one * widths[kind] <= piece) for kind in num_layers}
+            for size in range(1, max(num_layers.values()) + 1):
+                split = {kind: (min(size, num_layers[kind]), tokens[kind]) for kind in num_layers}
+                splits.append((split, size * piece))
+        for split, block_width in splits:
+            chosen = [factor for _, factor in split.values()]
+            if min(chosen) != 1 or math.lcm(*chosen) != node:
+                continue
+            if self.in_pieces:
+                most = max(size for size, _ in split.values())
+                block_width = sum(
+                    max(widths[kind] * factor for kind, (size, factor) in split.items() if size > at)
+                    for at in range(most)
+                )
+            counts = {kind: -(-num_layers[kind] // size) for kind, (size, _) in split.items()}
+            taken = {kind: counts[kind] * block_width / factor for kind, (_, factor) in split.items()}
+            most_taken = max(
+                sum(taken[kind] * kind.span.num_kept(num_tokens) for kind in num_layers)
                 / sum(num_layers[kind] * widths[kind] * kind.span.num_kept(num_tokens) for kind in num_layers)
                 for num_tokens in (1, _LONG)
             )
-            sizes = {kind: -(-num_layers[kind] // num_groups[kind]) for kind in num_layers}
-            count = sum(num_groups.values())
-            is_dense = padding <= 1 + MAX_PADDING and count <= MAX_GROUPS
-            found.append((not is_dense, 0.0 if is_dense else padding + count / 200, count, sizes))
-        return min(found, key=lambda one: one[:3])[3]
+            found.append(_Split(split, most_taken, sum(counts.values()), node))
+        return found
 
     def stored_in(self, layer: int) -> int:
         """The layer whose KV decoder layer `layer` reads: itself, or the one it shares with.
@@ -292,6 +378,11 @@ class KVSpec:
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes one sequence of `num_tokens` has to keep in all layers together."""
         return sum(group.bytes_for(num_tokens) for group in self.groups)
+
+    def tokens_per_node(self, block_size: int) -> int:
+        """Of the largest block of any group (K5)."""
+        group = self.groups[0]
+        return group.tokens_per_block(block_size) * group.blocks_per_node
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of the pool (K3): a block of any one group."""

@@ -14,10 +14,9 @@ __all__ = ["allocate", "write_in_place"]
 
 def write_in_place(blocks: Blocks, request: Request) -> None:
     """No room for a copy and nobody else to wait for: the tree forgets the block, which is then ours."""
-    for group, table in enumerate(request.sequence.tables):
-        block_id = table[request.start // blocks.tree.block_size]
+    for _, _, block_id in request.sequence.partial_blocks(blocks.shape):
         if blocks.node_of[block_id] is not None:
-            blocks.write_in_place(block_id, group, request.sequence.owner_id)
+            blocks.write_in_place(block_id, request.sequence.owner_id)
     request.copies = False
 
 
@@ -26,18 +25,19 @@ def allocate(
 ) -> None:
     """Give one sequence its blocks; the copies' sources are let go at the end of the call."""
     sequence = request.sequence
-    block, offset = divmod(request.start, blocks.tree.block_size)
     # All that has to go goes first, so that what is freed together is handed out in runs.
-    blocks.make_room(sequence, blocks_of(request, blocks.tree.block_size))
-    for group, table in enumerate(sequence.tables):
-        if request.copies:
-            source = table[block]
-            table[block] = _allocate(blocks, request, group, block)
-            copies[group].append((source, table[block], offset))
-            sources.append((source, sequence.id))
-        elif offset:
-            blocks.pool.writer[table[block]] = sequence.id
-        for new in range(len(table), -(-request.end // blocks.tree.block_size)):
+    blocks.make_room(sequence, blocks_of(request, blocks.shape))
+    partial = sequence.partial_blocks(blocks.shape)
+    for group, (shape, table) in enumerate(zip(blocks.shape.groups, sequence.tables, strict=True)):
+        for _, block, source in (one for one in partial if one[0] == group):
+            if request.copies:
+                table[block] = _allocate(blocks, request, group, block)
+                num_tokens = min(shape.tokens, request.start - block * shape.tokens)
+                copies[group].append((source, table[block], num_tokens))
+                sources.append((source, sequence.id))
+            else:
+                blocks.pool.writer[source] = sequence.id
+        for new in range(len(table), shape.num_blocks(request.end)):
             is_needed = new >= request.first_blocks[group]
             table.append(_allocate(blocks, request, group, new) if is_needed else GIVEN_UP)
     sequence.reserved = request.end
@@ -45,6 +45,6 @@ def allocate(
 
 def _allocate(blocks: Blocks, request: Request, group: int, block: int) -> int:
     sequence = request.sequence
-    if blocks.spans[group].kind != "full":
+    if blocks.shape.groups[group].span.kind != "full":
         return blocks.allocate(sequence, GIVEN_UP, GIVEN_UP)
     return blocks.allocate(sequence, sequence.tables[group][block - 1] if block else GIVEN_UP, block)

@@ -1,7 +1,7 @@
 """The block manager in plain Python: what the literature calls by that name, in one readable piece.
 
 A sequence is a list of token ids and, per group of layers, a *block table*: entry b names the block in which
-tokens b * block_size .. are kept. The life of a request:
+tokens b * size .. are kept, size being that of the group's blocks. The life of a request:
 
     open      the longest known prefix is found in the tree, its blocks are named by the new table
     reserve   blocks for the next tokens are taken, and the one about to be written is copied if others see it
@@ -32,6 +32,7 @@ from quire.cache.manager.eviction import policy_of
 from quire.cache.manager.forget import drop, withdraw
 from quire.cache.manager.groups import explain_hit, find_hit
 from quire.cache.manager.invariants import check_invariants
+from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.owners import NOBODY
 from quire.cache.manager.plan import PythonStepPlan
 from quire.cache.manager.refresh_hit import refresh_hit
@@ -57,16 +58,18 @@ class PythonBlockManager:
         watermark_blocks: int,
         overlapped_steps: bool,
         run_blocks: int,
+        blocks_per_node: SequenceOf[int] = (),
         eviction: str = "lru",
     ) -> None:
-        self.spans = [Span(kind, size) for kind, size in spans]  # type: ignore[arg-type]
-        self.num_groups = len(self.spans)
-        self.block_size = block_size
+        self.num_groups = len(spans)
+        self.shape = NodeShape(
+            [Span(kind, size) for kind, size in spans],  # type: ignore[arg-type]
+            block_size,
+            blocks_per_node or [1] * len(spans),
+        )
         self.prefix_caching = prefix_caching
         self.watermark_blocks = watermark_blocks
-        self.blocks = Blocks(
-            self.spans, num_blocks, block_size, overlapped_steps, run_blocks, policy_of(eviction)
-        )
+        self.blocks = Blocks(self.shape, num_blocks, overlapped_steps, run_blocks, policy_of(eviction))
         self.sequences: dict[int, SequenceState] = {}
         self.num_opened = 0
         self.num_admitted = 0
@@ -81,14 +84,14 @@ class PythonBlockManager:
     ) -> int:
         root = self.blocks.tree.roots.get(namespace)
         extra_keys = ExtraKeys(key_positions.tolist(), keys)
-        return find_hit(self.blocks.tree, self.spans, root, tokens, extra_keys).num_tokens
+        return find_hit(self.blocks.tree, self.shape, root, tokens, extra_keys).num_tokens
 
     def explain(
         self, tokens: Int32Array, namespace: bytes, key_positions: Int64Array, keys: list[bytes]
     ) -> tuple[int, int, Int32Array]:
         root = self.blocks.tree.roots.get(namespace)
         extra_keys = ExtraKeys(key_positions.tolist(), keys)
-        num_hit = find_hit(self.blocks.tree, self.spans, root, tokens, extra_keys).num_tokens
+        num_hit = find_hit(self.blocks.tree, self.shape, root, tokens, extra_keys).num_tokens
         return num_hit, *explain_hit(self.blocks.tree, root, tokens, extra_keys)
 
     def open(
@@ -141,7 +144,7 @@ class PythonBlockManager:
 
     def num_blocks_needed(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> int:
         requests = self._decide(sequences, num_new_tokens, num_lookahead)
-        return sum(blocks_by_owner(requests, self.block_size).values())
+        return sum(blocks_by_owner(requests, self.shape).values())
 
     def reserve(
         self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int
@@ -150,7 +153,7 @@ class PythonBlockManager:
 
     def num_blocks_to_restore(self, sequence: int, num_computed_tokens: int) -> int:
         requests = self._decide_to_restore(sequence, num_computed_tokens)
-        return sum(blocks_by_owner(requests, self.block_size).values())
+        return sum(blocks_by_owner(requests, self.shape).values())
 
     def restore(self, sequence: int, num_computed_tokens: int) -> PythonStepPlan | None:
         plan = self._apply(self._decide_to_restore(sequence, num_computed_tokens))
@@ -169,13 +172,14 @@ class PythonBlockManager:
         return decide(self.blocks, [state], [num_new], 0, restores=True)
 
     def _apply(self, requests: list[Request]) -> PythonStepPlan | None:
-        needs = blocks_by_owner(requests, self.block_size)
+        needs = blocks_by_owner(requests, self.shape)
         new = [request.sequence for request in requests if not request.sequence.admitted]
         num_others = self.num_admitted - (len(requests) - len(new))
         alone = len(requests) == 1 and num_others == 0
         takes_over = alone and requests[0].can_write_in_place and not self.blocks.pool.fits(needs, 0)
         if takes_over:
-            needs[requests[0].sequence.owner_id] -= self.num_groups
+            sequence = requests[0].sequence
+            needs[sequence.owner_id] -= len(sequence.partial_blocks(self.shape))
         if not self.blocks.pool.fits(needs, self.watermark_blocks if new and not alone else 0):
             return None
 
@@ -199,7 +203,7 @@ class PythonBlockManager:
             self.num_query_tokens += sequence.num_tokens
         pool = self.blocks.pool
         self.most_blocks = max(self.most_blocks, pool.num_held + len(pool.in_flight))
-        return make_plan(requests, copies, self.blocks.newest_step, self.block_size)
+        return make_plan(requests, copies, self.blocks.newest_step, self.shape)
 
     def _decide(self, sequences: Int64Array, num_new_tokens: Int64Array, num_lookahead: int) -> list[Request]:
         states = [self.sequences[sequence] for sequence in sequences.tolist()]
@@ -273,7 +277,7 @@ class PythonBlockManager:
 
     def close(self, sequence: int) -> None:
         state = self.sequences.pop(sequence)
-        for block_id in state.kept_blocks(0):
+        for block_id in state.kept_blocks(self.shape, 0):
             self.blocks.release(block_id, state.id)
         self.num_admitted -= state.admitted
         withdraw(self.blocks.tree, state)

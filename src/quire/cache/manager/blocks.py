@@ -6,20 +6,20 @@
     remove    the tree forgets a node
 
 The order in which these put blocks on the lists decides every later block id; docs/contracts.md, "The
-cache", states it, and the native back end follows it too. Cost: O(groups) per move and O(log siblings).
+cache", states it, and the native back end follows it too. Cost: O(columns) per move and O(log siblings).
 
-Invariant: `node_of[block_id]` is the node that has `block_id` as the block of some group, or None; one node at most.
+Invariant: `node_of[block_id]` is the node that has `block_id` in some column, or None; one node at most.
 """
 
 from __future__ import annotations
 
 from quire.cache.manager.event_log import EventLog
 from quire.cache.manager.eviction import NO_KEY, EvictionPolicy
+from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.owners import NO_QUOTA, NOBODY
 from quire.cache.manager.pool import NO_WRITER, Pool
 from quire.cache.manager.prefix import HOLE, Node, PrefixTree
 from quire.cache.manager.sequence import SequenceState
-from quire.spec import Span
 
 __all__ = ["Blocks"]
 
@@ -29,22 +29,21 @@ class Blocks:
 
     def __init__(
         self,
-        spans: list[Span],
+        shape: NodeShape,
         num_blocks: int,
-        block_size: int,
         overlapped_steps: bool,
         run_blocks: int,
         policy: EvictionPolicy | None = None,
     ) -> None:
-        self.spans = spans
+        self.shape = shape
         self.pool = Pool(num_blocks, run_blocks, policy)
-        self.tree = PrefixTree(block_size)
+        self.tree = PrefixTree(shape.size, shape.starts)
         self.node_of: list[Node | None] = [None] * num_blocks
         self.overlapped_steps = overlapped_steps
         self.newest_step = 0
         self.completed_step = 0
         self.num_evicted = 0
-        self.events = EventLog(len(spans), block_size)
+        self.events = EventLog(shape.num_columns, shape.size)
 
     # Steps
 
@@ -124,9 +123,9 @@ class Blocks:
 
     def remove(self, node: Node) -> None:
         """The tree forgets a node that has no children; its cached blocks are free."""
-        for group, block_id in enumerate(node.block_ids):
+        for column, block_id in enumerate(node.block_ids):
             if block_id != HOLE:
-                self.make_hole(node, group)
+                self.make_hole(node, column)
                 self.pool.uncache(block_id)
         self.tree.prune(node)
 
@@ -140,12 +139,12 @@ class Blocks:
     def _highest_key_below(self, node: Node, block_id: int) -> float:
         """For a policy: of the cached full-attention blocks that have to go before this one of the node."""
         cached, highest = self.pool.cached, NO_KEY
-        if cached.policy is None or self.spans[node.block_ids.index(block_id)].kind != "full":
+        if cached.policy is None or not self.shape.is_full[node.block_ids.index(block_id)]:
             return highest
         below = list(node.children)
         for child in below:
-            groups = zip(self.spans, child.block_ids, strict=True)
-            tails = [block for span, block in groups if span.kind == "full" and block in cached]
+            columns = zip(self.shape.is_full, child.block_ids, strict=True)
+            tails = [block for is_full, block in columns if is_full and block in cached]
             highest = max([highest, *(cached.rank_of(block)[0] for block in tails)])
             if not tails:  # a gap: an owner may keep what lies below it
                 below += child.children
@@ -159,18 +158,18 @@ class Blocks:
     def _evict(self, victim: int, owner_id: int, reason: str) -> None:
         """Give up cached content. A full-attention block takes its node along, a window's leaves a hole.
 
-        What another owner may not lose stays in the node, and so do the nodes below."""
+        What a table names or another owner may not lose stays in the node, and so do the nodes below."""
         node = self.node_of[victim]
         assert node is not None
         num_free = len(self.pool.free)
-        takes_all = self.spans[node.block_ids.index(victim)].kind == "full"
+        takes_all = self.shape.is_full[node.block_ids.index(victim)]
         left = [HOLE] * len(node.block_ids)
         self._charge(victim)
-        for group, block_id in enumerate(node.block_ids):
+        for column, block_id in enumerate(node.block_ids):
             if block_id == HOLE or (block_id != victim and not (takes_all and self._may_leave(block_id))):
                 continue
-            left[group] = block_id
-            self.make_hole(node, group)
+            left[column] = block_id
+            self.make_hole(node, column)
             self.pool.uncache(block_id)
         self.num_evicted += len(self.pool.free) - num_free
         self._note_removed(node, left, owner_id, reason)
@@ -179,7 +178,7 @@ class Blocks:
     def _may_leave(self, block_id: int) -> bool:
         """Whether a block may go along with another of its node; if its owner loses it by that, it is charged."""
         if block_id not in self.pool.cached:
-            return True
+            return not self.pool.num_references[block_id]
         if self.pool.owner_ids[self.pool.cached.owner_id[block_id]].budget <= 0:
             return False
         self._charge(block_id)
@@ -192,9 +191,9 @@ class Blocks:
         """Nothing of the node is found any more; how many of its blocks are in use still."""
         left = list(node.block_ids)
         num_free = len(self.pool.free)
-        for group, block_id in enumerate(left):
+        for column, block_id in enumerate(left):
             if block_id != HOLE:
-                self.make_hole(node, group)
+                self.make_hole(node, column)
                 self.pool.uncache(block_id)
         num_left = len(left) - left.count(HOLE)
         if num_left:
@@ -202,26 +201,27 @@ class Blocks:
             self.tree.prune(node)
         return num_left - (len(self.pool.free) - num_free)
 
-    def write_in_place(self, block_id: int, group: int, owner_id: int) -> None:
+    def write_in_place(self, block_id: int, owner_id: int) -> None:
         """The tree forgets a block that somebody holds and will write."""
         node = self.node_of[block_id]
         assert node is not None
-        self.make_hole(node, group)
+        column = node.block_ids.index(block_id)
+        self.make_hole(node, column)
         self._note_removed(
             node,
-            [block_id if at == group else HOLE for at in range(len(node.block_ids))],
+            [block_id if at == column else HOLE for at in range(len(node.block_ids))],
             owner_id,
             "evicted",
         )
         self.tree.prune(node)
 
-    def make_hole(self, node: Node, group: int) -> None:
-        self.node_of[node.block_ids[group]] = None
-        node.block_ids[group] = HOLE
+    def make_hole(self, node: Node, column: int) -> None:
+        self.node_of[node.block_ids[column]] = None
+        node.block_ids[column] = HOLE
 
-    def supply(self, node: Node, group: int, block_id: int) -> None:
+    def supply(self, node: Node, column: int, block_id: int) -> None:
         """Fill a hole."""
-        node.block_ids[group] = block_id
+        node.block_ids[column] = block_id
         self.node_of[block_id] = node
         self.tree.version += 1
 
@@ -241,8 +241,14 @@ class Blocks:
         self._remove_redundant_neighbour(node)
         return node
 
-    def extend(self, node: Node, content: bytes, num_tokens: int) -> None:
-        """More tokens for a partial node; the partial node it makes redundant goes."""
+    def extend(self, node: Node, content: bytes, num_tokens: int, block_ids: list[int]) -> None:
+        """More tokens for a partial node; the partial node it makes redundant goes.
+
+        block_ids: by column, of all tokens it has then; those that begin behind what it had are new to it."""
+        for column, start in enumerate(self.shape.starts):
+            if start >= node.num_tokens and block_ids[column] != HOLE:
+                node.block_ids[column] = block_ids[column]
+                self.node_of[block_ids[column]] = node
         self.tree.extend(node, content, num_tokens)
         self.note_stored(node, node.block_ids)
         self._remove_redundant_neighbour(node)
@@ -288,7 +294,7 @@ class Blocks:
         for block_id in range(self.pool.num_ids):
             self.node_of[block_id] = None
         before = self.tree
-        self.tree = PrefixTree(before.block_size)
+        self.tree = PrefixTree(before.block_size, before.column_starts)
         self.tree.version, self.tree.next_id = before.version, before.next_id
         self.pool.reset()
         self.events.cleared()

@@ -5,8 +5,6 @@ Cost: O(blocks of the sequence).
 
 from __future__ import annotations
 
-import numpy as np
-
 from quire.cache.manager.blocks import Blocks
 from quire.cache.manager.commit import move_to
 from quire.cache.manager.groups import longest_valid_hit
@@ -19,8 +17,8 @@ __all__ = ["forget_from", "share_computed"]
 
 def share_computed(blocks: Blocks, parent: SequenceState, child: SequenceState) -> None:
     """The child, new and of the parent's tokens, has the parent's computed blocks too."""
-    for source, table in zip(parent.tables, child.tables, strict=True):
-        for block_id in source.block_ids[: -(-parent.num_computed // blocks.tree.block_size)].tolist():
+    for shape, source, table in zip(blocks.shape.groups, parent.tables, child.tables, strict=True):
+        for block_id in source.block_ids[: shape.num_blocks(parent.num_computed)].tolist():
             if block_id != GIVEN_UP:
                 blocks.take(block_id, child.cache_priority)
             table.append(block_id)
@@ -37,22 +35,22 @@ def share_computed(blocks: Blocks, parent: SequenceState, child: SequenceState) 
 def forget_from(blocks: Blocks, state: SequenceState, position: int) -> int:
     """Forget a sequence's tokens from `position` on, which it has; the tokens computed then: fewer than `position`
     where a window has given up what the next query would read."""
-    size, pool = blocks.tree.block_size, blocks.pool
+    size, pool = blocks.shape.size, blocks.pool
     state.forget_tokens(position)
     wanted = min(position, state.num_computed)
-    block_ids = np.stack([table.block_ids[: -(-wanted // size)] for table in state.tables])
-    kept = longest_valid_hit(blocks.spans, block_ids, wanted, size)
-    released = state.kept_blocks(-(-kept // size))
-    for group, table in enumerate(state.tables):
-        table.truncate(-(-kept // size))
+    kept = longest_valid_hit(blocks.shape, [table.block_ids for table in state.tables], wanted)
+    released = state.kept_blocks(blocks.shape, kept)
+    for group, (shape, table) in enumerate(zip(blocks.shape.groups, state.tables, strict=True)):
+        table.truncate(shape.num_blocks(kept))
         state.first_kept[group] = min(state.first_kept[group], len(table))
-    if kept < state.num_computed and kept % size:
-        for table in state.tables:
-            if pool.writer[table[kept // size]] == state.id:
-                pool.writer[table[kept // size]] = NO_WRITER
+    has_gone_back = kept < state.num_computed
+    state.num_computed = state.reserved = kept
+    if has_gone_back:
+        for _, _, block_id in state.partial_blocks(blocks.shape):
+            if pool.writer[block_id] == state.id:
+                pool.writer[block_id] = NO_WRITER
     for block_id in released:
         blocks.release(block_id, state.id)
-    state.num_computed = state.reserved = kept
     state.restored_to = 0
     state.num_cached = min(state.num_cached, kept)
     if state.most_cached != NO_LIMIT:

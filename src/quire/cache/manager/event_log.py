@@ -1,7 +1,7 @@
 """The events of the Python back end as they happen (`events.py` says what they mean).
 
 Only full nodes come here. Their content never changes while they exist, so an event refers to its node, and becomes
-numbers and bytes when it is taken. Cost: O(groups) an event, O(block size) when taken; nothing while off.
+numbers and bytes when it is taken. Cost: O(columns) an event, O(block size) when taken; nothing while off.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class _Event:
 class EventLog:
     """Off until it is turned on."""
 
-    def __init__(self, num_groups: int, block_size: int) -> None:
+    def __init__(self, num_columns: int, block_size: int) -> None:
         self.is_on = False
-        self._num_groups = num_groups
+        self._num_columns = num_columns
         self._block_size = block_size
         self._events: list[_Event] = []
 
@@ -54,7 +54,7 @@ class EventLog:
         self._note(_Event("removed", node, list(block_ids), owner_id, reason, cache_priority))
 
     def cleared(self) -> None:
-        self._note(_Event("cleared", None, [HOLE] * self._num_groups, 0, "", NORMAL))
+        self._note(_Event("cleared", None, [HOLE] * self._num_columns, 0, "", NORMAL))
 
     def _note(self, event: _Event) -> None:
         is_full = event.node is None or event.node.num_tokens == self._block_size
@@ -85,7 +85,7 @@ class EventLog:
             "cache_priorities": np.array([event.cache_priority for event in events], np.int32),
             "namespace_index": named,
             "block_ids": np.array([event.block_ids for event in events], np.int32).reshape(
-                -1, self._num_groups
+                -1, self._num_columns
             ),
             "tokens": tokens.reshape(-1, self._block_size),
             "namespaces": list(names),

@@ -1,13 +1,13 @@
 """Retention rules: how much of a prefix can be used when each group has kept something different.
 
 A hit of h tokens is valid if every group still has the blocks that the query at position h may read:
-`first_needed(h) // block_size .. (h - 1) // block_size`. For a full-attention group these are all blocks, for
-a window only those that the window covers, for a chunk only those since the chunk began.
+`first_needed(h) // size .. (h - 1) // size`, where a block of the group has `size` tokens. For a full-attention group
+these are all blocks, for a window only those that the window covers, for a chunk only those since the chunk began.
 
 `first_needed` never falls as h grows. So inside one block the largest h is valid if any is, and it is enough
-to try the wanted number of tokens and then the block boundaries below it.
+to try the wanted number of tokens and then the boundaries of the smallest blocks below it.
 
-Cost: O(groups x blocks), one binary search among siblings per block and at most `MAX_OTHERS` more siblings. Nothing
+Cost: O(columns x nodes), one binary search among siblings per node and at most `MAX_OTHERS` more siblings. Nothing
 here changes anything.
 """
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.cache.manager.content import ExtraKeys, decode, encode
+from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.prefix import HOLE, Node, PrefixTree
 from quire.cache.types import Int32Array
-from quire.spec import Span
 
 __all__ = ["Hit", "explain_hit", "find_hit", "longest_valid_hit"]
 
@@ -31,7 +31,7 @@ MAX_OTHERS = 64  # siblings that one search looks at beside the closest ones; th
 class Hit:
     """A valid hit: its length, the node its full blocks end in, and its blocks.
 
-    `block_ids`: int32 [groups, ceil(num_tokens / block_size)]; those before what a group needs are not valid.
+    `block_ids`: int32 [columns, nodes]; those before what a group needs, and behind the hit, are not valid.
     """
 
     num_tokens: int
@@ -41,7 +41,7 @@ class Hit:
 
 def find_hit(
     tree: PrefixTree,
-    spans: list[Span],
+    shape: NodeShape,
     root: Node | None,
     tokens: Int32Array,
     extra_keys: ExtraKeys,
@@ -55,13 +55,21 @@ def find_hit(
     num_usable = len(tokens) - 1
     num_matched = num_tokens = 0
     num_others = MAX_OTHERS
-    missing = [-1] * len(spans)  # by group, the deepest block of the path without a block
+    missing = [-1] * len(shape.groups)  # by group, the deepest block that the path lacks
     path: list[Node] = []
     last: Node | None = None
 
     def is_valid(num_hit: int) -> bool:
         return all(
-            span.first_needed(num_hit) // size > block for span, block in zip(spans, missing, strict=True)
+            group.first_needed(num_hit) > block for group, block in zip(shape.groups, missing, strict=True)
+        )
+
+    def is_valid_in(child: Node, num_hit: int) -> bool:
+        """Of a hit that ends in this child of the path."""
+        return is_valid(num_hit) and all(
+            block < group.first_needed(num_hit) or child.block_ids[group.first_column + part] != HOLE
+            for group in shape.groups
+            for part, block in enumerate(group.in_node(num_matched // size, num_hit))
         )
 
     node = root
@@ -71,22 +79,28 @@ def find_hit(
         child, num_common = tree.closest_child(node, rest)
         if child is None:
             break
-        holes = [group for group, block_id in enumerate(child.block_ids) if block_id == HOLE]
-        if holes and is_valid(stop):
+        is_whole = tree.is_whole(child, num_common)
+        if not is_whole and is_valid(stop):
             other, num_shared, num_seen = tree.closest_whole_child(node, rest, num_others)
             num_others -= num_seen
             if other is not None and is_valid(num_matched + num_shared):
                 num_tokens, last = num_matched + num_shared, other
-        for group in holes:
-            missing[group] = num_matched // size
+        num_hit = num_matched + num_common
+        while num_hit > num_matched and not is_valid_in(child, num_hit):
+            num_hit = (num_hit - 1) // shape.step * shape.step
+        if num_hit > num_matched and num_hit >= num_tokens:
+            num_tokens, last = num_hit, child
         path.append(child)
+        if not is_whole:
+            for index, group in enumerate(shape.groups):
+                for part, block in enumerate(group.in_node(num_matched // size, num_matched + num_common)):
+                    if child.block_ids[group.first_column + part] == HOLE:
+                        missing[index] = block
         num_matched += num_common
-        if is_valid(num_matched):
-            num_tokens, last = num_matched, child
         node = child if num_common == size else None
-    num_full, num_blocks = num_tokens // size, -(-num_tokens // size)
-    found = [*path[: num_blocks - 1], last] if last is not None else []
-    block_ids = np.array([node.block_ids for node in found], np.int32).reshape(num_blocks, len(spans)).T
+    num_full, num_nodes = num_tokens // size, -(-num_tokens // size)
+    found = [*path[: num_nodes - 1], last] if last is not None else []
+    block_ids = np.array([node.block_ids for node in found], np.int32).reshape(num_nodes, shape.num_columns).T
     return Hit(num_tokens, found[num_full - 1] if num_full else root, block_ids)
 
 
@@ -109,20 +123,21 @@ def explain_hit(
     return num_common, np.array(nearest, np.int32)
 
 
-def longest_valid_hit(spans: list[Span], block_ids: Int32Array, num_tokens: int, block_size: int) -> int:
-    """Largest valid hit of at most `num_tokens` tokens.
+def longest_valid_hit(shape: NodeShape, tables: list[Int32Array], num_tokens: int) -> int:
+    """Largest valid hit of at most `num_tokens` tokens, which all tables reach.
 
-    `block_ids`: int32 [groups, ceil(num_tokens / block_size)], below 0 where a group has no block.
+    `tables`: int32 [blocks] of each group, below 0 where it has none.
     """
-    num_blocks = block_ids.shape[1]
-    blocks = np.arange(num_blocks)
-    # run_start[g, b]: first block of the unbroken run of blocks that ends with block b; b + 1 for a gap at b.
-    run_start = np.maximum.accumulate(np.where(block_ids < 0, blocks + 1, 0), axis=1)
-    for block in range(num_blocks - 1, -1, -1):
-        hit = min(num_tokens, (block + 1) * block_size)
+    # run_starts[g][b]: first block of the unbroken run of blocks that ends with block b; b + 1 for a gap at b.
+    run_starts = [
+        np.maximum.accumulate(np.where(table < 0, np.arange(1, len(table) + 1), 0)) for table in tables
+    ]
+    hit = num_tokens
+    while hit > 0:
         if all(
-            span.first_needed(hit) // block_size >= run_start[group, block]
-            for group, span in enumerate(spans)
+            group.first_needed(hit) >= run_start[(hit - 1) // group.tokens]
+            for group, run_start in zip(shape.groups, run_starts, strict=True)
         ):
             return hit
+        hit = (hit - 1) // shape.step * shape.step
     return 0

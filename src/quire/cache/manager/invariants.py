@@ -67,11 +67,11 @@ def _check_pool(blocks: Blocks, sequences: Mapping[int, SequenceState], nodes: l
 
     _check_owners(blocks, known)
     place = {block_id: pool.cached.rank_of(block_id) for block_id in pool.cached}
-    for group, span in enumerate(blocks.spans):
-        for node in nodes if span.kind == "full" else []:
-            block_id, parent = node.block_ids[group], node.parent
+    for column, is_full in enumerate(blocks.shape.is_full):
+        for node in nodes if is_full else []:
+            block_id, parent = node.block_ids[column], node.parent
             while parent is not None and parent.depth > 0:
-                above = parent.block_ids[group]
+                above = parent.block_ids[column]
                 if block_id != HOLE and above in place:
                     _require(
                         block_id in place and place[block_id] < place[above],
@@ -115,6 +115,12 @@ def _check_tree(blocks: Blocks, sequences: Mapping[int, SequenceState]) -> list[
         if node.parent is not None:
             nodes.append(node)
             _require(1 <= node.num_tokens <= size, "C6", f"a node of {node.num_tokens} tokens")
+            for start, block_id in zip(blocks.shape.starts, node.block_ids, strict=True):
+                _require(
+                    block_id == HOLE or start < node.num_tokens,
+                    "C6",
+                    f"a node of {node.num_tokens} tokens has block {block_id} for those from {start} on",
+                )
         _require(not node.is_bare, "C6", f"a bare node at depth {node.depth}")
         _require(
             node.num_sequences == ends[id(node)],
@@ -144,24 +150,33 @@ def _check_sequence(blocks: Blocks, sequences: Mapping[int, SequenceState], sequ
     pool, size, name = blocks.pool, blocks.tree.block_size, f"sequence {sequence.id}"
     num_computed = sequence.num_computed
     partial, offset = divmod(num_computed, size)
-    lengths = {len(table) for table in sequence.tables}
-    _require(len(lengths) == 1, "C7", f"{name} has tables of {sorted(lengths)} blocks")
+    tables = list(zip(blocks.shape.groups, sequence.tables, strict=True))
+    least = min(len(table) * group.tokens for group, table in tables)
     _require(
-        num_computed <= sequence.num_tokens
-        and num_computed <= sequence.reserved <= sequence.num_blocks * size,
+        all((len(table) - 1) * group.tokens < least for group, table in tables),
+        "C7",
+        f"{name} has tables of {[len(table) for table in sequence.tables]} blocks",
+    )
+    _require(
+        num_computed <= sequence.num_tokens and num_computed <= sequence.reserved <= least,
         "C7",
         f"{name} has {num_computed} computed of {sequence.num_tokens} tokens, {sequence.reserved} reserved "
-        f"in {sequence.num_blocks} blocks",
+        f"in blocks of {least}",
     )
-    # A block that is written in place is in one node, or in none, for all groups alike.
-    nodes_of_partial: set[int] = set()
-    for group, (span, table) in enumerate(zip(blocks.spans, sequence.tables, strict=True)):
-        first = span.first_needed(num_computed) // size
+    # Blocks that are written in place are in one node; those that begin behind its end are in none.
+    nodes_of_partial = {
+        id(node): node.num_tokens
+        for _, _, block_id in sequence.partial_blocks(blocks.shape)
+        if pool.writer[block_id] == sequence.id and (node := blocks.node_of[block_id]) is not None
+    }
+    num_own = max(nodes_of_partial.values(), default=0)
+    for index, (group, table) in enumerate(tables):
+        first, tokens = group.first_needed(num_computed), group.tokens
         for block, block_id in enumerate(table.block_ids.tolist()):
-            where = f"{name}, group {group}, block {block}"
+            where = f"{name}, group {index}, block {block}"
             # A restored sequence has no blocks where it will never have written.
-            beyond = span.first_needed(sequence.restored_to) // size if sequence.restored_to else 0
-            may_lack = block * size >= num_computed and block < beyond
+            beyond = group.first_needed(sequence.restored_to) if sequence.restored_to else 0
+            may_lack = block * tokens >= num_computed and block < beyond
             _require(
                 (block_id == GIVEN_UP) == (block < first) or may_lack,
                 "C7",
@@ -170,7 +185,7 @@ def _check_sequence(blocks: Blocks, sequences: Mapping[int, SequenceState], sequ
             if block_id == GIVEN_UP:
                 continue
             node = blocks.node_of[block_id]
-            if block > partial or (block == partial and not offset):
+            if block * tokens >= num_computed:
                 _require(
                     pool.num_references[block_id] == 1
                     and pool.writer[block_id] == sequence.id
@@ -178,9 +193,13 @@ def _check_sequence(blocks: Blocks, sequences: Mapping[int, SequenceState], sequ
                     "C4",
                     f"{where}: block {block_id} is not its own, {pool.num_references[block_id]} references",
                 )
-            elif block == partial and pool.writer[block_id] == sequence.id:
-                nodes_of_partial.add(id(node))
+            elif block // group.per_node == partial and pool.writer[block_id] == sequence.id:
                 num_findable = node.num_tokens if node is not None else 0
+                _require(
+                    node is not None or block * tokens - partial * size >= num_own,
+                    "C4",
+                    f"{where}: block {block_id} is in no node, others of its node are, up to {num_own}",
+                )
                 _require(
                     num_findable <= offset,
                     "C4",
@@ -191,20 +210,19 @@ def _check_sequence(blocks: Blocks, sequences: Mapping[int, SequenceState], sequ
         _require(
             sequence.node.depth == partial,
             "C8",
-            f"{name} has {partial} full blocks, its node is {sequence.node.depth} deep",
+            f"{name} has {partial} full nodes, its node is {sequence.node.depth} deep",
         )
-        node, block = sequence.node, partial
+        node, depth = sequence.node, partial
         while node.parent is not None:
-            block -= 1
-            spelled = encode(sequence.tokens, sequence.extra_keys, block * size, (block + 1) * size)
-            _require(node.content == spelled, "C8", f"{name}: block {block} is not what its node says")
-            for group, table in enumerate(sequence.tables):
-                if table[block] != GIVEN_UP:
-                    _require(
-                        table[block] == node.block_ids[group],
-                        "C8",
-                        f"{name}: block {block} is not its node's block",
-                    )
+            depth -= 1
+            spelled = encode(sequence.tokens, sequence.extra_keys, depth * size, (depth + 1) * size)
+            _require(node.content == spelled, "C8", f"{name}: node {depth} is not what its tokens say")
+            ours = sequence.node_blocks(blocks.shape, depth, (depth + 1) * size)
+            _require(
+                all(block in (GIVEN_UP, own) for block, own in zip(ours, node.block_ids, strict=True)),
+                "C8",
+                f"{name}: blocks {ours} at depth {depth} are not its node's, {node.block_ids}",
+            )
             node = node.parent
     for block_id in range(pool.num_blocks):
         if pool.writer[block_id] == sequence.id:

@@ -1,7 +1,8 @@
 """The prefix tree: a trie of blocks that knows which blocks hold which content.
 
-A node stands for 1 .. block_size tokens below its parent and names one block per group, or a hole (-1) where
-that group's block is gone. It knows no reference counts and no free list: `blocks.py` joins tree and pool.
+A node stands for 1 .. block_size tokens below its parent and names one block per column (`node_shape.py`; a group,
+where all groups have blocks of as many tokens), or a hole (-1) where that block is gone. It knows no reference counts
+and no free list: `blocks.py` joins tree and pool.
 
 Invariants
     T1  siblings are distinct and sorted by content (`content.py`), so the sibling with the longest common
@@ -59,8 +60,9 @@ class Node:
 class PrefixTree:
     """One trie per namespace."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, column_starts: list[int]) -> None:
         self.block_size = block_size
+        self.column_starts = column_starts
         self.roots: dict[bytes, Node] = {}
         self.num_nodes = 0
         self.num_visited = 0
@@ -117,7 +119,8 @@ class PrefixTree:
         return best, num_common
 
     def closest_whole_child(self, parent: Node, content: bytes, most: int) -> tuple[Node | None, int, int]:
-        """As `closest_child` among those that have all their blocks, and how many were looked at, at most `most`.
+        """As `closest_child` among those that have all blocks of what is common, and how many were looked at, at most
+        `most`.
 
         From the insertion point outwards, to the right first: what is in common only becomes shorter on each side.
         """
@@ -135,10 +138,17 @@ class PrefixTree:
                 common = num_common_elements(child.content, content)
                 if common <= num_common:
                     break
-                if HOLE not in child.block_ids:
+                if self.is_whole(child, common):
                     best, num_common = child, common
                     break
         return best, num_common, num_seen
+
+    def is_whole(self, node: Node, num_tokens: int) -> bool:
+        """Whether it has all blocks of its first tokens."""
+        return all(
+            block_id != HOLE or start >= num_tokens
+            for block_id, start in zip(node.block_ids, self.column_starts, strict=True)
+        )
 
     def nearest_child(self, parent: Node, content: bytes) -> tuple[Node | None, int]:
         """As `closest_child`, but a neighbour even where nothing is common; None if there are no children."""

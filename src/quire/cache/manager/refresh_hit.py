@@ -18,24 +18,25 @@ __all__ = ["refresh_hit"]
 
 def refresh_hit(blocks: Blocks, sequence: SequenceState) -> None:
     """Extend the hit of a sequence not yet admitted by what others have committed since it last looked."""
-    tree, size = blocks.tree, blocks.tree.block_size
+    tree = blocks.tree
     seen = (tree.version, sequence.num_tokens)
     if sequence.admitted or sequence.node is None or seen == sequence.looked_at:
         return
     sequence.looked_at = seen
     tokens = sequence.tokens[: sequence.most_cached + 1]  # the last is never a hit's
-    hit = find_hit(tree, blocks.spans, sequence.node.root, tokens, sequence.extra_keys)
+    hit = find_hit(tree, blocks.shape, sequence.node.root, tokens, sequence.extra_keys)
     if hit.num_tokens <= sequence.num_computed:
         return
-    old = sequence.kept_blocks(0)
-    for group, (span, table) in enumerate(zip(blocks.spans, sequence.tables, strict=True)):
-        first = span.first_needed(hit.num_tokens) // size
+    old = sequence.kept_blocks(blocks.shape, 0)
+    for index, (group, table) in enumerate(zip(blocks.shape.groups, sequence.tables, strict=True)):
+        first, num_blocks = group.first_needed(hit.num_tokens), group.num_blocks(hit.num_tokens)
+        columns = hit.block_ids[group.first_column : group.first_column + group.per_node]
         table.truncate(0)
-        for block, block_id in enumerate(hit.block_ids[group].tolist()):
+        for block, block_id in enumerate(columns.T.reshape(-1)[:num_blocks].tolist()):
             if block >= first:
                 blocks.take(block_id, sequence.cache_priority)
             table.append(block_id if block >= first else GIVEN_UP)
-        sequence.first_kept[group] = min(first, hit.block_ids.shape[1])
+        sequence.first_kept[index] = min(first, num_blocks)
     for block_id in old:
         blocks.release(block_id, sequence.id)
     assert hit.node is not None

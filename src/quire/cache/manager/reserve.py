@@ -17,6 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from quire.cache.manager.blocks import Blocks
+from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.plan import PythonGroupPlan, PythonStepPlan
 from quire.cache.manager.sequence import SequenceState
 
@@ -33,7 +34,7 @@ class Request:
     start: int
     stop: int  # lookahead not counted
     end: int  # lookahead counted
-    copies: bool  # the block that holds `start` is copied, in every group
+    copies: bool  # the blocks of the node that holds `start` are copied, in every group
     can_write_in_place: bool  # ... only because the tree finds more tokens in it
     first_blocks: list[
         int
@@ -73,13 +74,14 @@ def decide(
                 f"known, {sequence.num_computed} computed), got {num_new} in reserve; append them first"
             )
         start, stop = sequence.num_computed, sequence.num_computed + num_new
-        size = blocks.tree.block_size
-        first_blocks = [span.first_needed(stop) // size if restores else 0 for span in blocks.spans]
+        groups = blocks.shape.groups
+        first_blocks = [group.first_needed(stop) if restores else 0 for group in groups]
         copies = can_write_in_place = False
-        if start % size:
-            copies, can_write_in_place = _must_copy(
-                blocks, sequence, num_left, start // size < max(first_blocks)
+        if start % blocks.shape.size:
+            is_given_up = any(
+                start // group.tokens < first for group, first in zip(groups, first_blocks, strict=True)
             )
+            copies, can_write_in_place = _must_copy(blocks, sequence, num_left, is_given_up)
         end = stop + num_lookahead
         requests.append(Request(sequence, start, stop, end, copies, can_write_in_place, first_blocks))
     return requests
@@ -88,13 +90,13 @@ def decide(
 def _must_copy(
     blocks: Blocks, sequence: SequenceState, num_left: dict[int, int], is_given_up: bool
 ) -> tuple[bool, bool]:
-    """Whether the partial block must be copied, and whether only its node stands against writing in place.
+    """Whether the blocks of the partial node must be copied, and whether only the node stands against writing in place.
 
     is_given_up: not all its blocks will be written, as it lies behind a window at the end of a `restore`; so its node
     must not come to say more."""
     pool = blocks.pool
-    block, offset = divmod(sequence.num_computed, blocks.tree.block_size)
-    block_ids = [table[block] for table in sequence.tables]
+    offset = sequence.num_computed % blocks.shape.size
+    block_ids = [block_id for _, _, block_id in sequence.partial_blocks(blocks.shape)]
     is_findable_beyond, is_in_use = False, is_given_up
     for block_id in block_ids:
         if pool.writer[block_id] != sequence.id:
@@ -109,24 +111,26 @@ def _must_copy(
     return copies, is_findable_beyond and not is_in_use
 
 
-def blocks_by_owner(requests: list[Request], block_size: int) -> dict[int, int]:
+def blocks_by_owner(requests: list[Request], shape: NodeShape) -> dict[int, int]:
     """Blocks the requests take, over all groups, for each owner of theirs."""
     needs: dict[int, int] = {}
     for request in requests:
         owner_id = request.sequence.owner_id
-        needs[owner_id] = needs.get(owner_id, 0) + blocks_of(request, block_size)
+        needs[owner_id] = needs.get(owner_id, 0) + blocks_of(request, shape)
     return needs
 
 
-def blocks_of(request: Request, block_size: int) -> int:
+def blocks_of(request: Request, shape: NodeShape) -> int:
     """Blocks one request takes, over all groups."""
-    num_blocks, had = -(-request.end // block_size), request.sequence.num_blocks
-    num_new = sum(max(0, num_blocks - max(had, first)) for first in request.first_blocks)
-    return len(request.sequence.tables) * request.copies + num_new
+    num_copied = len(request.sequence.partial_blocks(shape)) if request.copies else 0
+    groups = zip(shape.groups, request.sequence.tables, request.first_blocks, strict=True)
+    return num_copied + sum(
+        max(0, group.num_blocks(request.end) - max(len(table), first)) for group, table, first in groups
+    )
 
 
 def make_plan(
-    requests: list[Request], copies: list[list[Copy]], step: int, block_size: int
+    requests: list[Request], copies: list[list[Copy]], step: int, shape: NodeShape
 ) -> PythonStepPlan:
     """The plan of a step whose blocks have been allocated; `copies` has one list per group."""
     query_start = np.zeros(len(requests) + 1, np.int32)
@@ -135,8 +139,9 @@ def make_plan(
     no_slots = np.empty(0, np.int64)
 
     def make_group(group: int) -> PythonGroupPlan:
-        slots = [r.sequence.slots(group, r.start, r.stop, block_size) for r in requests]
-        lookahead = [r.sequence.slots(group, r.stop, r.end, block_size) for r in requests]
+        tokens = shape.groups[group].tokens
+        slots = [r.sequence.slots(group, r.start, r.stop, tokens) for r in requests]
+        lookahead = [r.sequence.slots(group, r.stop, r.end, tokens) for r in requests]
         return PythonGroupPlan(
             step=step,
             query_start=query_start,
@@ -144,7 +149,7 @@ def make_plan(
             slot_mapping=np.concatenate([no_slots, *slots]),
             lookahead_slots=np.concatenate([no_slots, *lookahead]),
             copies=np.array(copies[group], np.int32).reshape(-1, 3),
-            rows=tuple(r.sequence.tables[group].view(-(-r.end // block_size)) for r in requests),
+            rows=tuple(r.sequence.tables[group].view(-(-r.end // tokens)) for r in requests),
         )
 
     return PythonStepPlan([make_group(group) for group in range(len(copies))])

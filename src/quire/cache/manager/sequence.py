@@ -13,6 +13,7 @@ import numpy as np
 
 from quire.cache.known_tokens import KnownTokens
 from quire.cache.manager.content import ExtraKeys
+from quire.cache.manager.node_shape import NodeShape
 from quire.cache.manager.prefix import Node
 from quire.cache.types import NO_LIMIT, Int32Array, Int64Array
 
@@ -108,15 +109,43 @@ class SequenceState(KnownTokens):
         # nothing that it commits is found then.
         self.node: Node | None = None
 
-    @property
-    def num_blocks(self) -> int:
-        """Length of every group's table."""
-        return len(self.tables[0])
+    def kept_blocks(self, shape: NodeShape, num_tokens: int) -> list[int]:
+        """The blocks that begin at token `num_tokens` or behind it: deepest node first, in a node group by group, of a
+        group the last one first."""
+        num_nodes = max(
+            -(-len(table) // group.per_node) for group, table in zip(shape.groups, self.tables, strict=True)
+        )
+        rows: list[Int32Array] = []
+        for group, table in zip(shape.groups, self.tables, strict=True):
+            block_ids = table.block_ids.copy()
+            block_ids[: group.num_blocks(num_tokens)] = GIVEN_UP
+            rows.append(block_ids)
+        columns = shape.columns_of(rows, num_nodes)
+        ordered = [
+            columns[group.first_column : group.first_column + group.per_node][::-1] for group in shape.groups
+        ]
+        by_depth = np.concatenate(ordered).T[::-1]
+        return by_depth[by_depth != GIVEN_UP].tolist()
 
-    def kept_blocks(self, first_block: int) -> list[int]:
-        """The blocks of the blocks from `first_block` on, deepest first, at equal depth in group order."""
-        columns = np.stack([table.block_ids[first_block:] for table in self.tables], axis=1)[::-1]
-        return columns[columns != GIVEN_UP].tolist()
+    def partial_blocks(self, shape: NodeShape) -> list[tuple[int, int, int]]:
+        """(group, entry of its table, block) of the node that is computed in part: those with computed tokens."""
+        if self.num_computed % shape.size == 0:
+            return []
+        node = self.num_computed // shape.size
+        return [
+            (index, block, table[block])
+            for index, (group, table) in enumerate(zip(shape.groups, self.tables, strict=True))
+            for block in group.in_node(node, self.num_computed)
+            if table[block] != GIVEN_UP
+        ]
+
+    def node_blocks(self, shape: NodeShape, node: int, num_tokens: int) -> list[int]:
+        """By column of the node at this depth, 0 for the first, its blocks that begin before token `num_tokens`."""
+        block_ids = [GIVEN_UP] * shape.num_columns
+        for group, table in zip(shape.groups, self.tables, strict=True):
+            for part, block in enumerate(group.in_node(node, num_tokens)):
+                block_ids[group.first_column + part] = table[block]
+        return block_ids
 
     def forget_tokens(self, position: int) -> None:
         """Tokens and extra keys from `position` on are not known any more."""

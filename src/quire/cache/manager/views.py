@@ -31,12 +31,12 @@ def tree_arrays(blocks: Blocks) -> TreeArrays:
             return STATES.index("held")
         return STATES.index("cached" if block_id in pool.cached else "in_flight")
 
-    def by_group(of_block, gone: int) -> Int32Array:
+    def by_column(of_block, gone: int) -> Int32Array:
         rows = [
             [gone if block_id == HOLE else of_block(block_id) for block_id in node.block_ids]
             for node in nodes
         ]
-        return np.array(rows, np.int32).reshape(-1, len(blocks.spans))
+        return np.array(rows, np.int32).reshape(-1, blocks.shape.num_columns)
 
     parents = [node.parent for node in nodes]
     return {
@@ -45,11 +45,11 @@ def tree_arrays(blocks: Blocks) -> TreeArrays:
         "namespace_index": np.array([index[node.root.content] for node in nodes], np.int32),
         "depths": np.array([node.depth for node in nodes], np.int32),
         "num_tokens": np.array([node.num_tokens for node in nodes], np.int32),
-        "block_ids": by_group(int, -1),
-        "num_references": by_group(pool.num_references.__getitem__, -1),
-        "owner_ids": by_group(pool.cached.owner_id.__getitem__, -1),
-        "cache_priorities": by_group(pool.cached.cache_priority.__getitem__, -1),
-        "states": by_group(state, 0),
+        "block_ids": by_column(int, -1),
+        "num_references": by_column(pool.num_references.__getitem__, -1),
+        "owner_ids": by_column(pool.cached.owner_id.__getitem__, -1),
+        "cache_priorities": by_column(pool.cached.cache_priority.__getitem__, -1),
+        "states": by_column(state, 0),
         "namespaces": names,
     }
 
@@ -79,10 +79,14 @@ def content_of(blocks: Blocks, block_id: int) -> tuple[bytes, Int32Array, int] |
     node = blocks.node_of[block_id]
     if node is None:
         return None
-    num_own = node.num_tokens
+    shape = blocks.shape
+    column = node.block_ids.index(block_id)
+    group = next(one for one in reversed(shape.groups) if one.first_column <= column)
+    num_own = min(group.tokens, node.num_tokens - shape.starts[column])
+    end = (node.depth - 1) * shape.size + shape.starts[column] + num_own
     path: list[list[int]] = []
     while node.parent is not None:
         path.append(decode(node.content)[0])
         node = node.parent
     tokens = [token for block in reversed(path) for token in block]
-    return node.content, np.array(tokens, np.int32), num_own
+    return node.content, np.array(tokens[:end], np.int32), num_own

@@ -23,7 +23,8 @@ __all__ = ["RowPlaces", "RowShape", "placements"]
 
 
 class RowShape(NamedTuple):
-    """What the rows of all groups have alike: `num_rows` of `blocks_per_row` blocks of `block_size` tokens each.
+    """Of the rows of a group: `num_rows` of `blocks_per_row` blocks of `block_size` tokens each; all groups' rows are
+    equally many, and of as many tokens.
 
     buffer_of: of keys (2 * slot) and values (2 * slot + 1) of each slot, which of the heap's layer buffers it is.
     """

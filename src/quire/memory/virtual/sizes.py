@@ -28,7 +28,8 @@ def virtual_block_size(
     *,
     most: int = 4096,
 ) -> int:
-    """Tokens of a block whose keys (or values) of one layer take `piece_bytes`, or the next less that is whole pages.
+    """Tokens of the smallest block such that keys (or values) of one layer of any block take `piece_bytes`, or the next
+    less that is whole pages.
 
     Where the shape needs more for whole pages, the least that does. most: tokens of a block at most, the cache's limit.
 
@@ -41,12 +42,13 @@ def virtual_block_size(
             f"got {piece_bytes}"
         )
     least = _least_block_size(spec, page_bytes)
+    most //= spec.tokens_per_node(1)
     if least > most:
         raise ArgumentError(
             f"expected keys and values that fill whole pages of {page_bytes} bytes within {most} tokens, got "
             f"a shape that needs {least}; use storage paged"
         )
-    largest = max(size for group in spec.groups for size in _token_bytes(group))
+    largest = max(size * group.block_factor for group in spec.groups for size in _token_bytes(group))
     return max(least, min(piece_bytes // largest, most) // least * least)
 
 
@@ -63,7 +65,8 @@ def check_block_size(block_size: int, spec: KVSpec, page_bytes: int) -> None:
 def piece_bytes_of(group: KVGroup, num_slots: int, block_size: int) -> list[int]:
     """Of keys and values of a block in each slot, 0 where the group has no layer, and for values of latent
     layers."""
-    sizes = [block_size * size for size in (*_token_bytes(group), 0)[:2]]
+    tokens = group.tokens_per_block(block_size)
+    sizes = [tokens * size for size in (*_token_bytes(group), 0)[:2]]
     return sizes * len(group.layers) + [0, 0] * (num_slots - len(group.layers))
 
 
@@ -95,7 +98,12 @@ def _token_bytes(group: KVGroup) -> tuple[int, ...]:
 
 
 def _least_block_size(spec: KVSpec, page_bytes: int) -> int:
-    """The fewest tokens whose keys, and whose values, are whole pages in every layer."""
+    """The fewest tokens of the smallest block with which keys, and values, of every block are whole pages in each
+    layer."""
     return math.lcm(
-        *(page_bytes // math.gcd(page_bytes, size) for group in spec.groups for size in _token_bytes(group))
+        *(
+            page_bytes // math.gcd(page_bytes, size * group.block_factor)
+            for group in spec.groups
+            for size in _token_bytes(group)
+        )
     )

@@ -4,9 +4,10 @@ Not a pool, not a scheduler: which block holds what is the cache's business. Bef
 of each sequence with what its row leads to, and maps what differs; a kernel then sees one contiguous tensor a
 sequence, and needs no block table.
 
-A block is `block_size` tokens: in every layer of its group one piece of keys and one of values, whole pages, at a place
-of the placement heap that its number fixes. So consecutive blocks are one mapping. Rows are token-major, [token,
-kv_head, head_dim], and `row_tokens` long, of which only what is mapped costs memory; a table has one entry, the row;
+A block is `block_size` tokens, or several times as many: in every layer of its group one piece of keys and one of
+values, whole pages, at a place of the placement heap that its number fixes. So consecutive blocks are one mapping. Rows
+are token-major, [token, kv_head, head_dim], and `row_tokens` long, of which only what is mapped costs memory; a table
+has one entry, the row;
 slot = row * row_tokens + position. All groups of layers use the same rows, so there is one table: `row_places`. With
 `step_tokens`, rows of groups that forget are mirror rings, with a table for each kind of window: `window_ring`.
 
@@ -60,7 +61,8 @@ class VirtualStorage(BlockStorage):
     Args:
         spec: the model's KV shape.
         num_blocks: blocks to begin with.
-        block_size: tokens of a block, such that its pieces are whole pages: see `virtual_block_size`.
+        block_size: tokens of a block (of the smallest, `KVGroup.block_factor`), such that pieces are whole pages: see
+            `virtual_block_size`.
         max_model_len: tokens of a sequence at most: how long a row is. max_num_seqs: rows.
         max_blocks: blocks `resize` can reach; as many as the machine's memory holds if not given.
         backend: of the placement heap; this machine's memory if not given.
@@ -127,17 +129,27 @@ class VirtualStorage(BlockStorage):
         self.run_blocks = run_blocks(layer_buffers)
         self.max_blocks = max_blocks or max(num_blocks, physical_bytes() // sum(layer_buffers))
         self._heap = PlacementHeap(layer_buffers, max_blocks=self.max_blocks, backend=backend)
-        blocks_per_row, frame = -(-max_model_len // block_size), self._heap.frame_blocks
-        if (
-            blocks_per_row >= frame
-        ):  # every row begins on a huge page, as the runs of blocks do that it leads to
-            blocks_per_row = -(-blocks_per_row // frame) * frame
-        shape = RowShape(max_num_seqs, blocks_per_row, block_size, self.dtype, self._buffer_of)
-        self.row_tokens = shape.blocks_per_row * block_size
+        # As many tokens in the rows of all groups: whole nodes.
+        node_tokens, frame = spec.tokens_per_node(block_size), self._heap.frame_blocks
+        nodes_per_row = -(-max_model_len // node_tokens)
+        if nodes_per_row * max(group.blocks_per_node for group in spec.groups) >= frame:
+            # Every row begins on a huge page, as the runs of blocks do that it leads to.
+            nodes_per_row = -(-nodes_per_row // frame) * frame
+        self.row_tokens = nodes_per_row * node_tokens
+        shapes = [
+            RowShape(
+                max_num_seqs,
+                nodes_per_row * group.blocks_per_node,
+                group.tokens_per_block(block_size),
+                self.dtype,
+                self._buffer_of,
+            )
+            for group in spec.groups
+        ]
         try:
             self._places = [
                 places_for(self._heap, group, sizes, shape, step_tokens)
-                for group, sizes in zip(spec.groups, piece_bytes, strict=True)
+                for group, sizes, shape in zip(spec.groups, piece_bytes, shapes, strict=True)
             ]
         except CapacityError as error:
             raise CapacityError(
@@ -145,7 +157,7 @@ class VirtualStorage(BlockStorage):
             ) from error
         self._ranges = [places.range for places in self._places]
         # A table for each way to lie: plain rows, rings of each kind of window. The first group of each stands for all.
-        kinds = [places.span for places in self._places]
+        kinds = [places.span and (places.span, places.block_size) for places in self._places]
         self._first_of_table = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
         self._table_of = [[kinds[i] for i in self._first_of_table].index(kind) for kind in kinds]
         self._rows = Rows(max_num_seqs)
@@ -335,6 +347,7 @@ class VirtualStorage(BlockStorage):
     def _copy(self, copies: Any, index: int) -> None:
         """Rows of source block, target block, tokens: in every layer of the group."""
         if len(copies):
-            token_bytes = [size // self.block_size for size in self._ranges[index].piece_bytes]
+            tokens = self._places[index].block_size
+            token_bytes = [size // tokens for size in self._ranges[index].piece_bytes]
             for source, target, tokens in np.asarray(copies).tolist():
                 self._heap.copy(source, target, [tokens * size for size in token_bytes])

@@ -186,16 +186,17 @@ def _step(
         query_start.append(query_start[-1] + stop - start)
     position_ids = torch.cat([torch.arange(start, stop) for _, start, stop in pieces])
     plans, slot_mappings = [], []
-    for group in range(len(prepared.spec.groups)):
+    for group in prepared.spec.groups:
         # Each group has blocks of its own: the same ids, shifted.
+        size = group.tokens_per_block(block_size)
         tables = torch.full((len(pieces), max(map(len, _BLOCKS))), -1, dtype=torch.int32)
         slots = []
         for row, (sequence, start, stop) in enumerate(pieces):
-            blocks = torch.tensor(_BLOCKS[sequence]) + group * _NUM_BLOCKS
+            blocks = torch.tensor(_BLOCKS[sequence]) + group.index * _NUM_BLOCKS
             tables[row, : len(blocks)] = blocks
             positions = torch.arange(start, stop)
-            slots.append(blocks[positions // block_size] * block_size + positions % block_size)
-        plans.append(AttentionPlan.build(query_start, [stop for _, _, stop in pieces], tables, block_size))
+            slots.append(blocks[positions // size] * size + positions % size)
+        plans.append(AttentionPlan.build(query_start, [stop for _, _, stop in pieces], tables, size))
         slot_mappings.append(torch.cat(slots))
     return ForwardStep(
         input_ids=torch.cat([sequences[sequence][start:stop] for sequence, start, stop in pieces]),

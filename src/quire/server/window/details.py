@@ -117,8 +117,9 @@ def _of_rows(core: EngineCore, cache: RowCache, block_id: int, last: int) -> dic
 
 def _tokens_at(core: EngineCore, sequence: RequestSequence, block_id: int) -> tuple[Any, int]:
     """The sample's tokens up to the block's last, and how many of them are the block's."""
-    size = core.cache.block_size
+    groups = core.cache.spec.groups
     for group in range(core.cache.num_groups):
+        size = groups[group].tokens_per_block(core.cache.block_size)
         places = (sequence.cache_sequence.block_table(group) == block_id).nonzero()[0]
         if len(places):
             first = int(places[0]) * size

@@ -180,14 +180,18 @@ def collect(
 
 def _beginnings(core: EngineCore, tree: TreeView) -> dict[int, NDArray[np.int32]]:
     """Of the newest partial blocks. O(tokens before each)."""
-    partial = np.flatnonzero(tree.num_tokens < core.cache.block_size)
+    node_tokens = core.cache.spec.tokens_per_node(core.cache.block_size)
+    partial = np.flatnonzero(tree.num_tokens < node_tokens)
     newest = partial[np.argsort(tree.node_ids[partial])[-_MAX_PARTIAL:]]
     found = {}
-    for node, block_ids in zip(tree.node_ids[newest].tolist(), tree.block_ids[newest], strict=True):
+    starts = (tree.depths[newest] - 1) * node_tokens
+    for node, start, block_ids in zip(
+        tree.node_ids[newest].tolist(), starts.tolist(), tree.block_ids[newest], strict=True
+    ):
         there = block_ids[block_ids >= 0]
         content = core.cache.content_of(int(there[0])) if len(there) else None
         if content is not None:
-            found[node] = content.tokens[len(content.tokens) - content.num_own :][:NUM_WORD_TOKENS]
+            found[node] = content.tokens[start : start + NUM_WORD_TOKENS]
     return found
 
 
