@@ -46,6 +46,9 @@ _WEIGHTS = {
 }
 _ENGINE_BYTES = 36 << 20  # threads, buffers of the kernels, what the proof leaves
 _COPIES = 4  # of a layer's outputs, where torch computes between the products
+_PARTIAL_TOKENS = (
+    512  # of which attention keeps a sum, while several threads compute a row (attention_kernel.hpp)
+)
 
 
 @dataclass(frozen=True)
@@ -465,6 +468,7 @@ def _scratch_rows(
     config: EngineConfig, unloaded: UnloadedModel, context: int, concurrency: int
 ) -> list[PlanRow]:
     """What a step takes, measured over models of ten kinds and rounded up: no allocator decides it (docs/plan.md)."""
+    from quire.attention import backend
     from quire.model.weight_rows import outputs_per_token
 
     spec = unloaded.spec
@@ -473,13 +477,31 @@ def _scratch_rows(
     is_plain = not spec.states and not any(layer.latent for layer in spec.layers) and not unloaded.has_experts
     copies = 1 if is_plain else _COPIES
     step_bytes = num_tokens * outputs_per_token(unloaded.model) * spec.dtype_bytes * copies
+    partial_bytes = _partial_bytes(unloaded, num_tokens, context) if backend(config.backend).is_native else 0
     # In the model's type, and in float32 where they are drawn from.
     logits_bytes = num_rows * unloaded.vocab_size * (spec.dtype_bytes + 4)
     return [
         PlanRow("scratch", "attention and layers", step_bytes, f"about, a step of {num_tokens} tokens"),
+        PlanRow(
+            "scratch", "attention's partial sums", partial_bytes, f"at most, prompts of {context} tokens"
+        ),
         PlanRow("scratch", "logits", logits_bytes, f"{num_rows} rows of {unloaded.vocab_size}"),
         PlanRow("scratch", "engine and kernels", _ENGINE_BYTES, "about, measured"),
     ]
+
+
+def _partial_bytes(unloaded: UnloadedModel, num_tokens: int, context: int) -> int:
+    """What the kernels keep of a step's rows while their tokens are summed: of each head and each partial a result, a
+    largest score and a sum, in float32. Rows of one partial keep nothing."""
+    text: Any = unloaded.model.config.get_text_config(decoder=True)
+    num_heads, most = getattr(text, "num_attention_heads", None) or 0, 0
+    if not isinstance(num_heads, int):  # of each layer
+        num_heads = max(num_heads)
+    for group in unloaded.spec.groups if unloaded.spec.stores_kv else ():
+        num_partials = -(-group.span.num_kept(context) // _PARTIAL_TOKENS)
+        if num_partials > 1:
+            most = max(most, num_partials * ((group.v_head_dim or group.k_head_dim) + 2) * 4)
+    return num_tokens * num_heads * most
 
 
 def _own_bytes() -> int:

@@ -41,7 +41,7 @@ _LINE = 64  # bytes
 
 @dataclass(frozen=True)
 class FactorForm:
-    """Of a `Factor`. fine: the type of the numbers of groups. coarse: of those that `ratio` groups share, or None."""
+    """Of a `Factor`. fine: the type of the numbers of groups. coarse: of those that `ratio` groups share, if any."""
 
     fine: torch.dtype
     coarse: torch.dtype | None = None
