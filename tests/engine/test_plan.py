@@ -64,7 +64,7 @@ def folder_of(kind: str, folder: Path) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_it_says_is_what_the_engine_holds(kind: str, tmp_path: Path) -> None:
     source, context, concurrency = folder_of(kind, tmp_path), 100, 4
-    options = {"kv_memory": "2MiB"}
+    options: dict[str, Any] = {"kv_memory": "2MiB"}
     said = plan(source, context=context, concurrency=concurrency, **options)
     with LLM(source, max_model_len=context, **options) as llm:
         assert said.fits
