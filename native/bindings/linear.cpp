@@ -26,6 +26,8 @@ namespace quire {
 
 namespace {
 
+constexpr std::int64_t kMostElements = std::int64_t{1} << 46;  // of all that a processor can address
+
 // Keeps what a factor's arrays are while they are read.
 struct GivenFactor {
     std::optional<Array> fine, coarse;
@@ -133,6 +135,7 @@ void bind_linear(nb::module_& m) {
         .def(
             "of_panels",
             [](const BoundWeight& self, std::int64_t num_outputs, nb::handle packed) {
+                check_range("num_outputs", num_outputs, 1, kMostElements / self.num_inputs());
                 if (packed.is_none()) return new BoundWeight{PackedWeight(self, num_outputs, nullptr), {}};
                 const std::int64_t columns = QuantizedForm::kColumns, panels = (num_outputs + columns - 1) / columns;
                 const std::int64_t panel_bytes = static_cast<std::int64_t>(self.num_bytes()) / ((self.num_outputs() + columns - 1) / columns);
@@ -211,6 +214,9 @@ void bind_linear(nb::module_& m) {
         "multiply_each",
         [](const std::vector<const BoundWeight*>& weights, nb::handle x, nb::handle out) {
             if (weights.empty()) throw std::invalid_argument("expected at least 1 weight, got none");
+            for (const BoundWeight* weight : weights) {
+                if (weight == nullptr) throw std::invalid_argument("expected weights, got None among them");
+            }
             const auto count = static_cast<std::int64_t>(weights.size());
             const Type type = type_of(weights[0]->element());
             const Array from(x, "x"), to(out, "out", Array::Use::written);

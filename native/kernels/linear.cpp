@@ -233,10 +233,11 @@ PackedWeight::PackedWeight(const PackedWeight& like, std::int64_t num_outputs, c
 
 void PackedWeight::put_panels(std::int64_t first, const PackedWeight& part) {
     const bool alike = form_ != nullptr && part.form_ != nullptr && panel_bytes_ == part.panel_bytes_ && num_inputs_ == part.num_inputs_ &&
-                       kernel_ == part.kernel_;
-    const std::int64_t columns = QuantizedForm::kColumns, last = first + part.num_outputs_;
-    const bool whole = part.num_outputs_ % columns == 0 || last == num_outputs_;
-    if (owned_ == nullptr || !alike || first < 0 || first % columns != 0 || last > num_outputs_ || !whole) {
+                       kernel_ == part.kernel_ && form_->bits == part.form_->bits && form_->group == part.form_->group &&
+                       form_->values == part.form_->values;
+    const std::int64_t columns = QuantizedForm::kColumns, left = num_outputs_ - part.num_outputs_;
+    const bool whole = part.num_outputs_ % columns == 0 || first == left;
+    if (owned_ == nullptr || !alike || first < 0 || first % columns != 0 || first > left || !whole) {
         throw std::invalid_argument("expected whole panels of the same form within " + std::to_string(num_outputs_) + " outputs, got " +
                                     std::to_string(part.num_outputs_) + " outputs at " + std::to_string(first));
     }
