@@ -51,7 +51,8 @@ class Loop:
         seed: int = 0,
     ) -> None:
         self.prepared, self.spec = prepared, prepared.spec
-        self.prompts, self.block_size = prompts, block_size
+        self.prompts, self.node_tokens = prompts, prepared.spec.tokens_per_node(block_size)
+        self.sizes = [group.tokens_per_block(block_size) for group in self.spec.groups]
         self.budget, self.chunk, self.preempt_at = budget, chunk, preempt_at
         self.storage = PagedStorage(self.spec, num_blocks, block_size, max_blocks=num_blocks)
         self.storage.fill(float("nan"))
@@ -59,8 +60,8 @@ class Loop:
         random.Random(seed).shuffle(self.free)
         self.references: Counter[int] = Counter()
         self.known: dict[
-            tuple[int, ...], list[int]
-        ] = {}  # tokens of whole blocks from 0 -> last block, per group
+            tuple[int, ...], list[list[int]]
+        ] = {}  # tokens of whole nodes from 0 -> the last one's blocks, per group
         self.num_shared = 0
         prepared.attach(self.storage)
 
@@ -92,12 +93,11 @@ class Loop:
         return [s.tokens[s.prompt_length :] for s in everyone], [torch.stack(s.logits) for s in everyone]
 
     def _step(self, pieces: list[tuple[Running, int]]) -> None:
-        size = self.block_size
         starts, contexts, slots = [0], [], [[] for _ in self.spec.groups]
         ids, positions, rows = [], [], []
         for sequence, length in pieces:
             first, stop = sequence.num_computed, sequence.num_computed + length
-            for group, table in enumerate(sequence.tables):
+            for group, (table, size) in enumerate(zip(sequence.tables, self.sizes, strict=True)):
                 while len(table) * size < stop:
                     table.append(self._take())
                 slots[group] += [table[p // size] * size + p % size for p in range(first, stop)]
@@ -108,7 +108,7 @@ class Loop:
             if stop == len(sequence.tokens):
                 rows.append(starts[-1] - 1)
         plans = []
-        for group in range(len(self.spec.groups)):
+        for group, size in enumerate(self.sizes):
             widest = max(len(sequence.tables[group]) for sequence, _ in pieces)
             tables = [s.tables[group] + [-1] * (widest - len(s.tables[group])) for s, _ in pieces]
             plans.append(AttentionPlan.build(starts, contexts, tables, size))
@@ -142,15 +142,17 @@ class Loop:
         if not self.references[block_id]:
             self.free.insert(0, block_id)
             self.known = {
-                tokens: block_ids for tokens, block_ids in self.known.items() if block_id not in block_ids
+                tokens: by_group
+                for tokens, by_group in self.known.items()
+                if not any(block_id in block_ids for block_ids in by_group)
             }
             for layer in range(len(self.spec.layers)):  # stale contents must not be what saves an answer
                 view = self.storage.view(layer)
                 view.k[block_id], view.v[block_id] = float("nan"), float("nan")
 
     def _take_prefix(self, sequence: Running) -> None:
-        """Share whole blocks that hold the beginning of the prompt, up to its last token."""
-        size = self.block_size
+        """Share whole nodes' blocks that hold the beginning of the prompt, up to its last token."""
+        size = self.node_tokens
         hit = 0
         while (hit + 1) * size < sequence.prompt_length and tuple(
             sequence.tokens[: (hit + 1) * size]
@@ -158,25 +160,28 @@ class Loop:
             hit += 1
         if any(group.span.kind != "full" for group in self.spec.groups):
             hit = min(hit, 1)  # a longer hit's window may have gone
-        for block in range(hit):
-            for table, block_id in zip(
-                sequence.tables, self.known[tuple(sequence.tokens[: (block + 1) * size])], strict=True
-            ):
-                table.append(block_id)
-                self.references[block_id] += 1
+        for node in range(hit):
+            by_group = self.known[tuple(sequence.tokens[: (node + 1) * size])]
+            for table, block_ids in zip(sequence.tables, by_group, strict=True):
+                table += block_ids
+                self.references.update(block_ids)
         self.num_shared += hit
         sequence.num_computed = hit * size
 
     def _remember(self, sequence: Running) -> None:
-        for block in range(sequence.num_computed // self.block_size):
-            block_ids = [table[block] for table in sequence.tables]
-            if -1 not in block_ids:
-                self.known.setdefault(tuple(sequence.tokens[: (block + 1) * self.block_size]), block_ids)
+        for node in range(sequence.num_computed // self.node_tokens):
+            end = (node + 1) * self.node_tokens
+            by_group = [
+                table[node * self.node_tokens // size : end // size]
+                for table, size in zip(sequence.tables, self.sizes, strict=True)
+            ]
+            if not any(-1 in block_ids for block_ids in by_group):
+                self.known.setdefault(tuple(sequence.tokens[:end]), by_group)
 
     def _leave_windows(self, sequence: Running) -> None:
-        for group, table in zip(self.spec.groups, sequence.tables, strict=True):
+        for group, table, size in zip(self.spec.groups, sequence.tables, self.sizes, strict=True):
             first = group.span.first_needed(sequence.num_computed)
-            for block in range(first // self.block_size):
+            for block in range(first // size):
                 if table[block] != -1:
                     self._drop(table[block])
                     table[block] = -1
