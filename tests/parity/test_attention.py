@@ -37,8 +37,8 @@ FORMATS = ("", *CODED)  # of K and V
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A variant's own process runs fewer examples: the variants share all but the arithmetic.
 EXAMPLES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "100"))
-# Several partials of 512 tokens; an emulated instruction set takes a hundred times as long.
-LONG = 1250 if _native.isa().startswith("emulated") else 2500
+# More than one partial of 512 tokens; an emulated instruction set takes a hundred times as long.
+LONG = 640 if _native.isa().startswith("emulated") else 2500
 
 
 @pytest.fixture(autouse=True)
