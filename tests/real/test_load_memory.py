@@ -11,9 +11,8 @@ import pytest
 
 from quire.model.load import without_weights
 
-# Times the file. Of load 1.09 to 1.17 was measured: how much of the mapped file is there at once is the system's. A
-# start proves what it serves, and has the kernels' buffers.
-LOAD_WITHIN, START_WITHIN = 1.25, 1.6
+# Times the file. A start proves what it serves, and has the kernels' buffers.
+LOAD_WITHIN, START_WITHIN = 1.15, 1.6
 KV_MEMORY = 16 << 20
 
 _PROGRAM = """

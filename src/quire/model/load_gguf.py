@@ -142,6 +142,8 @@ def load_gguf_model(
                 f"that transformers {transformers_version} makes of it: the first, {name}, is {list(stored)} instead "
                 f"of {list(expected)}"
             )
+        # Of a file that was just written each page comes with up to 2 MiB around it: norms bring a part of the codes.
+        MappedWeights(str(source.path.resolve())).release_read(tensor.read() for tensor in source)
         unread.read_into(model)
     model.config.name_or_path = str(source.path)
     return model, report, weights

@@ -53,9 +53,9 @@ class MappedWeights:
         Experts that were stacked from a file's tensors leave those tensors' pages in the process, though nobody reads
         them again. What is kept is read from the files when it is next looked at. A file that was written to stays.
         """
-        unwritten = _unwritten(_SUFFIX)
+        unwritten = _unwritten(self._suffix)
         held = {region for tensor in kept if (region := self._region_of(tensor)) is not None}
-        for region in held & set(_mapped_files(_SUFFIX)):  # a tensor lies there: nobody unmaps it meanwhile
+        for region in held & set(_mapped_files(self._suffix)):  # a tensor lies there: nobody unmaps it meanwhile
             if region.start in unwritten:
                 _libc.madvise(
                     ctypes.c_void_p(region.start),
