@@ -46,9 +46,8 @@ _WEIGHTS = {
 }
 _ENGINE_BYTES = 36 << 20  # threads, buffers of the kernels, what the proof leaves
 _COPIES = 4  # of a layer's outputs, where torch computes between the products
-_PARTIAL_TOKENS = (
-    512  # of which attention keeps a sum, while several threads compute a row (attention_kernel.hpp)
-)
+# Of which attention keeps a sum, while several threads compute a row (native/kernels/attention_kernel.hpp).
+_PARTIAL_TOKENS = 512
 
 
 @dataclass(frozen=True)

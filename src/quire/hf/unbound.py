@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from quire.hf.layers import RowLayer
 from quire.hf.state_layers import BoundStates
+from quire.spec.layer_spec import layer_ranges
 
 __all__ = ["import_modelling", "tell_unbound"]
 
@@ -41,7 +42,7 @@ def tell_unbound(layers: Sequence[Any], config: PreTrainedConfig) -> None:
     if not kinds:
         return
     said = f"{config.model_type}: kv_memory does not bind all of this QuireCache: " + "; ".join(
-        f"{what} (layer{'s' * (len(indices) > 1)} {_ranges(indices)})" for what, indices in kinds.items()
+        f"{what} (layer{'s' * (len(indices) > 1)} {layer_ranges(indices, ' to ')})" for what, indices in kinds.items()
     )
     if said not in _told:
         _told.add(said)
@@ -58,13 +59,3 @@ def _unbound(layer: Any) -> str | None:
         return "keys, values and an indexer's keys, which grow with every token"
     return f"what {type(layer).__name__} keeps"
 
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """0 to 3, 5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

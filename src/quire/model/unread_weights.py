@@ -7,7 +7,7 @@ the other. So nothing of it is ever widened whole. `held_forms` says the same of
 Not here: files and formats. Weights that transformers merges or splits as it loads, other than experts by rows
 (`stored_experts`), get no stand-in: whoever loads widens them, and has `widen` told.
 
-Invariant
+Invariants
     U1  after `read_into` no stand-in is left in the model.
     U2  what is widened for want of a product or a module is named in one line of the log.
 

@@ -141,7 +141,9 @@ def planned_weights(
         if id(parameter) in packed:
             continue
         packed.add(id(parameter))
-        row = "embeddings" if is_embedding else "dense" if kind == "watched" else "linear"
+        row = "embeddings" if is_embedding else "linear"
+        if kind == "watched":
+            row = _dense_kind(model, names[id(parameter)])
         rows.add(row, form_bytes(parameter, shape, kind))
     packs_experts = packing is None and native_module() is not None
     for module in model.modules():
@@ -157,9 +159,11 @@ def planned_weights(
                 rows.add("experts", num_experts * form_bytes(parameter, (shape[0], shape[1]), "native"))
         if is_latent(module):
             _add_latent(rows, cast(Any, module), packing)
-    dense = [parameter for parameter in model.parameters() if id(parameter) not in packed]
-    for tensor in (*dense, *model.buffers()):
-        rows.add("dense", tensor.numel() * tensor.itemsize)
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in packed:
+            rows.add(_dense_kind(model, name), parameter.numel() * parameter.itemsize)
+    for buffer in model.buffers():
+        rows.add("dense", buffer.numel() * buffer.itemsize)
     return rows.all()
 
 
@@ -176,8 +180,7 @@ def held_weights(model: nn.Module, latents: Iterable[LatentHeads] = ()) -> tuple
         elif packed is not None:
             rows.add("linear", _packed_bytes(packed))
         if packed is None or (held is not None and held.dense is not None):  # lent: both
-            is_embedding = isinstance(_holder(model, name), nn.Embedding)
-            rows.add("embeddings" if is_embedding else "dense", parameter.numel() * parameter.itemsize)
+            rows.add(_dense_kind(model, name), parameter.numel() * parameter.itemsize)
     for heads in latents:
         rows.add("latents", sum(map(_packed_bytes, (*heads.into_latent, *heads.out_of_latent))))
     for buffer in model.buffers():
@@ -200,6 +203,10 @@ def outputs_per_token(model: nn.Module) -> int:
             outputs = getattr(module, "out_features", None) or getattr(module, "nf", None) or 0
         widths[layer[0]] += outputs
     return max(widths.values(), default=0)
+
+
+def _dense_kind(model: nn.Module, name: str) -> str:
+    return "embeddings" if isinstance(_holder(model, name), nn.Embedding) else "dense"
 
 
 def _holder(model: nn.Module, name: str) -> nn.Module:

@@ -6,6 +6,7 @@ Others may use the names below, and
 """
 
 from quire.quantized.code_form import (
+    PANEL,
     CodeForm,
     FactorForm,
     form_of,
@@ -13,7 +14,7 @@ from quire.quantized.code_form import (
     require_product,
     rounded_num_bytes,
 )
-from quire.quantized.panels import PANEL, CodedWeight
+from quire.quantized.panels import CodedWeight
 from quire.quantized.reference import multiply
 from quire.quantized.rounding import round_to_codes
 from quire.quantized.weight import Factor, QuantizedWeight, joined

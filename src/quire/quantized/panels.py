@@ -19,7 +19,7 @@ from quire.quantized.code_form import PANEL, form_of, held_dtype, require_produc
 from quire.quantized.reference import multiply
 from quire.quantized.weight import Factor, QuantizedWeight
 
-__all__ = ["PANEL", "CodedWeight"]
+__all__ = ["CodedWeight"]
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

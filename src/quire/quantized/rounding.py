@@ -70,7 +70,12 @@ def _in_threads(work: Callable[[slice], None], parts: list[slice]) -> None:
         with torch.inference_mode(), one_torch_thread():
             work(part)
 
-    with ThreadPoolExecutor(min(len(parts), torch.get_num_threads())) as pool:
+    num_threads = min(len(parts), torch.get_num_threads())
+    if num_threads < 2:
+        for part in parts:
+            alone(part)
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(alone, parts))
 
 

@@ -143,7 +143,7 @@ class _Split:
         return not self.is_dense, cost, self.num_groups, self.node
 
 
-def _is_padded(taken: float, used: int) -> float:
+def _excess(taken: float, used: int) -> float:
     """How much more is taken than used, where that is more than K4 allows; else 0."""
     return 0.0 if taken <= (1 + MAX_PADDING) * used else taken / used
 
@@ -272,7 +272,7 @@ class KVSpec:
                         for factor in factors
                         if widths[kind] * factor <= block_width
                     ),
-                    key=lambda one: (_is_padded(one[0] * block_width / one[1], num * widths[kind]), *one),
+                    key=lambda one: (_excess(one[0] * block_width / one[1], num * widths[kind]), *one),
                 )
                 split[kind] = (-(-num // num_groups), factor)
             splits.append((split, block_width))

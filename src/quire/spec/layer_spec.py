@@ -140,12 +140,12 @@ class LayerSpec:
         return self.num_kv_heads * sum(self.stored_dims)
 
 
-def layer_ranges(numbers: Iterable[int]) -> str:
-    """Of rising numbers: "0-1, 5"."""
+def layer_ranges(numbers: Iterable[int], between: str = "-") -> str:
+    """Of rising numbers: "0-1, 5"; between: the first of a run and its last."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ", ".join(str(first) if first == last else f"{first}{between}{last}" for first, last in runs)

@@ -81,7 +81,7 @@ def fp8_form(
 ) -> CodeForm:
     """Of the weight of the tensors `name` and `scale`. *raises:* LoadError: as `unpack_fp8`."""
     shape, stored = headers[name].shape, headers[name].stored
-    sizes, kind = _scale_groups(name, shape, headers[scale].shape, block)
+    sizes, kind, _ = _scale_groups(name, shape, headers[scale].shape, block)
     group, _ = even_groups(sizes)
     return CodeForm(
         f"fp8 {_kind(stored)}{kind}", 8, group, scales_form(scale, headers, tensor), has_table=True
@@ -94,21 +94,22 @@ def _kind(stored: object) -> str:
 
 def _scale_groups(
     name: str, shape: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None
-) -> tuple[list[int], str]:
-    """The inputs of each group of a weight [N, K] whose scales are of shape `scale`, and what its label says of them.
+) -> tuple[list[int], str, int]:
+    """The inputs of each group of a weight [N, K] whose scales are of shape `scale`, what its label says of them, and
+    the outputs of each row of scales (0: all have one).
 
     *raises:* LoadError: `scale` is of no known shape.
     """
     outputs, inputs = shape
     if block is not None and tuple(scale) == (-(-outputs // block[0]), -(-inputs // block[1])):
-        return sizes_of_groups(inputs, block[1]), f":{block[0]}x{block[1]}"
+        return sizes_of_groups(inputs, block[1]), f":{block[0]}x{block[1]}", block[0]
     if len(scale) == 2 and scale[0] == outputs and scale[1] > 1 and inputs % scale[1] == 0:
         size = inputs // scale[1]
-        return sizes_of_groups(inputs, size), f":{size}"
+        return sizes_of_groups(inputs, size), f":{size}", 1
     if math.prod(scale) not in (1, outputs):
         expected = "one number, " + f"[{outputs}, 1]" + (f" or blocks of {list(block)}" if block else "")
         raise mismatch(name, "scales", expected, list(scale))
-    return [inputs], ""
+    return [inputs], "", 1 if math.prod(scale) > 1 else 0
 
 
 def unpack_fp8(
@@ -119,12 +120,10 @@ def unpack_fp8(
     *raises:* LoadError: `scale` is of no known shape.
     """
     outputs = weight.shape[0]
-    sizes, kind = _scale_groups(name, weight.shape, scale.shape, block)
-    scales = (powers_of_two(scale) if scale.dtype == torch.uint8 else scale).float()
-    if "x" in kind and block is not None:
-        scales = scales.repeat_interleave(block[0], dim=0)[:outputs]
-    elif len(sizes) == 1:
-        scales = scales.reshape(-1, 1).expand(outputs, 1).contiguous()
+    sizes, kind, of_row = _scale_groups(name, weight.shape, scale.shape, block)
+    scales = powers_of_two(scale) if scale.dtype == torch.uint8 else scale.float()
+    scales = scales.reshape(-1, len(sizes))
+    scales = scales.repeat_interleave(of_row or outputs, dim=0)[:outputs]
     group, (scales,) = even_groups(sizes, scales)
     table = torch.arange(256, dtype=torch.uint8).view(weight.dtype).float()
     label = f"fp8 {_kind(weight.dtype)}{kind}"

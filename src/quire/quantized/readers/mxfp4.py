@@ -20,7 +20,7 @@ from quire.quantized.weight import Factor, QuantizedWeight
 
 __all__ = ["E2M1", "MXFP4_FORM", "low_nibble_first", "mxfp4", "powers_of_two"]
 
-MXFP4_FORM = CodeForm("mxfp4", 4, 32, FactorForm(torch.bfloat16), has_table=True)  # which holds powers of two
+MXFP4_FORM = CodeForm("mxfp4", 4, 32, FactorForm(torch.bfloat16), has_table=True)
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -72,7 +72,7 @@ def low_nibble_first(packed: torch.Tensor) -> torch.Tensor:
 
 
 def powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """E8M0 bytes -> float32: 2**(byte - 127)."""
+    """E8M0 bytes -> bfloat16, which holds each of them: 2**(byte - 127)."""
     exponents = exponents.to(torch.int32)
     bits = torch.where(exponents == 0, 0x400000, exponents << 23)  # the smallest is below the normal numbers
-    return bits.view(torch.float32)
+    return bits.view(torch.float32).bfloat16()
