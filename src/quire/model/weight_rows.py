@@ -141,9 +141,7 @@ def planned_weights(
         if id(parameter) in packed:
             continue
         packed.add(id(parameter))
-        row = "embeddings" if is_embedding else "linear"
-        if kind == "watched":
-            row = _dense_kind(model, names[id(parameter)])
+        row = "embeddings" if is_embedding else "dense" if kind == "watched" else "linear"
         rows.add(row, form_bytes(parameter, shape, kind))
     packs_experts = packing is None and native_module() is not None
     for module in model.modules():
@@ -159,17 +157,16 @@ def planned_weights(
                 rows.add("experts", num_experts * form_bytes(parameter, (shape[0], shape[1]), "native"))
         if is_latent(module):
             _add_latent(rows, cast(Any, module), packing)
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in packed:
-            rows.add(_dense_kind(model, name), parameter.numel() * parameter.itemsize)
-    for buffer in model.buffers():
-        rows.add("dense", buffer.numel() * buffer.itemsize)
+    dense = [parameter for parameter in model.parameters() if id(parameter) not in packed]
+    for tensor in (*dense, *model.buffers()):
+        rows.add("dense", tensor.numel() * tensor.itemsize)
     return rows.all()
 
 
 def held_weights(model: nn.Module, latents: Iterable[LatentHeads] = ()) -> tuple[WeightRow, ...]:
     """What `model`, prepared to serve, holds now. latents: of its latent modules, once they have attended."""
     rows = _Rows()
+    shared = {id(weight) for module in model.modules() if (weight := _linear_weight(module)) is not None}
     for name, parameter in model.named_parameters():
         held = parameter.held if isinstance(parameter, HeldParameter) else None
         packed = None if held is None else held.packed
@@ -180,7 +177,8 @@ def held_weights(model: nn.Module, latents: Iterable[LatentHeads] = ()) -> tuple
         elif packed is not None:
             rows.add("linear", _packed_bytes(packed))
         if packed is None or (held is not None and held.dense is not None):  # lent: both
-            rows.add(_dense_kind(model, name), parameter.numel() * parameter.itemsize)
+            is_embedding = isinstance(_holder(model, name), nn.Embedding) and id(parameter) not in shared
+            rows.add("embeddings" if is_embedding else "dense", parameter.numel() * parameter.itemsize)
     for heads in latents:
         rows.add("latents", sum(map(_packed_bytes, (*heads.into_latent, *heads.out_of_latent))))
     for buffer in model.buffers():
@@ -205,8 +203,9 @@ def outputs_per_token(model: nn.Module) -> int:
     return max(widths.values(), default=0)
 
 
-def _dense_kind(model: nn.Module, name: str) -> str:
-    return "embeddings" if isinstance(_holder(model, name), nn.Embedding) else "dense"
+def _linear_weight(module: nn.Module) -> nn.Parameter | None:
+    """Which no embedding has alone."""
+    return None if isinstance(module, nn.Embedding) else module._parameters.get("weight")
 
 
 def _holder(model: nn.Module, name: str) -> nn.Module:
