@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from quire.hf.layers import RowLayer
 from quire.hf.state_layers import BoundStates
-from quire.spec.layer_spec import layer_ranges
+from quire.spec import layer_ranges
 
 __all__ = ["import_modelling", "tell_unbound"]
 
@@ -42,7 +42,8 @@ def tell_unbound(layers: Sequence[Any], config: PreTrainedConfig) -> None:
     if not kinds:
         return
     said = f"{config.model_type}: kv_memory does not bind all of this QuireCache: " + "; ".join(
-        f"{what} (layer{'s' * (len(indices) > 1)} {layer_ranges(indices, ' to ')})" for what, indices in kinds.items()
+        f"{what} (layer{'s' * (len(indices) > 1)} {layer_ranges(indices, ' to ')})"
+        for what, indices in kinds.items()
     )
     if said not in _told:
         _told.add(said)
@@ -58,4 +59,3 @@ def _unbound(layer: Any) -> str | None:
     if hasattr(layer, "update_indexer"):
         return "keys, values and an indexer's keys, which grow with every token"
     return f"what {type(layer).__name__} keeps"
-

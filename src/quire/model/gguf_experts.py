@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from quire.model.mapped_weights import MappedWeights
 from quire.model.sources import StoredTensor, widen
-from quire.model.stored_experts import Part, StoredExpert, experts_in, numbered, projection_shape
+from quire.model.stored_experts import Part, StoredExpert, experts_at, numbered
 from quire.quantized import QuantizedWeight
 from quire.quantized.readers import GGUF_TYPES, gguf_form, read_gguf
 
@@ -86,21 +86,10 @@ def _of_layer(
             answer[names[result.name]] = torch.from_numpy(np.array(result.weights))
     found: GGUFExperts = {}
     for place, merged in answer.items():
-        experts = _at(shape, place, merged, parts)
+        experts = experts_at(shape, place, merged, parts)
         if experts is not None:
             found[place] = {owners[id(part)] for expert in experts for part in expert.parts}, experts
     return found
-
-
-def _at(
-    shape: PreTrainedModel, place: str, merged: torch.Tensor, parts: list[Part]
-) -> list[StoredExpert] | None:
-    wanted = projection_shape(shape, place)
-    if wanted is None or merged.dim() != 3:
-        return None
-    num_experts, num_outputs, _, transposed = wanted
-    merged = merged.transpose(1, 2) if transposed else merged
-    return experts_in(merged, parts) if merged.shape[:2] == (num_experts, num_outputs) else None
 
 
 def _read(tensor: StoredTensor, expert: int, mapped: MappedWeights) -> QuantizedWeight | torch.Tensor:

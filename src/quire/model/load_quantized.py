@@ -32,8 +32,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from quire.errors import LoadError
 from quire.model.coded_experts import ExpertForms
@@ -41,7 +39,13 @@ from quire.model.linear import is_transposed
 from quire.model.mapped_weights import MappedWeights
 from quire.model.quantized import expert_forms, planned_forms
 from quire.model.sources import SafetensorsSource
-from quire.model.stored_experts import Part, StoredExpert, merged_experts, projection_shape
+from quire.model.stored_experts import (
+    CheckpointNames,
+    Part,
+    StoredExpert,
+    merged_experts,
+    projection_shape,
+)
 from quire.model.unread_weights import UnreadWeights, held_forms, may_hold
 from quire.quantized import CodeForm, QuantizedWeight
 from quire.quantized.readers import StoredWeight, StoredWeights, method_of, stored_weights
@@ -91,15 +95,16 @@ def load_quantized(
         reading = _Reading(files, source)
         found = stored_weights(quantization, tensors, reading.tensor) if quantization else StoredWeights(())
         plain = tensors.keys() - found.names
-        places = _places(shape, found.weights, options.get("key_mapping"))
+        names = CheckpointNames(shape, options.get("key_mapping"))
+        places = _places(names, found.weights)
         unread = UnreadWeights()
         forms = None if rounded is None else _forms(shape, rounded)
         experts = {}
         if forms is not None or not widened:
             stored = {name: tensors[name].shape for name in plain} if forms else {}
-            experts = _experts(shape, found, places, stored, reading, options.get("key_mapping"))
+            experts = _experts(names, found, places, stored, reading)
             experts = {place: made for place, made in experts.items() if forms is None or place in forms}
-        read_later = {name for names, _ in experts.values() for name in names}
+        read_later = {name for stored, _ in experts.values() for name in stored}
         state = {name: reading.slice(name) for name in sorted(plain - read_later)}
         for place, (_, of_place) in experts.items():
             rounding = None if forms is None else forms[place]
@@ -151,9 +156,10 @@ def planned_codes(
     with ExitStack() as files:
         reading = _Reading(files, source)
         found = stored_weights(quantization_of(config) or {}, tensors, reading.tensor)
-        places = _places(shape, found.weights, key_mapping)
-        experts = _experts(shape, found, places, {}, reading, key_mapping)
-        read_later = {name for names, _ in experts.values() for name in names}
+        names = CheckpointNames(shape, key_mapping)
+        places = _places(names, found.weights)
+        experts = _experts(names, found, places, {}, reading)
+        read_later = {name for stored, _ in experts.values() for name in stored}
         forms = {
             places[weight.name]: weight.form(reading.tensor)
             for weight in found.weights
@@ -241,14 +247,13 @@ def _forms(shape: PreTrainedModel, rounded: WeightFormats) -> dict[str, Rounding
 
 
 def _experts(
-    shape: PreTrainedModel,
+    names: CheckpointNames,
     found: StoredWeights,
     places: Mapping[str, str],
     plain: Mapping[str, tuple[int, ...]],
     reading: _Reading,
-    key_mapping: Any,
 ) -> dict[str, tuple[list[str], list[StoredExpert]]]:
-    """By the parameters of `shape` that are experts: the names of what they are made of, and each expert.
+    """By the parameters that are experts: the names of what they are made of, and each expert.
 
     plain: the shapes of tensors that are not quantized and may be read so too.
     """
@@ -268,29 +273,24 @@ def _experts(
                 for expert in range(num_experts)
             ]
             experts[place] = [weight.name], together
-    return experts | merged_experts(shape, parts, key_mapping)
+    return experts | merged_experts(names, parts)
 
 
-def _places(shape: PreTrainedModel, weights: Iterable[StoredWeight], key_mapping: Any) -> dict[str, str]:
+def _places(names: CheckpointNames, weights: Iterable[StoredWeight]) -> dict[str, str]:
     """The parameters that may have weights of a checkpoint as codes, by the weights' names: of modules, and of all
     experts that are stored together; none for those that transformers merges or splits."""
-    entries = get_model_conversion_mapping(shape, key_mapping)
-    renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
-    state = shape.state_dict()
     found: dict[str, str] = {}
     for weight in weights:
-        name = weight.name
-        place, converter = rename_source_key(name, renamings, converters, shape.base_model_prefix, state)
-        if converter is not None or place not in state:
+        place, pattern = names.place_of(weight.name)
+        if pattern is not None or place not in names.parameters:
             continue
         if len(weight.shape) == 2:
-            fits = may_hold(shape, place, *weight.shape)
+            fits = may_hold(names.shape, place, *weight.shape)
         else:
-            of_model = projection_shape(shape, place)
+            of_model = projection_shape(names.shape, place)
             fits = of_model is not None and of_model[:3] == weight.shape
         if fits:
-            found[name] = place
+            found[weight.name] = place
     return found
 
 

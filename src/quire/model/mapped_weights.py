@@ -55,7 +55,8 @@ class MappedWeights:
         """
         unwritten = _unwritten(self._suffix)
         held = {region for tensor in kept if (region := self._region_of(tensor)) is not None}
-        for region in held & set(_mapped_files(self._suffix)):  # a tensor lies there: nobody unmaps it meanwhile
+        mapped = set(_mapped_files(self._suffix))
+        for region in held & mapped:  # a tensor lies there: nobody unmaps it meanwhile
             if region.start in unwritten:
                 _libc.madvise(
                     ctypes.c_void_p(region.start),

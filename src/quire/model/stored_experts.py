@@ -37,7 +37,16 @@ from quire.model.experts import projections_of
 from quire.quantized import CodeForm, QuantizedWeight, joined, joined_form, round_to_codes
 from quire.spec.weight_formats import Rounding
 
-__all__ = ["Part", "StoredExpert", "experts_in", "merged_experts", "numbered", "projection_shape"]
+__all__ = [
+    "CheckpointNames",
+    "Part",
+    "StoredExpert",
+    "experts_at",
+    "experts_in",
+    "merged_experts",
+    "numbered",
+    "projection_shape",
+]
 
 _COLUMNS = 2  # more than one, so that a change of columns shows
 
@@ -145,32 +154,52 @@ def experts_in(merged: torch.Tensor, parts: Sequence[Part]) -> list[StoredExpert
     return found
 
 
-def merged_experts(
-    shape: PreTrainedModel, parts: Mapping[str, Part], key_mapping: Any
-) -> dict[str, tuple[list[str], list[StoredExpert]]]:
-    """By the parameters of `shape` that transformers merges: the tensors of a checkpoint they are made of, and each
-    expert. parts: the tensors that may be read so, by their names in the checkpoint.
+def experts_at(
+    shape: PreTrainedModel, place: str, merged: torch.Tensor, parts: Sequence[Part]
+) -> list[StoredExpert] | None:
+    """`experts_in`, where `merged` has as many experts and outputs as the projection `place`; None where not."""
+    wanted = projection_shape(shape, place)
+    if wanted is None or merged.dim() != 3:
+        return None
+    num_experts, num_outputs, _, transposed = wanted
+    merged = merged.transpose(1, 2) if transposed else merged
+    return experts_in(merged, parts) if merged.shape[:2] == (num_experts, num_outputs) else None
 
+
+class CheckpointNames:
+    """Which parameters of `shape` the tensors of a checkpoint become, by transformers' own renamings."""
+
+    def __init__(self, shape: PreTrainedModel, key_mapping: Any) -> None:
+        entries = get_model_conversion_mapping(shape, key_mapping)
+        self.shape = shape
+        self.parameters = shape.state_dict()
+        self.converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
+        self._renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
+
+    def place_of(self, name: str) -> tuple[str, str | None]:
+        """The parameter, and the pattern of the converter that makes it of this tensor and others; None: it alone."""
+        prefix = self.shape.base_model_prefix
+        return rename_source_key(name, self._renamings, self.converters, prefix, self.parameters)
+
+
+def merged_experts(
+    names: CheckpointNames, parts: Mapping[str, Part]
+) -> dict[str, tuple[list[str], list[StoredExpert]]]:
+    """By the parameters that transformers merges: the tensors of a checkpoint they are made of, and each expert.
+
+    parts: the tensors that may be read so, by their names in the checkpoint.
     Left out are parameters of which something is not among `parts`, and those merged in another way than by rows.
     """
-    entries = get_model_conversion_mapping(shape, key_mapping)
-    renamings = [entry for entry in entries if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    state = shape.state_dict()
-
-    def place_of(name: str) -> tuple[str, str | None]:
-        return rename_source_key(name, renamings, converters, shape.base_model_prefix, state)
-
+    shape = names.shape
+    by_pattern = {pattern: entry for entry in names.converters for pattern in entry.source_patterns}
     by_place: dict[str, list[tuple[str, str]]] = {}
     for name in sorted(parts, key=dot_natural_key):  # as transformers goes over them
-        place, pattern = place_of(name)
-        if pattern is not None and place in state:
+        place, pattern = names.place_of(name)
+        if pattern is not None and place in names.parameters:
             by_place.setdefault(place, []).append((name, pattern))
     found = {}
     for place, named in by_place.items():
-        wanted = projection_shape(shape, place)
-        if wanted is None or place_of(place) != (place, None):
+        if projection_shape(shape, place) is None or names.place_of(place) != (place, None):
             continue
         converter = deepcopy(by_pattern[named[0][1]])
         of_place, first = [parts[name] for name, _ in named], 0
@@ -183,12 +212,7 @@ def merged_experts(
             continue
         if isinstance(merged, list):
             merged = merged[0]
-        if merged is None or merged.dim() != 3:
-            continue
-        num_experts, num_outputs, _, transposed = wanted
-        merged = merged.transpose(1, 2) if transposed else merged
-        if merged.shape[:2] != (num_experts, num_outputs):
-            continue
-        if (experts := experts_in(merged, of_place)) is not None:
+        experts = None if merged is None else experts_at(shape, place, merged, of_place)
+        if experts is not None:
             found[place] = ([name for name, _ in named], experts)
     return found

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.spec.formats import FORMATS, KVFormat, element_formats, format_of
 from quire.spec.kv_spec import KVGroup, KVSpec
-from quire.spec.layer_spec import KINDS, LayerSpec, Span
+from quire.spec.layer_spec import KINDS, LayerSpec, Span, layer_ranges
 
 __all__ = [
     "FORMATS",
@@ -26,6 +26,7 @@ __all__ = [
     "Span",
     "element_formats",
     "format_of",
+    "layer_ranges",
 ]
 
 
