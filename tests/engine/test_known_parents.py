@@ -95,3 +95,14 @@ def test_a_tail_goes_before_its_head_and_comes_back_behind_it() -> None:
     assert known.pass_on([gone]) == [BlockRemoved((3, 2), "", "unreachable", "DISK"), gone]
     assert known.pass_on([BlockRemoved((3,), "", "evicted", "DISK")]) == []
     assert known.pass_on([head]) == [head, stored([2], "DISK")]
+
+
+def test_what_goes_together_goes_around_what_stands_between() -> None:
+    """2 and 4 leave memory in one event, 3 between them is on disk alone: 4 goes first, then 3, then 2."""
+    known = KnownParents()
+    known.pass_on([stored([1, 2], "CPU"), stored([3], "DISK"), stored([4], "CPU")])
+    assert known.pass_on([BlockRemoved((2, 4), "", "evicted", "CPU")]) == [
+        BlockRemoved((4,), "", "evicted", "CPU"),
+        BlockRemoved((3,), "", "unreachable", "DISK"),
+        BlockRemoved((2,), "", "evicted", "CPU"),
+    ]

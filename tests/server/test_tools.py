@@ -143,6 +143,19 @@ TEXTS = {
         "",
         [("f", ARGUMENTS)],
     ),
+    "said behind and between": (
+        '<tool_call>{"name": "f", "arguments": {}}</tool_call>\nAnd \n now:\n'
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call> That is \n all. \n',
+        "\nAnd \n now:\n That is \n all. \n",
+        [("f", "{}"), ("g", "{}")],
+    ),
+    "a name within the arguments": (
+        '<tool_call>{"arguments": {"name": "bob"}, "name": "f"}</tool_call>',
+        "",
+        [("f", '{"name": "bob"}')],
+    ),
+    "no name": ('See <tool_call>\n{"a": {"name": "f"}} so', 'See <tool_call>\n{"a": {"name": "f"}} so', []),
+    "no JSON text": ('<tool_call>{"name": "\\x"}', '<tool_call>{"name": "\\x"}', []),
     "no call": ("I like <tool_box> and {braces}", "I like <tool_box> and {braces}", []),
     "no object": ("<tool_call> none", "<tool_call> none", []),
     "cut short": ('<tool_call>\n{"name": "f", "arguments": {"ci', "", [("f", '{"ci')]),
@@ -156,6 +169,31 @@ def test_read_whatever_the_pieces(name: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read(CallReader(ToolForm()), pieces) == (said, calls)
+
+
+@pytest.mark.parametrize(
+    "form", [ToolForm(), ToolForm("[TOOL_CALLS] [", "]"), ToolForm("", "", "name", "parameters")], ids=str
+)
+@given(data=st.data())
+def test_pieces_do_not_matter(form: ToolForm, data: st.DataObject) -> None:
+    """Whatever parts of calls a model writes: the same in one piece as letter by letter."""
+    call = '{"name": "f", "' + form.arguments_field + '": {"a": 1}}'
+    parts = [
+        form.begin.strip(),
+        form.end.strip(),
+        call,
+        '{"name": "f"}',
+        "{",
+        "}",
+        "[",
+        ",",
+        "\n",
+        " ",
+        "x",
+        '"',
+    ]
+    text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=14)))
+    assert read(CallReader(form), [*text, ""]) == read(CallReader(form), [text])
 
 
 def test_list_of_calls() -> None:

@@ -70,7 +70,8 @@ def key_offset(keys: torch.Tensor, name: str) -> torch.Tensor | None:
     count = len(keys)
     if count < 2:
         return None
-    offset = keys.mean(0)
+    # In float64, and from one layout: the bits of the mean are the same in whatever order it is summed.
+    offset = keys.contiguous().mean(0, dtype=torch.float64).float()
     # Few tokens lie nearer to their own mean than others do.
     farther = math.sqrt((count + 1) / (count - 1))
     fine, coarse = farther * _steps(keys - offset, name), _steps(keys, name)

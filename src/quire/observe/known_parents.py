@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from quire.observe.event_types import BlockRemoved, BlockStored, KVEvent
 
@@ -91,29 +92,47 @@ class KnownParents:
         for number in event.block_hashes:
             if number in self._held:
                 self._held[number].media.pop(event.medium, None)
-        waiting = [number for number in known if not self._held[number].media]
-        under: list[tuple[int, str]] = []  # parents first
-        while waiting:
-            number = waiting.pop()
-            held = self._held[number]
-            if not held.is_told:
-                continue
-            held.is_told = False
-            under += ((number, medium) for medium in held.media)
-            waiting += self._children.get(number, ())
-        run: list[int] = []
-        for at in range(len(under) - 1, -1, -1):  # P1: children go before their parents
-            number, medium = under[at]
-            run.append(number)
-            if not at or under[at - 1][1] != medium:
-                told.append(BlockRemoved(tuple(run), event.namespace_digest, _UNREACHABLE, medium))
-                run = []
-        if known:
-            told.append(event if known == event.block_hashes else replace(event, block_hashes=known))
+        told += self._in_order(event, known, self._unreachable(known))
         for number in event.block_hashes:
             held = self._held.get(number)
             if held is not None and not held.media:
                 self._forget(number, held.one.parent_block_hash)
+
+    def _unreachable(self, known: tuple[int, ...]) -> list[int]:
+        """What is told no longer because some of `known` have left their last medium: those, and what stands on them.
+        Children before their parents."""
+        gone: list[int] = []
+        for root in known:
+            waiting = [] if self._held[root].media else [root]
+            under: list[int] = []  # parents first
+            while waiting:
+                number = waiting.pop()
+                if self._is_told(number):
+                    self._held[number].is_told = False
+                    under.append(number)
+                    waiting += self._children.get(number, ())
+            gone += reversed(under)
+        return gone
+
+    def _in_order(self, event: BlockRemoved, known: tuple[int, ...], gone: list[int]) -> list[KVEvent]:
+        """The removals of `known` from the event's medium, and of `gone` from all media, as P1 wants them."""
+        going, there = set(known), set(gone)
+        pieces: list[tuple[int, str, str]] = []  # number, reason, medium
+        for number in gone:
+            pieces += ((number, _UNREACHABLE, medium) for medium in self._held[number].media)
+            if number in going:
+                pieces.append((number, event.reason, event.medium))
+        if all(reason != _UNREACHABLE for _, reason, _ in pieces):  # in the event's own order
+            return (
+                [event if known == event.block_hashes else replace(event, block_hashes=known)]
+                if known
+                else []
+            )
+        pieces += ((number, event.reason, event.medium) for number in known if number not in there)
+        return [
+            replace(event, block_hashes=tuple(one[0] for one in run), reason=reason, medium=medium)
+            for (reason, medium), run in groupby(pieces, key=lambda one: one[1:])
+        ]
 
     def _forget(self, number: int, parent: int | None) -> None:
         del self._held[number]

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 from quire.server.forms.tools import ToolForm
 
-__all__ = ["CallDelta", "CallReader", "ValueEnd", "overlap"]
+__all__ = ["CallDelta", "CallReader", "SaidText", "ValueEnd", "overlap"]
+
+
+_BEFORE_OBJECT = tuple(" \t\n\r[")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_MEMBER = re.compile(rf"[\s,]*({_STRING.pattern})\s*:\s*(?=\S)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,29 @@ class CallDelta:
     index: int
     name: str | None
     arguments: str
+
+
+class SaidText:
+    """What is said before, between and behind calls: where that is blank all the way from a call on, it is none.
+
+    Blanks are held back there until something else comes.
+    """
+
+    def __init__(self) -> None:
+        self._blanks = ""
+        self._is_begun = True
+
+    def push(self, text: str) -> str:
+        """Takes more text; returns what of it, and of what was held back, is said."""
+        self._blanks += text
+        if not self._is_begun and not self._blanks.strip():
+            return ""
+        said, self._blanks, self._is_begun = self._blanks, "", True
+        return said
+
+    def next_call(self) -> None:
+        """A call begins behind what was pushed."""
+        self._blanks, self._is_begun = "", False
 
 
 class CallReader:
@@ -39,8 +67,9 @@ class CallReader:
         self._end = "" if form is None else form.end.strip()
         self._text = ""  # not yet decided
         self._call: _Call | None = None
+        self._in_list = False  # another call may follow without the marker
         self._behind_call = False  # the end marker, or a comma before the next of a list, may follow
-        self._said = False
+        self._said, self._is_said = SaidText(), False
         self.num_calls = 0
 
     def push(self, text: str, *, final: bool = False) -> Iterator[str | CallDelta]:
@@ -48,35 +77,37 @@ class CallReader:
         self._text += text
         while True:
             if self._call is not None:
-                deltas, is_whole = self._call.push(self._text)
-                yield from deltas
+                yield from self._call.push(self._text)
                 self._text = self._call.rest
-                if not is_whole:
-                    break
-                self._call, self._behind_call = None, True
+                if not self._call.is_whole and not final:
+                    return
+                call, self._call = self._call, None
+                if call.name is None:  # it was none
+                    self.num_calls -= 1
+                    self._is_said, self._in_list = True, False
+                    yield self._said.push(call.text)
+                else:
+                    self._behind_call, self._in_list = True, self._is_list
+                    self._said.next_call()
             if self._behind_call and not self._step_behind(final):
-                break
+                return
             num_said, begin = self._find_call(final)
-            said, self._text = self._text[:num_said], self._text[num_said:]
-            if said.strip() or (said and not self.num_calls):
-                self._said = True
-                yield said
+            if given := self._said.push(self._text[:num_said]):
+                self._is_said, self._in_list = True, False
+                yield given
             if begin is None:
-                break
+                self._text = self._text[num_said:]
+                return
             assert self._form is not None
-            self._text = self._text[begin - num_said :]
-            self._call = _Call(self._form, self.num_calls)
+            self._call = _Call(self._form, self.num_calls, self._text[num_said:begin])
+            self._text = self._text[begin:]
             self.num_calls += 1
-        if final and self._call is not None and self._call.name is None:
-            self.num_calls -= 1
-            yield self._call.text  # it was none: no name came
-            self._call = None
 
     def _step_behind(self, final: bool) -> bool:
         """Past the end marker of the call before, if it is there; False while that is undecided."""
         text = self._text.lstrip()
         if self._end and text.startswith(self._end):
-            text = text[len(self._end) :]
+            text, self._in_list = text[len(self._end) :], False
         elif not final and self._end.startswith(text):
             return False
         self._text, self._behind_call = text, False
@@ -87,23 +118,25 @@ class CallReader:
         text, marker = self._text, self._begin
         if self._form is None or not text:
             return len(text), None
-        in_list = self.num_calls and self._is_list
+        in_list = self._in_list
         blank = len(text) - len(text.lstrip(" \t\n\r," if in_list else None))
         if in_list and text[blank : blank + 1] in ("", "{"):
             return (0, blank) if blank < len(text) else (len(text) if final else 0, None)
         if not marker:
-            if self._said or text[blank : blank + 1] not in ("", "{"):
+            if self._is_said or text[blank : blank + 1] not in ("", "{"):
                 return len(text), None
             return (0, blank) if blank < len(text) else (len(text) if final else 0, None)
         at = text.find(marker)
-        if at < 0:
-            held = 0 if final else overlap(text, marker)
-            return len(text) - held, None
-        begin = text.find("{", at + len(marker))
-        between = text[at + len(marker) : begin if begin >= 0 else len(text)]
-        if between.strip(" \t\n\r[") or (final and begin < 0):
-            return len(text), None
-        return at, begin if begin >= 0 else None
+        while at >= 0:
+            begin = at + len(marker)
+            while text[begin : begin + 1] in _BEFORE_OBJECT:
+                begin += 1
+            if text[begin : begin + 1] == "{":
+                return at, begin
+            if begin == len(text) and not final:
+                return at, None
+            at = text.find(marker, at + 1)
+        return len(text) - (0 if final else overlap(text, marker)), None
 
 
 def overlap(text: str, marker: str) -> int:
@@ -115,46 +148,74 @@ def overlap(text: str, marker: str) -> int:
 
 
 class _Call:
-    """One call's object as it grows."""
+    """One call's object as it grows, behind `lead`, which is text too where it turns out to be no call.
 
-    def __init__(self, form: ToolForm, index: int) -> None:
-        self._index = index
-        self._name = re.compile(rf'"{re.escape(form.name_field)}"\s*:\s*("(?:[^"\\]|\\.)*")')
-        self._arguments = re.compile(rf'"{re.escape(form.arguments_field)}"\s*:\s*(?=\S)')
-        self.text = ""
+    Name and arguments are members of the object itself, in either order.
+    """
+
+    def __init__(self, form: ToolForm, index: int, lead: str) -> None:
+        self._form, self._index = form, index
+        self.text = lead
         self.rest = ""
         self.name: str | None = None
-        self._end = ValueEnd(0)
-        self._arguments_end: ValueEnd | None = None
-        self._given = 0
+        self.is_whole = False
+        self._end = ValueEnd(len(lead))
+        self._at = len(lead) + 1  # where the next member is looked for
+        self._value: ValueEnd | None = None  # of the member that is read
+        self._is_arguments = False  # that member is
+        self._arguments = range(0)  # characters of them not yet given out
 
-    def push(self, text: str) -> tuple[list[CallDelta], bool]:
-        """(what is decided, whether the object is whole); `rest` is then what follows it, else empty."""
+    def push(self, text: str) -> list[CallDelta]:
+        """What is decided; where `is_whole` then, `rest` is what follows."""
         self.text += text
-        deltas: list[CallDelta] = []
         end = self._end.find(self.text)
-        if self.name is None and (found := self._name.search(self.text)) is not None:
-            self.name = (
-                json.loads(found[1]).encode("utf-8", "replace").decode()
-            )  # half a surrogate pair is no text
-            deltas.append(CallDelta(self._index, self.name, ""))
-        if (
-            self.name is not None
-            and self._arguments_end is None
-            and (found := self._arguments.search(self.text))
-        ):
-            self._given = found.end()
-            self._arguments_end = ValueEnd(self._given)
-        if self._arguments_end is not None:
-            stop = self._arguments_end.find(self.text)
-            upto = len(self.text) if stop is None else stop
-            if upto > self._given:
-                deltas.append(CallDelta(self._index, None, self.text[self._given : upto]))
-                self._given = upto
+        if end is not None:
+            self.is_whole, self.text, self.rest = True, self.text[:end], self.text[end:]
+        deltas: list[CallDelta] = []
+        while True:
+            had_name = self.name is not None
+            goes_on = self._read_member()
+            if self.name is not None:
+                if not had_name:
+                    deltas.append(CallDelta(self._index, self.name, ""))
+                if self._arguments:
+                    given = self.text[self._arguments.start : self._arguments.stop]
+                    deltas.append(CallDelta(self._index, None, given))
+                    self._arguments = range(0)
+            if not goes_on:
+                return deltas
+
+    def _read_member(self) -> bool:
+        """Reads the next member, or more of the one begun; whether there may be another in the text."""
+        if self._value is None:
+            found = _MEMBER.match(self.text, self._at)
+            if found is None:
+                return False
+            key, start = _string(found[1]), found.end()
+            if key == self._form.name_field and self.name is None:
+                value = _STRING.match(self.text, start)
+                if value is None and self.text.startswith('"', start):
+                    return False
+                self.name = _string(value[0]) if value else None
+            self._at, self._value = start, ValueEnd(start)
+            self._is_arguments = key == self._form.arguments_field
+        end = self._value.find(self.text)
+        upto = len(self.text) if end is None else end
+        if self._is_arguments and upto > self._at:
+            self._arguments = range(self._arguments.start or self._at, upto)
+        self._at = upto
         if end is None:
-            return deltas, False
-        self.rest = self.text[end:]
-        return deltas, True
+            return False
+        self._value = None
+        return True
+
+
+def _string(text: str) -> str | None:
+    """What JSON text says, half a surrogate pair replaced; None where it is none."""
+    try:
+        return str(json.loads(text)).encode("utf-8", "replace").decode()
+    except ValueError:
+        return None
 
 
 class ValueEnd:

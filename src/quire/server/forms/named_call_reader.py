@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from quire.server.forms.call_reader import CallDelta, ValueEnd, overlap
+from quire.server.forms.call_reader import CallDelta, SaidText, ValueEnd, overlap
 from quire.server.forms.named_form import NamedForm, ParameterForm
 from quire.server.forms.parameter_values import json_of, types_of
 
@@ -44,6 +44,7 @@ class NamedCallReader:
         self._call: _JsonArguments | _Parameters | None = None
         self._behind = ""  # "end": of a call, "list": another call, or the end of them
         self._in_list = False
+        self._said = SaidText()
         self.num_calls = 0
 
     def push(self, text: str, *, final: bool = False) -> Iterator[str | CallDelta]:
@@ -61,12 +62,13 @@ class NamedCallReader:
             if self._behind and not self._step_behind(final=final):
                 return
             said, name, rest = self._split(final=final)
-            if said.strip() or (said and not self.num_calls):
-                yield said
+            if given := self._said.push(said):
+                yield given
             self._text = rest
             if name is None:
                 return
             self._in_list = False
+            self._said.next_call()
             yield CallDelta(self.num_calls, name, "")
             self.num_calls += 1
             if self._form.parameter is None:
