@@ -63,6 +63,14 @@ const LinearKernel& quantized_kernel_of(Isa isa, Element element, bool exact) {
     }
 }
 
+// That of up to kVectorRows rows, where it is another; its bits are the same.
+const LinearKernel* few_kernel_of(Isa isa, Element element, bool exact) {
+#if defined(__x86_64__)
+    if ((isa == Isa::amx_bf16 || isa == Isa::avx512_bf16) && element == Element::bf16 && exact) return &quantized_kernel_avx512(element);
+#endif
+    return nullptr;
+}
+
 void round_row(Element element, const float* from, std::int64_t count, unsigned char* to) {
     const auto round = [&](auto* out) {
         for (std::int64_t i = 0; i < count; ++i) round_to(from[i], out[i]);
@@ -206,6 +214,7 @@ PackedWeight::PackedWeight(Element element, const QuantizedParts& parts, Isa isa
     const auto form = std::make_shared<const QuantizedForm>(quantized_form(parts));
     form_ = form;
     kernel_ = &quantized_kernel_of(isa, element, form->exact);
+    few_kernel_ = few_kernel_of(isa, element, form->exact);
     depth_ = form->depth;
     panel_bytes_ = form->panel_bytes;
     num_panels_ = divide_up(num_outputs_, QuantizedForm::kColumns);
@@ -216,7 +225,7 @@ PackedWeight::PackedWeight(Element element, const QuantizedParts& parts, Isa isa
 }
 
 PackedWeight::PackedWeight(const PackedWeight& like, std::int64_t num_outputs, const void* packed)
-    : element_(like.element_), isa_(like.isa_), kernel_(like.kernel_), num_outputs_(num_outputs), num_inputs_(like.num_inputs_),
+    : element_(like.element_), isa_(like.isa_), kernel_(like.kernel_), few_kernel_(like.few_kernel_), num_outputs_(num_outputs), num_inputs_(like.num_inputs_),
       depth_(like.depth_), panel_bytes_(like.panel_bytes_), data_(static_cast<const unsigned char*>(packed)), form_(like.form_) {
     if (form_ == nullptr) throw std::invalid_argument("expected a weight that is held as codes, got a dense one");
     if (num_outputs < 1) throw std::invalid_argument("expected at least one output, got " + std::to_string(num_outputs));

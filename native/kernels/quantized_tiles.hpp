@@ -1,8 +1,8 @@
 // Products of rows with panels of codes, by vector instructions: reference.py's order of operations, lanes being columns.
 //
 // For each panel and each few hundred inputs: the codes become float32 in the thread's scratch (quantized_widen.hpp), once for
-// all rows of the block; then tiles of rows multiply by them. Few rows and many differ in nothing else. Several blocks of a few
-// rows are under way at once, so that enough sums hide the latency: a block's sums depend on no other block.
+// all rows of the block; then tiles of rows multiply by them. Several blocks of a few rows are under way at once, so that enough
+// sums hide the latency: a block's sums depend on no other block.
 #pragma once
 
 #include <cstdint>
@@ -257,12 +257,6 @@ void finish_panel(const LinearBlock& block, const float* acc, std::int64_t panel
     }
 }
 
-template <class S, class Element, class Widen>
-void multiply_codes(const LinearBlock& block) {
-    if (block.form->exact && sizeof(Element) == 2) return QuantizedTiles<S, FloatProducts<S, Widen, true>>::multiply(block, finish_panel<S, Element>);
-    QuantizedTiles<S, FloatProducts<S, Widen, false>>::multiply(block, finish_panel<S, Element>);
-}
-
 constexpr LinearKernel quantized_kernel(int tile_rows, std::int64_t staged_bytes) {
     LinearKernel kernel{};
     kernel.columns = 16;
@@ -273,15 +267,6 @@ constexpr LinearKernel quantized_kernel(int tile_rows, std::int64_t staged_bytes
     kernel.pass_bytes = kAnyBytes;
     kernel.few_range = kernel.many_range = kAnyDepth;
     kernel.staged_bytes = staged_bytes;
-    return kernel;
-}
-
-template <class S, class Element, class Widen>
-constexpr LinearKernel vector_quantized_kernel() {
-    LinearKernel kernel = quantized_kernel(QuantizedTiles<S, FloatProducts<S, Widen, true>>::kRows, 4);
-    kernel.stage = stage_counted<Element>;
-    kernel.stage_sums = stage_sums<float>;
-    kernel.multiply = multiply_codes<S, Element, Widen>;
     return kernel;
 }
 

@@ -1,4 +1,5 @@
-// Codes of a panel made into numbers in a thread's scratch, a few hundred inputs at a time, where the first cache keeps them:
+// Codes of a panel made into numbers: in registers, for a few rows, or in a thread's scratch, a few hundred inputs at a time, where the first
+// cache keeps them:
 //
 //     floats   [input][16 columns] float32, for vector instructions
 //     pairs    [input / 2][16 columns][2] bf16, for the matrix unit
@@ -21,7 +22,7 @@ using Values = QuantizedForm::Values;
 
 constexpr float kShift = 0x1p23f;           // a float whose last bit is 1
 constexpr std::uint32_t kShiftBits = 0x4b000000u;
-constexpr std::int64_t kAheadOfCodes = 2048;  // bytes that codes are asked for ahead of their use
+constexpr std::int64_t kAheadOfCodes = 4096;  // bytes that codes are asked for ahead of their use
 
 // Makes a block of 32 inputs: its codes, the zeros of its group (behind them those of the next, where a block has two), where to.
 template <class To>
@@ -93,6 +94,16 @@ struct WidenAvx512 {
             default: return floats_of<8>(form, codes, zeros, first, count, to);
         }
     }
+    // Calls visit(b, 0, p, Plain) for every pair of inputs of the first `count` blocks of a form whose values are exact (quantized_vector.hpp).
+    template <class Visit>
+    [[gnu::always_inline]] static void each(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t count, Visit&& visit) {
+        switch (form.bits) {
+            case 4: return each_of<4, true>(form, codes, zeros, 0, count, visit);
+            case 5: return each_of<5, true>(form, codes, zeros, 0, count, visit);
+            case 6: return each_of<6, true>(form, codes, zeros, 0, count, visit);
+            default: return each_of<8, true>(form, codes, zeros, 0, count, visit);
+        }
+    }
     static WidenBlock<bf16> pairs(const QuantizedForm& form) { return pairs_of<false>(form); }
     static WidenBlock<bf16> chains(const QuantizedForm& form) { return pairs_of<true>(form); }
 
@@ -153,9 +164,10 @@ struct WidenAvx512 {
         return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(numbers.even), 16), _mm512_castps_si512(numbers.odd));
     }
 
-    // Calls visit(b, p, make), with make(words) -> Plain, for every pair of inputs.
-    template <int bits, class Visit>
-    [[gnu::always_inline]] static void each(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, Visit&& visit) {
+    // Calls visit(b, 0, p, Plain) for pair p of the inputs of each of these blocks; 0 and p are integral_constants. exact: of no form whose values
+    // are not, so that there is no code for them.
+    template <int bits, bool exact, class Visit>
+    [[gnu::always_inline]] static void each_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, Visit&& visit) {
         const std::int64_t block_bytes = 32 * 16 * bits / 8;
         const auto blocks = [&](auto&& make) __attribute__((always_inline)) {
             for (std::int64_t b = 0; b < count; ++b) {
@@ -164,12 +176,14 @@ struct WidenAvx512 {
                 const std::int64_t group = (first + b) * 32 / form.group;
                 const __m512 zero[2] = {_mm512_loadu_ps(zeros + group * 16), _mm512_loadu_ps(zeros + (group + (form.halves() ? 1 : 0)) * 16)};
                 [&]<int... p>(std::integer_sequence<int, p...>) __attribute__((always_inline)) {
-                    (visit(b, p, make(codes_at<bits, p>(block), zero[p / 8])), ...);
+                    (visit(b, std::integral_constant<int, 0>{}, std::integral_constant<int, p>{}, make(codes_at<bits, p>(block), zero[p / 8])), ...);
                 }(std::make_integer_sequence<int, 16>{});
             }
         };
         if (form.values == Values::integer) return blocks([](__m512i words, __m512 zero) __attribute__((always_inline)) { return numbers<bits, true>(words, zero); });
-        if (form.values == Values::fractional) return blocks([](__m512i words, __m512 zero) __attribute__((always_inline)) { return numbers<bits, false>(words, zero); });
+        if constexpr (!exact) {
+            if (form.values == Values::fractional) return blocks([](__m512i words, __m512 zero) __attribute__((always_inline)) { return numbers<bits, false>(words, zero); });
+        }
         if constexpr (bits == 4) {
             const __m512 table = _mm512_loadu_ps(form.table);
             return blocks([table](__m512i words, __m512) __attribute__((always_inline)) { return looked_up(words, table); });
@@ -180,7 +194,7 @@ struct WidenAvx512 {
 
     template <int bits>
     static void floats_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
-        each<bits>(form, codes, zeros, first, count, [to](std::int64_t b, int p, Plain made) __attribute__((always_inline)) {
+        each_of<bits, false>(form, codes, zeros, first, count, [to](std::int64_t b, auto, auto p, Plain made) __attribute__((always_inline)) {
             float* at = to + (b * 32 + 2 * p) * 16;
             _mm512_storeu_ps(at, made.even);
             _mm512_storeu_ps(at + 16, made.odd);
@@ -298,6 +312,16 @@ struct WidenAvx2 {
         }
     }
 
+    template <class Visit>
+    [[gnu::always_inline]] static void each(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t count, Visit&& visit) {
+        switch (form.bits) {
+            case 4: return each_of<4, true>(form, codes, zeros, 0, count, visit);
+            case 5: return each_of<5, true>(form, codes, zeros, 0, count, visit);
+            case 6: return each_of<6, true>(form, codes, zeros, 0, count, visit);
+            default: return each_of<8, true>(form, codes, zeros, 0, count, visit);
+        }
+    }
+
   private:
     template <int by>
     static __m256i moved(__m256i words) {
@@ -333,38 +357,54 @@ struct WidenAvx2 {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, code), _mm256_permutevar8x32_ps(high, code), upper);
     }
 
-    template <int bits>
-    static void floats_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
+    struct Plain {
+        __m256 even, odd;
+    };
+
+    // As WidenAvx512's, visit(b, half of the columns, p, Plain): all pairs of one half, then of the other.
+    template <int bits, bool exact, class Visit>
+    [[gnu::always_inline]] static void each_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, Visit&& visit) {
         const std::int64_t block_bytes = 32 * 16 * bits / 8;
+        const auto half_of = [&](std::int64_t b, const unsigned char* block, const float* from, auto half, auto&& make) __attribute__((always_inline)) {
+            const __m256 zero[2] = {_mm256_loadu_ps(from), _mm256_loadu_ps(from + (form.halves() ? 16 : 0))};
+            [&]<int... p>(std::integer_sequence<int, p...>) __attribute__((always_inline)) {
+                (
+                    [&]() __attribute__((always_inline)) {
+                        const __m256i words = codes_at<bits, p>(block);
+                        visit(b, half, std::integral_constant<int, p>{},
+                              Plain{make(_mm256_and_si256(words, _mm256_set1_epi32(0xffff)), zero[p / 8]), make(_mm256_srli_epi32(words, 16), zero[p / 8])});
+                    }(),
+                    ...);
+            }(std::make_integer_sequence<int, 16>{});
+        };
         const auto blocks = [&](auto&& make) __attribute__((always_inline)) {
             for (std::int64_t b = 0; b < count; ++b) {
                 const unsigned char* block = codes + (first + b) * block_bytes;
                 for (std::int64_t i = 0; i < block_bytes; i += 64) Avx2::prefetch(block + kAheadOfCodes + i);
-                const std::int64_t group = (first + b) * 32 / form.group;
-                for (int half = 0; half < 2; ++half) {
-                    const float* from = zeros + group * 16 + half * 8;
-                    const __m256 zero[2] = {_mm256_loadu_ps(from), _mm256_loadu_ps(from + (form.halves() ? 16 : 0))};
-                    float* at = to + b * 512 + half * 8;
-                    [&]<int... p>(std::integer_sequence<int, p...>) __attribute__((always_inline)) {
-                        (
-                            [&] {
-                                const __m256i words = codes_at<bits, p>(block + half * 32);
-                                _mm256_storeu_ps(at + p * 32, make(_mm256_and_si256(words, _mm256_set1_epi32(0xffff)), zero[p / 8]));
-                                _mm256_storeu_ps(at + p * 32 + 16, make(_mm256_srli_epi32(words, 16), zero[p / 8]));
-                            }(),
-                            ...);
-                    }(std::make_integer_sequence<int, 16>{});
-                }
+                const float* from = zeros + (first + b) * 32 / form.group * 16;
+                half_of(b, block, from, std::integral_constant<int, 0>{}, make);
+                half_of(b, block + 32, from + 8, std::integral_constant<int, 1>{}, make);
             }
         };
-        if (form.values == Values::fractional) return blocks([](__m256i code, __m256 zero) __attribute__((always_inline)) { return number<false>(code, zero); });
         if (form.values == Values::integer) return blocks([](__m256i code, __m256 zero) __attribute__((always_inline)) { return number<true>(code, zero); });
+        if constexpr (!exact) {
+            if (form.values == Values::fractional) return blocks([](__m256i code, __m256 zero) __attribute__((always_inline)) { return number<false>(code, zero); });
+        }
         if constexpr (bits == 4) {
             const __m256 low = _mm256_loadu_ps(form.table), high = _mm256_loadu_ps(form.table + 8);
             return blocks([low, high](__m256i code, __m256) __attribute__((always_inline)) { return looked_up(code, low, high); });
         } else if constexpr (bits == 8) {
             return blocks([&form](__m256i code, __m256) __attribute__((always_inline)) { return _mm256_i32gather_ps(form.table, code, 4); });
         }
+    }
+
+    template <int bits>
+    static void floats_of(const QuantizedForm& form, const unsigned char* codes, const float* zeros, std::int64_t first, std::int64_t count, float* to) {
+        each_of<bits, false>(form, codes, zeros, first, count, [to](std::int64_t b, auto half, auto p, Plain made) __attribute__((always_inline)) {
+            float* at = to + (b * 32 + 2 * p) * 16 + half * 8;
+            _mm256_storeu_ps(at, made.even);
+            _mm256_storeu_ps(at + 16, made.odd);
+        });
     }
 };
 
