@@ -318,7 +318,8 @@ def test_long_sequences_have_the_same_bits(dtype: torch.dtype, limits: dict) -> 
     want = run(case)
     assert_same_bits(run(repage(case, num_threads=2)), want, "two threads")
     assert_same_bits(run(repage(case, block_size=1)), want, "blocks of one token")
-    spans = [(0, 700), (700, 701), (701, 733), (733, length - 451), (length - 451, length)]
+    first, last = length // 4, length - 451
+    spans = [(0, first), (first, first + 1), (first + 1, first + 20), (first + 20, last), (last, length)]
     assert_same_bits(chunks(case, spans, num_threads=2), want, "chunks in one batch")
     rows = [0, 15, 16, 127, 128, 511, 512, 1023, 1024, 2047, 2048, length - 1]
     rows = [row for row in rows if row < length]
