@@ -78,7 +78,7 @@ struct AttentionJob {
 // States of rows, for each head and each of a number of states: o [rows][stride], m [rows], l [rows]. Where l is summed by lanes (R3), these
 // stand behind a row's o, and whatever is done with o is done with them.
 constexpr std::int64_t padded_to(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-constexpr std::int64_t value_stride(std::int64_t width) { return padded_to(width, 32); }
+constexpr std::int64_t value_stride(std::int64_t width) { return padded_to(width, 64); }
 constexpr std::int64_t kSumLanes = 16;
 inline bool sums_by_lanes(Isa isa, const PagedView& view) {
     return view.element == Element::bf16 && !view.coded && (isa == Isa::avx512_bf16 || isa == Isa::emulated_avx512_bf16);

@@ -32,6 +32,8 @@ class TileProducts : TilePacking<S> {
     static constexpr bool kCoded = !std::is_same_v<M, bf16>;
     static constexpr bool kScaledScores = std::is_same_v<M, code8>, kScaledWeights = std::is_same_v<N, code8>;
     static constexpr int kTogether = 2 * kSide;        // tokens of one product of values
+    static constexpr int kQuads = 64;                  // codes of 8 bits that are widened together
+    static constexpr bool kKeyQuads = std::is_same_v<M, code8>, kValueQuads = std::is_same_v<N, code8>;
 
   public:
     using Simd = S;
@@ -50,8 +52,8 @@ class TileProducts : TilePacking<S> {
         : view_(view),
           k_width_(static_cast<int>(view.k.width)),
           v_width_(static_cast<int>(view.v.width)),
-          k_padded_(static_cast<int>(padded_to(k_width_, kColumns))),
-          v_tiles_(static_cast<int>(padded_to(v_width_, kColumns)) / kSide),
+          k_padded_(static_cast<int>(padded_to(k_width_, kKeyQuads ? kQuads : kColumns))),
+          v_tiles_(static_cast<int>(padded_to(v_width_, kValueQuads ? kQuads : kColumns)) / kSide),
           rows_(rows),
           block_bytes_(k_padded_ * kSide * 2),
           keys_(scratch.take<bf16>(std::int64_t{kTileTokens} * k_padded_)),
@@ -75,30 +77,31 @@ class TileProducts : TilePacking<S> {
             widen_row<bf16>(reinterpret_cast<const unsigned char*>(query), k_width_, wide);
             turn_query(wide, k_width_);
             bf16* to_row = turned_ + row % kSide * k_padded_;
-            for (int d = 0; d < k_width_; ++d) round_to(wide[d], to_row[d]);
+            if (k_padded_ != k_width_) std::memset(to_row, 0, static_cast<std::size_t>(k_padded_) * sizeof(bf16));
+            for (int d = 0; d < k_width_; ++d) round_to(wide[d], to_row[kKeyQuads ? place_of(d) : d]);
             unpacked_[row % kSide] = to_row;
         }
         if (row % kSide != kSide - 1 && row != rows_ - 1) return;
         for (int i = row % kSide + 1; i < kSide; ++i) unpacked_[i] = reinterpret_cast<const bf16*>(kZeroRow);
-        Packing::pack_pairs(unpacked_, k_width_, to, [] {});
+        Packing::pack_pairs(unpacked_, kCoded ? k_padded_ : k_width_, to, [] {});
     }
 
     int block_rows(int row) const { return rows_ - row < kSide ? rows_ - row : kSide; }
 
     void begin(const M* const* k, const M* const* v, LinesAhead<S>& ahead, int start, int stop) {
         ahead_ = &ahead;
-        for (int t = 0; kCoded && t < kTileTokens; ++t) {
-            const bool seen = t >= start && t < stop;
-            if constexpr (kScaledScores) k_scales_[t] = seen ? code_scale(k[t], view_.k.scale) : 0.0f;
-            if constexpr (kScaledWeights) v_scales_[t] = seen ? code_scale(v[t], view_.v.scale) : 0.0f;
-        }
         // All tokens of a product are multiplied: those that no row sees must be zero, not left over.
         const int first = start / kTogether * kTogether, last = static_cast<int>(padded_to(stop, kTogether));
         num_steps_ = (last - first) / kTogether;
         for (int t = first; t < last; t += kSide) find_keys(k, t / kSide, start, stop);
         const int lines = ahead.lines_of(kPackShares, (last - first) / 2);
-        const auto columns = [&](int t, int d) { return load_columns<N>(v[t], view_.v.scale, d, v_width_); };
-        Packing::pack_values(columns, first, last, v_width_, values_, [&] { ahead.fetch(lines); });
+        const auto ask = [&] { ahead.fetch(lines); };
+        if constexpr (kValueQuads) {
+            pack_quads(v, first, last, ask);
+        } else {
+            const auto columns = [&](int t, int d) { return load_columns<N>(v[t], view_.v.scale, d, v_width_); };
+            Packing::pack_values(columns, first, last, v_width_, values_, ask);
+        }
     }
 
     void scores(const unsigned char* packed, int row, int rows, int start, int stop, float* s) {
@@ -148,9 +151,37 @@ class TileProducts : TilePacking<S> {
         for (; column < v_tiles_; column += 2) two_values(column, first, stop, lines, o + column * kSide, stride * 4);
     }
 
-    void finish(const float* o, float factor, bf16* out) const { Values::finish(o, factor, v_width_, out); }
+    void finish(const float* o, float factor, bf16* out) const {
+        if constexpr (!kValueQuads) return Values::finish(o, factor, v_width_, out);
+        for (int d = 0; d < v_width_; d += kQuads) {
+            alignas(64) float in_order[kQuads];
+            for (int i = 0; i < kQuads; ++i) in_order[i] = o[d + i % 4 * kSide + i / 4];
+            const Vec factors = S::broadcast(factor);
+            for (int i = 0; i < kQuads && d + i < v_width_; i += kSide) store_scaled<S>(S::load(in_order + i), factors, out + d + i, v_width_ - d - i);
+        }
+    }
 
   private:
+    // Where element d of a key lies among those that are multiplied.
+    static int place_of(int d) { return d / kQuads * kQuads + d % 4 / 2 * kColumns + d % kQuads / 4 * 2 + d % 2; }
+
+    // As pack_values, each fourth column together.
+    template <class Between>
+    void pack_quads(const M* const* v, int first, int last, Between&& between) {
+        for (int t = first; t < last; t += 2) {
+            between();
+            bf16* to = values_ + t / kTogether * v_tiles_ * kTileElements + t % kTogether / 2 * kColumns;
+            const auto *a = reinterpret_cast<const code8*>(v[t]), *b = reinterpret_cast<const code8*>(v[t + 1]);
+            v_scales_[t] = code_scale(a, view_.v.scale), v_scales_[t + 1] = code_scale(b, view_.v.scale);
+            for (int d = 0; d < v_width_; d += kQuads) {
+                Pairs made[4];
+                S::interleave_quads(a + d, b + d, v_width_ - d, made);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; ++j, to += kTileElements) S::store_pairs(to, made[j]);
+            }
+        }
+    }
+
     // Scores of `count` tokens from t on.
     void times_scales(int t, int count, int rows, float* s) const {
         if constexpr (!kScaledScores) return;
@@ -320,8 +351,17 @@ class TileProducts : TilePacking<S> {
             }
         }
         for (int t = first; t < first + kSide; ++t) {
-            for (int d = 0; d < k_padded_; d += kColumns) {
-                S::store_pairs(keys_ + t * k_padded_ + d, load_columns<M>(k[t], view_.k.scale, d, k_width_));
+            bf16* to = keys_ + t * k_padded_;
+            if constexpr (kKeyQuads) {
+                k_scales_[t] = code_scale(k[t], view_.k.scale);
+                for (int d = 0; d < k_width_; d += kQuads, to += kQuads) {
+                    Pairs low, high;
+                    S::widen_quads(k[t] + d, k_width_ - d, low, high);
+                    S::store_pairs(to, low);
+                    S::store_pairs(to + kColumns, high);
+                }
+            } else {
+                for (int d = 0; d < k_padded_; d += kColumns) S::store_pairs(to + d, load_columns<M>(k[t], view_.k.scale, d, k_width_));
             }
         }
         key_base_[half] = keys_ + first * k_padded_;
@@ -329,8 +369,8 @@ class TileProducts : TilePacking<S> {
     }
 
     const PagedView& view_;
-    alignas(64) float k_scales_[kScaledScores ? kTileTokens : 1];
-    alignas(64) float v_scales_[kScaledWeights ? kTileTokens : 1];
+    alignas(64) float k_scales_[kScaledScores ? kTileTokens : 1] = {};  // of the products' tokens
+    alignas(64) float v_scales_[kScaledWeights ? kTileTokens : 1] = {};
     bf16* turned_ = nullptr;  // [16][k_padded_], of codes: queries
     const int k_width_, v_width_;
     const int k_padded_;

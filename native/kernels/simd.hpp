@@ -25,8 +25,10 @@
 // and where kWidth is 16
 //   widen_columns(rows, first, width, to, stride)   columns [first, first + 32) of sixteen rows of `width`, zeros beyond, in
 //                     float32: to[column * stride + row]
-// and where kHasPairs, products of bf16 pairs (vdpbf16ps): Pairs (2 kWidth bf16), load_pairs, load_pairs_part (of code8 too), store_pairs,
-// stream_pairs (to a whole line past the caches; other threads see it after end_streams), broadcast_pair, transpose, interleave, natural_order, dot, to_bf16; unzip (the even and the odd lanes of two Vecs); and fold in two halves, of vectors in registers: fold_four, fold_parts.
+// and where kHasPairs, products of bf16 pairs (vdpbf16ps): Pairs (2 kWidth bf16), load_pairs, load_pairs_part, store_pairs,
+// stream_pairs (to a whole line past the caches; other threads see it after end_streams), broadcast_pair, transpose, interleave, natural_order, dot, to_bf16; unzip (the even and the odd lanes of two Vecs);
+// of up to 64 code8, each fourth of them together, zeros behind: widen_quads (pairs 4 i and 4 i + 1; pairs 4 i + 2 and 4 i + 3) and interleave_quads (of two rows,
+// pairs (a[4 i + j], b[4 i + j]) in the j-th); and fold in two halves, of vectors in registers: fold_four, fold_parts.
 //
 // All headers of this family have internal linkage: each variant keeps its own copy, because the linker would merge
 // equal names that were compiled for different processors.

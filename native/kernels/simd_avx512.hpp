@@ -206,9 +206,15 @@ struct Avx512Bf16 : Avx512 {
     static Pairs load_pairs_part(const bf16* from, int n) {
         return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((std::uint64_t{1} << n) - 1u), from);
     }
-    static Pairs load_pairs(const code8* from) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
-    static Pairs load_pairs_part(const code8* from, int n) {
-        return widen(_mm256_maskz_loadu_epi8(static_cast<__mmask32>((std::uint64_t{1} << n) - 1u), from));
+    static void widen_quads(const code8* from, int n, Pairs& first, Pairs& second) {
+        const Quads made = quads(from, n);
+        first = paired(made.of[0], made.of[1]);
+        second = paired(made.of[2], made.of[3]);
+    }
+    static void interleave_quads(const code8* a, const code8* b, int n, Pairs (&pairs)[4]) {
+        const Quads even = quads(a, n), odd = quads(b, n);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) pairs[j] = paired(even.of[j], odd.of[j]);
     }
     using Avx512::held;
     static Pairs held(Pairs v) {
@@ -265,9 +271,26 @@ struct Avx512Bf16 : Avx512 {
     static Pairs to_bf16(Vec low, Vec high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)); }
 
   private:
-    static Pairs widen(__m256i codes) {  // bf16 holds every code
-        const Vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
-        return to_bf16(low, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1))));
+    // Codes 4 i + j of 64, in lane i: bf16 holds every code.
+    struct Quads {
+        __m512i of[4];
+    };
+    // Each byte comes to lie in the low bits of 2^23, of which 2^23 and what makes codes positive are taken off.
+    static Quads quads(const code8* from, int n) {
+        const __m512i codes = n >= 64 ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi8((std::uint64_t{1} << n) - 1u, from);
+        const __m512i positive = _mm512_xor_si512(codes, _mm512_set1_epi8(-128)), shift = _mm512_set1_epi32(0x4b000000);
+        const __m512i bytes = _mm512_set4_epi32(0x0c0c0c0d, 0x08080809, 0x04040405, 0x00000001);
+        constexpr __mmask64 kLowest = 0x1111111111111111u;
+        const auto number = [](__m512i bits) __attribute__((always_inline)) { return _mm512_castps_si512(_mm512_sub_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p23f + 128.0f))); };
+        return {{number(_mm512_ternarylogic_epi32(positive, _mm512_set1_epi32(0xff), shift, 0xea)),  // (positive & 0xff) | shift
+                 number(_mm512_mask_shuffle_epi8(shift, kLowest, positive, bytes)),
+                 number(_mm512_mask_shuffle_epi8(shift, kLowest, positive, _mm512_add_epi32(bytes, _mm512_set1_epi32(1)))),
+                 number(_mm512_or_si512(_mm512_srli_epi32(positive, 24), shift))}};
+    }
+    // The upper halves of floats, side by side.
+    static Pairs paired(__m512i even, __m512i odd) {
+        const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+        return _mm512_mask_shuffle_epi8(odd, 0x3333333333333333u, even, upper);
     }
     using Line = char[64];  // what an operation reads itself, at any address
     static __m256i rounded(Vec v) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v)); }

@@ -186,11 +186,16 @@ struct Emulated512Bf16 : Emulated512 {
         std::memcpy(v.element, from, static_cast<std::size_t>(n) * sizeof(bf16));
         return v;
     }
-    QUIRE_EMULATED Pairs load_pairs(const code8* from) { return load_pairs_part(from, 32); }
-    QUIRE_EMULATED Pairs load_pairs_part(const code8* from, int n) {
-        Pairs v{};
-        for (int i = 0; i < n; ++i) round_to(to_float(from[i]), v.element[i]);
-        return v;
+    QUIRE_EMULATED void widen_quads(const code8* from, int n, Pairs& first, Pairs& second) {
+        first = second = Pairs{};
+        for (int i = 0; i < 64 && i < n; ++i) round_to(to_float(from[i]), (i % 4 < 2 ? first : second).element[i / 4 * 2 + i % 2]);
+    }
+    QUIRE_EMULATED void interleave_quads(const code8* a, const code8* b, int n, Pairs (&pairs)[4]) {
+        for (Pairs& one : pairs) one = Pairs{};
+        for (int i = 0; i < 64 && i < n; ++i) {
+            round_to(to_float(a[i]), pairs[i % 4].element[i / 4 * 2]);
+            round_to(to_float(b[i]), pairs[i % 4].element[i / 4 * 2 + 1]);
+        }
     }
     using Emulated512::held;
     static Pairs held(const Pairs& v) { return v; }
