@@ -22,7 +22,7 @@ using Values = QuantizedForm::Values;
 
 constexpr float kShift = 0x1p23f;           // a float whose last bit is 1
 constexpr std::uint32_t kShiftBits = 0x4b000000u;
-constexpr std::int64_t kAheadOfCodes = 4096;  // bytes that codes are asked for ahead of their use
+constexpr std::int64_t kAheadOfCodes = 2048;  // bytes that codes are asked for ahead of their use
 
 // Makes a block of 32 inputs: its codes, the zeros of its group (behind them those of the next, where a block has two), where to.
 template <class To>
