@@ -95,15 +95,25 @@ def _score_chunk(
 ) -> torch.Tensor:
     start, stop = at
     rows = _rows(window, first, start, stop)
-    # Groups of layers have blocks of their own out of one pool: of each, neighbours.
-    firsts = range(0, storage.num_blocks, storage.num_blocks // len(storage.spec.groups))
-    tables = [list(range(block, block + -(-stop // _BLOCK))) for block in firsts]
+    # Groups of layers have blocks of their own out of one pool, of unequal tokens: of each, neighbours.
+    sizes = [group.tokens_per_block(_BLOCK) for group in storage.spec.groups]
+    first_block, placed = 0, []
+    for size in sizes:
+        placed.append(first_block)
+        first_block += -(-len(window) // size)
+    tables = [list(range(block, block + -(-stop // size))) for block, size in zip(placed, sizes, strict=True)]
+    plans = [
+        AttentionPlan.build([0, stop - start], [stop], [table], size)
+        for table, size in zip(tables, sizes, strict=True)
+    ]
     logits = prepared.forward(
         ForwardStep(
             input_ids=torch.tensor(window[start:stop]),
             position_ids=torch.arange(start, stop),
-            plans=tuple(AttentionPlan.build([0, stop - start], [stop], [table], _BLOCK) for table in tables),
-            slot_mappings=tuple(torch.arange(start, stop) + block * _BLOCK for block in firsts),
+            plans=tuple(plans),
+            slot_mappings=tuple(
+                torch.arange(start, stop) + block * size for block, size in zip(placed, sizes, strict=True)
+            ),
             logits_rows=torch.tensor(rows, dtype=torch.int64),
         )
     )
