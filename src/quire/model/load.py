@@ -36,8 +36,8 @@ from quire.memory.heap import give_back_freed
 from quire.model.coded_experts import ExpertForms
 from quire.model.experts import is_experts
 from quire.model.held_weight import HeldParameter
+from quire.model.kept_codes import quantize_kept
 from quire.model.load_gguf import (
-    WidenedWeights,
     end_ids,
     gguf_config,
     load_gguf_model,
@@ -45,8 +45,8 @@ from quire.model.load_gguf import (
     planned_gguf_codes,
 )
 from quire.model.load_quantized import load_quantized, plain_config, planned_codes, quantization_of
-from quire.model.mapped_weights import MappedWeights
-from quire.model.quantized import quantize_model
+from quire.model.mapped_weights import MappedWeights, Origins
+from quire.model.packed_weights import KeptWeights
 from quire.model.sources import (
     GGUFSource,
     LiveSource,
@@ -89,6 +89,7 @@ class LoadedModel:
         source: its weights as they were stored before they became tensors of `model`.
         mapped: where its tensors lie in files, or which of a file's they follow from; None for a model that somebody
             else loaded.
+        kept: the files that weights are read from in the form that they are held in, as codes.
         not_taken: what the model was made for beside text and is not given here: "images", "audio".
         reckoned_by: where weights follow from codes in the source's files, the versions that say how; else "".
     """
@@ -103,7 +104,8 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     source: WeightSource
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
-    mapped: MappedWeights | WidenedWeights | None = None
+    mapped: Origins | None = None
+    kept: tuple[KeptWeights, ...] = ()
     not_taken: tuple[str, ...] = ()
     reckoned_by: str = ""
 
@@ -120,6 +122,7 @@ def load(
     trust_remote_code: bool = False,
     weights: WeightFormats | None = None,
     widened: bool = False,
+    keep: Path | None = None,
 ) -> LoadedModel:
     """Load a model for causal language modelling.
 
@@ -132,6 +135,7 @@ def load(
         weights: how its weights are rounded to codes, those of a quantized checkpoint after they were widened; None:
             they stay as they are, in the codes of the checkpoint where it has some.
         widened: no codes are kept of a quantized checkpoint, nor where `weights` is given.
+        keep: a folder that keeps what `weights` rounds from one start to the next (`kept_codes`).
 
     Raises:
         ArgumentError: an argument of the wrong form, or no such folder.
@@ -152,7 +156,7 @@ def load(
             f"{type(source).__name__}"
         )
     if (file := _gguf_file(source)) is not None:
-        return _load_gguf(file, wanted, weights, widened)
+        return _load_gguf(file, wanted, weights, widened, keep)
     where, local = _locate(source)
     if local:
         _check_folder(Path(where))
@@ -183,14 +187,14 @@ def load(
     _refuse_missing(model, report, _shown(source, where))
     name = "embedded" if source is None else Path(where).name if local else where
     mapped = MappedWeights()
-    if weights is not None:
-        quantize_model(model, weights, mapped.release)
+    kept = () if weights is None else quantize_kept(model, weights, mapped, keep)
     loaded_model = _describe(model, tokenizer, name, wanted)
     stored = SafetensorsSource.of_checkpoint(where, None if local else revision)
     return replace(
         loaded_model,
         source=stored or loaded_model.source,
         mapped=mapped,
+        kept=kept,
         reckoned_by="" if quantization_of(config) is None else _readers(),
     )
 
@@ -264,7 +268,7 @@ def _text_part(
 
 
 def _load_gguf(
-    path: Path, wanted: KVFormat | None, rounded: WeightFormats | None, widened: bool
+    path: Path, wanted: KVFormat | None, rounded: WeightFormats | None, widened: bool, keep: Path | None
 ) -> LoadedModel:
     source = GGUFSource(path)
     try:
@@ -278,13 +282,13 @@ def _load_gguf(
     except Exception as error:  # transformers, gguf and tokenizers raise many kinds
         raise LoadError(f"cannot load the model {str(path)!r}: {_one_line(error)}") from error
     _refuse_missing(model, report, repr(str(path)))
-    if rounded is not None:
-        quantize_model(model, rounded, weights.release)
+    kept = () if rounded is None else quantize_kept(model, rounded, weights, keep)
     loaded = _describe(model, tokenizer, path.stem, wanted)
     return replace(
         loaded,
         source=source,
         mapped=weights,
+        kept=kept,
         reckoned_by=f"{reckoned_by()}, {_readers()}",
         eos_token_ids=tuple(dict.fromkeys((*loaded.eos_token_ids, *end_ids(source)))),
     )

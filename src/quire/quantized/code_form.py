@@ -22,6 +22,7 @@ from quire.spec.weight_formats import Rounding
 
 __all__ = [
     "PANEL",
+    "PANEL_LAYOUT",
     "CodeForm",
     "FactorForm",
     "form_of",
@@ -36,6 +37,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of activations
 _NUMBERS = (*_DTYPES, torch.uint8, torch.int8)  # that panels hold as they are
 _SMALLEST_GROUP, _BLOCK = 16, 32  # inputs
 PANEL = 16  # outputs
+PANEL_LAYOUT = 1  # raised when equal weights get other panels: kept ones are not read then
 _LINE = 64  # bytes
 
 
