@@ -361,7 +361,8 @@ class EngineConfig:
     packed_weights: _Folder | None = option(
         None,
         "DIR",
-        "Keep the weights there as the kernels read them: quicker starts. As large as the weights; may be deleted.",
+        "Keep the weights there as the kernels read them, codes too: quicker starts. As large as the weights; may be "
+        "deleted.",
     )
     host_cache: _Size | None = option(None, "SIZE", "Host memory for blocks evicted from the KV memory.")
     disk_cache: _Folder | None = option(

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xxhash
-from safetensors.torch import load_file, save_file
+from support import gguf_case, quantized_checkpoints
+from support.architectures import tiny
 from support.quantized_case import KINDS, random_weight
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire import LLM
 from quire.errors import LoadError
 from quire.model import PreparedModel, kept_codes, load
-from quire.model import quantized as quantized_module
 from quire.model.fingerprint import engine_fingerprint
-from quire.model.kept_codes import KeptCodes
-from quire.model.mapped_weights import MappedWeights
-from quire.model.quantized import WeightToRound, coded_weights, tell_weights
-from quire.quantized import CodedWeight
-from quire.spec.weight_formats import Rounding, WeightFormats, parse_weights
+from quire.model.prove.probe import rehearse
+from quire.model.quantized import coded_weights, tell_weights
+from quire.quantized import CodedWeight, QuantizedWeight
+from quire.spec.weight_formats import WeightFormats, parse_weights
 
 pytest.importorskip("quire._native")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
@@ -38,7 +38,6 @@ _CONFIGS = {
     "transposed": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 150,
                             "bos_token_id": 0, "eos_token_id": 0}),
 }  # fmt: skip
-_IDS = torch.arange(23) * 7 % 150
 _MLP_ALONE = parse_weights({"*.mlp.*": "int4:32"}, head="bf16")
 
 
@@ -59,7 +58,7 @@ class Start:
     logits: bytes
     panels: dict[str, bytes]
     told: tuple[bytes, dict[str, int]]  # fingerprint, bytes by format
-    num_rounded: int
+    num_made: int  # weights of codes, but for those of one output that stand for a form
     was_proved: bool
 
 
@@ -70,31 +69,33 @@ def kept(tmp_path: Path) -> Path:
     return folder
 
 
-def _start(model: Path, keep: Path | None, weights: WeightFormats | str = "int4", **options: Any) -> Start:
-    rounded, probes = [], []
+def _start(model: Path, keep: Path | None, weights: WeightFormats | str | None = None) -> Start:
+    made, probes = [], []
     formats = parse_weights(weights) if isinstance(weights, str) else weights
     with pytest.MonkeyPatch.context() as patch:
-        own = quantized_module.round_to_codes
-        patch.setattr(quantized_module, "round_to_codes", lambda *given: (rounded.append(1), own(*given))[1])
+        check = QuantizedWeight.__post_init__
+
+        def count(self: QuantizedWeight) -> None:
+            made.extend([1] * (self.num_outputs > 1))
+            check(self)
+
+        patch.setattr(QuantizedWeight, "__post_init__", count)
         prepare = sys.modules["quire.model.prepare"]
         probe = prepare.Probe
         patch.setattr(prepare, "Probe", lambda *given, **how: (probes.append(1), probe(*given, **how))[1])
-        loaded = load(model, weights=formats, keep=keep, **options)
+        loaded = load(model, weights=formats, keep=keep)
         fingerprint = engine_fingerprint(loaded)
         panels = {}
         for name, weight in coded_weights(loaded.model).items():
             for index, one in enumerate([weight] if isinstance(weight, CodedWeight) else weight):
                 panels[f"{name} {index}"] = _panels(one).tobytes()
         prepared = PreparedModel(loaded, backend="native", packed_weights=keep)
-    cache = DynamicCache(config=loaded.model.config)
-    logits = prepared.own_logits(_IDS, torch.arange(_IDS.numel()), cache).float().numpy().tobytes()
+    logits = rehearse(prepared).float().numpy().tobytes()
     told = fingerprint, tell_weights(loaded.model)
-    return Start(prepared, logits, panels, told, len(rounded), bool(probes))
+    return Start(prepared, logits, panels, told, len(made), bool(probes))
 
 
 def _panels(weight: CodedWeight) -> np.ndarray:
-    import ctypes
-
     pointer = ctypes.cast(weight.native.address, ctypes.POINTER(ctypes.c_uint8))
     return np.ctypeslib.as_array(pointer, shape=(weight.native.num_bytes,)).copy()
 
@@ -103,59 +104,108 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.packed"))
 
 
-@pytest.mark.parametrize(
-    ("name", "weights", "num_files"),
-    [
-        ("tied", "int4", 1),
-        ("untied", _MLP_ALONE, 2),
-        pytest.param("transposed", "int8", 1, marks=pytest.mark.ci),
-    ],
-)
-def test_the_second_start_rounds_nothing_proves_nothing_and_has_the_same_bits(
-    tmp_path: Path, kept: Path, name: str, weights: WeightFormats | str, num_files: int
+def _check_starts(
+    model: Path,
+    kept: Path,
+    weights: WeightFormats | str | None,
+    num_files: int,
+    *,
+    is_proof_kept: bool = True,
 ) -> None:
-    model = _save(tmp_path / "model", name)
+    """A second start makes no codes, proves nothing and has the bits of one without a folder."""
     fresh = _start(model, None, weights)
-    assert fresh.num_rounded > 0
-    for num_rounded, was_proved in ((fresh.num_rounded, True), (0, False)):
+    assert fresh.num_made > 0
+    assert fresh.panels
+    for num_made, was_proved in ((fresh.num_made, True), (0, not is_proof_kept)):
         start = _start(model, kept, weights)
-        assert (start.num_rounded, start.was_proved) == (num_rounded, was_proved)
+        assert (start.num_made, start.was_proved) == (num_made, was_proved)
         assert start.panels == fresh.panels
         assert start.logits == fresh.logits
         assert start.told == fresh.told
         assert all(weight.is_kept for weight in coded_weights(start.prepared.loaded.model).values())
         assert len(_files(kept)) == num_files
         start.prepared.restore()
-    assert len(list(kept.glob("*.proof"))) == 1
+    assert len(list(kept.glob("*.proof"))) == is_proof_kept
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "num_files"),
+    [
+        ("tied", "int4", 1),
+        pytest.param("untied", _MLP_ALONE, 2, marks=pytest.mark.ci),
+        pytest.param("transposed", "int8", 1, marks=pytest.mark.ci),
+    ],
+)
+def test_rounded_weights_are_kept(
+    tmp_path: Path, kept: Path, name: str, weights: WeightFormats | str, num_files: int
+) -> None:
+    _check_starts(_save(tmp_path / "model", name), kept, weights, num_files)
+
+
+@pytest.mark.ci
+def test_rounded_experts_are_kept(tmp_path: Path, kept: Path) -> None:
+    tiny("qwen3_moe").to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    _check_starts(tmp_path / "model", kept, "int4:32", 2)
+
+
+# with zeros; an order of inputs; tables; experts that are stored together, and that are not
+@pytest.mark.parametrize(
+    "name",
+    [
+        "awq",
+        pytest.param("gptq by activation order", marks=pytest.mark.ci),
+        pytest.param("nf4", marks=pytest.mark.ci),
+        pytest.param("gpt_oss", marks=pytest.mark.ci),
+        pytest.param("w4a16 experts", marks=pytest.mark.ci),
+    ],
+)
+def test_the_codes_of_a_checkpoint_are_kept(tmp_path: Path, kept: Path, name: str) -> None:
+    model = tmp_path / "model"
+    if name == "gpt_oss":
+        quantized_checkpoints.save_gpt_oss(model)
+    else:
+        kind = "qwen3_moe" if name.endswith(" experts") else "qwen3"
+        how = quantized_checkpoints.FORMATS[name.removesuffix(" experts")]
+        quantized_checkpoints.save(model, quantized_checkpoints.tiny(kind), *how)
+    _check_starts(model, kept, None, 2, is_proof_kept=name != "gpt_oss")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_the_codes_of_a_gguf_file_are_kept(tmp_path: Path, kept: Path, kind: str) -> None:
+    file = tmp_path / "model.gguf"
+    gguf_case.write(file, gguf_case.tiny(kind=kind), architecture=kind.replace("_", ""))
+    _check_starts(file, kept, None, 1)
 
 
 def test_what_decides_the_codes_names_the_file(
     tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"a": torch.randn(40, 64)}, path)
-    weight, mapped, names = load_file(path)["a"], MappedWeights(), []
+    model = _save(tmp_path / "model")
 
-    def ask(rounding: Rounding, weight: torch.Tensor = weight) -> None:
-        names.append(KeptCodes(kept, mapped, [WeightToRound("a", weight, rounding)], torch.float32).path.name)
+    def starts(num_files: int, weights: str = "int4") -> None:
+        load(model, weights=parse_weights(weights), keep=kept)
+        assert len(_files(kept)) == num_files
 
-    for rounding in (Rounding(4, 32), Rounding(8, 32), Rounding(4, 64), Rounding(4, None)):
-        ask(rounding)
-    ask(Rounding(4, 32), weight[:16])
+    starts(1)
+    starts(1)
+    starts(2, "int4:32")
+    starts(3, "int8")
     for where, what in ((kept_codes, "PANEL_LAYOUT"), (kept_codes.rounding, "VERSION")):
         with monkeypatch.context() as patch:
             patch.setattr(where, what, 99)
-            ask(Rounding(4, 32))
+            starts(len(_files(kept)) + 1)
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
-        ask(Rounding(4, 32))
-    assert len(set(names)) == len(names)
+        starts(6)
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    starts(7)
 
 
 @pytest.mark.parametrize("damage", ["told", "panels"])
 def test_a_damaged_file_is_not_used(tmp_path: Path, kept: Path, damage: str) -> None:
     model = _save(tmp_path / "model")
-    first = _start(model, kept)
+    first = _start(model, kept, "int4")
     first.prepared.restore()
     (name,) = _files(kept)
     good = bytearray((kept / name).read_bytes())
@@ -168,8 +218,8 @@ def test_a_damaged_file_is_not_used(tmp_path: Path, kept: Path, damage: str) -> 
             with pytest.raises(LoadError, match="packed weights that were written"):
                 llm.generate([[1, 2, 3]])
         assert _files(kept) == []
-    again = _start(model, kept)
-    assert again.num_rounded == first.num_rounded
+    again = _start(model, kept, "int4")
+    assert again.num_made == first.num_made
     assert again.logits == first.logits
     assert (kept / name).read_bytes() == good
 
@@ -182,8 +232,8 @@ def test_weights_that_were_cast_are_rounded_at_each_start_which_is_said(
         loaded = load(model, dtype="bfloat16", weights=parse_weights("int4"), keep=kept)
     total = len(coded_weights(loaded.model))
     assert _files(kept) == []
-    [said] = [record.message for record in caplog.records if "rounded at each start" in record.message]
-    assert said.startswith(f"{total} of {total} rounded weights are not kept in {kept}")
+    [said] = [record.message for record in caplog.records if "made at each start" in record.message]
+    assert said.startswith(f"{total} of {total} weights of codes are not kept in {kept}")
 
 
 @pytest.mark.parametrize("kind", KINDS)

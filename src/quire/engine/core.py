@@ -132,7 +132,6 @@ class EngineCore:
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 weights=config.weight_formats,
-                widened=packed_folder is not None,  # a checkpoint's own codes are not kept there
                 keep=packed_folder,
             )
         spec = with_kv_dtype(loaded.spec, config.kv_dtype)

@@ -92,9 +92,9 @@ class NativeWeight:
         return self
 
     @property
-    def told(self) -> None:
+    def told(self) -> list[str]:
         """What is needed beside its bytes, shape and dtype to read them again (`packed_weights`): nothing."""
-        return None
+        return []
 
     def move(self, packed: Any) -> None:
         """Read these packed bytes from now on. Before anybody has taken `native`."""

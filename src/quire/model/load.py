@@ -135,7 +135,7 @@ def load(
         weights: how its weights are rounded to codes, those of a quantized checkpoint after they were widened; None:
             they stay as they are, in the codes of the checkpoint where it has some.
         widened: no codes are kept of a quantized checkpoint, nor where `weights` is given.
-        keep: a folder that keeps what `weights` rounds from one start to the next (`kept_codes`).
+        keep: a folder that keeps codes from one start to the next (`kept_codes`).
 
     Raises:
         ArgumentError: an argument of the wrong form, or no such folder.
@@ -167,7 +167,7 @@ def load(
         options["revision"] = revision
     try:
         config = AutoConfig.from_pretrained(where, **options)
-        read = _from_pretrained(where, config, None if local else revision, widened, weights)
+        read = _from_pretrained(where, config, None if local else revision, widened, weights, keep)
         loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
         loaded: Any
@@ -175,7 +175,7 @@ def load(
             loaded = read(_auto_class(config), **loading)
         except ImportError as error:  # a library for images or sound, which text needs nothing of
             loaded = _text_part(where, config, loading, error, read)
-        model, report = loaded
+        model, report, kept = loaded
     except (UnsupportedModelError, LoadError, ArgumentError):
         raise
     except Exception as error:  # transformers, safetensors and the Hub client raise many kinds
@@ -187,7 +187,8 @@ def load(
     _refuse_missing(model, report, _shown(source, where))
     name = "embedded" if source is None else Path(where).name if local else where
     mapped = MappedWeights()
-    kept = () if weights is None else quantize_kept(model, weights, mapped, keep)
+    if weights is not None:
+        kept = (*kept, *quantize_kept(model, weights, mapped, keep))
     loaded_model = _describe(model, tokenizer, name, wanted)
     stored = SafetensorsSource.of_checkpoint(where, None if local else revision)
     return replace(
@@ -200,10 +201,15 @@ def load(
 
 
 def _from_pretrained(
-    where: str, config: Any, revision: str | None, widened: bool, rounded: WeightFormats | None
+    where: str,
+    config: Any,
+    revision: str | None,
+    widened: bool,
+    rounded: WeightFormats | None,
+    keep: Path | None,
 ) -> Callable[..., Any]:
-    """What makes (model, report) of a class and options: transformers, or Quire where weights are quantized, and where
-    experts are rounded before they are stacked.
+    """What makes (model, report, files of kept codes) of a class and options: transformers, or Quire where weights are
+    quantized, and where experts are rounded before they are stacked.
 
     widened: of quantized weights no codes are kept.
     """
@@ -213,7 +219,7 @@ def _from_pretrained(
     if is_quantized or rounds_experts:
         source = SafetensorsSource.of_checkpoint(where, revision, may_download=True)
     if not is_quantized and (source is None or not rounds_experts):
-        return lambda kind, **options: kind.from_pretrained(where, **options)
+        return lambda kind, **options: (*kind.from_pretrained(where, **options), ())
 
     def read(kind: Any, **options: Any) -> Any:
         whole = options.pop("config", config)
@@ -223,7 +229,8 @@ def _from_pretrained(
         if dtype is None:
             stored = [] if is_quantized or source is None else [one.stored for one in source]
             dtype = next((one for one in stored if one in _FLOATS), torch.bfloat16)
-        return load_quantized(kind, where, source, whole, dtype, widened=widened, rounded=rounded, **options)
+        how: dict[str, Any] = {"widened": widened, "rounded": rounded, "keep": keep}
+        return load_quantized(kind, where, source, whole, dtype, **how, **options)
 
     return read
 
@@ -253,7 +260,7 @@ def _language_config(config: Any, error: ImportError) -> Any:
 def _text_part(
     where: str, config: Any, loading: dict[str, Any], error: ImportError, read: Callable[..., Any]
 ) -> Any:
-    """(model, report) of the language model within a checkpoint whose other parts want a library that is not here.
+    """What `read` gives, of the language model within a checkpoint whose other parts want a library that is not here.
 
     *raises:* the error, where transformers has no model of this text alone.
     """
@@ -276,13 +283,16 @@ def _load_gguf(
         # First: it takes a multiple of the vocabulary while it is made, and then the weights are not there yet.
         tokenizer = load_gguf_tokenizer(source, gguf_config(source))
         give_back_freed()
-        model, report, weights = load_gguf_model(source, dtype, widened=widened, rounded=rounded)
+        model, report, weights, kept = load_gguf_model(
+            source, dtype, widened=widened, rounded=rounded, keep=keep
+        )
     except (LoadError, ArgumentError):
         raise
     except Exception as error:  # transformers, gguf and tokenizers raise many kinds
         raise LoadError(f"cannot load the model {str(path)!r}: {_one_line(error)}") from error
     _refuse_missing(model, report, repr(str(path)))
-    kept = () if rounded is None else quantize_kept(model, rounded, weights, keep)
+    if rounded is not None:
+        kept = (*kept, *quantize_kept(model, rounded, weights, keep))
     loaded = _describe(model, tokenizer, path.stem, wanted)
     return replace(
         loaded,

@@ -8,8 +8,8 @@ Not a model format: a file serves this machine's variant and these very source f
 What is kept, and as what, is said by whoever packs: `kept_linears` and `kept_codes`, each with a file of its own.
 
     file      header, zeros up to a multiple of _ALIGNMENT, then the packed bytes of each weight, each beginning at one,
-              then JSON: what of each weight its bytes do not say (`Packed.told`); then 16 bytes twice: XXH3-128 of
-              that JSON, and `packed_check.digest_of` all of it
+              then JSON: what of each weight its bytes do not say (`Packed.told`; null: it is not there); then 16 bytes
+              twice: XXH3-128 of that JSON, and `packed_check.digest_of` all of it
     header    _MAGIC, then JSON: the layouts (variant included), the source files with size, times and inode, and of
               each weight its places in them, how it is made of what stands there (`Wanted.made`), and its place here
     name      SHA-256 of the header, .packed
@@ -76,7 +76,7 @@ class Packed(Protocol):
 
     @property
     def told(self) -> Any:
-        """JSON: what is needed beside its bytes to read them again."""
+        """JSON, not null: what is needed beside its bytes to read them again."""
         ...
 
     def move(self, packed: np.ndarray) -> None:
@@ -110,7 +110,7 @@ class KeptWeights:
     """
 
     def __init__(self, folder: Path, wanted: Sequence[Wanted]) -> None:
-        self._num_wanted = len(wanted)
+        self._num_in_memory = 0  # of the weights taken, those that are not read from the file
         self._offsets: dict[Hashable, int] = {}
         self._sizes: dict[int, int] = {}  # of the packed form at each offset
         self._digests: dict[int, bytes] = {}  # of what was written there
@@ -136,6 +136,7 @@ class KeptWeights:
         elif self._publish(self._writer) and self._map():
             for weight, offset in self._in_memory:
                 weight.move(self._bytes(offset))
+            self._num_in_memory -= len(self._in_memory)
         self._in_memory.clear()
 
     @property
@@ -145,8 +146,8 @@ class KeptWeights:
 
     @property
     def holds_all(self) -> bool:
-        """Whether every one of the weights, if there are any, is read from the file."""
-        return len(self._offsets) == self._num_wanted and (self._pages is not None or not self._num_wanted)
+        """Whether every weight that was taken, if any was, is read from the file."""
+        return self._num_in_memory == 0
 
     def can_keep(self, key: Hashable) -> bool:
         """Whether it is certain from which files the weight follows."""
@@ -160,6 +161,7 @@ class KeptWeights:
         if offset is not None and self._pages is not None:
             return at(self._bytes(offset), self._told[offset])
         packed = make()
+        self._num_in_memory += 1
         if offset is not None and self._writer is not None:
             self._write(self._writer, packed, offset)
         return packed
@@ -204,6 +206,9 @@ class KeptWeights:
         self._pages = np.frombuffer(pages, dtype=np.uint8)  # which keeps the mapping
         Thread(target=_touch, args=(self._pages,), name="quire packed weights", daemon=True).start()
         self._told = dict(zip(self._offsets.values(), json.loads(told), strict=True))
+        self._offsets = {
+            key: offset for key, offset in self._offsets.items() if self._told[offset] is not None
+        }
         own = {offset: self._sizes[offset] for offset in self._offsets.values()}
         self.check = PackedCheck(self.path, self._header + told, self._pages, own, digest)
         return True
@@ -230,9 +235,12 @@ class KeptWeights:
 
     def _write(self, writer: NewFile, packed: Packed, offset: int) -> None:
         if packed.native.num_bytes != self._sizes[offset]:
-            raise AssertionError(
-                f"expected {self._sizes[offset]} packed bytes, as planned, got {packed.native.num_bytes}"
+            _log.warning(
+                "expected %d bytes of a packed weight as its file's header tells, got %d: it is not kept",
+                self._sizes[offset],
+                packed.native.num_bytes,
             )
+            return
         view = np.ctypeslib.as_array(_pointer(packed.native.address), shape=(packed.native.num_bytes,))
         try:
             writer.write(view.data, offset)
