@@ -63,8 +63,8 @@ class KeptCodes(KeptWeights):
         super().__init__(folder, wanted)
         if left := [one.name for one in weights if not one.origins]:
             _log.warning(
-                "%d of %d weights of codes are not kept in %s and are made at each start, the first %s: it is not "
-                "certain which bytes of a file they follow from",
+                "%d of %d weights of codes are not kept in %s and are made at each start, the first %s: they were cast "
+                "or widened as they were loaded, or their file was replaced meanwhile",
                 len(left),
                 len(weights),
                 folder,
