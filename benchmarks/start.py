@@ -1,13 +1,14 @@
 """Start to first token, and peak memory, beside `import torch, transformers` in the same run. JSON lines.
 
     python benchmarks/start.py [--quick] [--repetitions 5] [--prompt-tokens 16] [--model DIR] [--packed-weights DIR]
+        [--weights FORMAT]
 
 Every measurement is a fresh process, timed by itself from its first statement; the kinds take turns: importing torch
 and transformers and nothing else; `LLM(folder)` and one greedy token; the same with the embedded model. Random weights
 in the shape of Qwen3-0.6B with a vocabulary of 32 000 (473 M parameters, bfloat16, 903 MiB), saved to a temporary
 folder (or to --model, and taken from there if it exists). The file is in the kernel's page cache. With
 --packed-weights the first start of the larger model, reported apart, writes its packed weights there, and a further
-kind, which takes its turn beside the one without, maps them.
+kind, which takes its turn beside the one without, maps them. --weights rounds the larger model's, as `LLM(weights=)`.
 Memory is the process's peak (VmHWM) at the end. Phases are timed by wrapping functions; what is not named is in `rest`.
 """
 
@@ -50,9 +51,10 @@ import quire.model.prepare as prepare
 phases["import transformers' models"] = time.perf_counter() - begin
 import sys
 timed(sys.modules["quire.model.load"].AutoModelForCausalLM, "from_pretrained", "read the weights")
+timed(sys.modules["quire.model.load"], "quantize_kept", "round")
 timed(prepare, "pack_linears", "pack")
 timed(prepare.PreparedModel, "_prove", "prove")
-llm = LLM({model!r}, kv_memory="1GiB", packed_weights={packed_weights!r})
+llm = LLM({model!r}, kv_memory="1GiB", packed_weights={packed_weights!r}, weights={weights!r})
 begin = time.perf_counter()
 llm.generate([list(range(1, {prompt_tokens} + 1))], SamplingParams(max_tokens=1, temperature=0))
 phases["first token"] = time.perf_counter() - begin
@@ -82,6 +84,9 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--packed-weights", default=None, help="folder of packed weights; measured too")
     parser.add_argument(
+        "--weights", default=None, help="what the larger model's are rounded to, such as int4"
+    )
+    parser.add_argument(
         "--decode-tokens", type=int, default=0, help="decoded afterwards, at batch 1; the rate"
     )
     parser.add_argument("--model", default=None, help="folder of the model; made if it does not exist")
@@ -104,6 +109,7 @@ def main() -> None:
         engine = {}
         for name, (model, packed_weights) in cases.items():
             given = {"model!r": repr(model), "packed_weights!r": repr(packed_weights),
+                     "weights!r": repr(arguments.weights if model else None),
                      "prompt_tokens": str(arguments.prompt_tokens),
                      "decode_tokens": str(arguments.decode_tokens)}  # fmt: skip
             program = _ENGINE

@@ -361,7 +361,8 @@ class EngineConfig:
     packed_weights: _Folder | None = option(
         None,
         "DIR",
-        "Keep the weights there as the kernels read them: quicker starts. As large as the weights; may be deleted.",
+        "Keep the weights there as the kernels read them, codes too: quicker starts. As large as the weights; may be "
+        "deleted.",
     )
     host_cache: _Size | None = option(None, "SIZE", "Host memory for blocks evicted from the KV memory.")
     disk_cache: _Folder | None = option(
@@ -452,11 +453,6 @@ class EngineConfig:
             self._refuse("cache_write", "host_cache, disk_cache or remote_cache, which are written so")
         if self.head is not None and self.weights is None:
             self._refuse("head", "weights, of whose rounding it says a part")
-        if self.packed_weights is not None and self.weight_formats is not None and self.weight_formats.rounds:
-            raise ArgumentError(
-                f"expected packed_weights without weights, got both; weights rounded to codes ({self.weights!r}) "
-                "are not kept in a folder yet - in `packed_weights`"
-            )
         if self.swap_memory != "auto" and self.preemption == "recompute":
             self._refuse("swap_memory", "preemption swap or auto: recompute swaps out nothing")
         if self.prefault and self.idle_trim not in (0, _IDLE_TRIM_S):

@@ -68,7 +68,7 @@ def test_options_that_widen(tmp_path: Path) -> None:
         ({}, {"int4:32", "float32"}),
         ({"weights": "bf16"}, {"float32"}),
         ({"weights": "bf16", "packed_weights": tmp_path / "packed"}, {"float32"}),
-        ({"packed_weights": tmp_path / "packed"}, {"float32"}),
+        ({"packed_weights": tmp_path / "packed"}, {"int4:32", "float32"}),
         ({"weights": "int8"}, {"int8", "float32"}),
     ]
     for options, formats in asked:

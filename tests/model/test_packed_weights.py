@@ -17,9 +17,9 @@ from quire.backends import native_module
 from quire.errors import ArgumentError, LoadError
 from quire.model import PreparedModel, load
 from quire.model.huge_pages import huge_pages_are_given
+from quire.model.kept_linears import KeptLinears
 from quire.model.linear import NativeWeight
 from quire.model.mapped_weights import MappedWeights
-from quire.model.packed_weights import KeptWeights
 from quire.new_file import FileCalls
 
 pytest.importorskip("quire._native")
@@ -151,7 +151,7 @@ def test_another_variant_is_another_file(tmp_path: Path, monkeypatch: pytest.Mon
     names = set()
     for isa in isas:
         monkeypatch.setattr(native, "panel_layout", lambda dtype, isa=isa: layout(dtype, isa))
-        names.add(KeptWeights(tmp_path, mapped, weights).path.name)
+        names.add(KeptLinears(tmp_path, mapped, weights).path.name)
     assert len(names) == len(isas)
 
 
@@ -166,7 +166,7 @@ def test_weights_that_were_written_to_or_lie_in_no_file_are_not_kept(tmp_path: P
     assert mapped.origins([weight.clone()]) == [None]
     weight[3, 5] += 1.0
     assert mapped.origins([weight]) == [None]
-    with KeptWeights(tmp_path, mapped, [weight]) as kept:
+    with KeptLinears(tmp_path, mapped, [weight]) as kept:
         assert torch.equal(kept.pack(weight).unpack(), weight)
     assert _files(tmp_path) == [path.name]
 
@@ -177,7 +177,7 @@ def test_a_source_that_was_replaced_or_touched_is_noticed(tmp_path: Path) -> Non
     weight = load_file(path)["a"]
     mapped = MappedWeights()
     (before,) = mapped.origins([weight])
-    with KeptWeights(tmp_path, mapped, [weight]) as kept:
+    with KeptLinears(tmp_path, mapped, [weight]) as kept:
         kept.pack(weight)
         os.utime(path, ns=(1, 1))  # while it is packed: not published
     assert not kept.holds_all
@@ -222,10 +222,10 @@ def test_partial_files_of_ended_writers_go_and_of_running_ones_stay(tmp_path: Pa
     loaded = load(model)
     assert loaded.mapped is not None
     weights = [loaded.model.get_parameter("model.layers.0.mlp.up_proj.weight").detach()]
-    with KeptWeights(kept, loaded.mapped, weights) as first:
+    with KeptLinears(kept, loaded.mapped, weights) as first:
         assert _files(kept) != ["dead.partial"]
         (running,) = _files(kept)
-        with KeptWeights(kept, loaded.mapped, weights) as second:  # two at once
+        with KeptLinears(kept, loaded.mapped, weights) as second:  # two at once
             assert running in _files(kept)
             second.pack(weights[0])
         first.pack(weights[0])

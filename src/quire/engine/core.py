@@ -132,7 +132,7 @@ class EngineCore:
                 revision=config.revision,
                 trust_remote_code=config.trust_remote_code,
                 weights=config.weight_formats,
-                widened=packed_folder is not None,  # which keeps 16-bit panels
+                keep=packed_folder,
             )
         spec = with_kv_dtype(loaded.spec, config.kv_dtype)
         _check_formats(spec, config.backend)

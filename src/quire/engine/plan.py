@@ -252,7 +252,7 @@ def _unloaded(config: EngineConfig) -> UnloadedModel:
         dtype=config.dtype,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
-        widened=config.weight_formats is not None or config.packed_weights is not None,
+        widened=config.weight_formats is not None,
     )
 
 

@@ -44,6 +44,11 @@ class CodedExperts(list[CodedWeight]):
     def num_bytes(self) -> int:
         return sum(weight.num_bytes for weight in self)
 
+    @property
+    def is_kept(self) -> bool:
+        """As of `CodedWeight`, of all."""
+        return all(weight.is_kept for weight in self)
+
 
 class ExpertForms(tuple[CodeForm, ...]):
     """The form of each expert's codes, for a plan."""
@@ -59,11 +64,12 @@ class ExpertForms(tuple[CodeForm, ...]):
 
 
 def hold_experts(
-    module: nn.Module, name: str, weights: Iterable[QuantizedWeight], dtype: torch.dtype
+    module: nn.Module, name: str, weights: Iterable[QuantizedWeight | CodedWeight], dtype: torch.dtype
 ) -> None:
     """Have an experts module compute its projection `name` from `weights`, one for each expert, in place.
 
-    Its dense parameter, which may be on "meta", is let go of. dtype: what the module takes and gives.
+    Its dense parameter, which may be on "meta", is let go of. dtype: what the module takes and gives, and a weight that
+    is packed already is packed for.
 
     *raises:* ArgumentError: it is no such module or projection, the weights have other shapes, or there is no product
     of their format. Nothing is changed then.
@@ -82,7 +88,7 @@ def hold_experts(
                 f"{weight.label}: expected experts of {num_outputs} outputs and {num_inputs} inputs, got "
                 f"{weight.num_outputs} and {weight.num_inputs} - in {name}"
             )
-        packed.append(CodedWeight(weight, dtype))
+        packed.append(weight if isinstance(weight, CodedWeight) else CodedWeight(weight, dtype))
     if len(packed) != shape[0]:
         raise ArgumentError(f"expected {shape[0]} experts, got {len(packed)} - in {name}")
     held = HeldWeight(packed=packed, unpack=partial(unpacked, packed, transposed))

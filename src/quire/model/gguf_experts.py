@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from quire.model.mapped_weights import MappedWeights
+from quire.model.mapped_weights import MappedWeights, Origin
 from quire.model.sources import StoredTensor, widen
 from quire.model.stored_experts import Part, StoredExpert, experts_at, numbered
 from quire.quantized import QuantizedWeight
@@ -40,10 +40,12 @@ def gguf_experts(
     process: Process,
     names: dict[str, str],
     mapped: MappedWeights,
+    origin: Callable[[int], Origin] | None = None,
 ) -> GGUFExperts:
     """The projections of experts of `shape` that are made of whole rows of `tensors`.
 
     names: of the model's parameters by those of the tensors. mapped: where the pages of what was read are given back.
+    origin: tells what follows from bytes at an offset of the file; None where nobody will ask.
     """
     by_layer: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
@@ -51,7 +53,7 @@ def gguf_experts(
             by_layer.setdefault(tensor.name.rpartition("ffn_")[0], []).append(tensor)
     found: GGUFExperts = {}
     for of_layer in by_layer.values():
-        found |= _of_layer(of_layer, shape, process, names, mapped)
+        found |= _of_layer(of_layer, shape, process, names, mapped, origin)
     return found
 
 
@@ -61,6 +63,7 @@ def _of_layer(
     process: Process,
     names: dict[str, str],
     mapped: MappedWeights,
+    origin: Callable[[int], Origin] | None,
 ) -> GGUFExperts:
     answer: dict[str, torch.Tensor] = {}
     parts: list[Part] = []
@@ -74,7 +77,13 @@ def _of_layer(
         if tensor.stored in GGUF_TYPES:
             form = partial(gguf_form, str(tensor.stored), tensor.shape[2])
         of_tensor = [
-            Part(num_rows, partial(_read, tensor, expert, mapped), form) for expert in range(num_experts)
+            Part(
+                num_rows,
+                partial(_read, tensor, expert, mapped),
+                form,
+                partial(_origins, tensor, expert, origin),
+            )
+            for expert in range(num_experts)
         ]
         parts += of_tensor
         owners |= {id(part): tensor.name for part in of_tensor}
@@ -90,6 +99,10 @@ def _of_layer(
         if experts is not None:
             found[place] = {owners[id(part)] for expert in experts for part in expert.parts}, experts
     return found
+
+
+def _origins(tensor: StoredTensor, expert: int, origin: Callable[[int], Origin] | None) -> tuple[Origin, ...]:
+    return () if origin is None else (origin(tensor.offset + tensor.read()[:expert].nbytes),)
 
 
 def _read(tensor: StoredTensor, expert: int, mapped: MappedWeights) -> QuantizedWeight | torch.Tensor:

@@ -52,13 +52,13 @@ if sys.platform == "linux":
 
 
 class HugePageMove:
-    """Begins to move `pages`, uint8 over the whole of a read-only mapping of its own; ends early when they are gone.
+    """Begins to move `files`, each uint8 over the whole of a read-only mapping of its own; one that is gone is left.
 
     Nothing is begun where the system has no huge pages to give.
     """
 
-    def __init__(self, pages: np.ndarray) -> None:
-        self._pages = weakref.ref(pages)
+    def __init__(self, *files: np.ndarray) -> None:
+        self._files = [weakref.ref(pages) for pages in files]
         self.num_moved_bytes = 0
         self._thread: threading.Thread | None = None
         if huge_pages_are_given():
@@ -73,21 +73,23 @@ class HugePageMove:
     def _run(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        while self._move_next():
-            pass
+        for pages in self._files:
+            moved = 0
+            while num_bytes := _move_next(pages, moved):
+                moved += num_bytes
+                self.num_moved_bytes += num_bytes
 
-    def _move_next(self) -> bool:
-        """Whether a piece was moved. The mapping is held meanwhile, and let go between two pieces."""
-        pages = self._pages()
-        if pages is None:
-            return False
-        start, stop = pages.ctypes.data, pages.ctypes.data + pages.size
-        address = _round_up(start) + self.num_moved_bytes
-        num_bytes = min(_PIECE_BYTES, (stop - address) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-        if num_bytes <= 0 or not _move(address, num_bytes):
-            return False
-        self.num_moved_bytes += num_bytes
-        return True
+
+def _move_next(of: weakref.ref[np.ndarray], moved: int) -> int:
+    """Bytes of the next piece, behind those that were moved; 0: none was. The mapping is held meanwhile, and let go
+    between two pieces."""
+    pages = of()
+    if pages is None:
+        return 0
+    start, stop = pages.ctypes.data, pages.ctypes.data + pages.size
+    address = _round_up(start) + moved
+    num_bytes = min(_PIECE_BYTES, (stop - address) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    return num_bytes if num_bytes > 0 and _move(address, num_bytes) else 0
 
 
 def _move(address: int, num_bytes: int) -> bool:

@@ -6,16 +6,17 @@ there are findings says too that the adapters of state layers were proved (`quir
 Not a proof of anything else than what it was made for: the key names all that the findings follow from.
 
     file   _MAGIC, SHA-256 of the rest, then JSON: {"key": ..., "found": ...}
-    key    the file of packed weights (which names its sources and the variant), the bytes of every other parameter and
-           buffer, the config, what the modules are told to do (`prove.stamp`), dtype, longest sequence and back end,
-           the versions of Python, torch and transformers, the vector instructions torch uses, and size and time of
+    key    the files of packed weights (which name their sources and the variant), the bytes of every other parameter
+           and buffer, the config, what the modules are told to do (`prove.stamp`), dtype, longest sequence and back
+           end, the versions of Python, torch and transformers, the vector instructions torch uses, and size and time of
            every source file of this package and of the model's
     name   SHA-256 of the key, .proof
 
 Invariants
     P1  findings are taken only under exactly the key they were found under, from a file whose checksum holds.
         Anything else is proved as if there were no file, and the file is written again.
-    P2  only a model read by `load`, all of whose linear weights are mapped from a file of packed weights, has a key.
+    P2  only a model read by `load`, all of whose linear weights, of codes or not, are mapped from files of packed
+        weights, has a key.
     P3  a refusal is never kept. A failure to write is one warning.
 
 Cost: a hash of the parameters that are not packed (norms: under a megabyte), and a `stat` of a few hundred files.
@@ -29,7 +30,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,10 +65,10 @@ class KeptProof:
         self.found: Any = self._read()
 
     @classmethod
-    def of(cls, packed_weights: Path, loaded: LoadedModel, max_model_len: int) -> KeptProof | None:
-        """Of a model whose linear layers are all mapped from the file `packed_weights`; None if it has no key.
+    def of(cls, packed_weights: Sequence[Path], loaded: LoadedModel, max_model_len: int) -> KeptProof | None:
+        """Of a model whose linear layers are all mapped from the files `packed_weights`; None if it has no key.
 
-        It is kept beside that file."""
+        It is kept beside those files."""
         rest = _hash_of_tensors(loaded.model)
         if rest is None or hooked(loaded.model) is not None:
             return None
@@ -75,9 +76,9 @@ class KeptProof:
         native = native_module()
         files = {*_own_files(), *_files_of(base.__module__ for cls in classes for base in cls.__mro__)}
         return cls(
-            packed_weights.parent,
+            packed_weights[0].parent,
             {
-                "packed_weights": packed_weights.name,
+                "packed_weights": [path.name for path in packed_weights],
                 "rest": rest,
                 "config": loaded.model.config.to_json_string(use_diff=False),
                 "behaviour": hashlib.sha256(behaviour(loaded.model).encode()).hexdigest(),
@@ -119,7 +120,7 @@ def _hash_of_tensors(model: torch.nn.Module) -> str | None:
     tensors = [
         (name, tensor)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        if not is_packed(tensor)  # the packed file names those
+        if not is_packed(tensor)  # the packed files name those
     ]
     if sum(tensor.numel() * tensor.element_size() for _, tensor in tensors) > _MOST_HASHED:
         return None

@@ -91,6 +91,11 @@ class NativeWeight:
         self.move(packed)
         return self
 
+    @property
+    def told(self) -> list[str]:
+        """What is needed beside its bytes, shape and dtype to read them again (`packed_weights`): nothing."""
+        return []
+
     def move(self, packed: Any) -> None:
         """Read these packed bytes from now on. Before anybody has taken `native`."""
         module = cast(Any, native_module())

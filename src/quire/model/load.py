@@ -36,8 +36,8 @@ from quire.memory.heap import give_back_freed
 from quire.model.coded_experts import ExpertForms
 from quire.model.experts import is_experts
 from quire.model.held_weight import HeldParameter
+from quire.model.kept_codes import quantize_kept
 from quire.model.load_gguf import (
-    WidenedWeights,
     end_ids,
     gguf_config,
     load_gguf_model,
@@ -45,8 +45,8 @@ from quire.model.load_gguf import (
     planned_gguf_codes,
 )
 from quire.model.load_quantized import load_quantized, plain_config, planned_codes, quantization_of
-from quire.model.mapped_weights import MappedWeights
-from quire.model.quantized import quantize_model
+from quire.model.mapped_weights import MappedWeights, Origins
+from quire.model.packed_weights import KeptWeights
 from quire.model.sources import (
     GGUFSource,
     LiveSource,
@@ -89,6 +89,7 @@ class LoadedModel:
         source: its weights as they were stored before they became tensors of `model`.
         mapped: where its tensors lie in files, or which of a file's they follow from; None for a model that somebody
             else loaded.
+        kept: the files that weights are read from in the form that they are held in, as codes.
         not_taken: what the model was made for beside text and is not given here: "images", "audio".
         reckoned_by: where weights follow from codes in the source's files, the versions that say how; else "".
     """
@@ -103,7 +104,8 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     source: WeightSource
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
-    mapped: MappedWeights | WidenedWeights | None = None
+    mapped: Origins | None = None
+    kept: tuple[KeptWeights, ...] = ()
     not_taken: tuple[str, ...] = ()
     reckoned_by: str = ""
 
@@ -120,6 +122,7 @@ def load(
     trust_remote_code: bool = False,
     weights: WeightFormats | None = None,
     widened: bool = False,
+    keep: Path | None = None,
 ) -> LoadedModel:
     """Load a model for causal language modelling.
 
@@ -132,6 +135,7 @@ def load(
         weights: how its weights are rounded to codes, those of a quantized checkpoint after they were widened; None:
             they stay as they are, in the codes of the checkpoint where it has some.
         widened: no codes are kept of a quantized checkpoint, nor where `weights` is given.
+        keep: a folder that keeps codes from one start to the next (`kept_codes`).
 
     Raises:
         ArgumentError: an argument of the wrong form, or no such folder.
@@ -152,7 +156,7 @@ def load(
             f"{type(source).__name__}"
         )
     if (file := _gguf_file(source)) is not None:
-        return _load_gguf(file, wanted, weights, widened)
+        return _load_gguf(file, wanted, weights, widened, keep)
     where, local = _locate(source)
     if local:
         _check_folder(Path(where))
@@ -163,7 +167,7 @@ def load(
         options["revision"] = revision
     try:
         config = AutoConfig.from_pretrained(where, **options)
-        read = _from_pretrained(where, config, None if local else revision, widened, weights)
+        read = _from_pretrained(where, config, None if local else revision, widened, weights, keep)
         loading = {"dtype": wanted.torch_dtype if wanted else "auto", "output_loading_info": True}
         loading |= {**options, **_attention(config)}
         loaded: Any
@@ -171,7 +175,7 @@ def load(
             loaded = read(_auto_class(config), **loading)
         except ImportError as error:  # a library for images or sound, which text needs nothing of
             loaded = _text_part(where, config, loading, error, read)
-        model, report = loaded
+        model, report, kept = loaded
     except (UnsupportedModelError, LoadError, ArgumentError):
         raise
     except Exception as error:  # transformers, safetensors and the Hub client raise many kinds
@@ -184,22 +188,28 @@ def load(
     name = "embedded" if source is None else Path(where).name if local else where
     mapped = MappedWeights()
     if weights is not None:
-        quantize_model(model, weights, mapped.release)
+        kept = (*kept, *quantize_kept(model, weights, mapped, keep))
     loaded_model = _describe(model, tokenizer, name, wanted)
     stored = SafetensorsSource.of_checkpoint(where, None if local else revision)
     return replace(
         loaded_model,
         source=stored or loaded_model.source,
         mapped=mapped,
+        kept=kept,
         reckoned_by="" if quantization_of(config) is None else _readers(),
     )
 
 
 def _from_pretrained(
-    where: str, config: Any, revision: str | None, widened: bool, rounded: WeightFormats | None
+    where: str,
+    config: Any,
+    revision: str | None,
+    widened: bool,
+    rounded: WeightFormats | None,
+    keep: Path | None,
 ) -> Callable[..., Any]:
-    """What makes (model, report) of a class and options: transformers, or Quire where weights are quantized, and where
-    experts are rounded before they are stacked.
+    """What makes (model, report, files of kept codes) of a class and options: transformers, or Quire where weights are
+    quantized, and where experts are rounded before they are stacked.
 
     widened: of quantized weights no codes are kept.
     """
@@ -209,7 +219,7 @@ def _from_pretrained(
     if is_quantized or rounds_experts:
         source = SafetensorsSource.of_checkpoint(where, revision, may_download=True)
     if not is_quantized and (source is None or not rounds_experts):
-        return lambda kind, **options: kind.from_pretrained(where, **options)
+        return lambda kind, **options: (*kind.from_pretrained(where, **options), ())
 
     def read(kind: Any, **options: Any) -> Any:
         whole = options.pop("config", config)
@@ -219,7 +229,8 @@ def _from_pretrained(
         if dtype is None:
             stored = [] if is_quantized or source is None else [one.stored for one in source]
             dtype = next((one for one in stored if one in _FLOATS), torch.bfloat16)
-        return load_quantized(kind, where, source, whole, dtype, widened=widened, rounded=rounded, **options)
+        how: dict[str, Any] = {"widened": widened, "rounded": rounded, "keep": keep}
+        return load_quantized(kind, where, source, whole, dtype, **how, **options)
 
     return read
 
@@ -249,7 +260,7 @@ def _language_config(config: Any, error: ImportError) -> Any:
 def _text_part(
     where: str, config: Any, loading: dict[str, Any], error: ImportError, read: Callable[..., Any]
 ) -> Any:
-    """(model, report) of the language model within a checkpoint whose other parts want a library that is not here.
+    """What `read` gives, of the language model within a checkpoint whose other parts want a library that is not here.
 
     *raises:* the error, where transformers has no model of this text alone.
     """
@@ -264,7 +275,7 @@ def _text_part(
 
 
 def _load_gguf(
-    path: Path, wanted: KVFormat | None, rounded: WeightFormats | None, widened: bool
+    path: Path, wanted: KVFormat | None, rounded: WeightFormats | None, widened: bool, keep: Path | None
 ) -> LoadedModel:
     source = GGUFSource(path)
     try:
@@ -272,19 +283,22 @@ def _load_gguf(
         # First: it takes a multiple of the vocabulary while it is made, and then the weights are not there yet.
         tokenizer = load_gguf_tokenizer(source, gguf_config(source))
         give_back_freed()
-        model, report, weights = load_gguf_model(source, dtype, widened=widened, rounded=rounded)
+        model, report, weights, kept = load_gguf_model(
+            source, dtype, widened=widened, rounded=rounded, keep=keep
+        )
     except (LoadError, ArgumentError):
         raise
     except Exception as error:  # transformers, gguf and tokenizers raise many kinds
         raise LoadError(f"cannot load the model {str(path)!r}: {_one_line(error)}") from error
     _refuse_missing(model, report, repr(str(path)))
     if rounded is not None:
-        quantize_model(model, rounded, weights.release)
+        kept = (*kept, *quantize_kept(model, rounded, weights, keep))
     loaded = _describe(model, tokenizer, path.stem, wanted)
     return replace(
         loaded,
         source=source,
         mapped=weights,
+        kept=kept,
         reckoned_by=f"{reckoned_by()}, {_readers()}",
         eos_token_ids=tuple(dict.fromkeys((*loaded.eos_token_ids, *end_ids(source)))),
     )

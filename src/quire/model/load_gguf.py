@@ -31,12 +31,14 @@ from quire.backends import native_module
 from quire.errors import LoadError
 from quire.model.coded_experts import ExpertForms
 from quire.model.gguf_experts import gguf_experts
+from quire.model.kept_codes import can_keep
 from quire.model.linear import is_transposed
 from quire.model.mapped_weights import MappedWeights, Origin
+from quire.model.packed_weights import KeptWeights
 from quire.model.quantized import expert_forms, planned_forms
 from quire.model.sources import GGUFSource, StoredTensor, reckoned_by, widen
-from quire.model.unread_weights import UnreadWeights, held_forms, may_hold
-from quire.quantized import PANEL, CodeForm, QuantizedWeight
+from quire.model.unread_weights import Keep, StoredLinear, UnreadWeights, held_forms, may_hold
+from quire.quantized import PANEL, CodeForm, QuantizedWeight, readers
 from quire.quantized.readers import GGUF_TYPES, gguf_form, read_gguf
 from quire.spec.weight_formats import Rounding, WeightFormats
 
@@ -68,6 +70,10 @@ class WidenedWeights:
         self._stamp = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         self._offsets: dict[tuple[int, torch.Size], int] = {}
 
+    def origin(self, offset: int) -> Origin:
+        """Of codes that stand there in the file."""
+        return Origin(self._path, self._stamp, offset, reckoned_by())
+
     def add(self, weight: torch.Tensor, offset: int) -> None:
         """`weight` has been widened from the tensor at `offset`."""
         self._offsets[weight.data_ptr(), weight.shape] = offset
@@ -94,11 +100,18 @@ def gguf_config(source: GGUFSource) -> Any:
 
 
 def load_gguf_model(
-    source: GGUFSource, dtype: torch.dtype, *, widened: bool = False, rounded: WeightFormats | None = None
-) -> tuple[PreTrainedModel, dict[str, Any], WidenedWeights]:
-    """The model in `dtype`, transformers' report of the loading, and where its weights come from.
+    source: GGUFSource,
+    dtype: torch.dtype,
+    *,
+    widened: bool = False,
+    rounded: WeightFormats | None = None,
+    keep: Path | None = None,
+) -> tuple[PreTrainedModel, dict[str, Any], WidenedWeights, tuple[KeptWeights, ...]]:
+    """The model in `dtype`, transformers' report of the loading, where its weights come from, and what codes are read
+    from (`kept_codes`).
 
     widened: no codes are kept. rounded: as what the experts are held, beside `widened`; the caller rounds the rest.
+    keep: a folder for codes.
 
     *raises:* LoadError: as `gguf_config`; ArgumentError: a pattern of `rounded` fits nothing; others as transformers
     raises them.
@@ -106,6 +119,7 @@ def load_gguf_model(
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
     weights = WidenedWeights(source)
+    kept: tuple[KeptWeights, ...] = ()
     config, fields = _config(source)
     if is_gguf_arch_supported(source.architecture):
         if not widened:
@@ -144,9 +158,10 @@ def load_gguf_model(
             )
         # Of a file that was just written each page comes with up to 2 MiB around it: norms bring a part of the codes.
         MappedWeights(str(source.path.resolve())).release_read(tensor.read() for tensor in source)
-        unread.read_into(model)
+        by = f"readers {readers.VERSION}"
+        kept = unread.read_into(model, Keep(keep, by) if keep is not None and can_keep(keep) else None)
     model.config.name_or_path = str(source.path)
-    return model, report, weights
+    return model, report, weights, kept
 
 
 def planned_gguf_codes(source: GGUFSource, shape: PreTrainedModel) -> dict[str, CodeForm | ExpertForms]:
@@ -235,7 +250,8 @@ def _tensors(
     read_later: set[str] = set()
     if forms is not None:
         of_codes = [tensor for tensor in source if forms or tensor.stored in GGUF_TYPES]
-        for place, (of_place, experts) in gguf_experts(of_codes, shape, process, names, mapped).items():
+        found = gguf_experts(of_codes, shape, process, names, mapped, weights.origin)
+        for place, (of_place, experts) in found.items():
             if not forms or place in forms:
                 of_model = shape.get_parameter(place).shape
                 tensors[place] = unread.experts_stand_in(place, of_model, dtype, experts, forms.get(place))
@@ -246,8 +262,10 @@ def _tensors(
         place = names.get(tensor.name)
         rows = None if widened or place is None else _rows(tensor, place, shape, processor, names)
         if place is not None and rows is not None:
-            read = partial(_read, tensor, rows, mapped)
-            tensors[place] = unread.stand_in(place, shape.get_parameter(place).shape, dtype, read)
+            form = partial(gguf_form, str(tensor.stored), tensor.shape[1])
+            origins = partial(_origins, weights, tensor)
+            linear = StoredLinear(partial(_read, tensor, rows, mapped), form, origins, rows)
+            tensors[place] = unread.stand_in(place, shape.get_parameter(place).shape, dtype, linear)
             continue
         if tensor.is_quantized and not widened:
             unread.widen(
@@ -335,6 +353,10 @@ def _rows(
     if not np.array_equal(values, asked[rows.astype(np.int64)]) or len(np.unique(rows)) != len(rows):
         return None
     return torch.from_numpy(rows.astype(np.int64))
+
+
+def _origins(weights: WidenedWeights, tensor: StoredTensor) -> tuple[Origin, ...]:
+    return (weights.origin(tensor.offset),)
 
 
 def _read(tensor: StoredTensor, rows: torch.Tensor, mapped: MappedWeights) -> Iterator[QuantizedWeight]:

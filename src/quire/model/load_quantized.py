@@ -22,9 +22,11 @@ the weights in `dtype`, and the float32 form of one weight, or of one expert.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,10 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from quire.errors import LoadError
 from quire.model.coded_experts import ExpertForms
+from quire.model.kept_codes import can_keep
 from quire.model.linear import is_transposed
-from quire.model.mapped_weights import MappedWeights
+from quire.model.mapped_weights import MappedWeights, Origin
+from quire.model.packed_weights import KeptWeights
 from quire.model.quantized import expert_forms, planned_forms
 from quire.model.sources import SafetensorsSource
 from quire.model.stored_experts import (
@@ -46,8 +50,8 @@ from quire.model.stored_experts import (
     merged_experts,
     projection_shape,
 )
-from quire.model.unread_weights import UnreadWeights, held_forms, may_hold
-from quire.quantized import CodeForm, QuantizedWeight
+from quire.model.unread_weights import Keep, StoredLinear, UnreadWeights, held_forms, may_hold
+from quire.quantized import CodeForm, QuantizedWeight, readers
 from quire.quantized.readers import StoredWeight, StoredWeights, method_of, stored_weights
 from quire.spec.weight_formats import Rounding, WeightFormats
 
@@ -71,13 +75,15 @@ def load_quantized(
     *,
     widened: bool = False,
     rounded: WeightFormats | None = None,
+    keep: Path | None = None,
     **options: Any,
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in `dtype`, and transformers' report of the loading.
+) -> tuple[PreTrainedModel, dict[str, Any], tuple[KeptWeights, ...]]:
+    """The model in `dtype`, transformers' report of the loading, and what codes are read from (`kept_codes`).
 
     kind: the class of transformers that makes it, an auto class or a model's. where: the folder or Hub id, for what is
     said of generation there. config: of the model; not changed. widened: no codes are kept. rounded: as what
-    the experts are held, beside `widened`; the caller rounds the rest. options: as `from_pretrained` takes them.
+    the experts are held, beside `widened`; the caller rounds the rest. keep: a folder for codes. options: as
+    `from_pretrained` takes them.
 
     *raises:* LoadError: its weights are no safetensors files, or not understood; ArgumentError: a pattern of `rounded`
     fits nothing; others as transformers raises them.
@@ -125,9 +131,12 @@ def load_quantized(
                 state[weight.name] = _Widened(weight, reading, dtype, transposed)
             else:
                 of_place = shape.get_parameter(place).shape
-                state[weight.name] = unread.stand_in(
-                    place, of_place, dtype, partial(reading.in_parts, weight)
+                linear = StoredLinear(
+                    partial(reading.in_parts, weight),
+                    partial(weight.form, reading.tensor),
+                    partial(reading.origins, weight.parts),
                 )
+                state[weight.name] = unread.stand_in(place, of_place, dtype, linear)
         loaded: Any = type(shape)
         model, report = loaded.from_pretrained(
             None,
@@ -137,10 +146,11 @@ def load_quantized(
             output_loading_info=True,
             **_passed_on(options),
         )
-        unread.read_into(model)
+        by = f"readers {readers.VERSION}, {json.dumps(quantization, sort_keys=True, default=str)}"
+        kept = unread.read_into(model, Keep(keep, by) if keep is not None and can_keep(keep) else None)
     model.config.name_or_path = where
     _read_generation_config(model, where, options)
-    return model, report
+    return model, report, kept
 
 
 def planned_codes(
@@ -186,6 +196,7 @@ class _Reading:
         }
         self._paths = {tensor.name: tensor.path for tensor in source if tensor.path}
         self._mapped = MappedWeights()
+        self._origins: dict[str, Origin | None] | None = None
         self.lock = threading.Lock()
 
     def slice(self, name: str) -> Any:
@@ -216,6 +227,21 @@ class _Reading:
         copy = self.tensor(name).clone()
         self.release({"weight": name})
         return copy
+
+    def origins(self, names: Mapping[str, str], expert: int | None = None) -> tuple[Origin, ...]:
+        """Where the tensors stand in their files, or one expert's part of each; none where that is not certain."""
+        if self._origins is None:
+            tensors = {name: self.tensor(name) for name in self._paths}
+            self._origins = dict(zip(tensors, self._mapped.origins(list(tensors.values())), strict=True))
+        found: list[Origin] = []
+        for name in names.values():
+            if (origin := self._origins[name]) is None:
+                return ()
+            if expert is not None:
+                of_all = self.tensor(name)
+                origin = replace(origin, offset=origin.offset + of_all[:expert].nbytes)
+            found.append(origin)
+        return tuple(found)
 
     def release(self, names: Mapping[str, str]) -> None:
         """Give back the pages of tensors that are not read again."""
@@ -258,18 +284,31 @@ def _experts(
     plain: the shapes of tensors that are not quantized and may be read so too.
     """
     parts = {
-        name: Part(sizes[0], partial(reading.plain, name)) for name, sizes in plain.items() if len(sizes) == 2
+        name: Part(sizes[0], partial(reading.plain, name), None, partial(reading.origins, {"weight": name}))
+        for name, sizes in plain.items()
+        if len(sizes) == 2
     }
     experts: dict[str, tuple[list[str], list[StoredExpert]]] = {}
     for weight in found.weights:
         form = partial(weight.form, reading.tensor)
         if len(weight.shape) == 2:
-            parts[weight.name] = Part(weight.shape[0], partial(reading.weight, weight), form)
+            origins = partial(reading.origins, weight.parts)
+            parts[weight.name] = Part(weight.shape[0], partial(reading.weight, weight), form, origins)
             continue
         if (place := places.get(weight.name)) is not None:
             num_experts, num_outputs, _ = weight.shape
             together = [
-                StoredExpert((Part(num_outputs, partial(reading.expert, weight, expert), form),), None)
+                StoredExpert(
+                    (
+                        Part(
+                            num_outputs,
+                            partial(reading.expert, weight, expert),
+                            form,
+                            partial(reading.origins, weight.parts, expert),
+                        ),
+                    ),
+                    None,
+                )
                 for expert in range(num_experts)
             ]
             experts[place] = [weight.name], together

@@ -16,15 +16,37 @@ import bisect
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-__all__ = ["MappedWeights", "Origin"]
+__all__ = ["MappedWeights", "Origin", "Origins", "key_of"]
 
 _SUFFIX = ".safetensors"
+
+
+class Origins(Protocol):
+    """Where the weights of a model come from: `MappedWeights`, or `load_gguf.WidenedWeights`."""
+
+    def release(self, weight: torch.Tensor) -> None:
+        """Called with a weight that is not read again."""
+        ...
+
+    def release_read(self, kept: Iterable[torch.Tensor]) -> None:
+        """Called with all that is left of the model's tensors."""
+        ...
+
+    def origins(self, weights: Sequence[torch.Tensor]) -> list[Origin | None]:
+        """What each weight (dense in memory, in any order) follows from; None where that is not certain."""
+        ...
+
+
+def key_of(weight: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    """What a weight is found again by, as long as it is there."""
+    return weight.data_ptr(), weight.shape, weight.stride()
 
 
 class MappedWeights:
@@ -64,7 +86,7 @@ class MappedWeights:
                     mmap.MADV_DONTNEED,
                 )
 
-    def origins(self, weights: list[torch.Tensor]) -> list[Origin | None]:
+    def origins(self, weights: Sequence[torch.Tensor]) -> list[Origin | None]:
         """Where the bytes of each weight (dense in memory, in any order) stand in a file; None where that is not
         certain: not in a mapping, written to since, or the file is no longer the one that is mapped."""
         unwritten = _unwritten(self._suffix)

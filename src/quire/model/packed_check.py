@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 
 import numpy as np
 import xxhash
 
-__all__ = ["PackedCheck", "digest_of"]
+__all__ = ["PackedCheck", "PackedChecks", "digest_of"]
 
 _log = logging.getLogger("quire")
 _AT_ONCE = 16 << 20
@@ -76,6 +77,29 @@ class PackedCheck:
             "removed; close this engine and open it again, which packs the weights anew"
         )
         _log.error("%s", self.damage)
+
+
+class PackedChecks:
+    """The checks of all the files that a model is read from, asked as one."""
+
+    def __init__(self, checks: Sequence[PackedCheck]) -> None:
+        self._checks = tuple(checks)
+
+    @property
+    def damage(self) -> str | None:
+        """What is wrong with one of them, None while nothing is known to be."""
+        return next((check.damage for check in self._checks if check.damage is not None), None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether all has been read."""
+        end = None if timeout is None else time.monotonic() + timeout
+        return all(
+            check.wait(None if end is None else max(0.0, end - time.monotonic())) for check in self._checks
+        )
+
+    def is_right(self, timeout_s: float) -> bool:
+        """Whether all has been read, within that time, and is what was written."""
+        return self.wait(timeout_s) and self.damage is None
 
 
 def _digest(part: np.ndarray) -> bytes:

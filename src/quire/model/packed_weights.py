@@ -1,22 +1,26 @@
-"""The packed form of a model's linear weights, kept in a file from one start to the next and mapped.
+"""Packed weights of a model, kept in a file from one start to the next and mapped: 16-bit panels, and panels of codes.
 
-A start that finds its file packs nothing, reads no dense weight and allocates no memory for one: the kernels read the
-mapped file, whose pages all processes share and the kernel may take back under pressure. Where memory is ample they are
-then moved to huge pages of the process's own, at the same addresses (`huge_pages`; `PreparedModel` decides).
+A start that finds its file packs nothing, rounds nothing, reads no dense weight and allocates no memory for one: the
+kernels read the mapped file, whose pages all processes share and the kernel may take back under pressure. Where memory
+is ample they are then moved to huge pages of the process's own, at the same addresses (`huge_pages`; `PreparedModel`
+decides).
 Not a model format: a file serves this machine's variant and these very source files, and can be deleted any time.
+What is kept, and as what, is said by whoever packs: `kept_linears` and `kept_codes`, each with a file of its own.
 
     file      header, zeros up to a multiple of _ALIGNMENT, then the packed bytes of each weight, each beginning at one,
-              then 16 bytes: `packed_check.digest_of` all of it
-    header    _MAGIC, then JSON: panel layouts (variant included), the source files with size, times and inode, and
-              of each weight its place in them, shape, strides, dtype, and its place here
+              then JSON: what of each weight its bytes do not say (`Packed.told`; null: it is not there); then 16 bytes
+              twice: XXH3-128 of that JSON, and `packed_check.digest_of` all of it
+    header    _MAGIC, then JSON: the layouts (variant included), the source files with size, times and inode, and of
+              each weight its places in them, how it is made of what stands there (`Wanted.made`), and its place here
     name      SHA-256 of the header, .packed
 
 Invariants
     K1  the header follows from the weights asked for, before anything is read: a file is used only if it begins with
-        exactly that header and has exactly its size. So nothing of a foreign file is interpreted, and anything that
-        changes (a source file, the variant, the layout) is another file.
-    K2  only weights whose bytes stand unchanged in a safetensors file (`MappedWeights.origins`) are kept, and those
-        that follow from one tensor of a GGUF file (`WidenedWeights.origins`); the others are packed in memory.
+        exactly that header, has exactly its size, and what is told of its weights is what was written. So nothing of a
+        foreign file is interpreted, and anything that changes (a source file, the variant, the layout, the rounding)
+        is another file.
+    K2  only weights are kept of which it is certain from which bytes of which files they follow (`Wanted.origins`); the
+        others are packed in memory.
     K3  a file appears under its name whole: written under another, synced, renamed. Of two writers the last one
         stays; both wrote the same. A file is never changed, only replaced or deleted: mappings stay good. (One that
         somebody else cuts short while it is mapped ends the process, as with any mapped file.)
@@ -38,25 +42,22 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any, cast
+from typing import Any, BinaryIO, Protocol, Self, TypeVar, cast
 
 import numpy as np
-import torch
 import xxhash
 
-from quire.backends import native_module
-from quire.model.linear import DTYPE_NAMES, NativeWeight
-from quire.model.load_gguf import WidenedWeights
-from quire.model.mapped_weights import MappedWeights
+from quire.model.mapped_weights import Origin
 from quire.model.packed_check import PackedCheck, digest_of
 from quire.new_file import UNFINISHED, NewFile
 
-__all__ = ["KeptWeights"]
+__all__ = ["KeptWeights", "Packed", "Wanted"]
 
-_MAGIC = b"quire packed weights 2\n"
+_MAGIC = b"quire packed weights 3\n"
 _DIGEST_BYTES = 16
 _ALIGNMENT = 4096
 _SUFFIX = ".packed"
@@ -66,31 +67,63 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 _log = logging.getLogger("quire")
 
-# What a weight is found again by: address, shape and strides.
-_Key = tuple[int, torch.Size, tuple[int, ...]]
+
+class Packed(Protocol):
+    """A packed weight: `NativeWeight` or `CodedWeight`."""
+
+    native: Any
+    """The extension's form: `address` and `num_bytes`."""
+
+    @property
+    def told(self) -> Any:
+        """JSON, not null: what is needed beside its bytes to read them again."""
+        ...
+
+    def move(self, packed: np.ndarray) -> None:
+        """Read these bytes, the same, from now on. Before anybody has taken `native`."""
+        ...
+
+
+_AnyPacked = TypeVar("_AnyPacked", bound=Packed)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A packed weight that may be kept.
+
+    key: what it is found by. origins: the bytes of files that it follows from, in order; none: it is not kept. made:
+    how it follows from them, JSON. layout: the name of its packed form, and a text that changes when the form does.
+    num_bytes: of the packed form.
+    """
+
+    key: Hashable
+    origins: tuple[Origin, ...]
+    made: tuple[int | str, ...]
+    layout: tuple[str, str]
+    num_bytes: int
 
 
 class KeptWeights:
-    """The file in `folder` of those of `weights`, each [num_outputs, num_inputs], that can be kept.
+    """The file in `folder` of those of `wanted` that can be kept.
 
-    A context: inside, `pack` gives each weight's packed form; a file that was missing is there after it.
+    A context: inside, `take` gives each weight's packed form; a file that was missing is there after it.
     """
 
-    def __init__(
-        self, folder: Path, mapped: MappedWeights | WidenedWeights, weights: Sequence[torch.Tensor]
-    ) -> None:
-        self._mapped_weights, self._weights = mapped, list(weights)
-        self._offsets: dict[_Key, int] = {}
+    def __init__(self, folder: Path, wanted: Sequence[Wanted]) -> None:
+        self._num_in_memory = 0  # of the weights taken, those that are not read from the file
+        self._offsets: dict[Hashable, int] = {}
         self._sizes: dict[int, int] = {}  # of the packed form at each offset
         self._digests: dict[int, bytes] = {}  # of what was written there
+        self._told: dict[int, Any] = {}  # of the weight there
+        self._sources: set[tuple[str, tuple[int, ...]]] = set()
         self.check: PackedCheck | None = None
-        self._header, self._num_bytes = self._plan()
+        self._header, self._end = self._plan([one for one in wanted if one.origins])
         self.path = folder / (hashlib.sha256(self._header).hexdigest()[:32] + _SUFFIX)
         self._pages: np.ndarray | None = None  # the mapped file
         self._writer: NewFile | None = None
-        self._in_memory: list[tuple[NativeWeight, int]] = []
+        self._in_memory: list[tuple[Packed, int]] = []
 
-    def __enter__(self) -> KeptWeights:
+    def __enter__(self) -> Self:
         if self._offsets and not self._map():
             self._begin()
         return self
@@ -102,7 +135,8 @@ class KeptWeights:
             self._abandon()
         elif self._publish(self._writer) and self._map():
             for weight, offset in self._in_memory:
-                weight.move(self._bytes(offset, weight.native.num_bytes))
+                weight.move(self._bytes(offset))
+            self._num_in_memory -= len(self._in_memory)
         self._in_memory.clear()
 
     @property
@@ -112,67 +146,83 @@ class KeptWeights:
 
     @property
     def holds_all(self) -> bool:
-        """Whether every one of the weights is read from the file."""
-        return self._pages is not None and len(self._offsets) == len(self._weights)
+        """Whether every weight that was taken, if any was, is read from the file."""
+        return self._num_in_memory == 0
 
-    def pack(self, weight: torch.Tensor) -> NativeWeight:
-        """The packed form of `weight`: mapped, or packed now (and written)."""
-        offset = self._offsets.get(_key(weight))
+    def can_keep(self, key: Hashable) -> bool:
+        """Whether it is certain from which files the weight follows."""
+        return key in self._offsets
+
+    def take(
+        self, key: Hashable, make: Callable[[], _AnyPacked], at: Callable[[np.ndarray, Any], _AnyPacked]
+    ) -> _AnyPacked:
+        """The weight `key`: mapped, which `at` makes of its bytes and of what was told of it, or made (and written)."""
+        offset = self._offsets.get(key)
         if offset is not None and self._pages is not None:
-            num_bytes = cast(Any, native_module()).packed_num_bytes(*weight.shape, DTYPE_NAMES[weight.dtype])
-            return NativeWeight.at(weight, self._bytes(offset, num_bytes))
-        packed = NativeWeight(weight)
+            return at(self._bytes(offset), self._told[offset])
+        packed = make()
+        self._num_in_memory += 1
         if offset is not None and self._writer is not None:
             self._write(self._writer, packed, offset)
         return packed
 
-    def _plan(self) -> tuple[bytes, int]:
-        """The header, and the size of the file; fills in the weights' places."""
-        native = cast(Any, native_module())
+    def _plan(self, wanted: Sequence[Wanted]) -> tuple[bytes, int]:
+        """The header, and where the weights end; fills in their places."""
         files: dict[tuple[str | tuple[int, ...], ...], int] = {}
         entries: list[list[Any]] = []
         position = 0  # from the end of the header
-        origins = self._origins = self._mapped_weights.origins(self._weights)
-        for weight, origin in zip(self._weights, origins, strict=True):
-            if origin is None:
-                continue
-            reckoned_by = (origin.reckoned_by,) if origin.reckoned_by else ()
-            file = files.setdefault((origin.path, origin.stamp, *reckoned_by), len(files))
-            dtype = DTYPE_NAMES[weight.dtype]
-            num_bytes = native.packed_num_bytes(*weight.shape, dtype)
-            self._offsets[_key(weight)] = position
-            entries.append([file, origin.offset, *weight.shape, *weight.stride(), dtype, position, num_bytes])
-            position += _round_up(num_bytes)
-        layouts = {name: native.panel_layout(name) for name in sorted({entry[6] for entry in entries})}
+        for one in wanted:
+            places: list[list[int]] = []
+            for origin in one.origins:
+                reckoned_by = (origin.reckoned_by,) if origin.reckoned_by else ()
+                file = files.setdefault((origin.path, origin.stamp, *reckoned_by), len(files))
+                places.append([file, origin.offset])
+                self._sources.add((origin.path, origin.stamp))
+            self._offsets[one.key] = position
+            entries.append([places, *one.made, one.layout[0], position, one.num_bytes])
+            position += _round_up(one.num_bytes)
+        layouts = dict(one.layout for one in wanted)
         text = json.dumps({"layouts": layouts, "files": list(files), "weights": entries}, sort_keys=True)
         header = _MAGIC + text.encode() + b"\n"
         start = _round_up(len(header))
         self._offsets = {key: start + offset for key, offset in self._offsets.items()}
         self._sizes = {start + entry[-2]: entry[-1] for entry in entries}
-        return header, start + position + _DIGEST_BYTES
+        return header, start + position
 
-    def _bytes(self, offset: int, num_bytes: int) -> np.ndarray:
-        return cast(np.ndarray, self._pages)[offset : offset + num_bytes]
+    def _bytes(self, offset: int) -> np.ndarray:
+        return cast(np.ndarray, self._pages)[offset : offset + self._sizes[offset]]
 
     def _map(self) -> bool:
         """Map the file if it is the one that was planned."""
         try:
             with self.path.open("rb") as file:
-                if (
-                    os.fstat(file.fileno()).st_size != self._num_bytes
-                    or file.read(len(self._header)) != self._header
-                ):
+                if file.read(len(self._header)) != self._header or (end := self._read_end(file)) is None:
                     return False
-                pages = mmap.mmap(file.fileno(), self._num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+                told, digest, num_bytes = end
+                pages = mmap.mmap(file.fileno(), num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
         except OSError:
             return False
         pages.madvise(mmap.MADV_WILLNEED)
-        digest = pages[self._num_bytes - _DIGEST_BYTES :]
         self._pages = np.frombuffer(pages, dtype=np.uint8)  # which keeps the mapping
         Thread(target=_touch, args=(self._pages,), name="quire packed weights", daemon=True).start()
+        self._told = dict(zip(self._offsets.values(), json.loads(told), strict=True))
+        self._offsets = {
+            key: offset for key, offset in self._offsets.items() if self._told[offset] is not None
+        }
         own = {offset: self._sizes[offset] for offset in self._offsets.values()}
-        self.check = PackedCheck(self.path, self._header, self._pages, own, digest)
+        self.check = PackedCheck(self.path, self._header + told, self._pages, own, digest)
         return True
+
+    def _read_end(self, file: BinaryIO) -> tuple[bytes, bytes, int] | None:
+        """What is told of the weights, the digest of all, and the size of the file; None of another file."""
+        file.seek(self._end)
+        end = file.read()
+        told, own, of_all = (
+            end[: -2 * _DIGEST_BYTES],
+            end[-2 * _DIGEST_BYTES : -_DIGEST_BYTES],
+            end[-_DIGEST_BYTES:],
+        )
+        return (told, of_all, self._end + len(end)) if own == xxhash.xxh3_128_digest(told) else None
 
     def _begin(self) -> None:
         try:
@@ -183,7 +233,14 @@ class KeptWeights:
         except OSError as error:
             self._fail(error)
 
-    def _write(self, writer: NewFile, packed: NativeWeight, offset: int) -> None:
+    def _write(self, writer: NewFile, packed: Packed, offset: int) -> None:
+        if packed.native.num_bytes != self._sizes[offset]:
+            _log.warning(
+                "expected %d bytes of a packed weight as its file's header tells, got %d: it is not kept",
+                self._sizes[offset],
+                packed.native.num_bytes,
+            )
+            return
         view = np.ctypeslib.as_array(_pointer(packed.native.address), shape=(packed.native.num_bytes,))
         try:
             writer.write(view.data, offset)
@@ -191,13 +248,16 @@ class KeptWeights:
             self._fail(error)
             return
         self._digests[offset] = xxhash.xxh3_128_digest(view.data)
+        self._told[offset] = packed.told
         self._in_memory.append((packed, offset))
 
     def _publish(self, writer: NewFile) -> bool:
         """Give the file its name; not if a source file changed meanwhile."""
+        told = json.dumps([self._told.get(offset) for offset in self._offsets.values()]).encode()
         try:
-            os.ftruncate(writer.descriptor, self._num_bytes)  # the last weight's padding
-            writer.write(digest_of(self._header, self._digests), self._num_bytes - _DIGEST_BYTES)
+            os.ftruncate(writer.descriptor, self._end)  # the last weight's padding
+            of_all = digest_of(self._header + told, self._digests)
+            writer.write(told + xxhash.xxh3_128_digest(told) + of_all, self._end)
             if not self._sources_stand():
                 self._abandon()
                 return False
@@ -209,7 +269,7 @@ class KeptWeights:
         return True
 
     def _sources_stand(self) -> bool:
-        for path, stamp in {(origin.path, origin.stamp) for origin in self._origins if origin is not None}:
+        for path, stamp in self._sources:
             status = os.stat(path)
             if (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino) != stamp:
                 return False
@@ -229,16 +289,11 @@ class KeptWeights:
             self._writer = None
 
 
-def _key(weight: torch.Tensor) -> _Key:
-    return weight.data_ptr(), weight.shape, weight.stride()
-
-
 def _round_up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _pointer(address: int) -> Any:
-
     return ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ from quire.model.as_generated import check_generate
 from quire.model.cache_keyword import cache_keyword
 from quire.model.experts import pack_experts
 from quire.model.huge_pages import HugePageMove
+from quire.model.kept_linears import KeptLinears
 from quire.model.kept_proof import KeptProof
 from quire.model.latent import install_latents
 from quire.model.linear import choose_packing, pack_linears, weights_to_pack
@@ -50,7 +51,7 @@ from quire.model.load import LoadedModel, UnloadedModel
 from quire.model.missing import what_is_missing, why_not_called
 from quire.model.model_lock import hold, let_go
 from quire.model.overlay import below, install
-from quire.model.packed_check import PackedCheck
+from quire.model.packed_check import PackedChecks
 from quire.model.packed_weights import KeptWeights
 from quire.model.paged_cache import PagedCache, paged_cache_class
 from quire.model.prove.hooks import hooks_on, may_be_replaced
@@ -58,6 +59,7 @@ from quire.model.prove.latent import prove_latents
 from quire.model.prove.probe import Probe, rehearse
 from quire.model.prove.replaced import first_of_each, unproved
 from quire.model.prove.stamp import Stamp, facts
+from quire.model.quantized import coded_weights
 from quire.model.routed import Routed, has_biases, route
 from quire.model.state import StateAdapter
 from quire.model.state.serve import find_states, serve_states
@@ -126,8 +128,9 @@ class PreparedModel:
         self._model: PreTrainedModel = loaded.model
         self._watch: row_invariant.Watch | None = None
         self._proof: KeptProof | None = None
-        self._kept_pages: np.ndarray | None = None  # the file that packed weights are mapped from
-        self.packed_check: PackedCheck | None = None
+        self._kept_pages: list[np.ndarray] = []  # the files that packed weights are mapped from
+        self.packed_check: PackedChecks | None = None
+        self._read_from(loaded.kept)
         self._undo: list[Callable[[], None]] = []
         self._latents: dict[torch.nn.Module, Any] = {}  # of all caches; see `PagedCache.latents`
         self._adapters: Mapping[int, StateAdapter] = {}  # of state layers, by layer
@@ -333,20 +336,20 @@ class PreparedModel:
         self._undo.append(watch_linears(self._model, record))
 
     def move_to_huge_pages(self, spare_bytes: int) -> HugePageMove | None:
-        """Begin to move packed weights that are mapped from a file to memory of this process, in huge pages.
+        """Begin to move packed weights that are mapped from files to memory of this process, in huge pages.
 
         Only where that leaves as much free: spare_bytes is what this process can still use and has no other use for.
         None where it is not begun. Not what the weights are, nor where: only how fast they are read.
         """
-        pages, self._kept_pages = self._kept_pages, None
-        if pages is None or 2 * pages.size > spare_bytes:
+        files, self._kept_pages = self._kept_pages, []
+        if not files or 2 * sum(pages.size for pages in files) > spare_bytes:
             return None
-        return HugePageMove(pages)
+        return HugePageMove(*files)
 
     def restore(self) -> None:
         """Make the model what it was before. Done twice, nothing happens."""
-        self._kept_pages = self.packed_check = None
-        self._cache = self.decoder = None
+        self._kept_pages = []
+        self._cache = self.decoder = self.packed_check = None
         self._latents.clear()
         while self._undo:
             self._undo.pop()()
@@ -372,10 +375,12 @@ class PreparedModel:
             undo, kept = _pack_linears(self.loaded, packed_weights)
             self._undo.append(undo)
             if kept is not None:
-                self._kept_pages = kept.pages
-                self.packed_check = kept.check
-                if kept.holds_all and self.backend.is_native:
-                    self._proof = KeptProof.of(kept.path, self.loaded, self.max_model_len)
+                files = (*self.loaded.kept, kept)
+                self._read_from(files)
+                codes_are_kept = all(weight.is_kept for weight in coded_weights(model).values())
+                if self.backend.is_native and codes_are_kept and all(one.holds_all for one in files):
+                    paths = [one.path for one in files if one.pages is not None]
+                    self._proof = KeptProof.of(paths, self.loaded, self.max_model_len) if paths else None
         if self._adapters:
             are_proved = self._proof is not None and self._proof.found is not None
             self._undo.append(serve_states(self.loaded, self._adapters, are_proved=are_proved))
@@ -386,6 +391,12 @@ class PreparedModel:
             self._undo.append(routed.undo)
         if any(layer.latent for layer in self.spec.layers):
             self._undo.append(install_latents(model, self.loaded.model_type))
+
+    def _read_from(self, kept: Sequence[KeptWeights]) -> None:
+        """Have it known that weights are read from these files, as far as they are there."""
+        self._kept_pages = [one.pages for one in kept if one.pages is not None]
+        checks = [one.check for one in kept if one.check is not None]
+        self.packed_check = PackedChecks(checks) if checks else None
 
     def _prove(self, model: PreTrainedModel) -> None:
         """Prove what serves, or take what an earlier proof found; keep what this one finds."""
@@ -527,7 +538,7 @@ def _pack_linears(loaded: LoadedModel, folder: Path | None) -> tuple[Callable[[]
         return pack_linears(loaded.model), None
     if folder is None or choose_packing(loaded.dtype) != "native":
         return pack_linears(loaded.model, release=mapped.release), None
-    with KeptWeights(folder, mapped, weights_to_pack(loaded.model)) as kept:
+    with KeptLinears(folder, mapped, weights_to_pack(loaded.model)) as kept:
         undo = pack_linears(loaded.model, release=mapped.release, pack=kept.pack)
     return undo, kept
 

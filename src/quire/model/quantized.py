@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -36,6 +38,7 @@ from quire.quantized import CodedWeight, QuantizedWeight, round_to_codes
 from quire.spec.weight_formats import Rounding, WeightFormats
 
 __all__ = [
+    "WeightToRound",
     "coded_weights",
     "expert_forms",
     "hold_coded",
@@ -43,7 +46,9 @@ __all__ = [
     "planned_forms",
     "quantize_model",
     "require_plain",
+    "round_and_pack",
     "tell_weights",
+    "weights_to_round",
 ]
 
 _log = logging.getLogger("quire")
@@ -137,48 +142,94 @@ def tell_weights(model: nn.Module) -> dict[str, int]:
 # -- rounding a model ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class WeightToRound:
+    """A weight [num_outputs, num_inputs], on the model's own memory; name: of its module, or of all experts."""
+
+    name: str
+    weight: torch.Tensor
+    rounding: Rounding
+
+
+def weights_to_round(model: PreTrainedModel, formats: WeightFormats) -> list[WeightToRound]:
+    """What `quantize_model(model, formats, pack=...)` would call `pack` with.
+
+    *raises:* as `quantize_model`, of patterns.
+    """
+    found = [
+        WeightToRound(name, _oriented(weight.detach(), is_transposed(modules[0])), rounding)
+        for name, weight, modules, rounding in _chosen(model, formats)
+    ]
+    for name, rounding in _experts_to_round(model, formats).items():
+        module, own = _place(model, name)
+        experts = cast(torch.Tensor, module._parameters[own]).detach()
+        found += [
+            WeightToRound(name, _oriented(one, bool(module.is_transposed)), rounding) for one in experts
+        ]
+    return found
+
+
+def round_and_pack(weight: torch.Tensor, rounding: Rounding, dtype: torch.dtype) -> CodedWeight:
+    """`weight` [num_outputs, num_inputs] as codes, for activations of `dtype`."""
+    return CodedWeight(round_to_codes(weight, rounding), dtype)
+
+
 def quantize_model(
-    model: PreTrainedModel, formats: WeightFormats, release: Callable[[torch.Tensor], None] | None = None
+    model: PreTrainedModel,
+    formats: WeightFormats,
+    release: Callable[[torch.Tensor], None] | None = None,
+    pack: Callable[[torch.Tensor, Rounding], CodedWeight] | None = None,
 ) -> None:
     """Round the weights of the model's linear layers, experts, head and embeddings to codes, in place, one at a time.
 
     What a loader has rounded before stays. Weights of experts in a form that is not known stay too, and a line says so.
-    release: called with each dense weight before it is let go of.
+    release: called with each dense weight before it is let go of. pack: gives the codes of each weight [num_outputs,
+    num_inputs], for activations of the model's dtype; None rounds it.
 
     *raises:* ArgumentError: a pattern fits no layer's name, with the pattern and some names; a weight is not finite.
     """
-    chosen, dtype = _chosen(model, formats), model.dtype
+    chosen, pack = _chosen(model, formats), pack or partial(round_and_pack, dtype=model.dtype)
     while chosen:
         _, weight, modules, rounding = chosen.pop()
         dense = weight.detach()
-        codes = round_to_codes(dense.t() if is_transposed(modules[0]) else dense, rounding)
+        packed = pack(_oriented(dense, is_transposed(modules[0])), rounding)
         if release is not None:
             release(dense)
         del weight, dense
-        hold_quantized(modules, codes, dtype)
-    forms = expert_forms(model, formats)
-    to_round = [name for name in forms if coded_form(model.get_parameter(name)) is None]
-    for name in to_round:
-        module_name, _, own = name.rpartition(".")
-        module, rounding = model.get_submodule(module_name), forms[name]
-        dense = model.get_parameter(name).detach()
-        hold_experts(module, own, _rounded(dense, bool(module.is_transposed), rounding), dtype)
+        hold_coded(modules, packed)
+    to_round = _experts_to_round(model, formats)
+    for name, rounding in to_round.items():
+        module, own = _place(model, name)
+        dense = cast(torch.Tensor, module._parameters[own]).detach()
+        oriented = [_oriented(one, bool(module.is_transposed)) for one in dense]
+        hold_experts(module, own, (pack(one, rounding) for one in oriented), model.dtype)
         if release is not None:
             release(dense)
-        del dense
+        del dense, oriented
     computes_otherwise = give_back_unproved(model) if to_round else []
     if left := [*computes_otherwise, *_of_unknown_form(model, formats)]:
         _log.warning(
             "%d weights of experts stay in %s, the first %s: their module computes with them in a way of its own",
             len(left),
-            str(dtype).removeprefix("torch."),
+            str(model.dtype).removeprefix("torch."),
             left[0],
         )
 
 
-def _rounded(experts: torch.Tensor, transposed: bool, rounding: Rounding) -> Iterator[QuantizedWeight]:
-    for expert in experts:
-        yield round_to_codes(expert.t() if transposed else expert, rounding)
+def _oriented(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return weight.t() if transposed else weight
+
+
+def _experts_to_round(model: nn.Module, formats: WeightFormats) -> dict[str, Rounding]:
+    """Those of `expert_forms` that are no codes yet."""
+    forms = expert_forms(model, formats)
+    return {name: forms[name] for name in forms if coded_form(model.get_parameter(name)) is None}
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has the parameter `name`, and what it calls it."""
+    module_name, _, own = name.rpartition(".")
+    return model.get_submodule(module_name), own
 
 
 def expert_forms(model: nn.Module, formats: WeightFormats) -> dict[str, Rounding]:

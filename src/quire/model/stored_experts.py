@@ -34,6 +34,7 @@ from transformers.core_model_loading import (
 
 from quire.errors import ArgumentError
 from quire.model.experts import projections_of
+from quire.model.mapped_weights import Origin
 from quire.quantized import CodeForm, QuantizedWeight, joined, joined_form, round_to_codes
 from quire.spec.weight_formats import Rounding
 
@@ -54,11 +55,13 @@ _COLUMNS = 2  # more than one, so that a change of columns shows
 @dataclass(frozen=True)
 class Part:
     """num_rows: outputs. read: gives them, as codes or as they are, each time it is called. form: tells what the codes
-    will be, by headers; None: they are no codes."""
+    will be, by headers; None: they are no codes. origins: tells the bytes of files they follow from; none where that is
+    not certain."""
 
     num_rows: int
     read: Callable[[], QuantizedWeight | torch.Tensor]
     form: Callable[[], CodeForm] | None = None
+    origins: Callable[[], tuple[Origin, ...]] = tuple
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class StoredExpert:
                 raise ArgumentError("expected an expert of codes, got a part that is none")
             forms.append(part.form())
         return joined_form(forms)
+
+    def origins(self) -> tuple[Origin, ...]:
+        """The bytes of files that it follows from, and `order`; none where that is not certain."""
+        of_parts = [part.origins() for part in self.parts]
+        return tuple(origin for part in of_parts for origin in part) if all(of_parts) else ()
 
     def rounded(self, rounding: Rounding) -> QuantizedWeight:
         """Its values, rounded to codes anew."""

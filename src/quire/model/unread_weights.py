@@ -11,26 +11,35 @@ Invariants
     U1  after `read_into` no stand-in is left in the model.
     U2  what is widened for want of a product or a module is named in one line of the log.
 
+Where codes are kept (`Keep`), those that a file of packed weights has are read from it instead (`kept_codes`).
+
 Cost: one part of a weight unpacked at a time, or one expert, a byte for each value.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from quire.errors import ArgumentError, LoadError
 from quire.model.coded_experts import ExpertForms, give_back_unproved, hold_experts
+from quire.model.kept_codes import CodesToKeep, KeptCodes, digest_of_order, rounded_by
 from quire.model.linear import is_transposed
+from quire.model.mapped_weights import Origin
+from quire.model.packed_weights import KeptWeights
 from quire.model.quantized import hold_coded, require_plain
 from quire.model.stored_experts import StoredExpert, projection_shape
-from quire.quantized import CodedWeight, CodeForm, QuantizedWeight, require_product
+from quire.quantized import CodedWeight, CodeForm, QuantizedWeight, require_product, rounded_num_bytes
 from quire.spec.weight_formats import Rounding
 
-__all__ = ["UnreadWeights", "held_forms", "may_hold"]
+__all__ = ["Keep", "StoredLinear", "UnreadWeights", "held_forms", "may_hold"]
 
 _log = logging.getLogger("quire")
 
@@ -48,20 +57,66 @@ def may_hold(model: nn.Module, name: str, num_outputs: int, num_inputs: int) -> 
     return module.weight.shape == shape
 
 
+@dataclass(frozen=True)
+class Keep:
+    """Where codes are kept. by: what decides them beside the bytes that they follow from: versions, settings."""
+
+    folder: Path
+    by: str
+
+
+@dataclass(frozen=True)
+class StoredLinear:
+    """The weight of a linear layer, a head or an embedding as a checkpoint stores it.
+
+    read: gives it in parts as `CodedWeight.of_parts` takes them, each time it is called. form: tells what it will be,
+    by headers. origins: as of `Part`. order: of its outputs, as its place in the file has them; None: as they come.
+    """
+
+    read: Callable[[], Iterable[QuantizedWeight]]
+    form: Callable[[], CodeForm]
+    origins: Callable[[], tuple[Origin, ...]] = tuple
+    order: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Linear:
+    name: str
+    stored: StoredLinear
+    modules: list[nn.Module]
+    parameter: nn.Parameter
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs, inputs."""
+        first, second = self.parameter.shape
+        return (second, first) if is_transposed(self.modules[0]) else (first, second)
+
+
+@dataclass(frozen=True, eq=False)
+class _Experts:
+    name: str
+    stored: Sequence[StoredExpert]
+    rounding: Rounding | None
+    module: nn.Module
+    own: str
+    shape: tuple[int, int]  # outputs, inputs
+    dtype: torch.dtype
+
+
 class UnreadWeights:
     """See the module's text."""
 
     def __init__(self) -> None:
-        self._unread: dict[str, tuple[int, Callable[[], Iterable[QuantizedWeight]]]] = {}
+        self._unread: dict[str, tuple[int, StoredLinear]] = {}
         self._experts: dict[str, tuple[Sequence[StoredExpert], Rounding | None]] = {}
         self._widened: dict[str, str] = {}
 
     def stand_in(
-        self, name: str, shape: torch.Size, dtype: torch.dtype, read: Callable[[], Iterable[QuantizedWeight]]
+        self, name: str, shape: torch.Size, dtype: torch.dtype, stored: StoredLinear
     ) -> torch.Tensor:
-        """For the parameter `name` of the model that is about to be made. read: gives its weight, later, in parts as
-        `CodedWeight.of_parts` takes them, each time it is called."""
-        self._unread[name] = shape.numel(), read
+        """For the parameter `name` of the model that is about to be made."""
+        self._unread[name] = shape.numel(), stored
         return _stand_in(shape, dtype)
 
     def experts_stand_in(
@@ -80,36 +135,33 @@ class UnreadWeights:
         """Have it told that the weight `name` is widened by whoever loads."""
         self._widened[name] = reason
 
-    def read_into(self, model: nn.Module) -> None:
+    def read_into(self, model: nn.Module, keep: Keep | None = None) -> tuple[KeptWeights, ...]:
         """Have the modules of `model` compute from the weights; those that cannot get them dense.
+
+        Returns what codes are read from; nothing where none are kept.
 
         *raises:* LoadError: a stand-in is not where it should be, or its weight cannot be read.
         """
-        self._read_experts(model)
-        holders = _holders(model)
-        # The largest first: while its codes are unpacked there is the least beside them.
-        for name, (_, read) in sorted(self._unread.items(), key=lambda entry: -entry[1][0]):
-            try:
-                parameter = model.get_parameter(name)
-            except AttributeError:
-                continue  # the model has no use for it
-            modules = holders.pop(id(parameter), None)
-            if modules is None:
-                continue  # tied to one that has been read
-            _require_stand_in(name, parameter)
-            dtype = parameter.dtype
-            num_outputs = parameter.shape[1 if is_transposed(modules[0]) else 0]
-            try:
-                hold_coded(modules, CodedWeight.of_parts(read(), num_outputs, dtype))
-            except ArgumentError as error:  # no product of this format, or a module that is no plain one
-                self._widened[name] = str(error)
-                dense = torch.cat([part.dequantize().to(dtype) for part in read()])
-                parameter.data = (dense.t() if is_transposed(modules[0]) else dense).contiguous()
+        experts, linears = self._experts_of(model), self._linears_of(model)
+        kept = None
+        if keep is not None and (experts or linears):
+            kept = _kept(keep, experts, linears)
+        with kept or nullcontext():
+            for one in experts:
+                self._read_experts(one, kept)
+            for name in give_back_unproved(model) if experts else ():
+                self._widened[name] = "its module computes with them in a way of its own"
+            for one in linears:
+                self._read_linear(one, kept)
         self._unread.clear()
+        self._experts.clear()
         self._tell(model)
+        return () if kept is None else (kept,)
 
-    def _read_experts(self, model: nn.Module) -> None:
-        for name, (experts, rounding) in self._experts.items():
+    def _experts_of(self, model: nn.Module) -> list[_Experts]:
+        """Those that the model has a use for."""
+        found = []
+        for name, (stored, rounding) in self._experts.items():
             module_name, _, own = name.rpartition(".")
             try:
                 module = model.get_submodule(module_name)
@@ -117,22 +169,65 @@ class UnreadWeights:
                 continue  # the model has no use for it
             parameter = module.get_parameter(own)
             _require_stand_in(name, parameter)
-            dtype = parameter.dtype
-            weights = (expert.read() if rounding is None else expert.rounded(rounding) for expert in experts)
+            if (shape := projection_shape(model, name)) is None:
+                raise LoadError(f"expected {name} to be a projection of experts, as its module was made")
+            found.append(_Experts(name, stored, rounding, module, own, shape[1:3], parameter.dtype))
+        return found
+
+    def _linears_of(self, model: nn.Module) -> list[_Linear]:
+        """Those that the model has a use for, each once, the largest first: while its codes are unpacked there is the
+        least beside them."""
+        holders, found = _holders(model), []
+        for name, (_, stored) in sorted(self._unread.items(), key=lambda entry: -entry[1][0]):
             try:
-                hold_experts(module, own, weights, dtype)
-            except ArgumentError as error:  # no product, or gate and up that are coded in different ways
-                if rounding is not None:
-                    raise
-                self._widened[name] = str(error)
-                dense = torch.empty(parameter.shape, dtype=dtype)
-                for into, expert in zip(dense, experts, strict=True):
-                    values = expert.dense()
-                    into.copy_(values.t() if module.is_transposed else values)
-                parameter.data = dense
-        self._experts.clear()
-        for name in give_back_unproved(model):
-            self._widened[name] = "its module computes with them in a way of its own"
+                parameter = model.get_parameter(name)
+            except AttributeError:
+                continue  # the model has no use for it
+            modules = holders.pop(id(parameter), None)
+            if modules is None:
+                continue  # tied to one that is read
+            _require_stand_in(name, parameter)
+            found.append(_Linear(name, stored, modules, parameter))
+        return found
+
+    def _read_linear(self, linear: _Linear, kept: KeptCodes | None) -> None:
+        parameter, read, dtype = linear.parameter, linear.stored.read, linear.parameter.dtype
+
+        def make() -> CodedWeight:
+            return CodedWeight.of_parts(read(), linear.shape[0], dtype)
+
+        try:
+            packed = make() if kept is None else kept.pack(linear.name, linear.shape, dtype, make)
+            hold_coded(linear.modules, packed)
+        except ArgumentError as error:  # no product of this format, or a module that is no plain one
+            self._widened[linear.name] = str(error)
+            dense = torch.cat([part.dequantize().to(dtype) for part in read()])
+            parameter.data = (dense.t() if is_transposed(linear.modules[0]) else dense).contiguous()
+
+    def _read_experts(self, experts: _Experts, kept: KeptCodes | None) -> None:
+        rounding, dtype = experts.rounding, experts.dtype
+
+        def weights() -> Iterator[QuantizedWeight | CodedWeight]:
+            for index, expert in enumerate(experts.stored):
+                read = expert.read if rounding is None else partial(expert.rounded, rounding)
+                if kept is None:
+                    yield read()
+                else:
+                    make = partial(_packed, read, dtype)
+                    yield kept.pack((experts.name, index), experts.shape, dtype, make)
+
+        try:
+            hold_experts(experts.module, experts.own, weights(), dtype)
+        except ArgumentError as error:  # no product, or gate and up that are coded in different ways
+            if rounding is not None:
+                raise
+            self._widened[experts.name] = str(error)
+            parameter = experts.module.get_parameter(experts.own)
+            dense = torch.empty(parameter.shape, dtype=dtype)
+            for into, expert in zip(dense, experts.stored, strict=True):
+                values = expert.dense()
+                into.copy_(values.t() if experts.module.is_transposed else values)
+            parameter.data = dense
 
     def _tell(self, model: nn.Module) -> None:
         if self._widened:
@@ -146,6 +241,43 @@ class UnreadWeights:
                 reason,
             )
             self._widened.clear()
+
+
+def _packed(read: Callable[[], QuantizedWeight], dtype: torch.dtype) -> CodedWeight:
+    return CodedWeight(read(), dtype)
+
+
+def _kept(keep: Keep, experts: Sequence[_Experts], linears: Sequence[_Linear]) -> KeptCodes:
+    """Of those that will be held as codes."""
+    found: list[CodesToKeep] = []
+
+    def add(
+        key: object,
+        name: str,
+        stored: StoredLinear | StoredExpert,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        rounding: Rounding | None = None,
+    ) -> None:
+        how = (digest_of_order(stored.order), str(rounding or ""))
+        try:
+            if rounding is None:
+                form = stored.form()
+                require_product(form.label, form.group, shape[1], dtype)
+                num_bytes = form.panel_bytes(*shape)
+            else:
+                num_bytes = rounded_num_bytes(*shape, rounding)
+        except ArgumentError:
+            return  # it will be widened
+        found.append(CodesToKeep(key, name, stored.origins(), *shape, num_bytes, how))
+
+    for one in experts:
+        for index, expert in enumerate(one.stored):
+            add((one.name, index), one.name, expert, one.shape, one.dtype, one.rounding)
+    for linear in linears:
+        add(linear.name, linear.name, linear.stored, linear.shape, linear.parameter.dtype)
+    rounds = any(one.rounding is not None for one in experts)
+    return KeptCodes(keep.folder, found, f"{keep.by}, {rounded_by()}" if rounds else keep.by)
 
 
 def held_forms(

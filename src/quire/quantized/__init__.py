@@ -7,6 +7,7 @@ Others may use the names below, and
 
 from quire.quantized.code_form import (
     PANEL,
+    PANEL_LAYOUT,
     CodeForm,
     FactorForm,
     form_of,
@@ -21,6 +22,7 @@ from quire.quantized.weight import Factor, QuantizedWeight, joined
 
 __all__ = [
     "PANEL",
+    "PANEL_LAYOUT",
     "CodeForm",
     "CodedWeight",
     "Factor",

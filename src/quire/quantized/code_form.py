@@ -22,6 +22,7 @@ from quire.spec.weight_formats import Rounding
 
 __all__ = [
     "PANEL",
+    "PANEL_LAYOUT",
     "CodeForm",
     "FactorForm",
     "form_of",
@@ -36,6 +37,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of activations
 _NUMBERS = (*_DTYPES, torch.uint8, torch.int8)  # that panels hold as they are
 _SMALLEST_GROUP, _BLOCK = 16, 32  # inputs
 PANEL = 16  # outputs
+PANEL_LAYOUT = 1  # raised when equal weights get other panels: kept ones are not read then
 _LINE = 64  # bytes
 
 
@@ -76,6 +78,10 @@ class CodeForm:
         order = 8 * num_inputs * self.has_order
         if native_module() is None:
             return order + self._twin_bytes(num_outputs, num_inputs)
+        return order + self.panel_bytes(num_outputs, num_inputs)
+
+    def panel_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        """What the extension's panels of such a weight take."""
         whole = self.group == num_inputs and self.group != _SMALLEST_GROUP
         depth = -(-num_inputs // _BLOCK) * _BLOCK
         groups = 1 if whole else depth // self.group
@@ -84,7 +90,7 @@ class CodeForm:
             panel += self.minimums.num_bytes(PANEL, groups)
         if self.zeros is not None:
             panel += _lines(PANEL * groups * self.zeros.itemsize)
-        return order + -(-num_outputs // PANEL) * panel
+        return -(-num_outputs // PANEL) * panel
 
     @property
     def _held_bits(self) -> int:

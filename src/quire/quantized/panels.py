@@ -16,6 +16,7 @@ import torch
 from quire.backends import native_module
 from quire.errors import ArgumentError
 from quire.quantized.code_form import PANEL, form_of, held_dtype, require_product, zeros_dtype
+from quire.quantized.panel_form import of_told, row_like, told
 from quire.quantized.reference import multiply
 from quire.quantized.weight import Factor, QuantizedWeight
 
@@ -28,7 +29,8 @@ class CodedWeight:
     """A packed weight [num_outputs, num_inputs] that is read and computed with in `dtype`.
 
     isa: a variant of the extension's kernels, for tests; None is the one in use. label: the format's name. num_bytes:
-    of its codes and what belongs to them. native: the extension's form; None where the twin computes.
+    of its codes and what belongs to them. native: the extension's form; None where the twin computes. is_kept: whether
+    it is read from somebody else's memory (`at`, `move`), not held.
 
     *raises:* ArgumentError: there is no such product, with the format's name.
     """
@@ -42,8 +44,12 @@ class CodedWeight:
         self._order = weight.order
         self._weight: QuantizedWeight | None = None
         self.native: Any = _packed(weight, _DTYPES[dtype], isa)
+        self.is_kept = False
+        self._like: QuantizedWeight | None = None
         if self.native is None:
             self._weight = weight
+        else:
+            self._like = row_like(weight)
 
     @classmethod
     def of_parts(cls, parts: Iterable[QuantizedWeight], num_outputs: int, dtype: torch.dtype) -> CodedWeight:
@@ -71,6 +77,28 @@ class CodedWeight:
             raise ArgumentError(f"expected parts of one form that make {num_outputs} outputs, got others")
         made.native, made.num_outputs = native, num_outputs
         return made
+
+    @classmethod
+    def at(cls, packed: Any, told: Any, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> CodedWeight:
+        """A weight that was packed before, for activations of any dtype, read where it lies.
+
+        packed: its panels, uint8, at a multiple of 64; they are kept. told: as the property was of it.
+        """
+        self = cls(of_told(told, num_inputs), dtype)
+        self.num_outputs = num_outputs
+        self.move(packed)
+        return self
+
+    def move(self, packed: Any) -> None:
+        """Read these panels, the same bytes, from now on. Before anybody has taken `native`."""
+        self.native = self.native.of_panels(self.num_outputs, packed)
+        self.is_kept = True
+
+    @property
+    def told(self) -> Any:
+        """JSON: what is needed beside panels and shape to read them again."""
+        assert self._like is not None
+        return told(self._like)
 
     @property
     def num_bytes(self) -> int:
