@@ -1,25 +1,22 @@
 #include "kernels/linear.hpp"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <sys/mman.h>
 
 #include "kernels/profile.hpp"
 #include "kernels/rounding.hpp"
 #include "kernels/simd.hpp"
 #include "kernels/scratch.hpp"
 #include "kernels/thread_pool.hpp"
+#include "kernels/weight_memory.hpp"
 
 namespace quire {
 
 namespace {
 
-constexpr std::int64_t kPageBytes = 2 << 20;      // a huge page: fewer address translations on the way through the weights
 constexpr std::int64_t kSerialGather = 1 << 14;   // elements; below, waking another thread costs more than it saves
 
 thread_local GrownBuffer row_scratch;  // each thread's: a row of codes, dequantized
@@ -148,18 +145,9 @@ void with_word(Element element, Function&& f) {
     }
 }
 
-unsigned char* allocate(std::size_t num_bytes) {
-    const bool huge = num_bytes >= kPageBytes;
-    const std::size_t alignment = huge ? kPageBytes : 64;
-    auto* data = static_cast<unsigned char*>(std::aligned_alloc(alignment, round_up(static_cast<std::int64_t>(num_bytes), 64)));
-    if (data == nullptr) throw std::bad_alloc();
-    if (huge) madvise(data, num_bytes, MADV_HUGEPAGE);
-    return data;
-}
-
 }  // namespace
 
-void PackedWeight::Free::operator()(void* data) const { std::free(data); }
+void PackedWeight::Free::operator()(unsigned char* data) const { give_weight_memory_back(data, num_bytes); }
 
 PackedWeight::PackedWeight(Element element, std::int64_t num_outputs, std::int64_t num_inputs, Isa isa)
     : element_(element), isa_(isa), kernel_(&kernel_of(isa, element)), num_outputs_(num_outputs), num_inputs_(num_inputs), data_(nullptr) {
@@ -182,7 +170,7 @@ PackedWeight::PackedWeight(Element element, const void* weight, std::int64_t num
                            std::int64_t output_stride, std::int64_t input_stride, Isa isa)
     : PackedWeight(element, num_outputs, num_inputs, isa) {
     const LinearKernel& kernel = *kernel_;
-    owned_.reset(allocate(num_bytes_));
+    owned_ = {take_weight_memory(num_bytes_), Free{num_bytes_}};
     data_ = owned_.get();
     with_word(element, [&](auto zero) {
         using Word = decltype(zero);
@@ -219,7 +207,7 @@ PackedWeight::PackedWeight(Element element, const QuantizedParts& parts, Isa isa
     panel_bytes_ = form->panel_bytes;
     num_panels_ = divide_up(num_outputs_, QuantizedForm::kColumns);
     num_bytes_ = static_cast<std::size_t>(num_panels_ * panel_bytes_);
-    owned_.reset(allocate(num_bytes_));
+    owned_ = {take_weight_memory(num_bytes_), Free{num_bytes_}};
     data_ = owned_.get();
     ThreadPool::instance().run(num_panels_, [&](std::int64_t panel) { pack_quantized(*form, parts, panel, owned_.get() + panel * panel_bytes_); });
 }
@@ -235,7 +223,7 @@ PackedWeight::PackedWeight(const PackedWeight& like, std::int64_t num_outputs, c
     num_panels_ = divide_up(num_outputs_, QuantizedForm::kColumns);
     num_bytes_ = static_cast<std::size_t>(num_panels_ * panel_bytes_);
     if (packed == nullptr) {
-        owned_.reset(allocate(num_bytes_));
+        owned_ = {take_weight_memory(num_bytes_), Free{num_bytes_}};
         data_ = owned_.get();
     }
 }

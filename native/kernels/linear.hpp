@@ -129,7 +129,8 @@ class PackedWeight {
     void dequantize_row(std::int64_t row, float* scratch, Element element, unsigned char* to) const;
 
     struct Free {
-        void operator()(void* data) const;
+        std::size_t num_bytes;
+        void operator()(unsigned char* data) const;
     };
 
     Element element_;

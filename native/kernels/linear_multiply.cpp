@@ -20,6 +20,7 @@ namespace {
 constexpr std::int64_t kSerialProducts = 1 << 18;  // below, waking another thread costs more than it saves
 constexpr std::int64_t kLineBytes = 64;
 constexpr std::int64_t kAliasBytes = 2048;         // rows that far apart fall on the same lines of the first cache
+constexpr std::int64_t kLeastTaskBytes = 1 << 17;  // of weights for few rows: a task begins with waiting for the memory
 constexpr std::int64_t kFewTiles = 4;              // up to so many tiles of rows the weights' stream decides the order
 constexpr std::int64_t kHalfCache = 1 << 20;       // of a second cache of 2 MiB
 
@@ -50,9 +51,11 @@ struct Division {
     bool few;
     std::int64_t chunk, num_chunks, group_rows, num_tasks;
 
-    Division(const LinearKernel& kernel, std::int64_t num_panels, std::int64_t depth, std::int64_t unit, std::int64_t pass_rows, std::int64_t threads) {
+    Division(const LinearKernel& kernel, std::int64_t num_panels, std::int64_t panel_bytes, std::int64_t depth, std::int64_t unit, std::int64_t pass_rows,
+             std::int64_t threads) {
         few = pass_rows <= kernel.tile_rows * kFewTiles;
-        chunk = few ? std::clamp<std::int64_t>(num_panels / (threads * 8) / 4 * 4, 4, 32) : kernel.many_panels;
+        const auto panels_of = [&](std::int64_t tasks) { return std::clamp<std::int64_t>(num_panels / (threads * tasks) / 4 * 4, 4, 32); };
+        chunk = few ? std::min(std::max(panels_of(8), round_up(divide_up(kLeastTaskBytes, panel_bytes), 4)), std::max(panels_of(8), panels_of(4))) : kernel.many_panels;
         // Activations that the second cache does not keep from one chunk to the next are worth a wider one.
         if (!few && pass_rows * depth * kernel.staged_bytes > kHalfCache && num_panels >= 2 * chunk * 2 * threads) chunk *= 2;
         chunk = round_up(chunk, std::lcm(unit, kernel.columns) / kernel.columns);
@@ -207,7 +210,7 @@ void multiply_together(const LinearTarget* targets, int num_targets, const void*
         if (!direct) activations = stage(kernel, num_inputs, depth, activations, x_bytes, count, takes_sums, stride);
 
         const auto division = [&](int i, std::int64_t pass_rows) {
-            return Division(kernel, targets[i].weight->num_panels_, depth, targets[i].unit, pass_rows, threads);
+            return Division(kernel, targets[i].weight->num_panels_, targets[i].weight->panel_bytes_, depth, targets[i].unit, pass_rows, threads);
         };
         const auto tasks_of_pass = [&](std::int64_t pass_rows) {
             std::int64_t num_tasks = 0;

@@ -12,6 +12,7 @@ template <class S, class Widen>
 struct QuantizedFew {
     using Vec = typename S::Vec;
     static constexpr int kVectors = 16 / S::kWidth;
+    static constexpr std::int64_t kAfterBytes = 2048;  // of what the thread reads next, asked for with the last panel
     static constexpr bool kIsThere = !std::is_same_v<Widen, WidenPlain>;
 
     // sums_of_x: [rows][groups], where the form has minimums. acc: [rows][16].
@@ -62,6 +63,7 @@ struct QuantizedFew {
         for (std::int64_t panel = 0; panel < block.num_panels; ++panel) {
             const unsigned char* from = block.panels + panel * block.panel_stride;
             widen_groups<S>(form, from, scratch.numbers[0], 0, 0, form.num_groups);
+            for (std::int64_t i = 0; panel + 1 == block.num_panels && i < kAfterBytes; i += kLineBytes) S::prefetch_l2(block.after + i);
             const auto by = [&](auto rows) {
                 const auto own = form.halves() ? multiply_panel<rows(), true> : multiply_panel<rows(), false>;
                 own(block, scratch.numbers[0], scratch.sums_of_x, from, block.sums);
