@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse as _argparse
 import inspect
+import itertools
 import json
 import textwrap as _textwrap
 import typing as _typing
@@ -31,10 +32,10 @@ def library_text() -> str:
 
 
 def meeting_text() -> str:
-    """A meeting as its speakers said it."""
+    """Four meetings as their speakers said them."""
     with MEETINGS.open(encoding="utf-8") as file:
-        meeting = json.loads(file.readline())
-    return "\n".join(f"{turn['speaker']}: {turn['content']}" for turn in meeting["meeting_transcripts"])
+        meetings = [json.loads(line)["meeting_transcripts"] for line in itertools.islice(file, 4)]
+    return "\n".join(f"{turn['speaker']}: {turn['content']}" for meeting in meetings for turn in meeting)
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, number: int) -> list[int]:
