@@ -76,3 +76,21 @@ def test_what_computes_otherwise_is_proved(prepare: Callable[..., Any]) -> None:
         prepared.restore()
     assert not prepare(tiny_llm.model())[1]
     assert prepare(tiny_llm.model(), max_model_len=64)[1]
+
+
+def test_one_that_cannot_be_packed_is_proved_and_changes_nothing_for_others(
+    prepare: Callable[..., Any],
+) -> None:
+    first = prepare(tiny_llm.model())[0]
+    model = tiny_llm.model()
+    graph = model(torch.tensor([[5, 6, 7]])).logits  # holds the weights
+    prepared, proved = prepare(model)
+    assert proved
+    assert graph.requires_grad
+    if first.fused is not None:
+        assert prepared.fused.counts != first.fused.counts
+    again, proved = prepare(tiny_llm.model())
+    assert not proved
+    assert (None if again.fused is None else again.fused.counts) == (
+        None if first.fused is None else first.fused.counts
+    )

@@ -2,12 +2,14 @@
 
 `proved_once`, a fixture of every test in whose conftest.py it is named, keeps what the proof of a model has found
 (`PreparedModel._prove`) in memory, as `quire.model.kept_proof` keeps it in a file, and has it taken under exactly the
-same key: every class and forward, hooks, attributes, configs, the bytes of every parameter and buffer, the longest
-sequence and the back end. Everything else, the packing of weights too, is done anew each time.
+same key: every class and forward, attributes, configs, the bytes of every parameter and buffer, the longest sequence,
+the back end, and what of the model was packed (a weight that a graph still holds is not). Everything else, the packing
+too, is done anew each time.
 Not for tests of the proof itself (`tests/model`), and tests marked `ci` prove every time.
 
 Invariants
-    1  what has a hook or a forward of its own, or is not a plain `PreparedModel`, is proved every time
+    1  what has a hook or a forward of its own, is not a plain `PreparedModel` or runs on a back end that somebody has
+       registered is proved every time
     2  a refusal is never kept, nor findings that cannot be written down, nor the proof of a model that its own
        forwards change
     3  the first proof of a key is the real one, in every process
@@ -45,15 +47,15 @@ class ProvedOnce:
 
     _found: dict[Hashable, Any] = {}  # noqa: RUF012, of all models of this process
 
-    def __init__(self, key: Hashable) -> None:
-        self._key = key
+    def __init__(self, key: Any) -> None:
+        self.key = key
         self.found: Any = self._found.get(key)
 
     def keep(self, found: Any) -> None:
-        self._found[self._key] = found
+        self._found[self.key] = found
 
     def forget(self) -> None:
-        self._found.pop(self._key, None)
+        self._found.pop(self.key, None)
 
 
 @pytest.fixture(autouse=True)
@@ -70,31 +72,36 @@ def proved_once(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _change_of_known(self: PreparedModel, model: PreTrainedModel, packed_weights: Path | None) -> None:
-    key = _key_of(self, model) if packed_weights is None else None
-    known: Any = None if key is None else ProvedOnce(key)
+    content = _content_of(self, model) if packed_weights is None else None
+    known: Any = None if content is None else ProvedOnce(content)  # says that adapters of states are proved
     self._proof = known
     _change(self, model, packed_weights)
+    if known is not None and self._proof is known:
+        self._proof = known = ProvedOnce((content, _packed_of(model)))
 
 
 def _prove_unknown(self: PreparedModel, model: PreTrainedModel) -> None:
     proof: Any = self._proof
     if not isinstance(proof, ProvedOnce):
         _prove(self, model)
-    elif self.backend.is_native:
-        known = proof.found is not None
-        before = None if known else facts(model)
-        _prove(self, model)  # takes what is kept, or keeps
-        if not known and facts(model) != before:
-            proof.forget()
     elif proof.found is None:
         before = facts(model)
         _prove(self, model)
-        if facts(model) == before:
+        if not self.backend.is_native:
             proof.keep({})  # torch's own operators serve: there is nothing to install
+        if facts(model) != before:
+            proof.forget()
+        elif self._adapters:
+            content, _ = proof.key
+            ProvedOnce(content).keep({})
+    elif self.backend.is_native:
+        _prove(self, model)  # takes what is kept
 
 
-def _key_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | None:
-    if type(prepared) is not PreparedModel or hooked(model) is not None:
+def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | None:
+    if type(prepared) is not PreparedModel or prepared.backend.name not in ("python", "native"):
+        return None
+    if hooked(model) is not None:
         return None
     if any("forward" in module.__dict__ for module in model.modules()):
         return None
@@ -117,6 +124,10 @@ def _key_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | None:
         digest.digest(),
         prepared.loaded.dtype,
         prepared.max_model_len,
-        prepared.backend,
+        prepared.backend.name,
         None if native is None else native.isa(),
     )
+
+
+def _packed_of(model: PreTrainedModel) -> Hashable:
+    return tuple((type(module).__name__, type(module.__dict__.get("_packed"))) for module in model.modules())
