@@ -5,12 +5,22 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
+
+from support.one_thread import one_thread
+
+__all__ = ["one_thread"]
 
 # A shell starts background jobs with SIGINT ignored, and Python then leaves it so; the tests of Ctrl-C need it heard.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The command says so to transformers in its own process, too late for one in which a test has imported it before.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+# httpx reads all certificates of the machine for every client and every `httpx.post`, 20 ms each. No test speaks TLS:
+# this names a folder that has none.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 
 def pytest_collection_finish() -> None:

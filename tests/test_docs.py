@@ -17,18 +17,19 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.running_server import running
 from typer.main import get_command
 
 import quire
+from quire import LLM
 from quire.cli.app import app
+from quire.server.settings import ServerSettings
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -44,7 +45,7 @@ NOT_RUN = {
     "kill %1": "README's main job has a test of its own",
     "python benchmarks/": "minutes; .ci/run runs each with --quick. Names and options are checked below",
     "quire compare --model": "needs the model that benchmarks/peers/setup.py makes, from the network",
-    "quire serve": "the server of these tests is started by a fixture",
+    "quire serve": "a fixture has what it starts; tests/cli/test_serve_process.py",
     "quire top": "draws until it is interrupted; tests/cli/test_top.py",
 }
 # What is not there, and what takes its place here: a model of the Hub (network).
@@ -101,22 +102,9 @@ def check_output(block: Block, printed: str) -> None:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[str]:
-    """Where a server of the embedded model listens."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        number = str(one.getsockname()[1])
-    command = [sys.executable, "-m", "quire", "serve", "--kv-memory", "64MiB", "--port", number]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        for _ in range(600):
-            assert server.poll() is None, server.stderr and server.stderr.read()
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{number}/ready"):
-                break
-            time.sleep(0.1)
-        yield number
-    finally:
-        server.terminate()
-        server.communicate(timeout=60)
+    """Where a server of the embedded model listens, as `quire serve --kv-memory 64MiB` starts one."""
+    with LLM(kv_memory="64MiB") as llm, running(llm, ServerSettings()) as (url, _):
+        yield url.rpartition(":")[2]
 
 
 def for_here(text: str, request: pytest.FixtureRequest) -> str:

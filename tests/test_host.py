@@ -123,7 +123,8 @@ def count():
 
 
 def threads_started_during(call):
-    at_first, at_last, over = [], [], threading.Event()
+    # The call is told when the last thread has begun, and ends then.
+    at_first, at_last, over, begun = [], [], threading.Event(), threading.Event()
 
     def host():
         at_first.append(count())
@@ -132,12 +133,15 @@ def threads_started_during(call):
 
     threads = [threading.Thread(target=host, daemon=True) for _ in range(60)]
     done = threading.Event()
-    caller = threading.Thread(target=lambda: (call(), done.set()), daemon=True)
+    caller = threading.Thread(target=lambda: (call(begun.is_set), done.set()), daemon=True)
     caller.start()
     for thread in threads:
         time.sleep(0.001)
         thread.start()
+    while len(at_first) < len(threads):
+        time.sleep(0.001)
     assert not done.is_set(), "the call was over before the last thread began"
+    begun.set()
     caller.join()
     assert done.is_set()
     over.set()
@@ -149,15 +153,30 @@ def threads_started_during(call):
 
 params = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
 with LLM(num_threads=1, max_model_len=1024, kv_memory="64MiB") as llm:
-    threads_started_during(lambda: llm.generate([[1, 2, 3]] * 4, params))
+
+
+    def streams(is_over):
+        some = [llm.stream([1, 2, 3], params) for _ in range(4)]
+        while not is_over():
+            for stream in some:
+                next(stream)
+        for stream in some:
+            stream.close()
+
+    threads_started_during(streams)
 from transformers import AutoModelForCausalLM
 from quire.model.load import EMBEDDED
 
 model = AutoModelForCausalLM.from_pretrained(EMBEDDED)
 accelerate(model)
-options = {"max_new_tokens": 600, "min_new_tokens": 600, "do_sample": False}
+options = {"max_new_tokens": 600, "eos_token_id": None, "do_sample": False}
 threads_started_during(
-    lambda: model.generate(torch.tensor([[1, 2, 3]]), past_key_values=QuireCache(model.config), **options)
+    lambda is_over: model.generate(
+        torch.tensor([[1, 2, 3]]),
+        past_key_values=QuireCache(model.config),
+        stopping_criteria=[lambda ids, scores, **_: torch.full((len(ids),), is_over())],
+        **options,
+    )
 )
 print("same")
 """

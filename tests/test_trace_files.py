@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import runpy
 from pathlib import Path
+
+import pytest
 
 _TOOL = Path(__file__).parents[1] / "tools" / "trace_files.py"
 
 
-def test_it_prints_the_files_of_a_step_and_of_generate() -> None:
-    done = subprocess.run([sys.executable, str(_TOOL)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    step, generate = done.stdout.split("One LLM.generate: ")
+def test_it_prints_the_files_of_a_step_and_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(_TOOL), run_name="__main__")
+    step, generate = capsys.readouterr().out.split("One LLM.generate: ")
     assert step.startswith("One decode step: ")
     for file in ("engine/engine.py", "scheduler/scheduler.py", "engine/runner.py", "cache/cache.py"):
         assert f" {file}\n" in step

@@ -13,8 +13,6 @@ from quire.attention.codecs import codec_of, turn_size, turned, turned_query
 from quire.errors import ArgumentError
 from quire.spec import LayerSpec, Span
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 INT8, INT4 = codec_of("int8"), codec_of("int4")
 
 

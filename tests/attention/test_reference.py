@@ -13,8 +13,6 @@ from support.paged_case import Shape, make_case, oracle, repage, shapes, toleran
 from quire.attention import AttentionPlan, reference
 from quire.errors import ArgumentError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @settings(max_examples=60, deadline=None)
 @given(shapes(max_context=48, max_dim=3))

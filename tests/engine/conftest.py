@@ -1,13 +1,13 @@
-"""One torch thread for these tests; and what a tier has is loaded, however quick computing it would be."""
+"""A proof of each model once a process; and what a tier has is loaded, however quick computing it would be."""
 
 from __future__ import annotations
 
 import pytest
-from support.one_thread import one_thread
+from support.proved_once import proved_once
 
 from quire.tiers.stack import TierStack
 
-__all__ = ["loading_takes_no_time", "one_thread"]
+__all__ = ["loading_takes_no_time", "proved_once"]
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support import tiny_llm
 
 from quire import LLM, AsyncEngine, SamplingParams
@@ -26,7 +25,6 @@ LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    torch.set_num_threads(1)
     with tiny_llm.llm(max_num_seqs=4) as made:
         yield made
 

@@ -238,11 +238,17 @@ ENDS = (
     "stream = llm.stream('a', params); next(stream)",
     "llm.generate('a', SamplingParams(max_tokens=2)); del llm",
 )
-# All that is imported is imported once; each end is that of a process of its own, which opens an LLM of its own.
+# All that is imported is imported once, and frozen, or each end would walk through it all, a second and a half; each
+# end is that of a process of its own, which opens an LLM of its own.
 PROGRAM = """
-import os, sys, threading, time
+import contextlib, gc, os, sys, threading, time
+import transformers.generation.utils, transformers.models.qwen3.modeling_qwen3
 import quire.model.load
 from quire import LLM, SamplingParams
+with contextlib.suppress(ImportError):
+    import quire._native, quire.model.fused
+gc.collect()
+gc.freeze()
 ends = sys.argv[1:]
 for end in ends:
     child = os.fork()

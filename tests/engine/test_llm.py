@@ -24,7 +24,6 @@ TEXTS = ["def f(x):", "import os", "ünï€", "x" * 40]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    torch.set_num_threads(1)
     with tiny_llm.llm() as made:
         yield made
 

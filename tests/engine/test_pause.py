@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support import tiny_llm
 from support.fake_engine import FakeEngine
 from support.fake_model import expected_tokens
@@ -96,7 +95,6 @@ def test_unread_outputs_are_counted_from_both_sides() -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    torch.set_num_threads(1)
     with tiny_llm.llm(max_num_seqs=2) as made:
         yield made
 

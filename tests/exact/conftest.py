@@ -1,5 +1,5 @@
-"""One torch thread for these tests."""
+"""A proof of each model once a process."""
 
-from support.one_thread import one_thread
+from support.proved_once import proved_once
 
-__all__ = ["one_thread"]
+__all__ = ["proved_once"]

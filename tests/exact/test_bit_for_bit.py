@@ -160,8 +160,15 @@ CASES = st.builds(
 BOTH = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", BOTH)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [  # each by default in one type
+        pytest.param(name, dtype, marks=[pytest.mark.ci] * ((number + place) % 2))
+        for number, name in enumerate(MODELS)
+        for place, dtype in enumerate(BOTH)
+    ],
+    ids=str,
+)
 def test_alone_and_among_32_others(name: str, dtype: torch.dtype) -> None:
     """One prompt over three partials, chunks, a shared prefix that ends within a block, two threads, in one go."""
     stats = check(
@@ -180,8 +187,15 @@ def test_preempted_and_recomputed(name: str, dtype: torch.dtype) -> None:
     assert stats["num_preemptions"] > 0
 
 
-@pytest.mark.parametrize("dtype", [*BOTH, torch.float16])
-@pytest.mark.parametrize("num_requests", [1, 2, 17, 65])
+@pytest.mark.parametrize(
+    ("num_requests", "dtype"),
+    [  # each number by default in one type
+        pytest.param(num_requests, dtype, marks=[pytest.mark.ci] * ((number + place) % 3 != 0))
+        for number, num_requests in enumerate([1, 2, 17, 65])
+        for place, dtype in enumerate([*BOTH, torch.float16])
+    ],
+    ids=str,
+)
 def test_decodes_of_many_at_once(num_requests: int, dtype: torch.dtype) -> None:
     stats = check("qwen3", dtype, Case(num_requests=num_requests, shared=0, max_batch_tokens=2048))
     assert num_requests in stats["step_sizes"]

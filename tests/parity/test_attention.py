@@ -44,14 +44,6 @@ EXAMPLES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "100"))
 LONG = 640 if _native.isa().startswith("emulated") else 2500
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def run(case: Case) -> torch.Tensor:
     return native.run(case.view, case.query, case.plan, case.options)
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.one_thread import one_thread
 from support.paged_case import tolerance
 from support.prefix_tree_case import Tree, TreeCase, make_tree_case, trees
 
@@ -21,8 +20,6 @@ from quire.attention import AttentionOptions, reference
 
 _native = pytest.importorskip("quire._native", reason="the native extension is not built")
 from quire.attention import native  # noqa: E402 - it needs the extension
-
-__all__ = ["one_thread"]  # of torch: its threads spin beside the kernels' own
 
 EXAMPLES = int(os.environ.get("QUIRE_TEST_EXAMPLES", "60"))
 EMULATED = _native.isa().startswith("emulated")

@@ -11,6 +11,11 @@ import pytest
 from support.checkpoints import GEMMA, assemble_gemma, checkpoints
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    """In the place of that of all other tests: these run alone, and their products are worth the threads."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:

@@ -1,15 +1,24 @@
-"""One thread: OpenMP barriers cost more than the arithmetic of models this small."""
+"""One torch thread in every test (`tests/conftest.py`) but those on trained weights.
+
+OpenMP's barriers cost more than the arithmetic of models this small, tens of times as much on the busy machine of a
+test run, and its threads spin beside the kernels' own. By module, so that what a module's tests share is made on one
+thread too. The kernels' pool keeps its threads; tests of what threads change name their number.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
+    torch = sys.modules.get("torch")
+    if torch is None:  # nor is it imported for this
+        yield
+        return
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,0 +1,5 @@
+"""A proof of each model once a process."""
+
+from support.proved_once import proved_once
+
+__all__ = ["proved_once"]

@@ -1,0 +1,133 @@
+"""A model that this process has proved is not proved again: most of what opening a tiny model costs is its proof.
+
+`proved_once`, a fixture of every test in whose conftest.py it is named, keeps what the proof of a model has found
+(`PreparedModel._prove`) in memory, as `quire.model.kept_proof` keeps it in a file, and has it taken under exactly the
+same key: every class and forward, attributes, configs, the bytes of every parameter and buffer, the longest sequence,
+the back end, and what of the model was packed (a weight that a graph still holds is not). Everything else, the packing
+too, is done anew each time.
+Not for tests of the proof itself (`tests/model`), and tests marked `ci` prove every time.
+
+Invariants
+    1  what has a hook or a forward of its own, is not a plain `PreparedModel` or runs on a back end that somebody has
+       registered is proved every time
+    2  a refusal is never kept, nor findings that cannot be written down, nor the proof of a model that its own
+       forwards change
+    3  the first proof of a key is the real one, in every process
+
+Cost: a hash of the parameters, under a millisecond for a tiny model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from transformers import PreTrainedModel
+
+from quire.backends import native_module
+from quire.model import PreparedModel
+from quire.model.held_weight import HeldParameter, bytes_of
+from quire.model.overlay import own_class
+from quire.model.prove.hooks import hooked
+from quire.model.prove.stamp import behaviour, facts
+
+__all__ = ["ProvedOnce", "proved_once"]
+
+_MOST_HASHED = 4 << 20  # bytes of parameters
+
+_prove: Callable[[PreparedModel, PreTrainedModel], None] = PreparedModel._prove
+_change: Callable[[PreparedModel, PreTrainedModel, Path | None], None] = PreparedModel._change
+
+
+class ProvedOnce:
+    """The findings of one model, in `_found` under `key`. What `PreparedModel` asks of a `KeptProof`."""
+
+    _found: dict[Hashable, Any] = {}  # noqa: RUF012, of all models of this process
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        self.found: Any = self._found.get(key)
+
+    def keep(self, found: Any) -> None:
+        self._found[self.key] = found
+
+    def forget(self) -> None:
+        self._found.pop(self.key, None)
+
+
+@pytest.fixture(autouse=True)
+def proved_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("ci"):
+        yield
+        return
+    patch: Any = PreparedModel
+    patch._change, patch._prove = _change_of_known, _prove_unknown
+    try:
+        yield
+    finally:
+        patch._change, patch._prove = _change, _prove
+
+
+def _change_of_known(self: PreparedModel, model: PreTrainedModel, packed_weights: Path | None) -> None:
+    content = _content_of(self, model) if packed_weights is None else None
+    known: Any = None if content is None else ProvedOnce(content)  # says that adapters of states are proved
+    self._proof = known
+    _change(self, model, packed_weights)
+    if known is not None and self._proof is known:
+        self._proof = known = ProvedOnce((content, _packed_of(model)))
+
+
+def _prove_unknown(self: PreparedModel, model: PreTrainedModel) -> None:
+    proof: Any = self._proof
+    if not isinstance(proof, ProvedOnce):
+        _prove(self, model)
+    elif proof.found is None:
+        before = facts(model)
+        _prove(self, model)
+        if not self.backend.is_native:
+            proof.keep({})  # torch's own operators serve: there is nothing to install
+        if facts(model) != before:
+            proof.forget()
+        elif self._adapters:
+            content, _ = proof.key
+            ProvedOnce(content).keep({})
+    elif self.backend.is_native:
+        _prove(self, model)  # takes what is kept
+
+
+def _content_of(prepared: PreparedModel, model: PreTrainedModel) -> Hashable | None:
+    if type(prepared) is not PreparedModel or prepared.backend.name not in ("python", "native"):
+        return None
+    if hooked(model) is not None:
+        return None
+    if any("forward" in module.__dict__ for module in model.modules()):
+        return None
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if any(isinstance(tensor, HeldParameter) or tensor.device.type != "cpu" for _, tensor in tensors):
+        return None
+    if sum(tensor.numel() * tensor.element_size() for _, tensor in tensors) > _MOST_HASHED:
+        return None
+    digest = xxhash.xxh3_128()
+    for _, tensor in tensors:
+        digest.update(bytes_of(tensor))
+    native = native_module()
+    classes = tuple((own_class(module), type(module).forward) for module in model.modules())
+    return (
+        classes,
+        behaviour(model),
+        model.config.to_json_string(use_diff=False),
+        repr(prepared.spec),
+        tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
+        digest.digest(),
+        prepared.loaded.dtype,
+        prepared.max_model_len,
+        prepared.backend.name,
+        None if native is None else native.isa(),
+    )
+
+
+def _packed_of(model: PreTrainedModel) -> Hashable:
+    return tuple((type(module).__name__, type(module.__dict__.get("_packed"))) for module in model.modules())
