@@ -21,7 +21,7 @@ as many requests and 16-token prompts warms it up.
 --quantized: engines with weights of 4 and 8 bits, and Quire's with 16. The first one that runs is compared with the
 peers; a decode row's limit is its bytes over the read bandwidth.
 
---kind: the shape of the model (`shape.py`); a decode row of a hybrid has a limit by its bytes, its other rows have none.
+--kind: the shape of the model (`shape.py`). A hybrid's decode rows have a limit by their bytes, its other rows none.
 llama.cpp shares a prefix, and goes on with a conversation, by sharing the sequence in memory, which is the fastest it
 has; its server restores a copy of the state where another conversation came between.
 

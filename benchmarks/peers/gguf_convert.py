@@ -1,8 +1,8 @@
 """The model as a GGUF file in bf16, its norms in f32: `python gguf_convert.py FROM TO [KIND]`.
 KIND: Q4_0, Q4_K_M or Q8_0; TO is then made of the file in bf16 at FROM, by llama.cpp's own rounding.
 
-Runs in the environment of llama.cpp. Written tensor by tensor, as `gguf_kinds.py` says for the model's type. Prompts are token ids; the vocabulary is there because
-llama-server answers with text.
+Runs in the environment of llama.cpp. Written tensor by tensor, as `gguf_kinds.py` says for the model's type. Prompts
+are token ids; the vocabulary is there because llama-server answers with text.
 """
 
 from __future__ import annotations

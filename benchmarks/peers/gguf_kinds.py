@@ -95,8 +95,8 @@ def _add_qwen35(writer: GGUFWriter, config: dict[str, Any], head_dim: int) -> No
 
 
 def tensors_of(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What the file has for a tensor of transformers: names and values, in bfloat16, or in float32 where llama.cpp takes
-    nothing else: vectors, norms, convolutions, and what is a number per head.
+    """What the file has for a tensor of transformers: names and values, in bfloat16, or in float32 where llama.cpp
+    takes nothing else: vectors, norms, convolutions, and what is a number per head.
 
     *raises:* KeyError for a name that the architecture does not have.
     """

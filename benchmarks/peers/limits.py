@@ -9,9 +9,9 @@
     the rest  the sum of the prefills and decode steps it cannot do without: a shared prefix computed once and read
               once a step; of a cache that is too small, always full
 
-`python limits.py SHAPE ROWS` (JSON both; SHAPE null: no products) measures, in a process of its own, and prints one JSON line; `limit_of` is
-arithmetic. Product: Quire's packed one, oneDNN's packed one where it serves the dtype, and torch's, whichever is
-fastest, as in `benchmarks/linear.py`.
+`python limits.py SHAPE ROWS` (JSON both; SHAPE null: no products) measures, in a process of its own, and prints one
+JSON line; `limit_of` is arithmetic. Product: Quire's packed one, oneDNN's packed one where it serves the dtype, and
+torch's, whichever is fastest, as in `benchmarks/linear.py`.
 """
 
 from __future__ import annotations
