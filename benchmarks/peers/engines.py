@@ -109,7 +109,7 @@ ENGINES = [
         "bf16, KV f16",
         environment="openvino",
         kinds=KINDS,
-        # Seen with optimum-intel 2.2.0, which exports it with transformers 5.2.0 alone; its LFM2 and Granite 4 are right.
+        # Seen with optimum-intel 2.2.0 and transformers 5.2.0, which it exports it with; LFM2 and Granite 4 are right.
         wrong={
             "qwen3.5": "openvino-genai 2026.4.1.0 draws other tokens than transformers and llama.cpp from the second "
             "to the fifth on, in float32 too"
